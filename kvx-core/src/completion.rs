@@ -1,0 +1,167 @@
+//! A future that some other thread finishes once, and that can be waited for without a runtime.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use crate::deadline::Expire;
+use crate::sync::{Condvar, Mutex};
+use crate::ticket::Settle;
+use crate::{Deadline, Error, Kind, Result, Ticket};
+
+/// The end of an operation: a future under any runtime, or [`wait`](Completion::wait) without one.
+#[must_use = "futures do nothing unless awaited; the operation itself goes on"]
+pub struct Completion<T>(Arc<Shot<T>>);
+
+/// The other half of a [`Completion`]: whoever finishes it first decides.
+pub(crate) struct Shot<T> {
+    state: Mutex<State<T>>,
+    finished: Condvar,
+}
+
+struct State<T> {
+    result: Option<Result<T>>,
+    done: bool,
+    waker: Option<Waker>,
+}
+
+impl<T> Shot<T> {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Shot {
+            state: Mutex::new(State { result: None, done: false, waker: None }),
+            finished: Condvar::new(),
+        })
+    }
+
+    /// Finishes the operation, unless it is finished: then the value comes back.
+    pub(crate) fn finish(&self, result: Result<T>) -> Option<Result<T>> {
+        let mut state = self.state.lock();
+        if state.done {
+            return Some(result);
+        }
+        state.done = true;
+        state.result = Some(result);
+        let waker = state.waker.take();
+        drop(state);
+        self.finished.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        None
+    }
+
+    pub(crate) fn is_finished(&self) -> bool {
+        self.state.lock().done
+    }
+
+    fn poll(&self, context: &mut Context<'_>) -> Poll<Result<T>> {
+        let mut state = self.state.lock();
+        if state.done {
+            return Poll::Ready(state.result.take().unwrap_or_else(|| Err(taken())));
+        }
+        match &mut state.waker {
+            Some(waker) => waker.clone_from(context.waker()),
+            none => *none = Some(context.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
+fn taken() -> Error {
+    Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")
+}
+
+impl<T> Completion<T> {
+    pub(crate) fn of(shot: Arc<Shot<T>>) -> Self {
+        Completion(shot)
+    }
+
+    /// One that has ended already.
+    pub(crate) fn ready(result: Result<T>) -> Self {
+        let shot = Shot::new();
+        shot.finish(result);
+        Completion(shot)
+    }
+
+    /// Blocks until the operation ends or `deadline` passes (`TimedOut`; the operation goes on).
+    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<T> {
+        let until = deadline.into().instant();
+        let mut state = self.0.state.lock();
+        loop {
+            if state.done {
+                return state.result.take().unwrap_or_else(|| Err(taken()));
+            }
+            if until.is_some_and(|until| until <= std::time::Instant::now()) {
+                return Err(Error::new(Kind::TimedOut, "the wait ended before the operation; wait longer or await it"));
+            }
+            state = self.0.finished.wait_until(state, until);
+        }
+    }
+}
+
+impl Completion<()> {
+    /// A completion and the ticket that ends it.
+    pub fn with_ticket() -> (Self, Ticket) {
+        let shot = Shot::new();
+        (Completion(Arc::clone(&shot)), Ticket::of(shot))
+    }
+}
+
+impl<T> Future for Completion<T> {
+    type Output = Result<T>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.poll(context)
+    }
+}
+
+impl Settle for Shot<()> {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        self.finish(result);
+    }
+
+    fn forgotten(self: Arc<Self>) {
+        self.finish(Err(Error::new(Kind::Forgotten, "the transport lost the operation: report this as a bug of it")));
+    }
+}
+
+/// A shot with the error that its deadline gives.
+pub(crate) struct Timed<T> {
+    pub(crate) shot: Arc<Shot<T>>,
+    pub(crate) late: fn() -> Error,
+}
+
+impl<T: Send> Expire for Timed<T> {
+    fn expire(self: Arc<Self>) {
+        self.shot.finish(Err((self.late)()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_first_result_counts() {
+        let shot = Shot::new();
+        assert!(shot.finish(Ok(1)).is_none());
+        assert!(matches!(shot.finish(Ok(2)), Some(Ok(2))));
+        assert_eq!(Completion::of(shot).wait(Duration::ZERO).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_wait_ends_at_its_deadline() {
+        let error = Completion::<()>::of(Shot::new()).wait(Duration::from_millis(10)).unwrap_err();
+        assert_eq!(error.kind(), Kind::TimedOut);
+    }
+
+    #[test]
+    fn a_lost_ticket_ends_the_completion() {
+        let (completion, ticket) = Completion::with_ticket();
+        drop(ticket);
+        assert_eq!(completion.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+    }
+}

@@ -1,0 +1,1 @@
+//! Configuration as vLLM writes it.

@@ -1,0 +1,214 @@
+//! Deadlines, and the one thread of an agent that keeps them.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use slab::Slab;
+
+use crate::sync::{Condvar, Mutex};
+use crate::{Error, Kind, Result};
+
+/// When a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
+///
+/// ```
+/// use std::time::Duration;
+/// let deadline: kvx_core::Deadline = Duration::from_secs(2).into();
+/// assert!(deadline.left() <= Duration::from_secs(2));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deadline(Option<Instant>);
+
+impl Deadline {
+    /// What a transfer gets that does not say: 30 seconds from now.
+    pub fn default_for_transfers() -> Self {
+        Duration::from_secs(30).into()
+    }
+
+    /// For waits on something that is known to end.
+    pub(crate) fn never() -> Self {
+        Deadline(None)
+    }
+
+    pub(crate) fn instant(self) -> Option<Instant> {
+        self.0
+    }
+
+    /// The time that is left; zero once it has passed.
+    pub fn left(self) -> Duration {
+        self.0.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Whether it has passed.
+    pub fn passed(self) -> bool {
+        self.left().is_zero()
+    }
+}
+
+impl From<Duration> for Deadline {
+    /// A time so long that the clock cannot express it counts as a century.
+    fn from(time: Duration) -> Self {
+        let century = Duration::from_secs(100 * 365 * 86_400);
+        Deadline(Some(Instant::now() + time.min(century)))
+    }
+}
+
+impl From<Instant> for Deadline {
+    fn from(at: Instant) -> Self {
+        Deadline(Some(at))
+    }
+}
+
+/// Something that ends at its deadline unless it ended before. Called without any lock of the clock.
+pub(crate) trait Expire: Send + Sync {
+    fn expire(self: Arc<Self>);
+}
+
+/// A watched deadline, to be forgotten when its operation ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Watch {
+    slot: usize,
+    serial: u64,
+}
+
+struct Entry {
+    serial: u64,
+    at: Instant,
+    operation: Arc<dyn Expire>,
+}
+
+#[derive(Default)]
+struct Table {
+    entries: Slab<Entry>,
+    serial: u64,
+    /// The clock thread sleeps until then. Entries that end early leave it as it is: one idle wake-up per deadline
+    /// costs less than an ordered queue touched by every post.
+    next: Option<Instant>,
+    stop: bool,
+}
+
+struct Shared {
+    table: Mutex<Table>,
+    changed: Condvar,
+}
+
+/// The deadlines of one agent. Asleep until the nearest one.
+pub(crate) struct Clock {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Clock {
+    pub(crate) fn start(agent: &str) -> Result<Self> {
+        let shared = Arc::new(Shared { table: Mutex::default(), changed: Condvar::new() });
+        let ours = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name(format!("kvx-clock {agent}"))
+            .spawn(move || ours.run())
+            .map_err(|error| Error::os("the clock thread could not be started", error).kind_is(Kind::Exhausted))?;
+        Ok(Clock { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    pub(crate) fn watch(&self, at: Instant, operation: Arc<dyn Expire>) -> Watch {
+        let mut table = self.shared.table.lock();
+        table.serial += 1;
+        let serial = table.serial;
+        let slot = table.entries.insert(Entry { serial, at, operation });
+        if table.next.is_none_or(|next| at < next) {
+            table.next = Some(at);
+            self.shared.changed.notify_all();
+        }
+        Watch { slot, serial }
+    }
+
+    pub(crate) fn forget(&self, watch: Watch) {
+        let mut table = self.shared.table.lock();
+        let entry = match table.entries.get(watch.slot) {
+            Some(entry) if entry.serial == watch.serial => Some(table.entries.remove(watch.slot)),
+            _ => None,
+        };
+        drop(table);
+        drop(entry); // may run the drop of an operation, which takes locks of its own
+    }
+
+    /// Ends the thread, and waits for it unless that is the calling one.
+    pub(crate) fn stop(&self) {
+        self.signal_stop();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+
+    fn signal_stop(&self) {
+        self.shared.table.lock().stop = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Drop for Clock {
+    fn drop(&mut self) {
+        if crate::fork::check().is_ok() {
+            self.signal_stop();
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        let mut table = self.table.lock();
+        while !table.stop {
+            let now = Instant::now();
+            if table.next.is_none_or(|next| next > now) {
+                let next = table.next;
+                table = self.changed.wait_until(table, next);
+                continue;
+            }
+            let due: Vec<usize> =
+                table.entries.iter().filter(|(_, entry)| entry.at <= now).map(|(slot, _)| slot).collect();
+            let due: Vec<_> = due.into_iter().map(|slot| table.entries.remove(slot).operation).collect();
+            table.next = table.entries.iter().map(|(_, entry)| entry.at).min();
+            drop(table);
+            for operation in due {
+                operation.expire();
+            }
+            table = self.table.lock();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    struct Ring(mpsc::Sender<u32>, u32);
+
+    impl Expire for Ring {
+        fn expire(self: Arc<Self>) {
+            self.0.send(self.1).ok();
+        }
+    }
+
+    #[test]
+    fn deadlines_ring_in_order_and_forgotten_ones_do_not() {
+        let clock = Clock::start("test").unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let at = |ms| Instant::now() + Duration::from_millis(ms);
+        clock.watch(at(60), Arc::new(Ring(sender.clone(), 60)));
+        let forgotten = clock.watch(at(40), Arc::new(Ring(sender.clone(), 40)));
+        clock.watch(at(20), Arc::new(Ring(sender.clone(), 20)));
+        clock.forget(forgotten);
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 20);
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 60);
+        clock.forget(forgotten); // a second time: nothing happens
+        clock.stop();
+    }
+
+    #[test]
+    fn the_longest_duration_is_a_deadline() {
+        assert!(Deadline::from(Duration::MAX).left() > Duration::from_secs(86_400));
+    }
+}

@@ -1,0 +1,299 @@
+//! The one error type: a kind that a program branches on, and a sentence that a person can act on.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+/// What a call of kvx returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, for a program to branch on. More kinds may be added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Kind {
+    /// An argument is wrong: the sentence names it.
+    Invalid,
+    /// Blocks, a grid or a range lie outside the region they speak of.
+    OutOfBounds,
+    /// Two destinations of one plan overlap.
+    Overlap,
+    /// The named region is not registered with the agent that was asked.
+    Unregistered,
+    /// The key that came with an operation is not the key of the region.
+    WrongKey,
+    /// The region was revoked: its owner took the memory back.
+    Revoked,
+    /// The region could not be revoked by the deadline; its memory stays quarantined.
+    StillShared,
+    /// The deadline passed first.
+    TimedOut,
+    /// Cancelled, by `cancel` or by a drop.
+    Cancelled,
+    /// The budget of transfers in flight is used up; try again or use `post_wait`.
+    Busy,
+    /// The peer is gone, or silent for longer than `peer_timeout`.
+    PeerLost,
+    /// Another incarnation answers under the peer's name: connect with its new metadata.
+    PeerRestarted,
+    /// The two ends have no common version of a protocol.
+    Incompatible,
+    /// Authentication failed, or one end has a shared secret and the other has none.
+    Denied,
+    /// None of the backends that may serve this peer and memory can; the sentence says why for each.
+    NoRoute,
+    /// No backend has this name.
+    UnknownBackend,
+    /// The backend exists but was not compiled in.
+    NotCompiled,
+    /// The backend is compiled in but cannot run on this machine.
+    Unavailable,
+    /// The backend cannot do this.
+    Unsupported,
+    /// A limit of the operating system or a queue was reached.
+    Exhausted,
+    /// Bytes from a peer are malformed, truncated or too large.
+    Malformed,
+    /// The agent has been shut down.
+    Closed,
+    /// Called in a child process after `fork`.
+    Forked,
+    /// A transport lost the ticket of a transfer: its memory is quarantined.
+    Forgotten,
+    /// The operating system or a native library refused; see code, text and source.
+    Native,
+}
+
+impl Kind {
+    /// The kind as a short word: the label of metrics and of JSON output.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Kind::Invalid => "invalid",
+            Kind::OutOfBounds => "out_of_bounds",
+            Kind::Overlap => "overlap",
+            Kind::Unregistered => "unregistered",
+            Kind::WrongKey => "wrong_key",
+            Kind::Revoked => "revoked",
+            Kind::StillShared => "still_shared",
+            Kind::TimedOut => "timed_out",
+            Kind::Cancelled => "cancelled",
+            Kind::Busy => "busy",
+            Kind::PeerLost => "peer_lost",
+            Kind::PeerRestarted => "peer_restarted",
+            Kind::Incompatible => "incompatible",
+            Kind::Denied => "denied",
+            Kind::NoRoute => "no_route",
+            Kind::UnknownBackend => "unknown_backend",
+            Kind::NotCompiled => "not_compiled",
+            Kind::Unavailable => "unavailable",
+            Kind::Unsupported => "unsupported",
+            Kind::Exhausted => "exhausted",
+            Kind::Malformed => "malformed",
+            Kind::Closed => "closed",
+            Kind::Forked => "forked",
+            Kind::Forgotten => "forgotten",
+            Kind::Native => "native",
+        }
+    }
+}
+
+/// An error: its [`Kind`], a sentence that says what to do next, and what is known of where it came from.
+///
+/// Cheap to clone, so that one failure of a link can be the answer of every transfer that was on it.
+///
+/// ```
+/// use kvx_core::{Error, Kind};
+/// let error = Error::new(Kind::TimedOut, "no answer within 2 s; raise the deadline or check the peer")
+///     .backend("TCP")
+///     .peer("prefill-0");
+/// assert_eq!(error.kind(), Kind::TimedOut);
+/// assert_eq!(
+///     error.to_string(),
+///     "no answer within 2 s; raise the deadline or check the peer (peer prefill-0, backend TCP)"
+/// );
+/// ```
+#[derive(Clone)]
+pub struct Error(Box<Detail>);
+
+#[derive(Clone)]
+struct Detail {
+    kind: Kind,
+    sentence: Cow<'static, str>,
+    operation: Option<Cow<'static, str>>,
+    backend: Option<Cow<'static, str>>,
+    peer: Option<Arc<str>>,
+    native: Option<Native>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+/// What a native library or the operating system said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Native {
+    /// Its code: an errno, a `ucs_status_t`, an `fi_errno`, …
+    pub code: i64,
+    /// Its own text for the code.
+    pub text: String,
+}
+
+impl Error {
+    /// An error of `kind`; `sentence` says what happened and what to do next.
+    pub fn new(kind: Kind, sentence: impl Into<Cow<'static, str>>) -> Self {
+        Error(Box::new(Detail {
+            kind,
+            sentence: sentence.into(),
+            operation: None,
+            backend: None,
+            peer: None,
+            native: None,
+            source: None,
+        }))
+    }
+
+    /// An error of the operating system: `sentence`, with the errno's code and text and the error as source.
+    pub fn os(sentence: impl Into<Cow<'static, str>>, error: impl Into<std::io::Error>) -> Self {
+        let error = error.into();
+        let native = error.raw_os_error().map(|code| (i64::from(code), error.to_string()));
+        let mut this = Error::new(Kind::Native, sentence);
+        if let Some((code, text)) = native {
+            this = this.native(code, text);
+        }
+        this.source(error)
+    }
+
+    /// The same error as another kind.
+    #[must_use]
+    pub fn kind_is(mut self, kind: Kind) -> Self {
+        self.0.kind = kind;
+        self
+    }
+
+    /// Names the operation that failed.
+    #[must_use]
+    pub fn operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
+        self.0.operation.get_or_insert(operation.into());
+        self
+    }
+
+    /// Names the backend, unless one is named already.
+    #[must_use]
+    pub fn backend(mut self, backend: impl Into<Cow<'static, str>>) -> Self {
+        self.0.backend.get_or_insert(backend.into());
+        self
+    }
+
+    /// Names the peer, unless one is named already.
+    #[must_use]
+    pub fn peer(mut self, peer: impl Into<Arc<str>>) -> Self {
+        self.0.peer.get_or_insert(peer.into());
+        self
+    }
+
+    /// Adds what the native side said.
+    #[must_use]
+    pub fn native(mut self, code: i64, text: impl Into<String>) -> Self {
+        self.0.native = Some(Native { code, text: text.into() });
+        self
+    }
+
+    /// Adds the error that caused this one.
+    #[must_use]
+    pub fn source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.0.source = Some(Arc::new(source));
+        self
+    }
+
+    /// What to branch on.
+    pub fn kind(&self) -> Kind {
+        self.0.kind
+    }
+
+    /// The sentence alone, without the names that `Display` adds.
+    pub fn sentence(&self) -> &str {
+        &self.0.sentence
+    }
+
+    /// The operation that failed, where known.
+    pub fn failed_operation(&self) -> Option<&str> {
+        self.0.operation.as_deref()
+    }
+
+    /// The backend it failed on, where one was chosen.
+    pub fn failed_backend(&self) -> Option<&str> {
+        self.0.backend.as_deref()
+    }
+
+    /// The peer it concerns, where one is known.
+    pub fn failed_peer(&self) -> Option<&str> {
+        self.0.peer.as_deref()
+    }
+
+    /// What the native library or the operating system said.
+    pub fn native_detail(&self) -> Option<&Native> {
+        self.0.native.as_ref()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let detail = &*self.0;
+        f.write_str(&detail.sentence)?;
+        let mut open = false;
+        let mut part = |f: &mut fmt::Formatter<'_>, text: fmt::Arguments<'_>| {
+            let lead = if std::mem::replace(&mut open, true) { ", " } else { " (" };
+            write!(f, "{lead}{text}")
+        };
+        if let Some(operation) = &detail.operation {
+            part(f, format_args!("in {operation}"))?;
+        }
+        if let Some(peer) = &detail.peer {
+            part(f, format_args!("peer {peer}"))?;
+        }
+        if let Some(backend) = &detail.backend {
+            part(f, format_args!("backend {backend}"))?;
+        }
+        if let Some(native) = &detail.native {
+            part(f, format_args!("code {}: {}", native.code, native.text))?;
+        }
+        if open { f.write_str(")") } else { Ok(()) }
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.kind)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_ref().map(|source| &**source as &(dyn std::error::Error + 'static))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_names_all_it_knows_and_nothing_else() {
+        let bare = Error::new(Kind::Busy, "too many transfers in flight");
+        assert_eq!(bare.to_string(), "too many transfers in flight");
+        let full = bare.operation("post").backend("SHM").peer("p0").native(11, "EAGAIN");
+        assert_eq!(
+            full.to_string(),
+            "too many transfers in flight (in post, peer p0, backend SHM, code 11: EAGAIN)"
+        );
+    }
+
+    #[test]
+    fn the_first_named_backend_stays() {
+        let error = Error::new(Kind::Native, "refused").backend("TCP").backend("SHM");
+        assert_eq!(error.failed_backend(), Some("TCP"));
+    }
+
+    #[test]
+    fn an_os_error_keeps_code_and_source() {
+        let error = Error::os("bind failed", std::io::Error::from_raw_os_error(98));
+        assert_eq!(error.native_detail().map(|native| native.code), Some(98));
+        assert!(std::error::Error::source(&error).is_some());
+    }
+}

@@ -1,0 +1,295 @@
+//! Grids: equal blocks in a region, and the index lists that choose among them.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::region::Place;
+use crate::{Error, Kind, Result};
+
+/// Equal blocks at equal distances: block `i` is the `length` bytes from `base + i * stride`.
+///
+/// A head slice for tensor parallelism is a further grid on the same region: same stride, shorter length.
+///
+/// ```
+/// use kvx_core::Grid;
+/// let whole = Grid::packed(4096, 100);
+/// let second_half_of_each = Grid { base: 2048, length: 2048, ..whole };
+/// assert_eq!(second_half_of_each.end(), Some(100 * 4096));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Grid {
+    /// Offset of block 0 in the region, in bytes.
+    pub base: u64,
+    /// Distance from a block to the next, in bytes; at least `length`.
+    pub stride: u64,
+    /// Bytes of a block.
+    pub length: u64,
+    /// Number of blocks.
+    pub count: u32,
+}
+
+impl Grid {
+    /// `count` blocks of `length` bytes, one after the other from offset 0.
+    pub const fn packed(length: u64, count: u32) -> Self {
+        Grid { base: 0, stride: length, length, count }
+    }
+
+    /// The same grid from another offset.
+    #[must_use]
+    pub const fn at(self, base: u64) -> Self {
+        Grid { base, ..self }
+    }
+
+    /// Offset of a block.
+    pub const fn offset(&self, index: u32) -> u64 {
+        self.base + self.stride * index as u64
+    }
+
+    /// The first offset after the last block; `None` if it is not a number. An empty grid ends at its base.
+    pub const fn end(&self) -> Option<u64> {
+        if self.count == 0 {
+            return Some(self.base);
+        }
+        let Some(last) = self.stride.checked_mul(self.count as u64 - 1) else { return None };
+        let Some(last) = last.checked_add(self.base) else { return None };
+        last.checked_add(self.length)
+    }
+
+    /// Whether each block ends where the next begins.
+    pub const fn is_packed(&self) -> bool {
+        self.stride == self.length
+    }
+
+    /// Checks the grid against a region of `len` bytes. Errors: `Invalid`, `OutOfBounds`; the sentence names the field.
+    pub fn check(&self, len: u64) -> Result<()> {
+        if self.length == 0 {
+            return Err(Error::new(Kind::Invalid, "a grid with length 0: blocks have at least one byte"));
+        }
+        if self.count > 1 && self.stride < self.length {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("a grid with stride {} below its length {}: blocks would overlap", self.stride, self.length),
+            ));
+        }
+        match self.end() {
+            Some(end) if end <= len => Ok(()),
+            _ => Err(Error::new(
+                Kind::OutOfBounds,
+                format!(
+                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a region of {len} bytes",
+                    self.count, self.length, self.stride, self.base
+                ),
+            )),
+        }
+    }
+}
+
+/// Which blocks of a grid set: a shared list, or a range. Never copied: a plan keeps the `Arc`.
+#[derive(Clone)]
+pub struct Indices(Repr);
+
+#[derive(Clone)]
+enum Repr {
+    List { list: Arc<[u32]>, part: Range<usize> },
+    Range(Range<u32>),
+}
+
+impl Indices {
+    /// How many.
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            Repr::List { part, .. } => part.len(),
+            Repr::Range(range) => range.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The index at `position`, which is below `len`.
+    pub fn at(&self, position: usize) -> u32 {
+        match &self.0 {
+            Repr::List { list, part } => list[part.start + position],
+            Repr::Range(range) => range.start + position as u32,
+        }
+    }
+
+    /// A part of the list, sharing it. `part` lies within `0..len`.
+    #[must_use]
+    pub fn slice(&self, part: Range<usize>) -> Self {
+        assert!(part.start <= part.end && part.end <= self.len(), "a slice within the list");
+        Indices(match &self.0 {
+            Repr::List { list, part: outer } => {
+                Repr::List { list: Arc::clone(list), part: outer.start + part.start..outer.start + part.end }
+            }
+            Repr::Range(range) => Repr::Range(range.start + part.start as u32..range.start + part.end as u32),
+        })
+    }
+
+    /// The range, if that is what they are.
+    pub fn as_range(&self) -> Option<Range<u32>> {
+        match &self.0 {
+            Repr::Range(range) => Some(range.clone()),
+            Repr::List { .. } => None,
+        }
+    }
+
+    /// The list, if that is what they are.
+    pub fn as_list(&self) -> Option<&[u32]> {
+        match &self.0 {
+            Repr::List { list, part } => Some(&list[part.clone()]),
+            Repr::Range(_) => None,
+        }
+    }
+
+    /// The largest index; `None` when empty.
+    pub fn max(&self) -> Option<u32> {
+        match &self.0 {
+            Repr::List { list, part } => list[part.clone()].iter().copied().max(),
+            Repr::Range(range) => range.end.checked_sub(1).filter(|last| *last >= range.start),
+        }
+    }
+
+    /// Bytes that a description of them takes.
+    pub(crate) fn bytes(&self) -> usize {
+        match &self.0 {
+            Repr::List { part, .. } => part.len() * 4,
+            Repr::Range(_) => 8,
+        }
+    }
+
+    pub(crate) fn same_list(&self, other: &Indices) -> bool {
+        match (&self.0, &other.0) {
+            (Repr::List { list: a, part: x }, Repr::List { list: b, part: y }) => Arc::ptr_eq(a, b) && x == y,
+            (Repr::Range(a), Repr::Range(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+
+impl From<Arc<[u32]>> for Indices {
+    fn from(list: Arc<[u32]>) -> Self {
+        let part = 0..list.len();
+        Indices(Repr::List { list, part })
+    }
+}
+
+impl From<Vec<u32>> for Indices {
+    fn from(list: Vec<u32>) -> Self {
+        Arc::<[u32]>::from(list).into()
+    }
+}
+
+impl From<&[u32]> for Indices {
+    fn from(list: &[u32]) -> Self {
+        Arc::<[u32]>::from(list).into()
+    }
+}
+
+impl<const N: usize> From<[u32; N]> for Indices {
+    fn from(list: [u32; N]) -> Self {
+        Arc::<[u32]>::from(list).into()
+    }
+}
+
+impl From<Range<u32>> for Indices {
+    fn from(range: Range<u32>) -> Self {
+        Indices(Repr::Range(range))
+    }
+}
+
+impl fmt::Debug for Indices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Repr::Range(range) => write!(f, "{range:?}"),
+            Repr::List { .. } => write!(f, "[{} indices]", self.len()),
+        }
+    }
+}
+
+/// Grids of equal count that share one index list: the layers of a model. `R` is [`Region`](crate::Region) or
+/// [`PeerRegion`](crate::PeerRegion).
+#[derive(Clone)]
+pub struct GridSet<R> {
+    pub(crate) grids: Arc<[(R, Grid)]>,
+}
+
+impl<R: Place + Clone> GridSet<R> {
+    pub(crate) fn one(region: R, grid: Grid) -> Result<Self> {
+        grid.check(region.len())?;
+        Ok(GridSet { grids: Arc::new([(region, grid)]) })
+    }
+
+    /// Several sets as one; the grids keep their order. Errors: `Invalid` when the counts differ or there are none.
+    pub fn join(sets: impl IntoIterator<Item = GridSet<R>>) -> Result<Self> {
+        let grids: Vec<_> = sets.into_iter().flat_map(|set| set.grids.to_vec()).collect();
+        let Some((_, first)) = grids.first() else {
+            return Err(Error::new(Kind::Invalid, "a grid set of no grids: join at least one"));
+        };
+        if let Some((_, other)) = grids.iter().find(|(_, grid)| grid.count != first.count) {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "a grid set shares one index list, but its grids have {} and {} blocks: make a set of each",
+                    first.count, other.count
+                ),
+            ));
+        }
+        Ok(GridSet { grids: grids.into() })
+    }
+
+    /// Blocks per grid.
+    pub fn count(&self) -> u32 {
+        self.grids[0].1.count
+    }
+
+    /// The grids and the regions they lie on.
+    pub fn grids(&self) -> &[(R, Grid)] {
+        &self.grids
+    }
+
+    /// These blocks of every grid of the set: one side of a pair in a plan.
+    pub fn blocks(&self, indices: impl Into<Indices>) -> Blocks<R> {
+        Blocks { set: self.clone(), indices: indices.into() }
+    }
+}
+
+/// Blocks of a grid set: one side of a pair in a [`Plan`](crate::Plan).
+#[derive(Clone)]
+pub struct Blocks<R> {
+    pub(crate) set: GridSet<R>,
+    pub(crate) indices: Indices,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grid_is_checked_against_its_region() {
+        assert!(Grid::packed(16, 4).check(64).is_ok());
+        assert_eq!(Grid::packed(16, 4).check(63).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(Grid::packed(0, 4).check(64).unwrap_err().kind(), Kind::Invalid);
+        let overlapping = Grid { base: 0, stride: 8, length: 16, count: 2 };
+        assert_eq!(overlapping.check(64).unwrap_err().kind(), Kind::Invalid);
+        let huge = Grid { base: u64::MAX, stride: u64::MAX, length: 1, count: u32::MAX };
+        assert_eq!(huge.check(u64::MAX).unwrap_err().kind(), Kind::OutOfBounds);
+        // The last block of a strided grid needs no room behind it.
+        assert!(Grid { base: 8, stride: 16, length: 8, count: 4 }.check(64).is_ok());
+    }
+
+    #[test]
+    fn slices_of_indices_share_the_list() {
+        let list: Arc<[u32]> = [5, 6, 7, 8].into();
+        let indices = Indices::from(Arc::clone(&list));
+        let tail = indices.slice(2..4);
+        assert_eq!((tail.len(), tail.at(0), tail.at(1), tail.max()), (2, 7, 8, Some(8)));
+        assert_eq!(Arc::strong_count(&list), 3);
+        let range = Indices::from(10..20).slice(3..5);
+        assert_eq!((range.as_range(), range.max()), (Some(13..15), Some(14)));
+        assert_eq!(Indices::from(5..5).max(), None);
+    }
+}

@@ -1,0 +1,162 @@
+//! Who is who: agents and their incarnations, regions and their keys, links and transfers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::{Error, Kind, Result};
+
+/// One life of an agent: 128 random bits, drawn when it is built. A restarted agent has another one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Incarnation(pub [u8; 16]);
+
+impl Incarnation {
+    pub(crate) fn random() -> Result<Self> {
+        random_bytes().map(Incarnation)
+    }
+}
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+impl fmt::Debug for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// How often an agent's metadata has changed within one incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Generation(pub u64);
+
+/// A region within one incarnation of an agent; never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub u64);
+
+impl fmt::Display for RegionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "#{}", self.0)
+    }
+}
+
+/// What a peer must show to reach a region: 128 random bits.
+#[derive(Clone, Copy)]
+pub struct RegionKey(pub [u8; 16]);
+
+impl RegionKey {
+    pub(crate) fn random() -> Result<Self> {
+        random_bytes().map(RegionKey)
+    }
+
+    /// Compares in a time that does not depend on the keys.
+    pub fn matches(&self, other: &RegionKey) -> bool {
+        u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(other.0) == 0
+    }
+}
+
+/// Keys stay out of logs.
+impl fmt::Debug for RegionKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RegionKey(…)")
+    }
+}
+
+/// A link between two agents over one transport, as the initiating agent numbers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
+/// A transfer of one agent; never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u64);
+
+/// The longest name of an agent or a region, in bytes.
+pub const MAX_NAME: usize = 255;
+
+/// An agent by name and incarnation.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// The name its owner gave it.
+    pub name: Arc<str>,
+    /// Which life of it.
+    pub incarnation: Incarnation,
+}
+
+impl Identity {
+    /// The same identity, borrowed.
+    pub fn as_sender(&self) -> Sender<'_> {
+        Sender { name: &self.name, incarnation: self.incarnation }
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{}", self.name, self.incarnation)
+    }
+}
+
+/// Who sent a notification. Travels with each one: the receiver need not have connected to the sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sender<'a> {
+    /// The sending agent's name.
+    pub name: &'a str,
+    /// Its incarnation.
+    pub incarnation: Incarnation,
+}
+
+/// Checks a name of an agent or a region: 1 to 255 bytes, no control characters.
+pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
+    if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
+        return Err(Error::new(
+            Kind::Invalid,
+            format!("{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"),
+        ));
+    }
+    Ok(name.into())
+}
+
+#[cfg(target_os = "linux")]
+fn random_bytes() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
+    if got != bytes.len() {
+        return Err(Error::new(Kind::Native, "the operating system gave too few random bytes; try again"));
+    }
+    Ok(bytes)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn random_bytes() -> Result<[u8; 16]> {
+    use std::io::Read as _;
+    let mut bytes = [0; 16];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut source| source.read_exact(&mut bytes))
+        .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn incarnations_and_keys_differ_from_draw_to_draw() {
+        assert_ne!(Incarnation::random().unwrap(), Incarnation::random().unwrap());
+        assert!(!RegionKey::random().unwrap().matches(&RegionKey::random().unwrap()));
+    }
+
+    #[test]
+    fn a_key_is_not_printed() {
+        assert_eq!(format!("{:?}", RegionKey([7; 16])), "RegionKey(…)");
+    }
+
+    #[test]
+    fn names_are_checked() {
+        assert!(checked_name("agent", "prefill-0").is_ok());
+        for bad in ["", "a\nb", &"x".repeat(256)] {
+            assert_eq!(checked_name("agent", bad).unwrap_err().kind(), Kind::Invalid);
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! Memory that can be registered: kvx's own pools, adopted host memory, and device memory.
+
+mod device;
+#[cfg(target_os = "linux")]
+mod pool;
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+pub use device::{DeviceAccess, DeviceId, Direction, Piece};
+#[cfg(target_os = "linux")]
+pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
+
+use crate::{Error, Kind, Result, fork};
+
+/// Where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum MemoryKind {
+    /// Ordinary host memory.
+    Host = 0,
+    /// Host memory that a GPU driver has pinned.
+    Pinned = 1,
+    /// Memory of an NVIDIA device.
+    Cuda = 2,
+    /// Memory of an AMD device.
+    Rocm = 3,
+}
+
+impl MemoryKind {
+    /// Every kind.
+    pub const ALL: [MemoryKind; 4] = [MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda, MemoryKind::Rocm];
+
+    /// Whether the CPU reaches it by pointer.
+    pub fn is_host(self) -> bool {
+        matches!(self, MemoryKind::Host | MemoryKind::Pinned)
+    }
+
+    /// As it travels in metadata.
+    pub(crate) fn from_wire(byte: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == byte)
+    }
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            MemoryKind::Host => "host",
+            MemoryKind::Pinned => "pinned",
+            MemoryKind::Cuda => "cuda",
+            MemoryKind::Rocm => "rocm",
+        })
+    }
+}
+
+/// A range of memory and what keeps it alive. Register it with an agent to make it a [`Region`](crate::Region).
+///
+/// Peers and transports may read and write it at any time, so the safe API lends no slices of it: bytes go in and out
+/// by copy. What is copied while a transfer writes to the same bytes is unspecified, but it is bytes.
+///
+/// ```
+/// let memory = kvx_core::Memory::owned(vec![0; 4096]);
+/// memory.copy_in(8, b"hello")?;
+/// let mut back = [0; 5];
+/// memory.copy_out(8, &mut back)?;
+/// assert_eq!(&back, b"hello");
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+pub struct Memory {
+    base: u64,
+    len: usize,
+    kind: MemoryKind,
+    device: DeviceId,
+    backing: Backing,
+}
+
+enum Backing {
+    #[cfg(target_os = "linux")]
+    Pool(pool::Pool),
+    Adopted {
+        /// Keeps the memory alive; dropped when nobody can touch it any more.
+        _owner: Box<dyn Any + Send + Sync>,
+    },
+    Device {
+        access: Arc<dyn DeviceAccess>,
+        _owner: Box<dyn Any + Send + Sync>,
+    },
+}
+
+/// Owns a buffer that is only ever touched through raw pointers.
+struct Buffer {
+    pointer: *mut [u8],
+}
+
+// SAFETY: the buffer is owned, and touched only through `Memory`, whose accesses are raw copies.
+unsafe impl Send for Buffer {}
+// SAFETY: as above; `Buffer` itself hands out nothing.
+unsafe impl Sync for Buffer {}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: `pointer` came from `Box::into_raw` in `Memory::owned` and is freed once, here.
+        drop(unsafe { Box::from_raw(self.pointer) });
+    }
+}
+
+impl Memory {
+    /// A pool of kvx's own: shared memory that other processes of this host read without a copy through a kernel,
+    /// pre-touched. Says how to ask for huge pages and a NUMA node; `build` makes it.
+    #[cfg(target_os = "linux")]
+    pub fn pool(len: usize) -> PoolBuilder {
+        PoolBuilder::new(len)
+    }
+
+    /// Takes over a buffer of the program's.
+    pub fn owned(bytes: impl Into<Box<[u8]>>) -> Self {
+        let pointer = Box::into_raw(bytes.into());
+        Memory {
+            base: pointer.cast::<u8>() as u64,
+            len: pointer.len(),
+            kind: MemoryKind::Host,
+            device: DeviceId::HOST,
+            backing: Backing::Adopted { _owner: Box::new(Buffer { pointer }) },
+        }
+    }
+
+    /// Adopts host memory that `owner` keeps alive and in place.
+    ///
+    /// # Safety
+    /// `base..base + len` is readable and writable until `owner` is dropped, and nobody holds a reference into it
+    /// while it is registered: peers and transports write to it at any time. kvx drops `owner` when nobody can touch
+    /// the memory any more, which may be never (quarantine).
+    pub unsafe fn adopt(base: *mut u8, len: usize, owner: impl Any + Send + Sync) -> Self {
+        Memory {
+            base: base as u64,
+            len,
+            kind: MemoryKind::Host,
+            device: DeviceId::HOST,
+            backing: Backing::Adopted { _owner: Box::new(owner) },
+        }
+    }
+
+    /// Adopts memory of `kind` that only `access` can copy.
+    ///
+    /// # Safety
+    /// As [`adopt`](Memory::adopt), for addresses as `access` understands them on `device`.
+    pub unsafe fn adopt_device(
+        base: u64,
+        len: usize,
+        device: DeviceId,
+        access: Arc<dyn DeviceAccess>,
+        owner: impl Any + Send + Sync,
+    ) -> Self {
+        let kind = access.kind();
+        Memory { base, len, kind, device, backing: Backing::Device { access, _owner: Box::new(owner) } }
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its kind.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// The device it lies on; [`DeviceId::HOST`] for host memory.
+    pub fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    /// Its address: a host pointer, or what the device calls one.
+    pub fn address(&self) -> u64 {
+        self.base
+    }
+
+    /// Its first byte. Only host memory may be read or written through it, and only by raw accesses while registered.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base as *mut u8
+    }
+
+    /// How its bytes are copied, for memory that the CPU does not reach.
+    pub fn device_access(&self) -> Option<&Arc<dyn DeviceAccess>> {
+        match &self.backing {
+            Backing::Device { access, .. } => Some(access),
+            _ => None,
+        }
+    }
+
+    /// What was granted of what the builder asked for; `None` for memory that is no pool.
+    #[cfg(target_os = "linux")]
+    pub fn granted(&self) -> Option<&Granted> {
+        match &self.backing {
+            Backing::Pool(pool) => Some(pool.granted()),
+            _ => None,
+        }
+    }
+
+    /// The sealed file behind a pool, to be passed to a process that may read it. Its bytes start at offset 0.
+    #[cfg(target_os = "linux")]
+    pub fn shared_file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+        match &self.backing {
+            Backing::Pool(pool) => Some(pool.file()),
+            _ => None,
+        }
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<()> {
+        fork::check()?;
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(Error::new(
+                Kind::OutOfBounds,
+                format!("bytes {offset}..+{len} lie outside the memory of {} bytes", self.len),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Copies `bytes` to `offset`. Blocks for device memory. Errors: `OutOfBounds`, or what the device says.
+    pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.check(offset, bytes.len())?;
+        if let Backing::Device { access, .. } = &self.backing {
+            let piece = Piece { device: self.base + offset as u64, host: bytes.as_ptr().cast_mut(), len: bytes.len() };
+            // SAFETY: the range was checked; `bytes` outlives the call, which waits for the copy to end.
+            return unsafe { device::copy_and_wait(access, Direction::ToDevice, piece) };
+        }
+        // SAFETY: the range was checked, the memory lives as long as `self`, and `bytes` cannot overlap it because no
+        // references into registered memory exist.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(offset), bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes from `offset` out. Blocks for device memory. Errors: `OutOfBounds`, or what the device says.
+    pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        self.check(offset, bytes.len())?;
+        if let Backing::Device { access, .. } = &self.backing {
+            let piece = Piece { device: self.base + offset as u64, host: bytes.as_mut_ptr(), len: bytes.len() };
+            // SAFETY: as in `copy_in`.
+            return unsafe { device::copy_and_wait(access, Direction::ToHost, piece) };
+        }
+        // SAFETY: as in `copy_in`.
+        unsafe { std::ptr::copy_nonoverlapping(self.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// The bytes of `range`, in place.
+    ///
+    /// # Safety
+    /// While the slice lives, nobody writes to the range: no transfer into it is in flight and no peer may write it.
+    ///
+    /// # Errors
+    /// `OutOfBounds`; `Unsupported` for device memory.
+    pub unsafe fn block(&self, range: Range<usize>) -> Result<&[u8]> {
+        self.check(range.start, range.end.saturating_sub(range.start))?;
+        if !self.kind.is_host() {
+            return Err(Error::new(Kind::Unsupported, "device memory has no slice: use copy_out"));
+        }
+        // SAFETY: the range was checked and the memory lives as long as `self`; the caller keeps writers away.
+        Ok(unsafe { std::slice::from_raw_parts(self.as_ptr().add(range.start), range.end.saturating_sub(range.start)) })
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({} bytes, {})", self.len, self.kind)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_outside_are_refused_and_write_nothing() {
+        let memory = Memory::owned(vec![1; 16]);
+        for (offset, len) in [(16, 1), (0, 17), (usize::MAX, 2)] {
+            assert_eq!(memory.copy_in(offset, &vec![9; len]).unwrap_err().kind(), Kind::OutOfBounds);
+        }
+        let mut all = [0; 16];
+        memory.copy_out(0, &mut all).unwrap();
+        assert_eq!(all, [1; 16]);
+    }
+
+    #[test]
+    fn an_adopted_owner_lives_as_long_as_the_memory() {
+        let owner = Arc::new(vec![0u8; 8].into_boxed_slice());
+        let base = owner.as_ptr().cast_mut();
+        // SAFETY: the test touches the bytes only through `memory`, and the Arc keeps them.
+        let memory = unsafe { Memory::adopt(base, 8, owner.clone()) };
+        assert_eq!(Arc::strong_count(&owner), 2);
+        drop(memory);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+}

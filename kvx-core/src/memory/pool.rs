@@ -1,0 +1,387 @@
+//! kvx's own pools: sealed memory files, pre-touched, on huge pages and a NUMA node where the machine gives them.
+
+use std::ffi::c_void;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::{Backing, Memory, MemoryKind};
+use crate::memory::DeviceId;
+use crate::{Error, Kind, Result, fork};
+
+const HUGE: usize = 2 << 20;
+
+/// Which pages a pool shall lie on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HugePages {
+    /// Base pages.
+    Never,
+    /// Transparent huge pages where the kernel has them for shared memory: the default.
+    Transparent,
+    /// Reserved 2 MiB pages if there are enough, else transparent ones; what was got is reported.
+    Prefer,
+    /// Reserved 2 MiB pages, or an error.
+    Require,
+}
+
+/// The page size that a pool's mapping has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageSize {
+    /// The machine's base page, with as many bytes on transparent huge pages as the kernel says.
+    Base {
+        /// Bytes mapped by transparent huge pages.
+        transparent_huge: usize,
+    },
+    /// Reserved 2 MiB pages.
+    Huge2M,
+}
+
+/// What a pool got of what was asked, and why it did not get the rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Granted {
+    /// Pages.
+    pub pages: PageSize,
+    /// Why reserved huge pages were not given, if they were preferred.
+    pub huge_refused: Option<String>,
+    /// The NUMA node the pool is bound to.
+    pub numa_node: Option<u32>,
+    /// Whether its pages are locked in memory.
+    pub locked: bool,
+    /// Whether every page was touched before the pool was handed out.
+    pub touched: bool,
+}
+
+/// Builds a pool. See [`Memory::pool`].
+///
+/// ```
+/// let pool = kvx_core::Memory::pool(1 << 20).build()?;
+/// assert_eq!(pool.len(), 1 << 20);
+/// assert!(pool.granted().is_some_and(|granted| granted.touched));
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct PoolBuilder {
+    len: usize,
+    huge: HugePages,
+    numa_node: Option<u32>,
+    lock: bool,
+    touch: bool,
+}
+
+impl PoolBuilder {
+    pub(super) fn new(len: usize) -> Self {
+        PoolBuilder { len, huge: HugePages::Transparent, numa_node: None, lock: false, touch: true }
+    }
+
+    /// Which pages.
+    pub fn huge_pages(mut self, huge: HugePages) -> Self {
+        self.huge = huge;
+        self
+    }
+
+    /// Binds the pool to a NUMA node.
+    pub fn numa_node(mut self, node: u32) -> Self {
+        self.numa_node = Some(node);
+        self
+    }
+
+    /// Locks the pages in memory.
+    pub fn lock(mut self, lock: bool) -> Self {
+        self.lock = lock;
+        self
+    }
+
+    /// Whether to touch every page now (the default): a first touch in the middle of a transfer costs two to fifteen
+    /// times the copy.
+    pub fn pre_touch(mut self, touch: bool) -> Self {
+        self.touch = touch;
+        self
+    }
+
+    /// Makes the pool. Errors: `Invalid` for zero bytes or a node that does not exist, `Exhausted` when the machine has
+    /// not enough memory, huge pages (`Require`) or lock limit: the sentence names the limit and the cure.
+    pub fn build(self) -> Result<Memory> {
+        fork::check()?;
+        if self.len == 0 {
+            return Err(Error::new(Kind::Invalid, "a pool of 0 bytes: ask for at least one"));
+        }
+        let (pool, huge_refused) = match self.huge {
+            HugePages::Never | HugePages::Transparent => (Pool::map(self.len, false)?, None),
+            HugePages::Require => (Pool::map(self.len, true)?, None),
+            HugePages::Prefer => match Pool::map(self.len, true) {
+                Ok(pool) => (pool, None),
+                Err(error) => (Pool::map(self.len, false)?, Some(error.to_string())),
+            },
+        };
+        let mut pool = pool;
+        if matches!(self.huge, HugePages::Transparent | HugePages::Prefer) && !pool.huge {
+            pool.advise(Advice::LinuxHugepage).ok(); // no transparent huge pages in this kernel: reported below
+        }
+        if let Some(node) = self.numa_node {
+            pool.bind(node)?;
+        }
+        if self.touch {
+            pool.touch()?;
+        }
+        if self.lock {
+            pool.lock()?;
+        }
+        pool.seal()?;
+        pool.granted = Granted {
+            pages: if pool.huge {
+                PageSize::Huge2M
+            } else {
+                PageSize::Base { transparent_huge: pool.transparent_huge_bytes() }
+            },
+            huge_refused,
+            numa_node: self.numa_node,
+            locked: self.lock,
+            touched: self.touch,
+        };
+        Ok(Memory {
+            base: pool.base.as_ptr() as u64,
+            len: self.len,
+            kind: MemoryKind::Host,
+            device: DeviceId::HOST,
+            backing: Backing::Pool(pool),
+        })
+    }
+}
+
+/// A mapped memory file.
+pub(super) struct Pool {
+    file: OwnedFd,
+    base: NonNull<c_void>,
+    mapped: usize,
+    huge: bool,
+    granted: Granted,
+    forks: u64,
+}
+
+// SAFETY: the mapping is plain shared memory, touched only by raw copies through `Memory`.
+unsafe impl Send for Pool {}
+// SAFETY: as above.
+unsafe impl Sync for Pool {}
+
+impl Pool {
+    fn map(len: usize, huge: bool) -> Result<Self> {
+        let page = if huge { HUGE } else { rustix::param::page_size() };
+        let mapped = len.checked_next_multiple_of(page).ok_or_else(|| {
+            Error::new(Kind::Invalid, format!("a pool of {len} bytes is larger than the address space"))
+        })?;
+        let what = |step: &str| {
+            if huge {
+                format!(
+                    "{step} of {mapped} bytes on 2 MiB pages failed: reserve {} pages with \
+                     sysctl vm.nr_hugepages=N, or ask for HugePages::Prefer",
+                    mapped / HUGE
+                )
+            } else {
+                format!("{step} of {mapped} bytes failed: free memory, or make the pool smaller")
+            }
+        };
+        let no_room = |step: &str, error: rustix::io::Errno| Error::os(what(step), error).kind_is(Kind::Exhausted);
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        if huge {
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        }
+        let file = rustix::fs::memfd_create("kvx-pool", flags).map_err(|error| no_room("a memory file", error))?;
+        rustix::fs::ftruncate(&file, mapped as u64).map_err(|error| no_room("a memory file", error))?;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        }
+        .map_err(|error| no_room("a mapping", error))?;
+        let base = NonNull::new(base).ok_or_else(|| Error::new(Kind::Native, "the kernel mapped a pool at address 0"))?;
+        let granted = Granted {
+            pages: PageSize::Base { transparent_huge: 0 },
+            huge_refused: None,
+            numa_node: None,
+            locked: false,
+            touched: false,
+        };
+        let pool = Pool { file, base, mapped, huge, granted, forks: fork::count() };
+        // A child after fork shares no pool with its parent: a stray write there would reach every peer.
+        pool.advise(Advice::LinuxDontFork).map_err(|error| Error::os("madvise(DONTFORK) failed on a pool", error))?;
+        Ok(pool)
+    }
+
+    fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {
+        // SAFETY: the range is this pool's own mapping, and none of the advices used discards its content.
+        unsafe { rustix::mm::madvise(self.base.as_ptr(), self.mapped, advice) }
+    }
+
+    fn bind(&self, node: u32) -> Result<()> {
+        const MPOL_BIND: libc::c_long = 2;
+        let mut mask = [0u64; 16];
+        let word = node as usize / 64;
+        if word >= mask.len() {
+            return Err(Error::new(Kind::Invalid, format!("NUMA node {node} does not exist: see /sys/devices/system/node")));
+        }
+        mask[word] = 1 << (node % 64);
+        // SAFETY: the range is this pool's own mapping and `mask` outlives the call; the mask's size is given in bits.
+        let rc = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                self.base.as_ptr(),
+                self.mapped,
+                MPOL_BIND,
+                mask.as_ptr(),
+                mask.len() * 64 + 1,
+                0u32,
+            )
+        };
+        if rc == 0 {
+            return Ok(());
+        }
+        let error = std::io::Error::last_os_error();
+        Err(Error::os(
+            format!("the pool was not bound to NUMA node {node}: see /sys/devices/system/node for the nodes there are"),
+            error,
+        )
+        .kind_is(Kind::Invalid))
+    }
+
+    /// Makes every page present, so that no transfer pays for it.
+    fn touch(&self) -> Result<()> {
+        match self.advise(Advice::LinuxPopulateWrite) {
+            Ok(()) => Ok(()),
+            Err(rustix::io::Errno::INVAL) => {
+                // Kernels before 5.14 do not know the advice.
+                let base = self.base.as_ptr().cast::<u8>();
+                for offset in (0..self.mapped).step_by(rustix::param::page_size()) {
+                    // SAFETY: inside the mapping, which nobody else has seen yet.
+                    unsafe { base.add(offset).write_volatile(0) };
+                }
+                Ok(())
+            }
+            Err(error) => Err(Error::os(
+                format!(
+                    "the machine has no memory for a pool of {} bytes: free memory, raise the container's memory \
+                     limit, or make the pool smaller",
+                    self.mapped
+                ),
+                error,
+            )
+            .kind_is(Kind::Exhausted)),
+        }
+    }
+
+    fn lock(&self) -> Result<()> {
+        // SAFETY: the range is this pool's own mapping.
+        let Err(error) = (unsafe { rustix::mm::mlock(self.base.as_ptr(), self.mapped) }) else { return Ok(()) };
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock)
+            .current
+            .map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+        Err(Error::os(
+            format!(
+                "a pool of {} bytes cannot be locked: RLIMIT_MEMLOCK is {limit}; raise it with `ulimit -l`, \
+                 LimitMEMLOCK= in the systemd unit, or --ulimit memlock=-1 of the container",
+                self.mapped
+            ),
+            error,
+        )
+        .kind_is(Kind::Exhausted))
+    }
+
+    /// Fixes the size for ever and lets nobody map the file for writing from now on: a reader cannot be made to fault
+    /// by a shrunk file, and a peer cannot write.
+    fn seal(&self) -> Result<()> {
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&self.file, seals)
+            .map_err(|error| Error::os("the pool's file could not be sealed: kvx needs Linux 5.1 or newer", error))
+    }
+
+    /// How many bytes of the mapping lie on transparent huge pages, as the kernel counts them.
+    fn transparent_huge_bytes(&self) -> usize {
+        let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else { return 0 };
+        let start = format!("{:x}-", self.base.as_ptr() as usize);
+        maps.lines()
+            .skip_while(|line| !line.starts_with(&start))
+            .skip(1)
+            .take_while(|line| line.split_whitespace().next().is_some_and(|key| key.ends_with(':')))
+            .find_map(|line| line.strip_prefix("ShmemPmdMapped:"))
+            .and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok())
+            .map_or(0, |kib| kib * 1024)
+    }
+
+    pub(super) fn granted(&self) -> &Granted {
+        &self.granted
+    }
+
+    pub(super) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if fork::count() != self.forks {
+            return; // a child after fork never had the mapping, and its addresses may hold something else
+        }
+        // SAFETY: this pool's own mapping; `Memory` is gone, so nobody has its address any more.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
+            tracing::warn!(%error, bytes = self.mapped, "a pool could not be unmapped");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_says_what_it_got() {
+        let memory = Memory::pool(4 << 20).huge_pages(HugePages::Prefer).build().unwrap();
+        let granted = memory.granted().unwrap();
+        assert!(granted.touched && !granted.locked);
+        match granted.pages {
+            PageSize::Huge2M => assert_eq!(granted.huge_refused, None),
+            PageSize::Base { transparent_huge } => {
+                assert!(transparent_huge <= 4 << 20);
+                let why = granted.huge_refused.as_deref().unwrap();
+                assert!(why.contains("vm.nr_hugepages"), "{why}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_sealed_pool_cannot_be_resized_or_mapped_for_writing() {
+        let memory = Memory::pool(8192).build().unwrap();
+        let file = memory.shared_file().unwrap();
+        assert!(rustix::fs::ftruncate(file, 0).is_err());
+        // SAFETY: a mapping that is expected to fail.
+        let writable = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), 8192, ProtFlags::WRITE, MapFlags::SHARED, file, 0)
+        };
+        assert!(writable.is_err());
+        memory.copy_in(0, b"the owner still writes").unwrap();
+    }
+
+    #[test]
+    fn a_node_that_does_not_exist_is_named() {
+        let error = Memory::pool(4096).numa_node(900).build().unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        assert!(error.to_string().contains("900"), "{error}");
+        assert_eq!(Memory::pool(0).build().unwrap_err().kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn a_numa_node_that_exists_is_granted() {
+        match Memory::pool(4096).numa_node(0).build() {
+            Ok(memory) => assert_eq!(memory.granted().unwrap().numa_node, Some(0)),
+            // A kernel without NUMA support says so, and the sentence names the node.
+            Err(error) => assert!(error.to_string().contains("NUMA node 0"), "{error}"),
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! The one thread from which every transport is built: a submission queue, an eventfd, an idle policy.
+//!
+//! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native library. The reactor
+//! owns the machine, feeds it commands, lets it work in bounded turns, and sleeps when it says that it may. Any other
+//! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
+//! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+
+use crate::sync::Mutex;
+use crate::transport::{Events, LinkState};
+use crate::{Error, Kind, LinkId, Result, Ticket};
+
+/// What a reactor drives.
+pub trait Progress: Send + 'static {
+    /// What other threads ask of it.
+    type Command: Send + 'static;
+
+    /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
+    fn command(&mut self, command: Self::Command, out: &mut Outbox);
+
+    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. Says how much it did; 0: nothing to do now.
+    fn progress(&mut self, out: &mut Outbox) -> usize;
+
+    /// Before sleeping: whether that is allowed, and for how long at most.
+    fn arm(&mut self) -> Result<Armed>;
+
+    /// What wakes it, beside commands.
+    fn fds(&self) -> &[RawFd];
+
+    /// The last call: fail what is left.
+    fn stop(&mut self, out: &mut Outbox);
+}
+
+/// The most bytes to move in one turn before others get theirs.
+pub const SLICE: u64 = 1 << 20;
+
+/// The answer of [`Progress::arm`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Armed {
+    /// Work came in meanwhile.
+    Again,
+    /// Sleep until an fd or a command wakes; at most this long, if given.
+    Sleep(Option<Duration>),
+}
+
+/// What a turn wants to tell the world, told after the machine is released: tickets run other people's code.
+#[derive(Default)]
+pub struct Outbox {
+    settled: Vec<(Ticket, Result<()>)>,
+    links: Vec<(LinkId, LinkState)>,
+}
+
+impl Outbox {
+    /// Settles `ticket` once the turn is over.
+    pub fn settle(&mut self, ticket: Ticket, result: Result<()>) {
+        self.settled.push((ticket, result));
+    }
+
+    /// Reports a link once the turn is over, after the tickets settled before.
+    pub fn link(&mut self, id: LinkId, state: LinkState) {
+        self.links.push((id, state));
+    }
+
+    fn is_empty(&self) -> bool {
+        self.settled.is_empty() && self.links.is_empty()
+    }
+
+    fn deliver(&mut self, events: &dyn Events) {
+        for (ticket, result) in self.settled.drain(..) {
+            ticket.settle(result);
+        }
+        for (id, state) in self.links.drain(..) {
+            events.link(id, state);
+        }
+    }
+}
+
+/// How a reactor idles.
+#[derive(Clone, Copy, Debug)]
+pub struct Idle {
+    /// How long to look for work before sleeping: a wake-up costs some 15 µs.
+    pub spin: Duration,
+}
+
+impl Default for Idle {
+    fn default() -> Self {
+        Idle { spin: Duration::from_micros(20) }
+    }
+}
+
+/// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
+pub struct Reactor<P: Progress> {
+    shared: Arc<Shared<P>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared<P: Progress> {
+    machine: Mutex<Option<P>>,
+    queue: Mutex<Vec<P::Command>>,
+    /// True from before the last look at the queue until the reactor is awake again.
+    asleep: AtomicBool,
+    stopping: AtomicBool,
+    wake: OwnedFd,
+    events: Arc<dyn Events>,
+    idle: Idle,
+}
+
+impl<P: Progress> Reactor<P> {
+    /// Starts the thread `name` around `machine`.
+    pub fn start(name: String, machine: P, events: Arc<dyn Events>, idle: Idle) -> Result<Self> {
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        let shared = Arc::new(Shared {
+            machine: Mutex::new(Some(machine)),
+            queue: Mutex::new(Vec::new()),
+            asleep: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            wake,
+            events,
+            idle,
+        });
+        let ours = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || ours.run())
+            .map_err(|error| Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted))?;
+        Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Hands over a command. After `stop` the command is dropped, and with it the tickets it holds.
+    pub fn submit(&self, command: P::Command) {
+        self.shared.queue.lock().push(command);
+        self.shared.wake_if_asleep();
+    }
+
+    /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
+    /// counts.
+    pub fn submit_here(&self, command: P::Command) {
+        self.shared.queue.lock().push(command);
+        if !self.drive() {
+            self.shared.wake_if_asleep();
+        }
+    }
+
+    /// One turn on this thread, if the machine is free. Says whether anything was done.
+    pub fn drive(&self) -> bool {
+        let Some(mut machine) = self.shared.machine.try_lock() else { return false };
+        let Some(running) = machine.as_mut() else { return false };
+        let mut out = Outbox::default();
+        let done = self.shared.turn(running, &mut out);
+        let idle = matches!(running.arm(), Ok(Armed::Sleep(_)));
+        drop(machine);
+        out.deliver(&*self.shared.events);
+        if !idle {
+            self.shared.wake_if_asleep(); // more to do than one turn: the thread goes on
+        }
+        done > 0
+    }
+
+    /// Stops the machine and waits for its thread, unless that is the calling one.
+    pub fn stop(&self) {
+        self.shared.ask_to_stop();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+}
+
+impl<P: Progress> Drop for Reactor<P> {
+    fn drop(&mut self) {
+        if crate::fork::count() == 0 {
+            self.shared.ask_to_stop();
+        }
+    }
+}
+
+impl<P: Progress> Shared<P> {
+    fn wake(&self) {
+        // A full counter means that a wake-up is pending already.
+        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok();
+    }
+
+    fn wake_if_asleep(&self) {
+        if self.asleep.load(Ordering::SeqCst) {
+            self.wake();
+        }
+    }
+
+    fn ask_to_stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Takes what was submitted and does one turn.
+    fn turn(&self, machine: &mut P, out: &mut Outbox) -> usize {
+        let commands = std::mem::take(&mut *self.queue.lock());
+        let taken = commands.len();
+        for command in commands {
+            machine.command(command, out);
+        }
+        taken + machine.progress(out)
+    }
+
+    fn run(&self) {
+        let mut out = Outbox::default();
+        let mut idle_since: Option<Instant> = None;
+        let mut fds: Vec<RawFd> = Vec::new();
+        while !self.stopping.load(Ordering::SeqCst) {
+            let mut guard = self.machine.lock();
+            let Some(machine) = guard.as_mut() else { break };
+            let mut sleep = None;
+            if self.turn(machine, &mut out) > 0 || !out.is_empty() {
+                idle_since = None;
+            } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= self.idle.spin {
+                self.asleep.store(true, Ordering::SeqCst);
+                match machine.arm() {
+                    Ok(Armed::Again) => {}
+                    Ok(Armed::Sleep(longest)) => sleep = Some(longest),
+                    Err(error) => {
+                        tracing::error!(%error, "a reactor could not arm its wake-up; polling every 10 ms");
+                        sleep = Some(Some(Duration::from_millis(10)));
+                    }
+                }
+                if sleep.is_some() {
+                    fds.clear();
+                    fds.extend_from_slice(machine.fds());
+                }
+            } else {
+                std::hint::spin_loop();
+            }
+            drop(guard);
+            out.deliver(&*self.events);
+            if let Some(longest) = sleep
+                && self.queue.lock().is_empty()
+                && !self.stopping.load(Ordering::SeqCst)
+            {
+                self.sleep(&fds, longest);
+                idle_since = None;
+            }
+            self.asleep.store(false, Ordering::SeqCst);
+        }
+        let machine = self.machine.lock().take();
+        if let Some(mut machine) = machine {
+            for command in std::mem::take(&mut *self.queue.lock()) {
+                machine.command(command, &mut out);
+            }
+            machine.stop(&mut out);
+            out.deliver(&*self.events);
+        }
+    }
+
+    fn sleep(&self, fds: &[RawFd], longest: Option<Duration>) {
+        let mut polled = Vec::with_capacity(fds.len() + 1);
+        polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
+        // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
+        polled.extend(
+            fds.iter().map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
+        );
+        let timeout = longest.map(|longest| rustix::time::Timespec {
+            tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: longest.subsec_nanos().into(),
+        });
+        if let Err(error) = rustix::event::poll(&mut polled, timeout.as_ref())
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!(%error, fd = self.wake.as_raw_fd(), "a reactor could not sleep; trying again in 10 ms");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut count = [0; 8];
+        rustix::io::read(&self.wake, &mut count).ok(); // empty after a wake-up by another descriptor
+    }
+}
+
+/// Whose turn it is: small work first, bulk work round robin, and every eighth turn to bulk work so that a stream of
+/// small requests cannot starve it.
+#[derive(Debug)]
+pub struct Turns<W> {
+    small: std::collections::VecDeque<W>,
+    bulk: std::collections::VecDeque<W>,
+    in_a_row: u32,
+}
+
+impl<W> Default for Turns<W> {
+    fn default() -> Self {
+        Turns { small: Default::default(), bulk: Default::default(), in_a_row: 0 }
+    }
+}
+
+impl<W> Turns<W> {
+    /// The size up to which work counts as small.
+    pub const SMALL: u64 = 256 << 10;
+
+    /// Queues work with `left` bytes to go.
+    pub fn push(&mut self, work: W, left: u64) {
+        if left <= Self::SMALL { self.small.push_back(work) } else { self.bulk.push_back(work) }
+    }
+
+    /// The next to have a turn; push it again if it is not finished.
+    pub fn next_turn(&mut self) -> Option<W> {
+        if self.in_a_row < 8
+            && let Some(work) = self.small.pop_front()
+        {
+            self.in_a_row += 1;
+            return Some(work);
+        }
+        self.in_a_row = 0;
+        self.bulk.pop_front().or_else(|| self.small.pop_front())
+    }
+
+    /// How much work waits.
+    pub fn len(&self) -> usize {
+        self.small.len() + self.bulk.len()
+    }
+
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Everything that waits, in no particular order.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut W> {
+        self.small.iter_mut().chain(self.bulk.iter_mut())
+    }
+
+    /// Takes out what `gone` says.
+    pub fn extract(&mut self, mut gone: impl FnMut(&W) -> bool) -> Vec<W> {
+        let mut taken = Vec::new();
+        for queue in [&mut self.small, &mut self.bulk] {
+            for _ in 0..queue.len() {
+                let Some(work) = queue.pop_front() else { break };
+                if gone(&work) { taken.push(work) } else { queue.push_back(work) }
+            }
+        }
+        taken
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::completion::Completion;
+    use crate::identity::Sender;
+    use crate::transport::Full;
+
+    struct Nobody;
+
+    impl Events for Nobody {
+        fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+            Ok(())
+        }
+        fn link(&self, _: LinkId, _: LinkState) {}
+    }
+
+    /// Settles each ticket it is given, one a turn.
+    #[derive(Default)]
+    struct Echo(Vec<Ticket>);
+
+    impl Progress for Echo {
+        type Command = Ticket;
+        fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+            self.0.push(ticket);
+        }
+        fn progress(&mut self, out: &mut Outbox) -> usize {
+            self.0.pop().map(|ticket| out.settle(ticket, Ok(()))).map_or(0, |()| 1)
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            Ok(if self.0.is_empty() { Armed::Sleep(None) } else { Armed::Again })
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, out: &mut Outbox) {
+            for ticket in self.0.drain(..) {
+                out.settle(ticket, Err(Error::new(Kind::Closed, "stopped")));
+            }
+        }
+    }
+
+    fn echo() -> Reactor<Echo> {
+        Reactor::start("echo".into(), Echo::default(), Arc::new(Nobody), Idle::default()).unwrap()
+    }
+
+    #[test]
+    fn commands_from_many_threads_are_all_done() {
+        let reactor = echo();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let reactor = &reactor;
+                scope.spawn(move || {
+                    for _ in 0..500 {
+                        let (done, ticket) = Completion::with_ticket();
+                        if thread % 2 == 0 { reactor.submit(ticket) } else { reactor.submit_here(ticket) }
+                        done.wait(Duration::from_secs(10)).unwrap();
+                    }
+                });
+            }
+        });
+        reactor.stop();
+    }
+
+    #[test]
+    fn a_sleeping_reactor_wakes_for_a_command() {
+        let reactor = echo();
+        while !reactor.shared.asleep.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        done.wait(Duration::from_secs(10)).unwrap();
+    }
+
+    #[test]
+    fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
+        let reactor = echo();
+        reactor.stop();
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        drop(reactor);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+    }
+
+    #[test]
+    fn small_work_goes_first_and_does_not_starve_bulk_work() {
+        let mut turns = Turns::default();
+        turns.push("bulk", 10 << 20);
+        for _ in 0..20 {
+            turns.push("small", 4096);
+        }
+        let order: Vec<_> = std::iter::from_fn(|| turns.next_turn()).collect();
+        assert_eq!(order.iter().position(|work| *work == "bulk"), Some(8));
+        assert_eq!(order.len(), 21);
+    }
+}

@@ -1,0 +1,224 @@
+//! Which backends there are: the factories that are compiled in, and the table of all known names.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::transport::{Availability, Factory};
+use crate::{Error, Kind, Options, Result, nearest};
+
+/// A backend's place in the order of preference, as data: core holds no backend's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Lower is preferred.
+    pub order: u32,
+    /// When it is opened without being named.
+    pub without_a_list: WithoutAList,
+    /// Further names whose backends it speaks for toward foreign agents of its kind.
+    pub speaks_for: &'static [&'static str],
+}
+
+/// When a backend is opened although no list names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WithoutAList {
+    /// Always.
+    Open,
+    /// When it reports an RDMA device.
+    OpenWithRdma,
+    /// Never.
+    Skip,
+}
+
+/// A name that users may write, whether or not its backend is in this build.
+#[derive(Clone, Copy, Debug)]
+pub struct Known {
+    /// The name, in capitals.
+    pub name: &'static str,
+    /// Other names for it.
+    pub aliases: &'static [&'static str],
+    /// The facade's feature that compiles it in; `None`: this release does not contain it.
+    pub feature: Option<&'static str>,
+}
+
+/// Why a compiled-in backend cannot run on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unavailable {
+    /// What is missing: `libucp.so.0 not found`.
+    pub missing: String,
+    /// The variable that points to the library, if there is one.
+    pub variable: Option<&'static str>,
+    /// Its value, if it is set.
+    pub value: Option<String>,
+    /// What was tried, in order.
+    pub tried: Vec<String>,
+    /// What to do.
+    pub cure: String,
+}
+
+impl Unavailable {
+    /// Without a library: a reason and a cure.
+    pub fn because(missing: impl Into<String>, cure: impl Into<String>) -> Self {
+        Unavailable { missing: missing.into(), variable: None, value: None, tried: Vec::new(), cure: cure.into() }
+    }
+
+    /// The reason alone.
+    pub fn reason(&self) -> String {
+        let mut notes = Vec::new();
+        if let Some(variable) = self.variable {
+            notes.push(match &self.value {
+                None => format!("{variable} unset"),
+                Some(value) => format!("{variable}={value}"),
+            });
+        }
+        if !self.tried.is_empty() {
+            notes.push(format!("tried {}", self.tried.join(", ")));
+        }
+        if notes.is_empty() { self.missing.clone() } else { format!("{} ({})", self.missing, notes.join("; ")) }
+    }
+}
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.reason(), self.cure)
+    }
+}
+
+/// What a name stands for in this build and on this machine.
+#[derive(Clone, Debug)]
+pub enum Standing {
+    /// It can be used.
+    Available(Availability),
+    /// Compiled in, but not usable here.
+    Unavailable(Unavailable),
+    /// Known, but its feature is off.
+    NotCompiled {
+        /// The feature to enable.
+        feature: &'static str,
+    },
+    /// Known, but this release does not contain it.
+    NotReleased,
+}
+
+/// The factories compiled in and the table of known names. A program adds transports of its own at run time.
+#[derive(Clone, Default)]
+pub struct Registry {
+    factories: Vec<Arc<dyn Factory>>,
+    known: Vec<Known>,
+}
+
+impl Registry {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds names that users may write.
+    #[must_use]
+    pub fn know(mut self, known: &[Known]) -> Self {
+        self.known.extend_from_slice(known);
+        self
+    }
+
+    /// Adds a backend, also one that no table knows. Errors: `Invalid` when its name is taken.
+    pub fn add(&mut self, factory: impl Factory + 'static) -> Result<&mut Self> {
+        self.add_shared(Arc::new(factory))
+    }
+
+    /// Adds a backend that is shared with other registries. Errors as [`add`](Registry::add).
+    pub fn add_shared(&mut self, factory: Arc<dyn Factory>) -> Result<&mut Self> {
+        let name = factory.name();
+        if self.factory(name).is_some() {
+            return Err(Error::new(Kind::Invalid, format!("backend {name} is registered already")));
+        }
+        self.factories.push(factory);
+        self.factories.sort_by_key(|factory| factory.placement().order);
+        Ok(self)
+    }
+
+    /// All factories, in order of preference.
+    pub fn factories(&self) -> &[Arc<dyn Factory>] {
+        &self.factories
+    }
+
+    fn factory(&self, name: &str) -> Option<&Arc<dyn Factory>> {
+        self.factories.iter().find(|factory| factory.name() == name)
+    }
+
+    /// Every name there is: compiled in or known, each once.
+    pub fn names(&self) -> Vec<&'static str> {
+        let mut names: Vec<_> = self.known.iter().map(|known| known.name).collect();
+        for factory in &self.factories {
+            if !names.contains(&factory.name()) {
+                names.push(factory.name());
+            }
+        }
+        names
+    }
+
+    /// The proper name for what a user wrote: any letter case, aliases. Errors: `UnknownBackend`.
+    pub fn canonical(&self, written: &str) -> Result<&'static str> {
+        let is = |name: &&str| name.eq_ignore_ascii_case(written);
+        let known = self.known.iter().find(|known| is(&known.name) || known.aliases.iter().any(|alias| is(alias)));
+        if let Some(known) = known {
+            return Ok(known.name);
+        }
+        if let Some(name) = self.names().into_iter().find(|name| is(&name)) {
+            return Ok(name);
+        }
+        let aliases = self.known.iter().flat_map(|known| known.aliases.iter().copied());
+        let hint = nearest(written, self.names().into_iter().chain(aliases))
+            .map_or_else(String::new, |near| format!("did you mean {near}? "));
+        Err(Error::new(
+            Kind::UnknownBackend,
+            format!("backend \"{written}\" is unknown; {hint}known: {}", self.names().join(", ")),
+        ))
+    }
+
+    /// What `written` stands for. Errors: `UnknownBackend`.
+    pub fn standing(&self, written: &str, options: &Options) -> Result<(&'static str, Standing)> {
+        let name = self.canonical(written)?;
+        if let Some(factory) = self.factory(name) {
+            let standing = match factory.available(options) {
+                Ok(availability) => Standing::Available(availability),
+                Err(unavailable) => Standing::Unavailable(unavailable),
+            };
+            return Ok((name, standing));
+        }
+        let feature = self.known.iter().find(|known| known.name == name).and_then(|known| known.feature);
+        Ok((name, feature.map_or(Standing::NotReleased, |feature| Standing::NotCompiled { feature })))
+    }
+
+    /// The factory behind `written`, usable on this machine. Errors: `UnknownBackend`, `NotCompiled` or `Unavailable`;
+    /// three different sentences.
+    pub fn require(&self, written: &str, options: &Options) -> Result<(&Arc<dyn Factory>, Availability)> {
+        let (name, standing) = self.standing(written, options)?;
+        match (standing, self.factory(name)) {
+            (Standing::Available(availability), Some(factory)) => Ok((factory, availability)),
+            (standing, _) => Err(standing.error(name)),
+        }
+    }
+}
+
+impl Standing {
+    /// The sentence for a backend that cannot be used.
+    fn error(self, name: &'static str) -> Error {
+        match self {
+            Standing::Unavailable(why) => {
+                Error::new(Kind::Unavailable, format!("backend {name} is unavailable: {why}"))
+            }
+            Standing::NotCompiled { feature } => Error::new(
+                Kind::NotCompiled,
+                format!("backend {name} is not in this build: enable feature \"{feature}\""),
+            ),
+            Standing::NotReleased | Standing::Available(_) => Error::new(
+                Kind::NotCompiled,
+                format!("backend {name} is not in this release: `kvx backends` lists what is"),
+            ),
+        }
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.factories.iter().map(|factory| factory.name())).finish()
+    }
+}

@@ -1,0 +1,194 @@
+//! Bytes from peers: read with bounds, never trusted. Everything that kvx parses from outside goes through [`Reader`].
+
+use std::sync::Arc;
+
+use crate::identity::{Generation, Identity, Incarnation, MAX_NAME, RegionId, RegionKey};
+use crate::{Error, Kind, Result};
+
+/// Takes fields off a message. Every read is checked; nothing is allocated before its size is known to be there.
+#[derive(Clone, Debug)]
+pub struct Reader<'a> {
+    what: &'static str,
+    left: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// Reads `bytes`; `what` names the message in errors.
+    pub fn new(what: &'static str, bytes: &'a [u8]) -> Self {
+        Reader { what, left: bytes }
+    }
+
+    /// An error of this message.
+    pub fn malformed(&self, why: impl std::fmt::Display) -> Error {
+        Error::new(Kind::Malformed, format!("malformed {}: {why}", self.what))
+    }
+
+    /// How many bytes are left.
+    pub fn left(&self) -> usize {
+        self.left.len()
+    }
+
+    /// The next `len` bytes.
+    pub fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
+        match self.left.split_at_checked(len) {
+            Some((bytes, left)) => {
+                self.left = left;
+                Ok(bytes)
+            }
+            None => Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len()))),
+        }
+    }
+
+    /// The next `N` bytes.
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(N)?);
+        Ok(array)
+    }
+
+    /// A byte.
+    pub fn u8(&mut self) -> Result<u8> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    /// A little-endian number of 16 bits.
+    pub fn u16(&mut self) -> Result<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    /// A little-endian number of 32 bits.
+    pub fn u32(&mut self) -> Result<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    /// A little-endian number of 64 bits.
+    pub fn u64(&mut self) -> Result<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// A 32-bit length, at most `max`, and as many bytes.
+    pub fn block(&mut self, max: usize) -> Result<&'a [u8]> {
+        let len = self.u32()? as usize;
+        if len > max {
+            return Err(self.malformed(format_args!("a field of {len} bytes, at most {max} are allowed")));
+        }
+        self.bytes(len)
+    }
+
+    /// A name of at most [`MAX_NAME`] bytes: one byte of length, then UTF-8.
+    pub fn name(&mut self) -> Result<Arc<str>> {
+        let len = usize::from(self.u8()?);
+        debug_assert!(len <= MAX_NAME);
+        let name = std::str::from_utf8(self.bytes(len)?).map_err(|_| self.malformed("a name that is not UTF-8"))?;
+        crate::identity::checked_name("name", name).map_err(|error| self.malformed(error))
+    }
+
+    /// A name and an incarnation.
+    pub fn identity(&mut self) -> Result<Identity> {
+        Ok(Identity { name: self.name()?, incarnation: Incarnation(self.array()?) })
+    }
+
+    /// A region's number and key.
+    pub fn region(&mut self) -> Result<(RegionId, RegionKey)> {
+        Ok((RegionId(self.u64()?), RegionKey(self.array()?)))
+    }
+
+    /// A generation.
+    pub fn generation(&mut self) -> Result<Generation> {
+        self.u64().map(Generation)
+    }
+
+    /// Nothing may be left.
+    pub fn end(&self) -> Result<()> {
+        if self.left.is_empty() {
+            return Ok(());
+        }
+        Err(self.malformed(format_args!("{} bytes too many", self.left.len())))
+    }
+}
+
+/// Puts fields into a message; the other half of [`Reader`].
+pub trait Writer {
+    /// A byte.
+    fn put_u8(&mut self, value: u8);
+    /// A little-endian number of 16 bits.
+    fn put_u16(&mut self, value: u16);
+    /// A little-endian number of 32 bits.
+    fn put_u32(&mut self, value: u32);
+    /// A little-endian number of 64 bits.
+    fn put_u64(&mut self, value: u64);
+    /// Bytes as they are.
+    fn put(&mut self, bytes: &[u8]);
+    /// A 32-bit length and the bytes, which are fewer than 4 GiB.
+    fn put_block(&mut self, bytes: &[u8]);
+    /// A name of at most [`MAX_NAME`] bytes.
+    fn put_name(&mut self, name: &str);
+    /// A name and an incarnation.
+    fn put_identity(&mut self, identity: &Identity);
+    /// A region's number and key.
+    fn put_region(&mut self, id: RegionId, key: &RegionKey);
+}
+
+impl Writer for Vec<u8> {
+    fn put_u8(&mut self, value: u8) {
+        self.push(value);
+    }
+    fn put_u16(&mut self, value: u16) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+    fn put_u32(&mut self, value: u32) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+    fn put_u64(&mut self, value: u64) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+    fn put(&mut self, bytes: &[u8]) {
+        self.extend_from_slice(bytes);
+    }
+    fn put_block(&mut self, bytes: &[u8]) {
+        self.put_u32(u32::try_from(bytes.len()).expect("blocks are bounded far below 4 GiB"));
+        self.put(bytes);
+    }
+    fn put_name(&mut self, name: &str) {
+        self.put_u8(u8::try_from(name.len()).expect("names are checked when they are given"));
+        self.put(name.as_bytes());
+    }
+    fn put_identity(&mut self, identity: &Identity) {
+        self.put_name(&identity.name);
+        self.put(&identity.incarnation.0);
+    }
+    fn put_region(&mut self, id: RegionId, key: &RegionKey) {
+        self.put_u64(id.0);
+        self.put(&key.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let identity = Identity { name: "p0".into(), incarnation: Incarnation([7; 16]) };
+        let mut bytes = Vec::new();
+        bytes.put_u8(1);
+        bytes.put_u16(2);
+        bytes.put_u64(4);
+        bytes.put_block(b"xyz");
+        bytes.put_identity(&identity);
+        let mut reader = Reader::new("test", &bytes);
+        assert_eq!((reader.u8().unwrap(), reader.u16().unwrap(), reader.u64().unwrap()), (1, 2, 4));
+        assert_eq!(reader.block(3).unwrap(), b"xyz");
+        assert_eq!(reader.identity().unwrap(), identity);
+        reader.end().unwrap();
+    }
+
+    #[test]
+    fn lengths_are_bounded_before_anything_is_read() {
+        let mut long = Vec::new();
+        long.put_u32(u32::MAX);
+        assert_eq!(Reader::new("test", &long).block(10).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Reader::new("test", &[9, b'a']).name().unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Reader::new("test", &[1]).end().unwrap_err().kind(), Kind::Malformed);
+    }
+}

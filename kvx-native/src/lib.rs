@@ -1,0 +1,13 @@
+#![doc = include_str!("../README.md")]
+#![cfg(target_os = "linux")]
+
+mod described;
+#[cfg(feature = "shm")]
+mod shm;
+#[cfg(feature = "tcp")]
+mod tcp;
+
+#[cfg(feature = "shm")]
+pub use shm::Shm;
+#[cfg(feature = "tcp")]
+pub use tcp::Tcp;

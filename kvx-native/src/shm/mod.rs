@@ -1,0 +1,3 @@
+//! draft
+/// draft
+pub struct Shm;

@@ -1,0 +1,130 @@
+//! The command line: which commands exist and what they take.
+
+use crate::steps;
+
+/// What the developer asked for.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Request {
+    /// Print the usage text.
+    Help,
+    /// `cargo xtask test`
+    Test(TestOptions),
+    /// `cargo xtask features`
+    Features,
+}
+
+/// The options of `cargo xtask test`.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct TestOptions {
+    /// Install what the tests need before they run.
+    pub(crate) install: bool,
+    /// Count a skip of what can run here as a failure.
+    pub(crate) require_all: bool,
+    /// Run these steps only; empty means every step.
+    pub(crate) only: Vec<String>,
+}
+
+/// Reads the arguments that follow `cargo xtask`; an error is a sentence to print above the usage text.
+pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Request, String> {
+    let mut arguments = arguments.into_iter();
+    match arguments.next().as_deref() {
+        None => Err("a command is missing".to_owned()),
+        Some("help" | "--help" | "-h") => Ok(Request::Help),
+        Some("test") => parse_test(arguments),
+        Some("features") => match arguments.next().as_deref() {
+            None => Ok(Request::Features),
+            Some("--help" | "-h") => Ok(Request::Help),
+            Some(other) => Err(format!("`features` takes no argument, but got `{other}`")),
+        },
+        Some(other) => Err(format!("unknown command `{other}`")),
+    }
+}
+
+fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut options = TestOptions::default();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--install" => options.install = true,
+            "--require" => match arguments.next().as_deref() {
+                Some("all") => options.require_all = true,
+                Some(other) => return Err(format!("`--require` takes `all`, but got `{other}`")),
+                None => return Err("`--require` takes `all`".to_owned()),
+            },
+            "--only" => {
+                let name = arguments.next().ok_or("`--only` takes the name of a step")?;
+                if !steps::names().any(|known| known == name) {
+                    let known: Vec<_> = steps::names().collect();
+                    return Err(format!("unknown step `{name}`; the steps are: {}", known.join(", ")));
+                }
+                options.only.push(name);
+            }
+            other => return Err(format!("unknown argument `{other}` of `test`")),
+        }
+    }
+    Ok(Request::Test(options))
+}
+
+/// The usage text: every command that exists, and no other.
+pub(crate) fn usage() -> String {
+    let steps: Vec<_> = steps::names().collect();
+    format!(
+        "\
+usage: cargo xtask <command>
+
+commands:
+  test [--install] [--require all] [--only STEP]...
+      run every check of the repository, with what is installed
+        --install      first install what the tests need: Debian packages (as root) and Python wheels
+        --require all  a skip of what can run on this machine is a failure
+        --only STEP    only this step, may be repeated: {}
+  features
+      check that each feature of the facade builds alone, and what the crates depend on",
+        steps.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Result<Request, String> {
+        parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn test_takes_its_three_options_in_any_order() {
+        let only = vec!["docs".to_owned(), "demo".to_owned()];
+        assert_eq!(
+            words("test --only docs --require all --only demo --install"),
+            Ok(Request::Test(TestOptions { install: true, require_all: true, only }))
+        );
+        assert_eq!(words("test"), Ok(Request::Test(TestOptions::default())));
+        assert_eq!(words("features"), Ok(Request::Features));
+    }
+
+    #[test]
+    fn wrong_arguments_are_named() {
+        for (line, name) in [
+            ("", "missing"),
+            ("tset", "tset"),
+            ("test --requires all", "--requires"),
+            ("test --require some", "some"),
+            ("test --require", "--require"),
+            ("test --only nothing", "nothing"),
+            ("test --only", "--only"),
+            ("features tcp", "tcp"),
+        ] {
+            let complaint = words(line).expect_err(line);
+            assert!(complaint.contains(name), "{line}: {complaint}");
+        }
+    }
+
+    #[test]
+    fn usage_names_the_commands_and_the_steps() {
+        let usage = usage();
+        for name in ["\n  test ", "\n  features\n"].into_iter().chain(steps::names()) {
+            assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
+        }
+    }
+}

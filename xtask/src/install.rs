@@ -1,0 +1,178 @@
+//! `cargo xtask test --install`: what the tests need and cargo does not bring.
+//!
+//! Fast when everything is there: then nothing is downloaded, and no package tool is called but `dpkg-query`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::process::{self, Output};
+
+/// A Debian package, installed for the whole machine.
+struct DebianPackage {
+    name: &'static str,
+    why: &'static str,
+}
+
+/// A Python wheel of one version, installed without its dependencies into an environment below the target directory.
+struct Wheel {
+    /// Whose environment: `target/peers/<peer>/venv`. Wheels of one peer share it.
+    peer: &'static str,
+    name: &'static str,
+    version: &'static str,
+    why: &'static str,
+}
+
+const DEBIAN_PACKAGES: &[DebianPackage] = &[
+    DebianPackage { name: "iproute2", why: "network namespaces and links for the fault tests" },
+    DebianPackage { name: "iptables", why: "cut links and lost packets in the fault tests" },
+];
+
+const WHEELS: &[Wheel] = &[];
+
+/// Installs what is missing, within `limit`, and returns what could not be installed, a sentence each.
+pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
+    let until = Instant::now() + limit;
+    let mut failures = Vec::new();
+    if let Err(error) = install_debian_packages(DEBIAN_PACKAGES, until) {
+        failures.push(error.to_string());
+    }
+    for wheel in WHEELS {
+        if let Err(error) = install_wheel(wheel, target, until) {
+            failures.push(error.to_string());
+        }
+    }
+    Ok(failures)
+}
+
+fn install_debian_packages(packages: &[DebianPackage], until: Instant) -> Result<()> {
+    let mut query = Command::new("dpkg-query");
+    query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]);
+    query.args(packages.iter().map(|package| package.name));
+    let known = process::run(query, left(until), Output::Kept).map_err(|error| {
+        format!("{error}: --install knows Debian packages only, here install {}", listed(packages))
+    })?;
+    let missing = missing(packages, &known.output);
+    if missing.is_empty() {
+        println!("Debian packages: all {} installed", packages.len());
+        return Ok(());
+    }
+    for package in &missing {
+        println!("Debian package {}: missing; for {}", package.name, package.why);
+    }
+    let names: Vec<_> = missing.iter().map(|package| package.name).collect();
+    // SAFETY: it has no preconditions and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        let names = names.join(" ");
+        return Err(format!(
+            "not installed: {names}, and this user is not root; as root run \
+             `apt-get update && apt-get install -y --no-install-recommends {names}`"
+        )
+        .into());
+    }
+    apt_get(&["update"], until)?;
+    apt_get(&[&["install", "-y", "--no-install-recommends"], names.as_slice()].concat(), until)
+}
+
+fn apt_get(arguments: &[&str], until: Instant) -> Result<()> {
+    let mut command = Command::new("apt-get");
+    command.args(["-o", "DPkg::Lock::Timeout=120"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+    must_succeed(command, until)
+}
+
+/// Which of `packages` the output of `dpkg-query` does not show as installed: it leaves out those it never heard of.
+fn missing<'a>(packages: &'a [DebianPackage], output: &str) -> Vec<&'a DebianPackage> {
+    let installed: Vec<_> = output.lines().filter_map(|line| line.strip_prefix("installed ")).collect();
+    packages.iter().filter(|package| !installed.contains(&package.name)).collect()
+}
+
+fn listed(packages: &[DebianPackage]) -> String {
+    let entries: Vec<_> =
+        packages.iter().map(|package| format!("{} ({})", package.name, package.why)).collect();
+    entries.join(", ")
+}
+
+fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Result<()> {
+    let Wheel { peer, name, version, why } = wheel;
+    let environment = target.join("peers").join(peer).join("venv");
+    if is_installed(wheel, &environment) {
+        println!("wheel {name} {version}: installed");
+        return Ok(());
+    }
+    println!("wheel {name} {version}: missing; for {why}");
+    let python = environment.join("bin/python");
+    if !python.exists() {
+        let mut create = Command::new("python3");
+        create.args(["-m", "venv"]).arg(&environment);
+        must_succeed(create, until)?;
+    }
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "install", "--no-deps", "--disable-pip-version-check"])
+        .arg(format!("{name}=={version}"));
+    must_succeed(pip, until)
+}
+
+/// Whether the environment holds the wheel in this version; asks no Python.
+fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
+    let name = wheel.name.replace(['-', '.'], "_").to_ascii_lowercase();
+    let record = format!("{name}-{}.dist-info", wheel.version);
+    let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
+    let mut folders = pythons.map(|python| -> PathBuf { python.path().join("site-packages") });
+    folders.any(|folder| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries
+            .map(|entry| entry.file_name())
+            .any(|entry| entry.to_string_lossy().to_ascii_lowercase() == record)
+    })
+}
+
+fn must_succeed(command: Command, until: Instant) -> Result<()> {
+    let shown = format!("{command:?}");
+    println!("{shown}");
+    let finished = process::run(command, left(until), Output::Shown)?;
+    if finished.succeeded() { Ok(()) } else { Err(format!("{shown}: {}", finished.end).into()) }
+}
+
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_package_is_missing_unless_dpkg_shows_it_as_installed() {
+        let packages = [
+            DebianPackage { name: "iproute2", why: "x" },
+            DebianPackage { name: "iptables", why: "x" },
+            DebianPackage { name: "never-heard-of", why: "x" },
+        ];
+        let output = "installed iproute2\nconfig-files iptables\ninstalled iproute2-doc\n";
+        let names: Vec<_> = missing(&packages, output).iter().map(|package| package.name).collect();
+        assert_eq!(names, ["iptables", "never-heard-of"]);
+    }
+
+    #[test]
+    fn every_row_says_why_and_is_there_once() {
+        let mut seen = std::collections::BTreeSet::new();
+        let packages = DEBIAN_PACKAGES.iter().map(|row| (row.name, row.why));
+        for (name, why) in packages.chain(WHEELS.iter().map(|row| (row.name, row.why))) {
+            assert!(!why.is_empty(), "{name}");
+            assert!(seen.insert(name), "{name} is there twice");
+        }
+    }
+
+    #[test]
+    fn a_wheel_is_recognised_by_name_and_version() {
+        let environment = std::env::temp_dir().join(format!("kvx-xtask-venv-{}", std::process::id()));
+        let packages = environment.join("lib/python3.11/site-packages");
+        std::fs::create_dir_all(packages.join("Some_Wheel-1.2.0.dist-info")).unwrap();
+        let wheel = |name, version| Wheel { peer: "x", name, version, why: "x" };
+        assert!(is_installed(&wheel("some-wheel", "1.2.0"), &environment));
+        assert!(!is_installed(&wheel("some-wheel", "1.2"), &environment));
+        assert!(!is_installed(&wheel("some", "1.2.0"), &environment));
+        std::fs::remove_dir_all(environment).unwrap();
+    }
+}

@@ -1,0 +1,48 @@
+//! `cargo xtask`: the one entry point for everything that a developer of kvx runs.
+//!
+//! It depends on no kvx crate, so that it builds and speaks even when they do not.
+
+mod arguments;
+mod features;
+mod harness;
+mod install;
+mod metadata;
+mod process;
+mod skips;
+mod steps;
+mod summary;
+mod test;
+
+use std::process::ExitCode;
+
+use arguments::Request;
+
+/// What a command says when it could not do its work; the failures that it is there to find are not such.
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> ExitCode {
+    let request = match arguments::parse(std::env::args().skip(1)) {
+        Ok(request) => request,
+        Err(complaint) => {
+            eprintln!("{complaint}\n\n{}", arguments::usage());
+            return ExitCode::from(2);
+        }
+    };
+    process::catch_interrupts();
+    let held = match request {
+        Request::Help => {
+            println!("{}", arguments::usage());
+            Ok(true)
+        }
+        Request::Test(options) => test::run(&options),
+        Request::Features => features::command(),
+    };
+    match held {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! What a run came to: the times, the failures, the skips and the last line.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::harness::Tally;
+use crate::skips::Skip;
+
+/// The results of all steps so far.
+#[derive(Default)]
+pub(crate) struct Summary {
+    require_all: bool,
+    steps: Vec<StepResult>,
+    passed: usize,
+    failures: Vec<String>,
+    skips: Vec<Skip>,
+}
+
+struct StepResult {
+    name: &'static str,
+    held: bool,
+    took: Duration,
+}
+
+impl Summary {
+    /// An empty summary; with `require_all` a skip of what can run here will be a failure.
+    pub(crate) fn new(require_all: bool) -> Summary {
+        Summary { require_all, ..Summary::default() }
+    }
+
+    /// Adds the result of one step and says whether it held.
+    pub(crate) fn add(&mut self, name: &'static str, took: Duration, tally: Tally) -> bool {
+        let (failed, skipped): (Vec<_>, Vec<_>) =
+            tally.skips.into_iter().partition(|skip| self.require_all && skip.can_run_here());
+        let held = tally.failures.is_empty() && failed.is_empty();
+        self.passed += tally.passed;
+        self.failures.extend(tally.failures.into_iter().map(|failure| format!("{name}: {failure}")));
+        self.failures
+            .extend(failed.into_iter().map(|skip| format!("{name}: skipped although required: {skip}")));
+        self.skips.extend(skipped);
+        self.steps.push(StepResult { name, held, took });
+        held
+    }
+
+    /// Whether nothing failed.
+    pub(crate) fn held(&self) -> bool {
+        self.failures.is_empty()
+    }
+}
+
+impl fmt::Display for Summary {
+    /// Its last line is `N passed, N failed, N skipped`, without a line break.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for step in &self.steps {
+            let verdict = if step.held { "ok" } else { "FAILED" };
+            writeln!(f, "{:<20} {verdict:<6} {:>8.1} s", step.name, step.took.as_secs_f64())?;
+        }
+        let total: Duration = self.steps.iter().map(|step| step.took).sum();
+        writeln!(f, "{:<20} {:<6} {:>8.1} s\n", "total", "", total.as_secs_f64())?;
+        list(f, "failed", &self.failures)?;
+        list(f, "skipped", &self.skips)?;
+        write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failures.len(), self.skips.len())
+    }
+}
+
+fn list(f: &mut fmt::Formatter<'_>, title: &str, entries: &[impl fmt::Display]) -> fmt::Result {
+    if entries.is_empty() {
+        return Ok(());
+    }
+    writeln!(f, "{title}:")?;
+    for entry in entries {
+        writeln!(f, "  {entry}")?;
+    }
+    writeln!(f)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally() -> Tally {
+        Tally {
+            passed: 7,
+            failures: vec!["frames (cargo test -p kvx-native)".to_owned()],
+            skips: vec![
+                Skip::new("namespaces", "no iproute2; cure: --install"),
+                Skip::new("gpu", "no GPU [cannot run here]; cure: another machine"),
+            ],
+        }
+    }
+
+    fn last_line(summary: &Summary) -> String {
+        summary.to_string().lines().last().unwrap().to_owned()
+    }
+
+    #[test]
+    fn the_last_line_has_the_three_counts() {
+        let mut summary = Summary::new(false);
+        assert!(summary.add("format", Duration::ZERO, Tally { passed: 1, ..Tally::default() }));
+        assert!(summary.held());
+        assert_eq!(last_line(&summary), "1 passed, 0 failed, 0 skipped");
+        assert!(!summary.add("tests", Duration::from_millis(1500), tally()));
+        assert!(!summary.held());
+        assert_eq!(last_line(&summary), "8 passed, 1 failed, 2 skipped");
+        let text = summary.to_string();
+        for part in
+            ["tests: frames (cargo test -p kvx-native)", "namespaces: no iproute2; cure: --install", "1.5 s"]
+        {
+            assert!(text.contains(part), "{part} is not in:\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_required_skip_is_a_failure_unless_it_cannot_run_here() {
+        let mut summary = Summary::new(true);
+        let skips = tally().skips;
+        assert!(!summary.add("tests", Duration::ZERO, Tally { skips, ..Tally::default() }));
+        assert_eq!(last_line(&summary), "0 passed, 1 failed, 1 skipped");
+        assert!(summary.to_string().contains("skipped although required: namespaces"));
+    }
+}

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::deadline::Expire;
+use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::sync::{Condvar, Mutex};
 use crate::ticket::Settle;
 use crate::{Deadline, Error, Kind, Result, Ticket};
@@ -24,12 +24,14 @@ struct State<T> {
     result: Option<Result<T>>,
     done: bool,
     waker: Option<Waker>,
+    /// Its deadline, forgotten when it ends.
+    watch: Option<Watch>,
 }
 
 impl<T> Shot<T> {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Shot {
-            state: Mutex::new(State { result: None, done: false, waker: None }),
+            state: Mutex::new(State { result: None, done: false, waker: None, watch: None }),
             finished: Condvar::new(),
         })
     }
@@ -42,13 +44,30 @@ impl<T> Shot<T> {
         }
         state.done = true;
         state.result = Some(result);
-        let waker = state.waker.take();
+        let (waker, watch) = (state.waker.take(), state.watch.take());
         drop(state);
+        drop(watch);
         self.finished.notify_all();
         if let Some(waker) = waker {
             waker.wake();
         }
         None
+    }
+
+    /// Finishes with the error of `late` at the deadline, unless it is finished before.
+    pub(crate) fn by(self: &Arc<Self>, clock: &Clock, deadline: Deadline, late: fn() -> Error)
+    where
+        T: Send + 'static,
+    {
+        let Some(at) = deadline.instant() else { return };
+        let watch = clock.watch(at, Arc::new(Timed { shot: Arc::clone(self), late }));
+        let mut state = self.state.lock();
+        if !state.done {
+            state.watch = Some(watch);
+        } else {
+            drop(state);
+            drop(watch);
+        }
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -127,14 +146,20 @@ impl Settle for Shot<()> {
 }
 
 /// A shot with the error that its deadline gives.
-pub(crate) struct Timed<T> {
-    pub(crate) shot: Arc<Shot<T>>,
-    pub(crate) late: fn() -> Error,
+struct Timed<T> {
+    shot: Arc<Shot<T>>,
+    late: fn() -> Error,
 }
 
 impl<T: Send> Expire for Timed<T> {
     fn expire(self: Arc<Self>) {
         self.shot.finish(Err((self.late)()));
+    }
+
+    fn interrupt(self: Arc<Self>, reason: &Reason) {
+        if *reason == Reason::Shutdown {
+            self.shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
+        }
     }
 }
 

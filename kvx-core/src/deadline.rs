@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::sync::{Condvar, Mutex};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, RegionId, Result};
 
 /// When a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
 ///
@@ -62,13 +62,37 @@ impl From<Instant> for Deadline {
 /// Something that ends at its deadline unless it ended before. Called without any lock of the clock.
 pub(crate) trait Expire: Send + Sync {
     fn expire(self: Arc<Self>);
+
+    /// Something happened that may end it early.
+    fn interrupt(self: Arc<Self>, reason: &Reason);
 }
 
-/// A watched deadline, to be forgotten when its operation ends.
-#[derive(Clone, Copy, Debug)]
+/// Why operations are asked whether they must end early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// A region of this agent is being revoked.
+    Region(RegionId),
+    /// The agent is shutting down.
+    Shutdown,
+}
+
+/// A watched deadline. Dropped when its operation ends, and never under a lock that `expire` takes.
 pub(crate) struct Watch {
+    shared: Arc<Shared>,
     slot: usize,
     serial: u64,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let mut table = self.shared.table.lock();
+        let entry = match table.entries.get(self.slot) {
+            Some(entry) if entry.serial == self.serial => Some(table.entries.remove(self.slot)),
+            _ => None,
+        };
+        drop(table);
+        drop(entry); // may run the drop of an operation, which takes locks of its own
+    }
 }
 
 struct Entry {
@@ -118,17 +142,16 @@ impl Clock {
             table.next = Some(at);
             self.shared.changed.notify_all();
         }
-        Watch { slot, serial }
+        Watch { shared: Arc::clone(&self.shared), slot, serial }
     }
 
-    pub(crate) fn forget(&self, watch: Watch) {
-        let mut table = self.shared.table.lock();
-        let entry = match table.entries.get(watch.slot) {
-            Some(entry) if entry.serial == watch.serial => Some(table.entries.remove(watch.slot)),
-            _ => None,
-        };
-        drop(table);
-        drop(entry); // may run the drop of an operation, which takes locks of its own
+    /// Asks every watched operation whether `reason` ends it.
+    pub(crate) fn interrupt(&self, reason: &Reason) {
+        let all: Vec<_> =
+            self.shared.table.lock().entries.iter().map(|(_, entry)| Arc::clone(&entry.operation)).collect();
+        for operation in all {
+            operation.interrupt(reason);
+        }
     }
 
     /// Ends the thread, and waits for it unless that is the calling one.
@@ -190,6 +213,7 @@ mod tests {
         fn expire(self: Arc<Self>) {
             self.0.send(self.1).ok();
         }
+        fn interrupt(self: Arc<Self>, _: &Reason) {}
     }
 
     #[test]
@@ -197,13 +221,12 @@ mod tests {
         let clock = Clock::start("test").unwrap();
         let (sender, receiver) = mpsc::channel();
         let at = |ms| Instant::now() + Duration::from_millis(ms);
-        clock.watch(at(60), Arc::new(Ring(sender.clone(), 60)));
+        let _late = clock.watch(at(60), Arc::new(Ring(sender.clone(), 60)));
         let forgotten = clock.watch(at(40), Arc::new(Ring(sender.clone(), 40)));
-        clock.watch(at(20), Arc::new(Ring(sender.clone(), 20)));
-        clock.forget(forgotten);
+        let _soon = clock.watch(at(20), Arc::new(Ring(sender.clone(), 20)));
+        drop(forgotten);
         assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 20);
         assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 60);
-        clock.forget(forgotten); // a second time: nothing happens
         clock.stop();
     }
 

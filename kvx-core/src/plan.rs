@@ -270,6 +270,8 @@ pub struct Bound {
 pub struct LocalSide {
     /// Its number.
     pub id: RegionId,
+    /// Its key, to be shown to a peer that is asked to read it.
+    pub key: RegionKey,
     /// Its memory, kept alive by the bound plan.
     pub memory: Arc<Memory>,
     /// What the transport made of it.

@@ -36,6 +36,11 @@ pub trait Progress: Send + 'static {
 
     /// The last call: fail what is left.
     fn stop(&mut self, out: &mut Outbox);
+
+    /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets them.
+    fn late(command: Self::Command) {
+        drop(command);
+    }
 }
 
 /// The most bytes to move in one turn before others get theirs.
@@ -103,7 +108,8 @@ pub struct Reactor<P: Progress> {
 
 struct Shared<P: Progress> {
     machine: Mutex<Option<P>>,
-    queue: Mutex<Vec<P::Command>>,
+    /// `None` when the machine takes no more.
+    queue: Mutex<Option<Vec<P::Command>>>,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,
     stopping: AtomicBool,
@@ -119,7 +125,7 @@ impl<P: Progress> Reactor<P> {
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
         let shared = Arc::new(Shared {
             machine: Mutex::new(Some(machine)),
-            queue: Mutex::new(Vec::new()),
+            queue: Mutex::new(Some(Vec::new())),
             asleep: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             wake,
@@ -134,16 +140,16 @@ impl<P: Progress> Reactor<P> {
         Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Hands over a command. After `stop` the command is dropped, and with it the tickets it holds.
+    /// Hands over a command. After the stop it goes to [`Progress::late`].
     pub fn submit(&self, command: P::Command) {
-        self.shared.queue.lock().push(command);
+        self.shared.push(command);
         self.shared.wake_if_asleep();
     }
 
     /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
     /// counts.
     pub fn submit_here(&self, command: P::Command) {
-        self.shared.queue.lock().push(command);
+        self.shared.push(command);
         if !self.drive() {
             self.shared.wake_if_asleep();
         }
@@ -195,6 +201,17 @@ impl<P: Progress> Shared<P> {
         }
     }
 
+    fn push(&self, command: P::Command) {
+        let mut queue = self.queue.lock();
+        match queue.as_mut() {
+            Some(commands) => commands.push(command),
+            None => {
+                drop(queue);
+                P::late(command);
+            }
+        }
+    }
+
     fn ask_to_stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         self.wake();
@@ -202,7 +219,7 @@ impl<P: Progress> Shared<P> {
 
     /// Takes what was submitted and does one turn.
     fn turn(&self, machine: &mut P, out: &mut Outbox) -> usize {
-        let commands = std::mem::take(&mut *self.queue.lock());
+        let commands = self.queue.lock().as_mut().map_or_else(Vec::new, std::mem::take);
         let taken = commands.len();
         for command in commands {
             machine.command(command, out);
@@ -240,7 +257,7 @@ impl<P: Progress> Shared<P> {
             drop(guard);
             out.deliver(&*self.events);
             if let Some(longest) = sleep
-                && self.queue.lock().is_empty()
+                && self.queue.lock().as_ref().is_none_or(Vec::is_empty)
                 && !self.stopping.load(Ordering::SeqCst)
             {
                 self.sleep(&fds, longest);
@@ -250,7 +267,7 @@ impl<P: Progress> Shared<P> {
         }
         let machine = self.machine.lock().take();
         if let Some(mut machine) = machine {
-            for command in std::mem::take(&mut *self.queue.lock()) {
+            for command in self.queue.lock().take().unwrap_or_default() {
                 machine.command(command, &mut out);
             }
             machine.stop(&mut out);

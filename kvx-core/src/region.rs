@@ -1,26 +1,415 @@
 //! Regions: memory registered with an agent, and the regions of its peers.
 
-use crate::grid::{Grid, GridSet};
-use crate::identity::Identity;
-use crate::{MemoryKind, RegionId, RegionKey, Result};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Something that grids can lie on.
-pub trait Place {
-    #[doc(hidden)] fn len(&self) -> u64;
-    #[doc(hidden)] fn kind(&self) -> MemoryKind;
-    #[doc(hidden)] fn origin(&self) -> (u64, u64);
-    #[doc(hidden)] fn is(&self, other: &Self) -> bool;
+use crate::agent::AgentInner;
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::deadline::{Clock, Reason};
+use crate::grid::{Grid, GridSet};
+use crate::identity::{Identity, RegionId, RegionKey};
+use crate::metadata::RegionInfo;
+use crate::quarantine::{self, Held};
+use crate::sync::Mutex;
+use crate::transport::{ForeignRange, LocalRegion};
+use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Ticket};
+
+/// Something that grids lie on: a [`Region`] or a [`PeerRegion`].
+pub trait Place: sealed::Sealed {
+    /// Length in bytes.
+    fn len(&self) -> u64;
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Kind of memory.
+    fn kind(&self) -> MemoryKind;
+    /// Where its bytes lie, so that two regions over the same bytes are seen: an address space, and an address in it.
+    #[doc(hidden)]
+    fn origin(&self) -> (u64, u64);
+    #[doc(hidden)]
+    fn is(&self, other: &Self) -> bool;
 }
-/// draft
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::Region {}
+    impl Sealed for super::PeerRegion {}
+}
+
+/// Memory registered with an agent. Cheap to clone.
+///
+/// Peers may reach it until it is revoked. Dropping the last clone never blocks: the memory is quarantined, and
+/// freed only when every transport has said that remote access has ended.
 #[derive(Clone)]
-pub struct Region;
-/// draft
+pub struct Region(Arc<Handle>);
+
+struct Handle {
+    agent: Arc<AgentInner>,
+    core: Arc<RegionCore>,
+}
+
+/// The part of a region that outlives its handles while transports still hold on to it.
+pub(crate) struct RegionCore {
+    pub(crate) id: RegionId,
+    pub(crate) key: RegionKey,
+    pub(crate) name: Arc<str>,
+    pub(crate) memory: Arc<Memory>,
+    /// What each transport made of it, by position in the agent's list; or why not.
+    pub(crate) locals: Vec<Result<Arc<dyn LocalRegion>>>,
+    /// Transfers of the own agent that use it and have not settled.
+    pins: AtomicUsize,
+    revoking: AtomicBool,
+    revocation: Mutex<Revocation>,
+}
+
+#[derive(Default)]
+struct Revocation {
+    /// Transports that have not answered; `None` before they were asked.
+    left: Option<usize>,
+    failed: Option<Error>,
+    waiting: Vec<Arc<Shot<Arc<Memory>>>>,
+    held: Option<Held>,
+    done: bool,
+}
+
+impl Region {
+    pub(crate) fn new(agent: Arc<AgentInner>, core: RegionCore) -> Self {
+        Region(Arc::new(Handle { agent, core: Arc::new(core) }))
+    }
+
+    pub(crate) fn core(&self) -> &Arc<RegionCore> {
+        &self.0.core
+    }
+
+    /// Its number.
+    pub fn id(&self) -> RegionId {
+        self.0.core.id
+    }
+
+    /// Its name, by which peers find it.
+    pub fn name(&self) -> &str {
+        &self.0.core.name
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.0.core.memory
+    }
+
+    /// Copies `bytes` to `offset`; see [`Memory::copy_in`].
+    pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.0.core.memory.copy_in(offset, bytes)
+    }
+
+    /// Copies bytes from `offset` out; see [`Memory::copy_out`].
+    pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        self.0.core.memory.copy_out(offset, bytes)
+    }
+
+    /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
+    pub fn grid(&self, grid: Grid) -> Result<GridSet<Region>> {
+        GridSet::one(self.clone(), grid)
+    }
+
+    /// The backends that do not serve it, and why.
+    pub fn refusals(&self) -> Vec<(&'static str, Error)> {
+        let names = self.0.agent.transports.iter().map(|open| open.name);
+        let refused = |(name, local): (_, &Result<_>)| local.as_ref().err().map(|error| (name, error.clone()));
+        names.zip(&self.0.core.locals).filter_map(refused).collect()
+    }
+
+    /// Ends remote access and gives the memory back.
+    ///
+    /// New transfers on it are refused at once and the own ones in flight are cancelled. When the completion is `Ok`,
+    /// nobody else touches the memory any more. Errors: `StillShared` when that could not be known by the deadline:
+    /// the memory stays quarantined until it is.
+    pub fn revoke(&self, deadline: impl Into<Deadline>) -> Completion<Arc<Memory>> {
+        if let Err(error) = crate::fork::check() {
+            return Completion::ready(Err(error));
+        }
+        let agent = &self.0.agent;
+        let shot = Shot::new();
+        shot.by(&agent.clock, deadline.into(), still_shared);
+        agent.forget_region(self.id());
+        RegionCore::revoke(&self.0.core, Some(Arc::clone(&shot)), "revoked");
+        agent.clock.interrupt(&Reason::Region(self.id()));
+        Completion::of(shot)
+    }
+
+    pub(crate) fn same_agent(&self, other: &Region) -> bool {
+        Arc::ptr_eq(&self.0.agent, &other.0.agent)
+    }
+
+    pub(crate) fn is_of(&self, agent: &Arc<AgentInner>) -> bool {
+        Arc::ptr_eq(&self.0.agent, agent)
+    }
+}
+
+fn still_shared() -> Error {
+    Error::new(
+        Kind::StillShared,
+        "remote access to the region is not proven ended: its memory stays quarantined until every peer has confirmed \
+         or is known to be dead; call revoke again to go on waiting",
+    )
+}
+
+impl RegionCore {
+    pub(crate) fn new(
+        id: RegionId,
+        key: RegionKey,
+        name: Arc<str>,
+        memory: Arc<Memory>,
+        locals: Vec<Result<Arc<dyn LocalRegion>>>,
+    ) -> Self {
+        RegionCore {
+            id,
+            key,
+            name,
+            memory,
+            locals,
+            pins: AtomicUsize::new(0),
+            revoking: AtomicBool::new(false),
+            revocation: Mutex::default(),
+        }
+    }
+
+    /// Counts a transfer of the own agent. Errors: `Revoked`.
+    pub(crate) fn pin(&self) -> Result<()> {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+        if !self.revoking.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        self.pins.fetch_sub(1, Ordering::SeqCst);
+        Err(Error::new(Kind::Revoked, format!("region {} is revoked: register its memory again to use it", self.name)))
+    }
+
+    pub(crate) fn unpin(self: &Arc<Self>) {
+        if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 && self.revoking.load(Ordering::SeqCst) {
+            self.ask_transports();
+        }
+    }
+
+    /// Begins, or joins, the revocation. The memory is quarantined until it is done.
+    fn revoke(self: &Arc<Self>, waiting: Option<Arc<Shot<Arc<Memory>>>>, why: &str) {
+        let mut revocation = self.revocation.lock();
+        if revocation.done || broken("revoke-at-once") {
+            drop(revocation);
+            waiting.map(|shot| shot.finish(Ok(Arc::clone(&self.memory))));
+            return;
+        }
+        revocation.waiting.extend(waiting);
+        let first = !self.revoking.swap(true, Ordering::SeqCst);
+        if first && why != "revoked" {
+            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
+        }
+        drop(revocation);
+        if self.pins.load(Ordering::SeqCst) == 0 {
+            self.ask_transports();
+        }
+    }
+
+    /// Called when the own transfers have settled, perhaps by several threads at once.
+    fn ask_transports(self: &Arc<Self>) {
+        let locals: Vec<_> = self.locals.iter().flatten().cloned().collect();
+        {
+            let mut revocation = self.revocation.lock();
+            if revocation.left.is_some() {
+                return;
+            }
+            // One more than there are, so that the last answer cannot come before all are asked.
+            revocation.left = Some(locals.len() + 1);
+        }
+        for local in locals {
+            let core = Arc::clone(self);
+            local.revoke(Ticket::new(move |result| core.answered(result)));
+        }
+        self.answered(Ok(()));
+    }
+
+    /// As [`Region::revoke`], for an agent that ends.
+    pub(crate) fn revoke_at_shutdown(self: &Arc<Self>, clock: &Clock, deadline: Deadline) -> Completion<Arc<Memory>> {
+        let shot = Shot::new();
+        shot.by(clock, deadline, still_shared);
+        self.revoke(Some(Arc::clone(&shot)), "revoked");
+        Completion::of(shot)
+    }
+
+    fn answered(self: &Arc<Self>, result: Result<()>) {
+        let mut revocation = self.revocation.lock();
+        if let Err(error) = result {
+            revocation.failed.get_or_insert(error);
+        }
+        let left = revocation.left.map_or(0, |left| left.saturating_sub(1));
+        revocation.left = Some(left);
+        if left > 0 {
+            return;
+        }
+        let waiting = std::mem::take(&mut revocation.waiting);
+        let result = match &revocation.failed {
+            None => {
+                revocation.done = true;
+                let released = revocation.held.take();
+                drop(revocation);
+                drop(released);
+                Ok(Arc::clone(&self.memory))
+            }
+            Some(cause) => {
+                let error = still_shared().source(cause.clone());
+                if revocation.held.is_none() {
+                    revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, "revocation failed"));
+                }
+                // The quarantine lasts: nothing will ever prove the access ended.
+                std::mem::forget(revocation.held.take());
+                drop(revocation);
+                Err(error)
+            }
+        };
+        for shot in waiting {
+            shot.finish(result.clone());
+        }
+    }
+
+    /// Whether the revocation is complete.
+    pub(crate) fn is_revoked(&self) -> bool {
+        self.revocation.lock().done
+    }
+
+    /// After a revocation timed out: says so, and keeps the memory.
+    pub(crate) fn quarantine_if_shared(self: &Arc<Self>, why: &str) {
+        let mut revocation = self.revocation.lock();
+        if !revocation.done && revocation.held.is_none() {
+            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
+            // Transports may drop their tickets with this region's last handle: it must live until they answer.
+            std::mem::forget(Arc::clone(self));
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if crate::fork::check().is_err() || broken("drop-frees") {
+            return;
+        }
+        self.agent.forget_region(self.core.id);
+        if !self.core.is_revoked() {
+            RegionCore::revoke(&self.core, None, "dropped without being revoked");
+            self.core.quarantine_if_shared("dropped while its revocation was under way");
+        }
+    }
+}
+
+impl Place for Region {
+    fn len(&self) -> u64 {
+        self.0.core.memory.len() as u64
+    }
+    fn kind(&self) -> MemoryKind {
+        self.0.core.memory.kind()
+    }
+    fn origin(&self) -> (u64, u64) {
+        let memory = &self.0.core.memory;
+        (memory.kind() as u64, memory.address())
+    }
+    fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0.core, &other.0.core)
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({:?}, {:?})", self.0.core.name, self.0.core.memory)
+    }
+}
+
+/// A region of a peer, as its metadata describes it. Cheap to clone.
 #[derive(Clone)]
-pub struct PeerRegion;
-impl Place for Region { fn len(&self)->u64{0} fn kind(&self)->MemoryKind{MemoryKind::Host} fn origin(&self)->(u64,u64){(0,0)} fn is(&self,_:&Self)->bool{true} }
-impl Place for PeerRegion { fn len(&self)->u64{0} fn kind(&self)->MemoryKind{MemoryKind::Host} fn origin(&self)->(u64,u64){(0,0)} fn is(&self,_:&Self)->bool{true} }
-impl Region { pub(crate) fn same_agent(&self,_:&Self)->bool{true} 
-/// g
-pub fn grid(&self,g:Grid)->Result<GridSet<Region>>{GridSet::one(self.clone(),g)} }
-impl PeerRegion { pub(crate) fn peer(&self)->&Identity{todo!()} }
-#[allow(dead_code)] fn x(_:RegionId,_:RegionKey){}
+pub struct PeerRegion(Arc<Theirs>);
+
+struct Theirs {
+    peer: Identity,
+    what: What,
+}
+
+/// A region that metadata names, or a range of a foreign agent's memory.
+pub(crate) enum What {
+    Named(Arc<RegionInfo>),
+    Foreign(ForeignRange),
+}
+
+impl PeerRegion {
+    pub(crate) fn new(peer: Identity, what: What) -> Self {
+        PeerRegion(Arc::new(Theirs { peer, what }))
+    }
+
+    pub(crate) fn peer(&self) -> &Identity {
+        &self.0.peer
+    }
+
+    pub(crate) fn what(&self) -> &What {
+        &self.0.what
+    }
+
+    /// Its number at the peer; foreign ranges have none and say `RegionId(0)`.
+    pub fn id(&self) -> RegionId {
+        match &self.0.what {
+            What::Named(info) => info.id,
+            What::Foreign(_) => RegionId(0),
+        }
+    }
+
+    pub(crate) fn key(&self) -> RegionKey {
+        match &self.0.what {
+            What::Named(info) => info.key,
+            What::Foreign(_) => RegionKey([0; 16]),
+        }
+    }
+
+    /// Its name; a foreign range has none.
+    pub fn name(&self) -> Option<&str> {
+        match &self.0.what {
+            What::Named(info) => Some(&info.name),
+            What::Foreign(_) => None,
+        }
+    }
+
+    /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
+    pub fn grid(&self, grid: Grid) -> Result<GridSet<PeerRegion>> {
+        GridSet::one(self.clone(), grid)
+    }
+}
+
+impl Place for PeerRegion {
+    fn len(&self) -> u64 {
+        match &self.0.what {
+            What::Named(info) => info.len,
+            What::Foreign(range) => range.len,
+        }
+    }
+    fn kind(&self) -> MemoryKind {
+        match &self.0.what {
+            What::Named(info) => info.kind,
+            What::Foreign(range) => range.kind,
+        }
+    }
+    fn origin(&self) -> (u64, u64) {
+        match &self.0.what {
+            // One space per region: a peer does not say where its regions lie.
+            What::Named(info) => (info.id.0 << 1 | 1, 0),
+            What::Foreign(range) => (range.device << 1, range.address),
+        }
+    }
+    fn is(&self, other: &Self) -> bool {
+        match (&self.0.what, &other.0.what) {
+            (What::Named(a), What::Named(b)) => self.0.peer == other.0.peer && a.id == b.id,
+            _ => Arc::ptr_eq(&self.0, &other.0),
+        }
+    }
+}
+
+impl fmt::Debug for PeerRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PeerRegion({:?} of {:?}, {} bytes)", self.name().unwrap_or("foreign"), self.0.peer, self.len())
+    }
+}

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::fields::{BufferDevice, LoadFailurePolicy};
-use crate::{Error, Kind, Result, nearest};
+use crate::{Error, Kind, Result};
 
 /// The vLLM version whose defaults and rules a configuration follows: the key `kv_compat` of
 /// `kv_connector_extra_config`. A version stands for itself and those after it, up to the next one named here.
@@ -80,6 +80,14 @@ impl Compat {
         }
     }
 
+    /// The version that stands for the one written, which is not in the list: `"0.32.1"` is covered by 0.20.
+    fn covering(value: &Value) -> Option<Self> {
+        let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let minor = |text: &str| text.trim().strip_prefix("0.")?.split('.').next()?.parse::<u32>().ok();
+        let wanted = minor(&written)?;
+        Compat::ALL.into_iter().rev().find(|compat| minor(compat.as_str()).is_some_and(|own| own <= wanted))
+    }
+
     /// From `kv_compat`. A dotted argument makes a number of `0.20`: numbers are understood too.
     pub(super) fn from_value(value: &Value) -> Result<Self> {
         let found = Compat::ALL.into_iter().find(|compat| match value {
@@ -88,10 +96,9 @@ impl Compat {
             _ => false,
         });
         found.ok_or_else(|| {
-            let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             let names = Compat::ALL.map(Compat::as_str);
-            let hint = nearest(&written, names)
-                .map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
+            let hint = Compat::covering(value)
+                .map_or_else(String::new, |compat| format!("; \"{}\" stands for that one", compat.as_str()));
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
             Error::new(
                 Kind::Invalid,

@@ -170,9 +170,9 @@ pub(super) fn flag(key: &str, value: &Value) -> Result<bool> {
 /// A whole number within `range`; a string of digits and `3.0` count.
 pub(super) fn whole(key: &str, value: &Value, range: std::ops::RangeInclusive<i64>) -> Result<i64> {
     let read = match value {
-        Value::Number(number) => number.as_i64().or_else(|| {
-            number.as_f64().filter(|n| n.fract() == 0.0 && n.abs() < 9.0e15).map(|n| n as i64)
-        }),
+        Value::Number(number) => number
+            .as_i64()
+            .or_else(|| number.as_f64().filter(|n| n.fract() == 0.0 && n.abs() < 9.0e15).map(|n| n as i64)),
         Value::String(text) => text.trim().parse().ok(),
         _ => None,
     };
@@ -212,7 +212,9 @@ pub(super) fn texts(key: &str, value: &Value) -> Result<Vec<String>> {
         Value::String(one) => Ok(vec![one.clone()]),
         Value::Array(items) => items
             .iter()
-            .map(|item| item.as_str().map(str::to_owned).ok_or_else(|| wrong(key, value, "a list of strings")))
+            .map(|item| {
+                item.as_str().map(str::to_owned).ok_or_else(|| wrong(key, value, "a list of strings"))
+            })
             .collect(),
         _ => Err(wrong(key, value, "a list of strings")),
     }

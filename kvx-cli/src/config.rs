@@ -1,0 +1,136 @@
+//! `kvx config ARGS…`: what a set of vLLM's arguments means to kvx.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use kvx_core::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
+use kvx_core::transport::Factory;
+use kvx_core::{Options, Registry, Result, Standing, WithoutAList};
+
+const USAGE: &str = "\
+Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
+
+Usage: kvx config [--json] ARGS...
+
+ARGS are those of `vllm serve`, as they are: --kv-transfer-config JSON, --kv-transfer-config.KEY VALUE,
+--kv-transfer-config.KEY+ ITEM; the parallel sizes are read too, all others are listed as ignored.
+Prints the merged JSON, every value and where it came from, the backends it would open, and the warnings.
+
+  --json    print it as JSON
+  --help    print this
+
+Exit status: 0, or 2 if the arguments are not valid.";
+
+/// Runs the command with what stands behind `config` on the command line.
+pub fn run(args: Vec<String>) -> ExitCode {
+    if matches!(args.first().map(String::as_str), Some("--help" | "-h")) {
+        println!("{USAGE}");
+        return ExitCode::SUCCESS;
+    }
+    match output(args, &Surroundings::of_process().gpu(gpu_present()), &kvx::registry()) {
+        Ok(text) => {
+            println!("{}", text.trim_end());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("kvx config: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registry) -> Result<String> {
+    let json = args.first().is_some_and(|first| first == "--json");
+    if json {
+        args.remove(0);
+    }
+    let (config, rest) = KvTransferConfig::from_arguments(args, surroundings)?;
+    let report = Report::new(&config, &rest).openings(openings(&config, registry)?);
+    Ok(if json { format!("{:#}", report.to_json()) } else { report.to_string() })
+}
+
+/// The kernel drivers' control nodes; which memory they can transfer is the business of the GPU crates.
+fn gpu_present() -> bool {
+    ["/dev/nvidiactl", "/dev/kfd"].iter().any(|node| Path::new(node).exists())
+}
+
+/// The named backends, or those that would be opened without a list, as they stand on this machine.
+fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Opening>> {
+    let options = Options::from_json(config.extra().clone());
+    if let Some(names) = config.backends()? {
+        return Ok(names.iter().map(|name| named(name, config, registry, &options)).collect());
+    }
+    if config.connector() == Some(&Connector::Mooncake) {
+        return Ok(vec![named("MOONCAKE", config, registry, &options)]);
+    }
+    let unnamed = |factory: &dyn Factory| {
+        let available = factory.available(&options).ok()?;
+        let opens = match factory.placement().without_a_list {
+            WithoutAList::Open => true,
+            WithoutAList::OpenWithRdma => available.rdma,
+            WithoutAList::Skip => false,
+        };
+        opens.then(|| Opening { name: factory.name().to_owned(), note: available.version })
+    };
+    Ok(registry.factories().iter().filter_map(|factory| unnamed(&**factory)).collect())
+}
+
+fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options: &Options) -> Opening {
+    let (name, standing) = match registry.standing(written, options) {
+        Ok(found) => found,
+        Err(error) => return Opening { name: written.to_owned(), note: error.to_string() },
+    };
+    let mut notes = Vec::new();
+    if !name.eq_ignore_ascii_case(written) {
+        notes.push(format!("written as {written}"));
+    }
+    match standing {
+        Standing::Available(available) => notes.push(available.version),
+        _ => notes.extend(registry.require(written, options).err().map(|error| error.to_string())),
+    }
+    let nixl = matches!(config.connector(), Some(Connector::NixlPull | Connector::NixlPush));
+    let speaker = |factory: &&std::sync::Arc<dyn Factory>| factory.placement().speaks_for.contains(&name);
+    if let Some(speaker) = registry.factories().iter().find(speaker).filter(|_| nixl) {
+        notes.push(format!("toward vLLM peers through {}", speaker.name()));
+    }
+    Opening { name: name.to_owned(), note: notes.join("; ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvx_core::Known;
+
+    fn lines(args: &[&str]) -> Result<String> {
+        let known = |name, aliases, feature| Known { name, aliases, feature };
+        let registry = Registry::new().know(&[
+            known("UCX", &[], Some("ucx")),
+            known("RIXL", &["NIXL"], None),
+            known("TCP", &[], Some("tcp")),
+        ]);
+        output(args.iter().map(|arg| (*arg).to_owned()).collect(), &Surroundings::default(), &registry)
+    }
+
+    #[test]
+    fn each_named_backend_says_how_it_stands() {
+        let text = lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC"]).unwrap();
+        assert!(
+            text.contains("\n  UCX: backend UCX is not in this build: enable feature \"ucx\"\n"),
+            "{text}"
+        );
+        assert!(text.contains("\n  RIXL: written as nixl; backend RIXL is not in this release"), "{text}");
+        assert!(text.contains("\n  UXC: backend \"UXC\" is unknown; did you mean UCX?"), "{text}");
+    }
+
+    #[test]
+    fn json_is_printed_on_request() {
+        let text = lines(&["--json", "--kv-transfer-config.kv_role=kv_both"]).unwrap();
+        assert!(text.starts_with("{\n") && text.contains("\"kv_role\": \"kv_both\""), "{text}");
+    }
+
+    #[test]
+    fn a_mistake_is_an_error_that_names_the_key() {
+        let error = lines(&["--kv-transfer-config.kv_rol=kv_both"]).unwrap_err().to_string();
+        assert!(error.contains("did you mean kv_role?"), "{error}");
+    }
+}

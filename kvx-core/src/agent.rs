@@ -1,0 +1,639 @@
+//! The agent: owns transports, regions, peers.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context as TaskContext, Poll};
+use std::time::Duration;
+
+use crate::breaks::broken;
+use crate::budget::{self, Budget};
+use crate::completion::{Completion, Shot};
+use crate::deadline::{Clock, Expire, Reason, Watch};
+use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId, RegionKey, TransferId, checked_name};
+use crate::inbox::{self, Inbox, Notification};
+use crate::memory::DeviceAccess;
+use crate::metadata::{Metadata, RegionInfo};
+use crate::peer::{About, Peer, PeerInner};
+use crate::region::{Region, RegionCore};
+use crate::registry::{Registry, WithoutAList};
+use crate::sync::Mutex;
+use crate::transport::{Context, Events, Full, LinkState, RegionSpec, Secret, Transport};
+use crate::{Deadline, Error, Kind, Memory, Options, Result, Sender, fork};
+
+/// One end of transfers: its transports, its regions, its peers. Cheap to clone.
+///
+/// ```no_run
+/// # fn main() -> kvx_core::Result<()> {
+/// # let registry = kvx_core::Registry::new(); let bytes_from_the_peer = [];
+/// use kvx_core::{Agent, Memory};
+/// let agent = Agent::builder("decode-0").build(&registry)?;
+/// let region = agent.register("kv", Memory::owned(vec![0; 1 << 20]))?;
+/// let peer = agent.connect(&bytes_from_the_peer)?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct Agent(Arc<AgentInner>);
+
+pub(crate) struct AgentInner {
+    pub(crate) identity: Identity,
+    pub(crate) transports: Vec<Open>,
+    /// Backends that were asked for and could not be opened.
+    pub(crate) not_open: Vec<(&'static str, Error)>,
+    pub(crate) clock: Clock,
+    pub(crate) budget: Budget,
+    inbox: Inbox,
+    tables: Mutex<Tables>,
+    ids: AtomicU64,
+    closed: AtomicBool,
+}
+
+/// A transport of this agent.
+pub(crate) struct Open {
+    pub(crate) name: &'static str,
+    pub(crate) speaks_for: &'static [&'static str],
+    pub(crate) transport: Arc<dyn Transport>,
+}
+
+#[derive(Default)]
+struct Tables {
+    generation: u64,
+    regions: BTreeMap<RegionId, Arc<RegionInfo>>,
+    /// To be revoked at shutdown.
+    handles: Vec<Weak<RegionCore>>,
+    links: HashMap<LinkId, Weak<PeerInner>>,
+    peers: HashMap<Identity, Weak<PeerInner>>,
+}
+
+/// Says how an agent shall be; [`build`](Builder::build) makes it.
+#[must_use]
+pub struct Builder {
+    name: String,
+    options: Options,
+    backends: Option<Vec<String>>,
+    secret: Option<Secret>,
+    peer_timeout: Duration,
+    budget: budget::Limits,
+    inbox: inbox::Limits,
+    devices: Vec<Arc<dyn DeviceAccess>>,
+}
+
+impl Builder {
+    /// Names backends in order of preference, any letter case. A list restricts: nothing else is used.
+    pub fn backends<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
+        self.backends = Some(names.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](Builder::backends)
+    /// is called.
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it.
+    pub fn secret(mut self, secret: Secret) -> Self {
+        self.secret = Some(secret);
+        self
+    }
+
+    /// How long a peer may be silent with work in flight before it counts as lost; 10 seconds if not said.
+    pub fn peer_timeout(mut self, time: Duration) -> Self {
+        self.peer_timeout = time;
+        self
+    }
+
+    /// How much may be in flight.
+    pub fn budget(mut self, limits: budget::Limits) -> Self {
+        self.budget = limits;
+        self
+    }
+
+    /// How many notifications, and how many bytes of them, wait to be taken before senders are held back.
+    pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
+        self.inbox = inbox::Limits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
+        self
+    }
+
+    /// Lets transports copy memory of a GPU.
+    pub fn device(mut self, access: Arc<dyn DeviceAccess>) -> Self {
+        self.devices.push(access);
+        self
+    }
+
+    /// Opens the backends and makes the agent.
+    ///
+    /// # Errors
+    /// `UnknownBackend` for a name that is none; when no backend can be opened, the error of the only one asked for,
+    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option; `Forked`.
+    pub fn build(self, registry: &Registry) -> Result<Agent> {
+        fork::check()?;
+        let identity =
+            Identity { name: checked_name("agent", &self.name)?, incarnation: Incarnation::random()? };
+        let sink = Arc::new(Sink(Mutex::new(Weak::new())));
+        let context = Context {
+            agent: identity.clone(),
+            options: self.options.clone(),
+            events: Arc::clone(&sink) as Arc<dyn Events>,
+            devices: self.devices,
+            secret: self.secret,
+            peer_timeout: self.peer_timeout,
+        };
+        let named = match self.backends {
+            Some(names) => Some(names),
+            None => self.options.backends()?,
+        };
+        let (transports, not_open) = open(registry, named.as_deref(), &context)?;
+        let clock = Clock::start(&identity.name)?;
+        let agent = Arc::new(AgentInner {
+            identity,
+            transports,
+            not_open,
+            clock,
+            budget: Budget::new(self.budget),
+            inbox: Inbox::new(self.inbox),
+            tables: Mutex::default(),
+            ids: AtomicU64::new(1),
+            closed: AtomicBool::new(false),
+        });
+        *sink.0.lock() = Arc::downgrade(&agent);
+        tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
+        Ok(Agent(agent))
+    }
+}
+
+/// Opens the named backends, or those that are opened without a list. One that cannot be opened is a reason, as long
+/// as another can.
+fn open(
+    registry: &Registry,
+    named: Option<&[String]>,
+    context: &Context,
+) -> Result<(Vec<Open>, Vec<(&'static str, Error)>)> {
+    let mut names = Vec::new();
+    match named {
+        Some(written) if !broken("silent-fallback") => {
+            for name in written {
+                let name = registry.canonical(name)?;
+                if !names.contains(&name) {
+                    names.push(name);
+                }
+            }
+            if names.is_empty() {
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!("an empty list of backends serves nobody: name one of {}", registry.names().join(", ")),
+                ));
+            }
+        }
+        _ => {
+            for factory in registry.factories() {
+                let wanted = match factory.placement().without_a_list {
+                    WithoutAList::Open => true,
+                    WithoutAList::Skip => false,
+                    WithoutAList::OpenWithRdma => factory.available(&context.options).is_ok_and(|found| found.rdma),
+                };
+                if wanted {
+                    names.push(factory.name());
+                }
+            }
+        }
+    }
+    let (mut transports, mut refused) = (Vec::new(), Vec::new());
+    for name in names {
+        let opened = registry.require(name, &context.options).and_then(|(factory, availability)| {
+            if let Some(caution) = &availability.caution {
+                tracing::warn!(backend = name, "{caution}");
+            }
+            let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
+            Ok(Open { name, speaks_for: factory.placement().speaks_for, transport })
+        });
+        match opened {
+            Ok(open) => transports.push(open),
+            Err(error) if error.kind() == Kind::Invalid => return Err(error),
+            Err(error) => {
+                tracing::warn!(backend = name, %error, "a backend could not be opened");
+                refused.push((name, error));
+            }
+        }
+    }
+    if transports.is_empty() {
+        if let [(_, only)] = &refused[..] {
+            return Err(only.clone());
+        }
+        let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
+        let reasons = if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
+        return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
+    }
+    Ok((transports, refused))
+}
+
+/// What transports report to. Holds the agent weakly: transports do not keep it alive.
+struct Sink(Mutex<Weak<AgentInner>>);
+
+impl Events for Sink {
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+        let agent = self.0.lock().upgrade();
+        agent.map_or(Ok(()), |agent| agent.inbox.deliver(from, bytes))
+    }
+
+    fn link(&self, id: LinkId, state: LinkState) {
+        let agent = self.0.lock().upgrade();
+        let peer = agent.and_then(|agent| agent.tables.lock().links.get(&id).and_then(Weak::upgrade));
+        if let Some(peer) = peer {
+            peer.link_changed(id, state);
+        }
+    }
+}
+
+impl AgentInner {
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if !broken("fork") {
+            fork::check()?;
+        }
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
+        }
+        Ok(())
+    }
+
+    fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(crate) fn new_transfer(&self) -> TransferId {
+        TransferId(self.next_id())
+    }
+
+    pub(crate) fn new_link(&self, peer: &Arc<PeerInner>) -> LinkId {
+        let id = LinkId(self.next_id());
+        self.tables.lock().links.insert(id, Arc::downgrade(peer));
+        id
+    }
+
+    pub(crate) fn forget_link(&self, id: LinkId) {
+        let gone = self.tables.lock().links.remove(&id);
+        drop(gone);
+    }
+
+    pub(crate) fn forget_region(&self, id: RegionId) {
+        let mut tables = self.tables.lock();
+        if tables.regions.remove(&id).is_some() {
+            tables.generation += 1;
+        }
+    }
+
+    fn resume_transports(&self) {
+        for open in &self.transports {
+            open.transport.resume();
+        }
+    }
+
+    fn shut_down(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let (peers, regions) = {
+            let mut tables = self.tables.lock();
+            tables.regions.clear();
+            let peers: Vec<_> = tables.peers.drain().filter_map(|(_, peer)| peer.upgrade()).collect();
+            (peers, std::mem::take(&mut tables.handles))
+        };
+        let closed = || Error::new(Kind::Closed, "the agent was shut down");
+        if !broken("shutdown-leaves") {
+            self.clock.interrupt(&Reason::Shutdown);
+            for peer in &peers {
+                peer.lose(closed(), Vec::new());
+            }
+        }
+        self.inbox.wake_all();
+        let left = self.budget.drained(deadline);
+        let regions: Vec<_> = regions.into_iter().filter_map(|region| region.upgrade()).collect();
+        let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown(&self.clock, deadline)).collect();
+        let mut shared = 0;
+        for revocation in revoked {
+            shared += usize::from(revocation.wait(Deadline::never()).is_err());
+        }
+        let closing: Vec<_> = self
+            .transports
+            .iter()
+            .map(|open| {
+                let (done, ticket) = Completion::with_ticket();
+                open.transport.shutdown(ticket);
+                (open.name, done)
+            })
+            .collect();
+        // A transport gets a moment even when revoking has used up the time.
+        let patience = Deadline::from(deadline.left().max(Duration::from_millis(200)));
+        let mut stuck = Vec::new();
+        for (name, done) in closing {
+            if let Err(error) = done.wait(patience) {
+                stuck.push(format!("{name}: {error}"));
+            }
+        }
+        self.clock.stop();
+        if left == 0 && shared == 0 && stuck.is_empty() {
+            return Ok(());
+        }
+        let kind = if shared > 0 { Kind::StillShared } else { Kind::TimedOut };
+        Err(Error::new(
+            kind,
+            format!(
+                "the shutdown reached its deadline with {left} transfers not settled, {shared} regions still shared \
+                 and {} transports not closed {}: that memory stays quarantined; a longer deadline may help",
+                stuck.len(),
+                stuck.join("; ")
+            ),
+        ))
+    }
+}
+
+impl Agent {
+    /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
+    pub fn builder(name: impl Into<String>) -> Builder {
+        Builder {
+            name: name.into(),
+            options: Options::new(),
+            backends: None,
+            secret: None,
+            peer_timeout: Duration::from_secs(10),
+            budget: budget::Limits::default(),
+            inbox: inbox::Limits::default(),
+            devices: Vec::new(),
+        }
+    }
+
+    /// Its name and incarnation.
+    pub fn identity(&self) -> &Identity {
+        &self.0.identity
+    }
+
+    /// The backends that are open, in order of preference.
+    pub fn backends(&self) -> Vec<&'static str> {
+        self.0.transports.iter().map(|open| open.name).collect()
+    }
+
+    /// The backends that were asked for and could not be opened, and why.
+    pub fn not_open(&self) -> &[(&'static str, Error)] {
+        &self.0.not_open
+    }
+
+    /// Registers memory under a name that is unique among this agent's regions. May block: registering can pin pages.
+    ///
+    /// # Errors
+    /// `Invalid` for the name or empty memory; when no open backend can serve the memory, `Unsupported` with each
+    /// reason; `Closed`, `Forked`.
+    pub fn register(&self, name: &str, memory: impl Into<Arc<Memory>>) -> Result<Region> {
+        self.0.check_open()?;
+        let (name, memory) = (checked_name("region", name)?, memory.into());
+        if memory.is_empty() {
+            return Err(Error::new(Kind::Invalid, format!("region {name:?} has no bytes: register at least one")));
+        }
+        let taken = |tables: &Tables| tables.regions.values().any(|region| region.name == name);
+        let name_is_taken =
+            || Error::new(Kind::Invalid, format!("a region named {name:?} is registered already: choose another name"));
+        if taken(&self.0.tables.lock()) {
+            return Err(name_is_taken());
+        }
+        let (id, key) = (RegionId(self.0.next_id()), RegionKey::random()?);
+        let locals: Vec<_> = self
+            .0
+            .transports
+            .iter()
+            .map(|open| {
+                let spec = RegionSpec { id, key, memory: Arc::clone(&memory) };
+                open.transport.register(spec).map_err(|error| error.backend(open.name))
+            })
+            .collect();
+        if locals.iter().all(Result::is_err) {
+            let reasons: Vec<_> =
+                locals.iter().filter_map(|local| local.as_ref().err()).map(ToString::to_string).collect();
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("no open backend can register {} memory: {}", memory.kind(), reasons.join("; ")),
+            ));
+        }
+        let exports = locals
+            .iter()
+            .enumerate()
+            .filter_map(|(at, local)| local.as_ref().ok().map(|local| (at as u8, local.export().to_vec())))
+            .collect();
+        let info = RegionInfo {
+            id,
+            key,
+            name: Arc::clone(&name),
+            len: memory.len() as u64,
+            kind: memory.kind(),
+            device: memory.device(),
+            exports,
+        };
+        let region = Region::new(Arc::clone(&self.0), RegionCore::new(id, key, Arc::clone(&name), memory, locals));
+        let mut tables = self.0.tables.lock();
+        if taken(&tables) {
+            drop(tables);
+            return Err(name_is_taken()); // another thread was faster; the region's drop revokes it
+        }
+        tables.regions.insert(id, Arc::new(info));
+        tables.generation += 1;
+        tables.handles.retain(|handle| handle.strong_count() > 0);
+        tables.handles.push(Arc::downgrade(region.core()));
+        drop(tables);
+        Ok(region)
+    }
+
+    /// What peers need to connect: bytes to be carried to them by any means. Newer ones update connected peers.
+    pub fn metadata(&self) -> Result<Vec<u8>> {
+        self.0.check_open()?;
+        let mut backends = Vec::new();
+        for open in &self.0.transports {
+            backends.push((open.name.into(), open.transport.address().map_err(|error| error.backend(open.name))?));
+        }
+        let tables = self.0.tables.lock();
+        let metadata = Metadata {
+            identity: self.0.identity.clone(),
+            generation: Generation(tables.generation),
+            backends,
+            regions: tables.regions.values().cloned().collect(),
+        };
+        drop(tables);
+        metadata.encode()
+    }
+
+    /// A handle to the agent that `metadata` describes; also to this one itself. Returns at once and connects behind:
+    /// see [`Peer::ready`]. A handle to the same incarnation that is not lost is shared and updated.
+    ///
+    /// # Errors
+    /// `Malformed`, `Incompatible`; `Closed`, `Forked`.
+    pub fn connect(&self, metadata: &[u8]) -> Result<Peer> {
+        self.0.check_open()?;
+        let metadata = Metadata::decode(metadata)?;
+        let known = self.0.tables.lock().peers.get(&metadata.identity).and_then(Weak::upgrade);
+        if let Some(known) = known.filter(|peer| !peer.is_lost()) {
+            known.update(metadata)?;
+            return Ok(Peer(known));
+        }
+        let identity = metadata.identity.clone();
+        let peer = PeerInner::new(Arc::clone(&self.0), identity.clone(), About::Kvx(Arc::new(metadata)), None);
+        let mut tables = self.0.tables.lock();
+        tables.peers.retain(|_, peer| peer.strong_count() > 0);
+        tables.peers.insert(identity, Arc::downgrade(&peer));
+        drop(tables);
+        peer.begin();
+        Ok(Peer(peer))
+    }
+
+    /// A handle to an agent that is not kvx, from its own blob: a NIXL agent's (`RIXL`) or a Mooncake segment's name
+    /// (`MOONCAKE`). What kvx cannot promise toward it, its route and its capabilities say.
+    ///
+    /// # Errors
+    /// `UnknownBackend`; `NoRoute` when that backend is not open; what the backend says of the blob.
+    pub fn connect_foreign(&self, backend: &str, blob: &[u8]) -> Result<Peer> {
+        self.0.check_open()?;
+        let speaks = |open: &Open| {
+            open.name.eq_ignore_ascii_case(backend)
+                || open.speaks_for.iter().any(|name| name.eq_ignore_ascii_case(backend))
+        };
+        let Some(at) = self.0.transports.iter().position(speaks) else {
+            return Err(Error::new(
+                Kind::NoRoute,
+                format!(
+                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
+                    self.backends().join(", ")
+                ),
+            ));
+        };
+        let identity = Identity {
+            name: format!("foreign {}", self.0.transports[at].name).into(),
+            incarnation: Incarnation::random()?,
+        };
+        let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Foreign(blob.into()), Some(at));
+        peer.begin();
+        Ok(Peer(peer))
+    }
+
+    /// The oldest notification, if there is one.
+    pub fn try_notification(&self) -> Option<Notification> {
+        let (notification, resume) = self.0.inbox.take();
+        if resume {
+            self.0.resume_transports();
+        }
+        notification
+    }
+
+    /// The oldest notification, waited for. Dropping the future loses nothing. Errors: `TimedOut`, `Closed`, `Forked`.
+    pub fn notification(&self, deadline: impl Into<Deadline>) -> NextNotification {
+        NextNotification { agent: Arc::clone(&self.0), deadline: deadline.into(), watch: None }
+    }
+
+    /// Ends when `senders` different agents (name and incarnation) have sent exactly these bytes, before or after the
+    /// call; gives their identities. What it counts does not come out of the queue again. Errors: `TimedOut`.
+    pub fn expect(&self, bytes: &[u8], senders: usize, deadline: impl Into<Deadline>) -> Completion<Vec<Identity>> {
+        if let Err(error) = self.0.check_open() {
+            return Completion::ready(Err(error));
+        }
+        let shot = Shot::new();
+        let late = || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
+        shot.by(&self.0.clock, deadline.into(), late);
+        if self.0.inbox.expect(bytes, senders, Arc::clone(&shot)) {
+            self.0.resume_transports();
+        }
+        Completion::of(shot)
+    }
+
+    /// Ends everything: fails what is in flight, revokes all regions, closes transports, joins threads. `Ok` says that
+    /// all of it was proven by the deadline; else `StillShared` or `TimedOut` says what was not, and that memory stays
+    /// quarantined.
+    pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        if let Err(error) = fork::check() {
+            return Completion::ready(Err(error));
+        }
+        let (shot, deadline) = (Shot::new(), deadline.into());
+        let (agent, done) = (Arc::clone(&self.0), Arc::clone(&shot));
+        // The steps wait for each other, so they get a thread: the caller's runtime is not to be blocked.
+        let started = std::thread::Builder::new().name("kvx-shutdown".into()).spawn(move || {
+            done.finish(agent.shut_down(deadline));
+        });
+        if let Err(error) = started {
+            shot.finish(Err(Error::os("the shutdown thread could not be started", error).kind_is(Kind::Exhausted)));
+        }
+        Completion::of(shot)
+    }
+}
+
+impl fmt::Debug for Agent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Agent({:?}, {:?})", self.0.identity, self.backends())
+    }
+}
+
+/// The next notification of an agent; see [`Agent::notification`].
+#[must_use = "await it, or call wait"]
+pub struct NextNotification {
+    agent: Arc<AgentInner>,
+    deadline: Deadline,
+    watch: Option<Watch>,
+}
+
+/// Wakes those who wait for notifications, so that they see their deadline.
+struct Wake(Weak<AgentInner>);
+
+impl Expire for Wake {
+    fn expire(self: Arc<Self>) {
+        if let Some(agent) = self.0.upgrade() {
+            agent.inbox.wake_all();
+        }
+    }
+
+    fn interrupt(self: Arc<Self>, reason: &Reason) {
+        if *reason == Reason::Shutdown {
+            self.expire();
+        }
+    }
+}
+
+impl NextNotification {
+    fn ready(&self, taken: (Option<Notification>, bool)) -> Option<Result<Notification>> {
+        if taken.1 {
+            self.agent.resume_transports();
+        }
+        match taken.0 {
+            Some(notification) => Some(Ok(notification)),
+            None if self.agent.check_open().is_err() => self.agent.check_open().err().map(Err),
+            None if self.deadline.passed() => {
+                Some(Err(Error::new(Kind::TimedOut, "no notification came by the deadline")))
+            }
+            None => None,
+        }
+    }
+
+    /// Blocks until there is one.
+    pub fn wait(self) -> Result<Notification> {
+        loop {
+            if let Some(result) = self.ready(self.agent.inbox.take()) {
+                return result;
+            }
+            self.agent.inbox.wait_until(self.deadline.instant());
+        }
+    }
+}
+
+impl Future for NextNotification {
+    type Output = Result<Notification>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        let taken = self.agent.inbox.take_or_wake(Some(context.waker()));
+        if let Some(result) = self.ready(taken) {
+            return Poll::Ready(result);
+        }
+        if self.watch.is_none()
+            && let Some(at) = self.deadline.instant()
+        {
+            let wake = Arc::new(Wake(Arc::downgrade(&self.agent)));
+            self.watch = Some(self.agent.clock.watch(at, wake));
+        }
+        Poll::Pending
+    }
+}

@@ -1,0 +1,113 @@
+//! How much may be in flight: a limit across transfers, none inside one.
+
+use std::sync::Arc;
+
+use crate::breaks::broken;
+use crate::completion::Shot;
+use crate::sync::{Condvar, Mutex};
+use crate::{Deadline, Error, Kind, Result};
+
+/// Limits on what one agent has in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Transfers.
+    pub transfers: usize,
+    /// Bytes of their descriptions.
+    pub description_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { transfers: 65_536, description_bytes: 256 << 20 }
+    }
+}
+
+#[derive(Default)]
+struct Used {
+    transfers: usize,
+    description_bytes: usize,
+    waiting: Vec<Arc<Shot<()>>>,
+}
+
+pub(crate) struct Budget {
+    limits: Limits,
+    used: Mutex<Used>,
+    changed: Condvar,
+}
+
+impl Budget {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Budget { limits, used: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// Takes a transfer's share. A description larger than the whole budget is taken when nothing else is in flight.
+    /// Errors: `Busy`.
+    pub(crate) fn take(&self, description: usize) -> Result<()> {
+        let mut used = self.used.lock();
+        let fits = used.transfers < self.limits.transfers
+            && (used.transfers == 0 || used.description_bytes + description <= self.limits.description_bytes);
+        if !fits && !broken("budget") {
+            return Err(Error::new(
+                Kind::Busy,
+                format!(
+                    "{} transfers with {} bytes of descriptions are in flight, the budget is {} and {}: \
+                     wait with post_wait, or raise it when the agent is built",
+                    used.transfers, used.description_bytes, self.limits.transfers, self.limits.description_bytes
+                ),
+            ));
+        }
+        used.transfers += 1;
+        used.description_bytes += description;
+        Ok(())
+    }
+
+    pub(crate) fn give_back(&self, description: usize) {
+        let mut used = self.used.lock();
+        used.transfers -= 1;
+        used.description_bytes -= description;
+        let waiting = std::mem::take(&mut used.waiting);
+        drop(used);
+        self.changed.notify_all();
+        for shot in waiting {
+            shot.finish(Ok(()));
+        }
+    }
+
+    /// A shot that fires when something is given back; at once if nothing is in flight.
+    pub(crate) fn on_change(&self, shot: Arc<Shot<()>>) {
+        let mut used = self.used.lock();
+        if used.transfers < self.limits.transfers && used.description_bytes < self.limits.description_bytes {
+            drop(used);
+            shot.finish(Ok(()));
+        } else {
+            used.waiting.push(shot);
+        }
+    }
+
+    /// Blocks until nothing is in flight, or until the deadline. Says how many transfers are left.
+    pub(crate) fn drained(&self, deadline: Deadline) -> usize {
+        let mut used = self.used.lock();
+        while used.transfers > 0 && !deadline.passed() {
+            used = self.changed.wait_until(used, deadline.instant());
+        }
+        used.transfers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_budget_is_kept_and_given_back() {
+        let budget = Budget::new(Limits { transfers: 2, description_bytes: 100 });
+        budget.take(80).unwrap();
+        assert_eq!(budget.take(30).unwrap_err().kind(), Kind::Busy);
+        budget.take(20).unwrap();
+        assert_eq!(budget.take(0).unwrap_err().kind(), Kind::Busy);
+        budget.give_back(80);
+        budget.give_back(20);
+        budget.take(1000).unwrap(); // alone, a description of any size
+        assert_eq!(budget.drained(std::time::Duration::from_millis(1).into()), 1);
+    }
+}

@@ -1,0 +1,302 @@
+//! What an agent tells its peers, as bytes: who it is, how to reach it, which regions it has.
+//!
+//! A header (magic, the range of versions the writer speaks, total length), then sections: tag, length, value. A section
+//! with the critical bit that a reader does not know is an error; others are skipped, so that newer writers can say
+//! more. The size is O(regions).
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::identity::{Generation, Identity, RegionId, RegionKey};
+use crate::memory::DeviceId;
+use crate::wire::{Reader, Writer};
+use crate::{Error, Kind, MemoryKind, Result};
+
+const MAGIC: [u8; 4] = *b"KVXM";
+/// The versions of the format that this release reads and writes.
+const VERSIONS: std::ops::RangeInclusive<u16> = 1..=1;
+const CRITICAL: u16 = 0x8000;
+const IDENTITY: u16 = 1 | CRITICAL;
+const BACKEND: u16 = 2;
+const REGION: u16 = 3 | CRITICAL;
+
+const MAX_BYTES: usize = 64 << 20;
+const MAX_BACKENDS: usize = 32;
+const MAX_REGIONS: usize = 65_536;
+const MAX_ADDRESS: usize = 16 << 20;
+const MAX_EXPORT: usize = 64 << 10;
+
+/// An agent's metadata, taken apart.
+#[derive(Clone, Debug)]
+pub struct Metadata {
+    /// Who it is.
+    pub identity: Identity,
+    /// How often it has changed in this incarnation.
+    pub generation: Generation,
+    /// Its open backends and their addresses.
+    pub backends: Vec<(Arc<str>, Vec<u8>)>,
+    /// Its regions.
+    pub regions: Vec<Arc<RegionInfo>>,
+}
+
+/// A region, as metadata describes it.
+#[derive(Clone)]
+pub struct RegionInfo {
+    /// Its number.
+    pub id: RegionId,
+    /// What to show to reach it.
+    pub key: RegionKey,
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Its kind.
+    pub kind: MemoryKind,
+    /// The device it lies on.
+    pub device: DeviceId,
+    /// What each backend needs beside: position in [`Metadata::backends`], and its bytes. Backends that do not serve
+    /// the region are not there.
+    pub exports: Vec<(u8, Vec<u8>)>,
+}
+
+impl fmt::Debug for RegionInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{} ({} bytes of {} memory)", self.name, self.id, self.len, self.kind)
+    }
+}
+
+impl RegionInfo {
+    /// What the backend at `position` exported for it.
+    pub(crate) fn export(&self, position: u8) -> Option<&[u8]> {
+        self.exports.iter().find(|(at, _)| *at == position).map(|(_, export)| &export[..])
+    }
+}
+
+impl Metadata {
+    /// As bytes. Errors: `Exhausted` when there are more regions or longer addresses than a reader accepts.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let limit = |what: &str, is: usize, max: usize| {
+            if is <= max {
+                return Ok(());
+            }
+            Err(Error::new(Kind::Exhausted, format!("{is} {what} in one agent's metadata, at most {max} are allowed")))
+        };
+        limit("regions", self.regions.len(), MAX_REGIONS)?;
+        limit("backends", self.backends.len(), MAX_BACKENDS)?;
+        let mut out = Vec::with_capacity(256 + 128 * self.regions.len());
+        out.put(&MAGIC);
+        out.put_u16(*VERSIONS.start());
+        out.put_u16(*VERSIONS.end());
+        let total_at = out.len();
+        out.put_u32(0);
+        section(&mut out, IDENTITY, |out| {
+            out.put_identity(&self.identity);
+            out.put_u64(self.generation.0);
+        });
+        for (name, address) in &self.backends {
+            limit("bytes of a backend's address", address.len(), MAX_ADDRESS)?;
+            section(&mut out, BACKEND, |out| {
+                out.put_name(name);
+                out.put_block(address);
+            });
+        }
+        for region in &self.regions {
+            for (_, export) in &region.exports {
+                limit("bytes of a region's export", export.len(), MAX_EXPORT)?;
+            }
+            section(&mut out, REGION, |out| {
+                out.put_region(region.id, &region.key);
+                out.put_name(&region.name);
+                out.put_u64(region.len);
+                out.put_u8(region.kind as u8);
+                if !region.kind.is_host() {
+                    out.put(&region.device.0);
+                }
+                out.put_u8(region.exports.len() as u8);
+                for (position, export) in &region.exports {
+                    out.put_u8(*position);
+                    out.put_u16(export.len() as u16);
+                    out.put(export);
+                }
+            });
+        }
+        limit("bytes", out.len(), MAX_BYTES)?;
+        let total = out.len() as u32;
+        out[total_at..total_at + 4].copy_from_slice(&total.to_le_bytes());
+        Ok(out)
+    }
+
+    /// From bytes. Errors: `Malformed`, or `Incompatible` when the writer speaks only other versions.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("metadata", bytes);
+        if bytes.len() > MAX_BYTES {
+            return Err(reader.malformed(format_args!("{} bytes, at most {MAX_BYTES} are allowed", bytes.len())));
+        }
+        if reader.array::<4>()? != MAGIC {
+            return Err(reader.malformed(
+                "this is not kvx metadata; for the blob of a NIXL or Mooncake agent use connect_foreign",
+            ));
+        }
+        let (oldest, newest) = (reader.u16()?, reader.u16()?);
+        if oldest > *VERSIONS.end() || newest < *VERSIONS.start() {
+            return Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the older",
+                    VERSIONS.start(),
+                    VERSIONS.end()
+                ),
+            ));
+        }
+        let total = reader.u32()? as usize;
+        if total != bytes.len() {
+            return Err(reader.malformed(format_args!("{} bytes of {total}", bytes.len())));
+        }
+        let mut identity = None;
+        let (mut backends, mut regions) = (Vec::new(), Vec::<Arc<RegionInfo>>::new());
+        while reader.left() > 0 {
+            let tag = reader.u16()?;
+            let mut value = Reader::new("metadata section", reader.block(MAX_BYTES)?);
+            match tag {
+                IDENTITY if identity.is_none() => identity = Some((value.identity()?, value.generation()?)),
+                BACKEND if backends.len() < MAX_BACKENDS => {
+                    backends.push((value.name()?, value.block(MAX_ADDRESS)?.to_vec()));
+                }
+                REGION if regions.len() < MAX_REGIONS => regions.push(Arc::new(region(&mut value)?)),
+                IDENTITY | BACKEND | REGION => return Err(value.malformed("more sections of a kind than allowed")),
+                unknown if unknown & CRITICAL != 0 => {
+                    return Err(Error::new(
+                        Kind::Incompatible,
+                        format!("the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"),
+                    ));
+                }
+                _ => continue,
+            }
+            value.end()?;
+        }
+        let (identity, generation) = identity.ok_or_else(|| reader.malformed("no identity"))?;
+        if let Some(region) =
+            regions.iter().find(|region| region.exports.iter().any(|(at, _)| usize::from(*at) >= backends.len()))
+        {
+            return Err(reader.malformed(format_args!("region {} names a backend that is not there", region.name)));
+        }
+        let mut ids: Vec<_> = regions.iter().map(|region| region.id).collect();
+        ids.sort_unstable();
+        if ids.windows(2).any(|pair| pair[0] == pair[1]) {
+            return Err(reader.malformed("two regions of one number"));
+        }
+        Ok(Metadata { identity, generation, backends, regions })
+    }
+
+    /// A backend's position and address.
+    pub(crate) fn backend(&self, name: &str) -> Option<(u8, &[u8])> {
+        let position = self.backends.iter().position(|(known, _)| **known == *name)?;
+        Some((position as u8, &self.backends[position].1))
+    }
+}
+
+fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
+    out.put_u16(tag);
+    let at = out.len();
+    out.put_u32(0);
+    write(out);
+    let len = (out.len() - at - 4) as u32;
+    out[at..at + 4].copy_from_slice(&len.to_le_bytes());
+}
+
+fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
+    let (id, key) = value.region()?;
+    let name = value.name()?;
+    let len = value.u64()?;
+    let kind = value.u8()?;
+    let kind = MemoryKind::from_wire(kind).ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
+    let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
+    let exports = (0..value.u8()?)
+        .map(|_| {
+            let position = value.u8()?;
+            let len = usize::from(value.u16()?);
+            Ok((position, value.bytes(len)?.to_vec()))
+        })
+        .collect::<Result<_>>()?;
+    Ok(RegionInfo { id, key, name, len, kind, device, exports })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::Incarnation;
+
+    fn sample(regions: u64) -> Metadata {
+        Metadata {
+            identity: Identity { name: "prefill-0".into(), incarnation: Incarnation([9; 16]) },
+            generation: Generation(3),
+            backends: vec![("SHM".into(), vec![1, 2, 3]), ("TCP".into(), vec![4])],
+            regions: (0..regions)
+                .map(|id| {
+                    Arc::new(RegionInfo {
+                        id: RegionId(id),
+                        key: RegionKey([id as u8; 16]),
+                        name: format!("layer.{id}").into(),
+                        len: 100_000 * 4096,
+                        kind: if id % 2 == 0 { MemoryKind::Host } else { MemoryKind::Cuda },
+                        device: DeviceId([if id % 2 == 0 { 0 } else { 5 }; 16]),
+                        exports: vec![(0, vec![7; 9]), (1, vec![])],
+                    })
+                })
+                .collect(),
+        }
+    }
+
+    #[test]
+    fn metadata_survives_the_trip_and_stays_small() {
+        let bytes = sample(64).encode().unwrap();
+        assert!(bytes.len() < 8 << 10, "{} bytes for 64 regions", bytes.len());
+        let back = Metadata::decode(&bytes).unwrap();
+        assert_eq!(back.encode().unwrap(), bytes);
+        assert_eq!(back.generation, Generation(3));
+        assert_eq!(back.backend("TCP"), Some((1, &[4u8][..])));
+    }
+
+    #[test]
+    fn unknown_sections_are_skipped_unless_critical() {
+        let add = |tag: u16| {
+            let mut bytes = sample(1).encode().unwrap();
+            section(&mut bytes, tag, |out| out.put(b"news"));
+            let total = (bytes.len() as u32).to_le_bytes();
+            bytes[8..12].copy_from_slice(&total);
+            Metadata::decode(&bytes)
+        };
+        assert!(add(77).is_ok());
+        assert_eq!(add(77 | CRITICAL).unwrap_err().kind(), Kind::Incompatible);
+    }
+
+    #[test]
+    fn other_versions_are_refused_in_words() {
+        let mut bytes = sample(0).encode().unwrap();
+        bytes[4..8].copy_from_slice(&[9, 0, 12, 0]);
+        let error = Metadata::decode(&bytes).unwrap_err();
+        assert_eq!(error.kind(), Kind::Incompatible);
+        assert!(error.to_string().contains("9 to 12"), "{error}");
+    }
+
+    #[test]
+    fn every_truncation_and_bit_flip_is_an_error_or_metadata() {
+        let bytes = sample(3).encode().unwrap();
+        for len in 0..bytes.len() {
+            assert_eq!(Metadata::decode(&bytes[..len]).unwrap_err().kind(), Kind::Malformed);
+        }
+        for bit in 0..bytes.len() * 8 {
+            let mut flipped = bytes.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            if let Ok(metadata) = Metadata::decode(&flipped) {
+                metadata.encode().unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_foreign_blob_says_what_to_call() {
+        let error = Metadata::decode(b"nixlSerDes|Agent").unwrap_err();
+        assert!(error.to_string().contains("connect_foreign"), "{error}");
+    }
+}

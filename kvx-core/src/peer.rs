@@ -1,0 +1,750 @@
+//! Peers: remote agents, the links to them, and the choice among those links.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::agent::AgentInner;
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::identity::{Identity, Incarnation, LinkId, RegionId};
+use crate::metadata::Metadata;
+use crate::plan::{Bindings, Bound, LocalSide, Plan, RemoteSide};
+use crate::region::{PeerRegion, What};
+use crate::route::{Considered, Route, Verdict};
+use crate::sync::Mutex;
+use crate::transfer::{Transfer, TransferState};
+use crate::transport::{ForeignRange, Link, LinkState, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec};
+use crate::{Deadline, Error, Kind, MemoryKind, Result, Ticket};
+
+/// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
+///
+/// Once lost, a handle stays lost: connect again with the peer's new metadata.
+#[derive(Clone)]
+pub struct Peer(pub(crate) Arc<PeerInner>);
+
+pub(crate) struct PeerInner {
+    pub(crate) agent: Arc<AgentInner>,
+    pub(crate) identity: Identity,
+    state: Mutex<State>,
+}
+
+struct State {
+    about: About,
+    candidates: Vec<Candidate>,
+    /// Backends that were no candidates, and why.
+    excluded: Vec<(&'static str, Error)>,
+    /// What waits for a link to come up.
+    parked: Vec<Job>,
+    lost: Option<Error>,
+    /// A second handshake that finds out who answers for a lost peer now.
+    probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
+}
+
+/// What is known of the peer.
+#[derive(Clone)]
+pub(crate) enum About {
+    Kvx(Arc<Metadata>),
+    Foreign(Arc<[u8]>),
+}
+
+/// A backend that may serve the peer.
+struct Candidate {
+    backend: &'static str,
+    /// Position in the agent's list of transports.
+    transport: usize,
+    stage: Stage,
+    imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
+    bindings: Bindings,
+}
+
+enum Stage {
+    Untried,
+    Opening { id: LinkId, link: Option<Arc<dyn Link>>, early: Option<LinkState> },
+    Up { id: LinkId, link: Arc<dyn Link> },
+    Refused(Error),
+}
+
+/// Something that needs a link.
+pub(crate) enum Job {
+    Transfer(Arc<TransferState>),
+    Notify(Box<[u8]>, Ticket),
+    Ready(Ticket),
+}
+
+impl Job {
+    fn fail(self, error: Error) {
+        match self {
+            Job::Transfer(transfer) => transfer.fail(error),
+            Job::Notify(_, ticket) | Job::Ready(ticket) => ticket.settle(Err(error)),
+        }
+    }
+}
+
+/// What `dispatch` found at a candidate.
+enum Step {
+    Open(LinkId),
+    Try(LinkId, Arc<dyn Link>),
+    Skip(Error),
+    Nowhere,
+    Lost(Error),
+}
+
+impl PeerInner {
+    pub(crate) fn new(agent: Arc<AgentInner>, identity: Identity, about: About, only: Option<usize>) -> Arc<Self> {
+        let mut candidates = Vec::new();
+        let mut excluded = agent.not_open.clone();
+        for (transport, open) in agent.transports.iter().enumerate() {
+            let offered = match &about {
+                About::Kvx(metadata) => metadata.backend(open.name).is_some(),
+                About::Foreign(_) => only == Some(transport),
+            };
+            if offered {
+                candidates.push(Candidate {
+                    backend: open.name,
+                    transport,
+                    stage: Stage::Untried,
+                    imports: HashMap::new(),
+                    bindings: Bindings::default(),
+                });
+            } else if matches!(about, About::Kvx(_)) {
+                let why = Error::new(Kind::Unsupported, "the peer has not opened it: name it in the peer's backends");
+                excluded.push((open.name, why));
+            }
+        }
+        let state = State { about, candidates, excluded, parked: Vec::new(), lost: None, probe: None };
+        Arc::new(PeerInner { agent, identity, state: Mutex::new(state) })
+    }
+
+    /// Opens the first link, so that a later post finds it up.
+    pub(crate) fn begin(self: &Arc<Self>) {
+        self.dispatch(Job::Ready(Ticket::new(|_| ())));
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.state.lock().lost.is_some()
+    }
+
+    /// Finds a link for a job, opens one, or parks the job until one has come up.
+    pub(crate) fn dispatch(self: &Arc<Self>, mut job: Job) {
+        let mut reasons = Vec::new();
+        let mut at = 0;
+        loop {
+            let step = {
+                let mut state = self.state.lock();
+                if state.probe.is_some() {
+                    state.parked.push(job);
+                    return;
+                }
+                let lost = state.lost.clone();
+                match (lost, state.candidates.get_mut(at)) {
+                    (Some(error), _) if error.kind() == Kind::PeerLost && matches!(job, Job::Transfer(_)) => {
+                        state.parked.push(job);
+                        drop(state);
+                        return self.probe(error);
+                    }
+                    (Some(error), _) => Step::Lost(error),
+                    (None, None) => Step::Nowhere,
+                    (None, Some(candidate)) => match &candidate.stage {
+                        Stage::Untried => {
+                            let id = self.agent.new_link(self);
+                            candidate.stage = Stage::Opening { id, link: None, early: None };
+                            Step::Open(id)
+                        }
+                        Stage::Opening { .. } => {
+                            state.parked.push(job);
+                            return;
+                        }
+                        Stage::Up { id, link } => Step::Try(*id, Arc::clone(link)),
+                        Stage::Refused(error) => Step::Skip(error.clone()),
+                    },
+                }
+            };
+            match step {
+                Step::Open(id) => self.open(at, id),
+                Step::Try(id, link) => match self.start(job, at, id, &link) {
+                    Ok(()) => return,
+                    Err((back, reason)) => {
+                        job = back;
+                        reasons.push((self.state.lock().candidates[at].backend, reason));
+                        at += 1;
+                    }
+                },
+                Step::Skip(error) => {
+                    reasons.push((self.state.lock().candidates[at].backend, error));
+                    at += 1;
+                }
+                Step::Nowhere => {
+                    let excluded = self.state.lock().excluded.clone();
+                    return job.fail(no_route(reasons, excluded));
+                }
+                Step::Lost(error) => return job.fail(error),
+            }
+        }
+    }
+
+    /// Starts the link of a candidate. Called without the lock: a transport may report before it returns.
+    fn open(self: &Arc<Self>, at: usize, id: LinkId) {
+        let opened = self.start_link(at, id);
+        let mut state = self.state.lock();
+        let candidate = &mut state.candidates[at];
+        let early = match (opened, &mut candidate.stage) {
+            (Err(error), _) => {
+                candidate.stage = Stage::Refused(error.backend(candidate.backend));
+                None
+            }
+            (Ok(opened), Stage::Opening { link, early, .. }) => {
+                *link = Some(opened);
+                early.take()
+            }
+            (Ok(_), _) => None,
+        };
+        drop(state);
+        if let Some(early) = early {
+            self.link_changed(id, early);
+        }
+    }
+
+    fn start_link(&self, at: usize, id: LinkId) -> Result<Arc<dyn Link>> {
+        let (about, transport) = {
+            let state = self.state.lock();
+            (state.about.clone(), state.candidates[at].transport)
+        };
+        let open = &self.agent.transports[transport];
+        match &about {
+            About::Kvx(metadata) => {
+                let (_, address) = metadata.backend(open.name).unwrap_or((0, &[]));
+                let section = PeerSection { identity: &metadata.identity, generation: metadata.generation, address };
+                open.transport.link(id, section)
+            }
+            About::Foreign(blob) => open.transport.link_foreign(id, blob),
+        }
+    }
+
+    /// After the loss of a peer, a post asks once more who answers under its name: a restarted peer is another error
+    /// than a dead one, and the user should connect again rather than wait.
+    fn probe(self: &Arc<Self>, lost: Error) {
+        let id = self.agent.new_link(self);
+        let at = {
+            let mut state = self.state.lock();
+            if state.probe.is_some() {
+                return self.agent.forget_link(id); // another post has begun one meanwhile
+            }
+            let backend = lost.failed_backend();
+            state.probe = Some((id, None));
+            state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
+        };
+        match self.start_link(at, id) {
+            Err(_) => self.probed(None),
+            Ok(link) => {
+                let mut state = self.state.lock();
+                match &mut state.probe {
+                    Some((probing, kept)) if *probing == id => *kept = Some(link),
+                    _ => {
+                        drop(state);
+                        link.close(); // the answer came before the link
+                    }
+                }
+            }
+        }
+    }
+
+    fn probed(self: &Arc<Self>, restarted: Option<Incarnation>) {
+        let (probe, parked, error) = {
+            let mut state = self.state.lock();
+            if let Some(incarnation) = restarted {
+                state.lost = Some(self.restarted(incarnation));
+            }
+            let error = state.lost.clone();
+            (state.probe.take(), std::mem::take(&mut state.parked), error)
+        };
+        if let Some((id, link)) = probe {
+            self.agent.forget_link(id);
+            link.map(|link| link.close());
+        }
+        for job in parked {
+            match &error {
+                Some(error) => job.fail(error.clone()),
+                None => self.dispatch(job),
+            }
+        }
+    }
+
+    fn restarted(&self, now: Incarnation) -> Error {
+        Error::new(
+            Kind::PeerRestarted,
+            format!(
+                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect again",
+                self.identity.incarnation
+            ),
+        )
+        .peer(Arc::clone(&self.identity.name))
+    }
+
+    /// Starts a job on a link that is up; gives it back with the reason when the link cannot serve it.
+    fn start(
+        self: &Arc<Self>,
+        job: Job,
+        at: usize,
+        id: LinkId,
+        link: &Arc<dyn Link>,
+    ) -> Result<(), (Job, Error)> {
+        let backend = self.state.lock().candidates[at].backend;
+        match job {
+            Job::Notify(bytes, ticket) => link.notify(&bytes, ticket),
+            Job::Ready(ticket) => ticket.settle(Ok(())),
+            Job::Transfer(transfer) => match self.bind(&transfer.plan, at, id, link) {
+                Ok(bound) => transfer.start(link, backend, bound),
+                Err(error) => return Err((Job::Transfer(transfer), error)),
+            },
+        }
+        Ok(())
+    }
+
+    /// The plan on this link: kept from the last time, or made now.
+    fn bind(&self, plan: &Plan, at: usize, id: LinkId, link: &Arc<dyn Link>) -> Result<Arc<Bound>> {
+        if let Some((on, bound)) = &*plan.0.bound.lock()
+            && *on == id
+        {
+            return Ok(Arc::clone(bound));
+        }
+        let capabilities = link.capabilities();
+        for (side, kinds, kind) in [
+            ("local", capabilities.local, plan.0.locals.first().map(crate::region::Place::kind)),
+            ("remote", capabilities.remote, plan.0.remotes.first().map(crate::region::Place::kind)),
+        ] {
+            if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
+                return Err(Error::new(Kind::Unsupported, format!("it does not reach {side} {kind} memory")));
+            }
+        }
+        let transport = self.state.lock().candidates[at].transport;
+        let locals = plan
+            .0
+            .locals
+            .iter()
+            .map(|region| {
+                let core = region.core();
+                let native = core.locals[transport].clone()?;
+                Ok(LocalSide { id: core.id, key: core.key, memory: Arc::clone(&core.memory), region: native })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let remotes = plan
+            .0
+            .remotes
+            .iter()
+            .map(|region| {
+                let len = crate::region::Place::len(region);
+                Ok(RemoteSide { id: region.id(), key: region.key(), len, region: self.import(region, at, link)? })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let bound = Arc::new(Bound::new(&plan.0, id, locals, remotes));
+        *plan.0.bound.lock() = Some((id, Arc::clone(&bound)));
+        self.state.lock().candidates[at].bindings.add(&plan.0);
+        Ok(bound)
+    }
+
+    fn import(&self, region: &PeerRegion, at: usize, link: &Arc<dyn Link>) -> Result<Arc<dyn RemoteRegion>> {
+        let info = match region.what() {
+            What::Foreign(range) => return link.import_foreign(*range),
+            What::Named(info) => info,
+        };
+        let position = {
+            let state = self.state.lock();
+            let candidate = &state.candidates[at];
+            if let Some(known) = candidate.imports.get(&info.id) {
+                return Ok(Arc::clone(known));
+            }
+            let About::Kvx(metadata) = &state.about else {
+                return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+            };
+            metadata.backend(candidate.backend).map(|(position, _)| position)
+        };
+        let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
+            Error::new(Kind::Unsupported, format!("the peer's region {} is not registered with it", info.name))
+        })?;
+        let spec = RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
+        let imported = link.import(spec)?;
+        let mut state = self.state.lock();
+        Ok(Arc::clone(state.candidates[at].imports.entry(info.id).or_insert(imported)))
+    }
+
+    /// A link of this peer changed.
+    pub(crate) fn link_changed(self: &Arc<Self>, id: LinkId, change: LinkState) {
+        let mut state = self.state.lock();
+        if let Some((probing, _)) = &state.probe
+            && *probing == id
+        {
+            match change {
+                LinkState::Changed => {}
+                LinkState::Restarted(incarnation) => {
+                    drop(state);
+                    self.probed(Some(incarnation));
+                }
+                LinkState::Up if broken("lost-again") => {
+                    state.lost = None;
+                    drop(state);
+                    self.probed(None);
+                }
+                LinkState::Up | LinkState::Lost(_) => {
+                    drop(state);
+                    self.probed(None);
+                }
+            }
+            return;
+        }
+        let State { candidates, .. } = &mut *state;
+        let Some(candidate) = candidates.iter_mut().find(|candidate| match &candidate.stage {
+            Stage::Opening { id: is, .. } | Stage::Up { id: is, .. } => *is == id,
+            _ => false,
+        }) else {
+            return;
+        };
+        let lost = match (&mut candidate.stage, change) {
+            (Stage::Opening { link: None, early, .. }, change) => {
+                *early = Some(change);
+                return;
+            }
+            (Stage::Opening { link, .. }, LinkState::Up) => {
+                if let Some(link) = link.take() {
+                    candidate.stage = Stage::Up { id, link };
+                }
+                None
+            }
+            (_, LinkState::Changed | LinkState::Up) => return,
+            (_, LinkState::Restarted(incarnation)) => Some(self.restarted(incarnation)),
+            (Stage::Opening { .. }, LinkState::Lost(error)) => {
+                let error = error.backend(candidate.backend);
+                candidate.stage = Stage::Refused(error.clone());
+                candidate.bindings.release(id);
+                // Nobody answers on any backend: the peer itself is gone.
+                let silent = |candidate: &Candidate| match &candidate.stage {
+                    Stage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
+                    _ => false,
+                };
+                (error.kind() == Kind::PeerLost && candidates.iter().all(silent)).then_some(error)
+            }
+            (_, LinkState::Lost(error)) => Some(error.backend(candidate.backend)),
+        };
+        let parked = std::mem::take(&mut state.parked);
+        drop(state);
+        match lost {
+            Some(error) => self.lose(error, parked),
+            None => parked.into_iter().for_each(|job| self.dispatch(job)),
+        }
+    }
+
+    /// The peer is gone for good: closes all links and fails what waits.
+    pub(crate) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
+        let error = error.peer(Arc::clone(&self.identity.name));
+        let (links, more) = {
+            let mut state = self.state.lock();
+            state.lost.get_or_insert_with(|| error.clone());
+            (close_all(&mut state, &error), std::mem::take(&mut state.parked))
+        };
+        for (id, link) in links {
+            self.agent.forget_link(id);
+            link.close();
+        }
+        for job in parked.into_iter().chain(more) {
+            job.fail(error.clone());
+        }
+    }
+
+    pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
+        if metadata.identity.name != self.identity.name {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("metadata of {} for the peer {}", metadata.identity.name, self.identity.name),
+            ));
+        }
+        if metadata.identity.incarnation != self.identity.incarnation {
+            return Err(self.restarted(metadata.identity.incarnation));
+        }
+        let metadata = Arc::new(metadata);
+        let links: Vec<_> = {
+            let mut state = self.state.lock();
+            let About::Kvx(known) = &state.about else {
+                return Err(Error::new(Kind::Invalid, "a foreign peer has no kvx metadata to update"));
+            };
+            if metadata.generation <= known.generation && !broken("stale-metadata") {
+                return Ok(false);
+            }
+            state.about = About::Kvx(Arc::clone(&metadata));
+            let up = |candidate: &mut Candidate| match &candidate.stage {
+                Stage::Up { id, link } => {
+                    // Plans bind anew: regions may have gone.
+                    candidate.bindings.release(*id);
+                    let gone = |id: &RegionId| metadata.regions.iter().all(|region| region.id != *id);
+                    candidate.imports.retain(|id, _| !gone(id));
+                    Some((candidate.backend, Arc::clone(link)))
+                }
+                _ => None,
+            };
+            state.candidates.iter_mut().filter_map(up).collect()
+        };
+        for (backend, link) in links {
+            let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
+            let generation = metadata.generation;
+            link.update(PeerSection { identity: &metadata.identity, generation, address })?;
+        }
+        Ok(true)
+    }
+}
+
+fn close_all(state: &mut State, error: &Error) -> Vec<(LinkId, Arc<dyn Link>)> {
+    let mut links = Vec::new();
+    for candidate in &mut state.candidates {
+        match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
+            Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
+                candidate.bindings.release(id);
+                candidate.imports.clear();
+                links.push((id, link));
+            }
+            kept @ Stage::Refused(_) => candidate.stage = kept,
+            Stage::Untried | Stage::Opening { link: None, .. } => {}
+        }
+    }
+    links
+}
+
+/// Why none of the backends serves, in one sentence; of the kind that tells most.
+fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
+    let telling = |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);
+    let kind = match &tried[..] {
+        [(_, only)] if excluded.is_empty() => return only.clone(),
+        _ => tried.iter().map(|(_, error)| error.kind()).rfind(|kind| telling(*kind)).unwrap_or(Kind::NoRoute),
+    };
+    let reasons: Vec<String> =
+        tried.into_iter().chain(excluded).map(|(backend, error)| format!("{backend}: {}", error.sentence())).collect();
+    let reasons = if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
+    Error::new(kind, format!("no backend serves this peer and memory: {reasons}"))
+}
+
+impl Drop for PeerInner {
+    fn drop(&mut self) {
+        if crate::fork::check().is_err() {
+            return;
+        }
+        let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
+        let (links, parked) = {
+            let mut state = self.state.lock();
+            (close_all(&mut state, &closed), std::mem::take(&mut state.parked))
+        };
+        for (id, link) in links {
+            self.agent.forget_link(id);
+            link.close();
+        }
+        for job in parked {
+            job.fail(closed.clone());
+        }
+    }
+}
+
+impl Peer {
+    /// Its name and incarnation.
+    pub fn identity(&self) -> &Identity {
+        &self.0.identity
+    }
+
+    /// A region by name. Errors: `Unregistered`, with the names there are.
+    pub fn region(&self, name: &str) -> Result<PeerRegion> {
+        let state = self.0.state.lock();
+        let About::Kvx(metadata) = &state.about else {
+            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+        };
+        let found = metadata.regions.iter().find(|region| *region.name == *name);
+        let found = found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
+        match found {
+            Some(info) => Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info)))),
+            None => {
+                let names: Vec<_> = metadata.regions.iter().take(16).map(|region| &*region.name).collect();
+                Err(Error::new(
+                    Kind::Unregistered,
+                    format!(
+                        "the peer has no region {name:?} in generation {}; it has: {}. If it was registered later, \
+                         update the peer with newer metadata",
+                        metadata.generation.0,
+                        if names.is_empty() { "none".into() } else { names.join(", ") }
+                    ),
+                )
+                .peer(Arc::clone(&self.0.identity.name)))
+            }
+        }
+    }
+
+    /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
+    pub fn foreign(&self, address: u64, len: u64, kind: MemoryKind, device: u64) -> Result<PeerRegion> {
+        if matches!(self.0.state.lock().about, About::Kvx(_)) {
+            return Err(Error::new(Kind::Invalid, "this peer is a kvx agent: name its region instead of an address"));
+        }
+        let range = ForeignRange { address, len, kind, device };
+        Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
+    }
+
+    /// Takes newer metadata of the same incarnation: regions registered or revoked since. Says whether it was newer.
+    ///
+    /// # Errors
+    /// `PeerRestarted` for another incarnation, `Malformed`, `Incompatible`, `Invalid` for another agent's metadata.
+    pub fn update(&self, metadata: &[u8]) -> Result<bool> {
+        crate::fork::check()?;
+        self.0.update(Metadata::decode(metadata)?)
+    }
+
+    /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer) for more.
+    ///
+    /// Returns at once: what it waits for (a link, the network) is waited for by the transfer. Errors: `Busy`,
+    /// `Invalid`, `Revoked`, `Closed`, `Forked`; everything else is the transfer's result.
+    pub fn post(&self, plan: &Plan) -> Result<Transfer> {
+        self.transfer(plan).post()
+    }
+
+    /// A transfer with a deadline of its own, or with a notification that follows its data.
+    pub fn transfer(&self, plan: &Plan) -> Posting {
+        Posting { peer: Arc::clone(&self.0), plan: plan.clone(), deadline: None, notify: None }
+    }
+
+    /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.
+    pub fn notify(&self, bytes: &[u8], deadline: impl Into<Deadline>) -> Completion<()> {
+        if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
+            return Completion::ready(Err(error));
+        }
+        let shot = Shot::new();
+        let late = || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
+        shot.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(Job::Notify(bytes.into(), Ticket::of(Arc::clone(&shot) as _)));
+        Completion::of(shot)
+    }
+
+    /// Ends when a link to the peer is up; with the reasons when none comes up. Posting does not need it.
+    pub fn ready(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        if let Err(error) = self.0.agent.check_open() {
+            return Completion::ready(Err(error));
+        }
+        let shot = Shot::new();
+        let late = || Error::new(Kind::TimedOut, "no link to the peer came up by the deadline");
+        shot.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(Job::Ready(Ticket::of(Arc::clone(&shot) as _)));
+        Completion::of(shot)
+    }
+
+    /// Which backend serves the peer, and why not another.
+    pub fn route(&self) -> Route {
+        let state = self.0.state.lock();
+        let tried = state.candidates.iter().map(|candidate| Considered {
+            backend: candidate.backend,
+            verdict: match &candidate.stage {
+                Stage::Untried => Verdict::Standby,
+                Stage::Opening { .. } => Verdict::Opening,
+                Stage::Up { link, .. } => Verdict::Up(link.describe()),
+                Stage::Refused(error) => Verdict::Refused(error.clone()),
+            },
+        });
+        let excluded = state
+            .excluded
+            .iter()
+            .map(|(backend, error)| Considered { backend, verdict: Verdict::Refused(error.clone()) });
+        Route { considered: tried.chain(excluded).collect() }
+    }
+
+    /// Whether the peer is lost, and why.
+    pub fn lost(&self) -> Option<Error> {
+        self.0.state.lock().lost.clone()
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Peer({:?})", self.0.identity)
+    }
+}
+
+fn check_notification(bytes: &[u8]) -> Result<()> {
+    if bytes.len() <= MAX_NOTIFICATION {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Invalid,
+        format!("a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer", bytes.len()),
+    ))
+}
+
+/// A transfer about to be posted; see [`Peer::transfer`].
+#[must_use = "call post or post_wait"]
+pub struct Posting {
+    peer: Arc<PeerInner>,
+    plan: Plan,
+    deadline: Option<Deadline>,
+    notify: Option<Box<[u8]>>,
+}
+
+impl Posting {
+    /// When the transfer gives up; 30 seconds from the post if not said.
+    pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
+        self.deadline = Some(deadline.into());
+        self
+    }
+
+    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them.
+    pub fn notify(mut self, bytes: impl Into<Box<[u8]>>) -> Self {
+        self.notify = Some(bytes.into());
+        self
+    }
+
+    /// Starts the transfer; see [`Peer::post`].
+    pub fn post(self) -> Result<Transfer> {
+        self.try_post()
+    }
+
+    /// Starts the transfer, waiting while the budget is used up; by the deadline, which `TimedOut` ends.
+    pub async fn post_wait(self) -> Result<Transfer> {
+        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
+        loop {
+            match self.try_post() {
+                Err(error) if error.kind() == Kind::Busy => {}
+                other => return other,
+            }
+            let shot = Shot::new();
+            let late = || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
+            shot.by(&self.peer.agent.clock, deadline, late);
+            self.peer.agent.budget.on_change(Arc::clone(&shot));
+            Completion::of(shot).await?;
+        }
+    }
+
+    fn try_post(&self) -> Result<Transfer> {
+        let agent = &self.peer.agent;
+        agent.check_open()?;
+        if let Some(bytes) = &self.notify {
+            check_notification(bytes)?;
+        }
+        if self.plan.0.peer != self.peer.identity {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("the plan is for {:?}, this peer is {:?}", self.plan.0.peer, self.peer.identity),
+            ));
+        }
+        if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
+            return Err(Error::new(Kind::Invalid, "the plan's local regions belong to another agent"));
+        }
+        agent.budget.take(self.plan.size().description)?;
+        for (at, region) in self.plan.0.locals.iter().enumerate() {
+            if let Err(error) = region.core().pin() {
+                self.plan.0.locals[..at].iter().for_each(|region| region.core().unpin());
+                agent.budget.give_back(self.plan.size().description);
+                return Err(error);
+            }
+        }
+        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
+        let notify = self.notify.clone();
+        let empty = self.plan.size().bytes == 0 && notify.is_none();
+        let transfer =
+            TransferState::new(agent.new_transfer(), self.plan.clone(), Arc::clone(&self.peer), deadline, notify);
+        if empty && !broken("zero") {
+            transfer.end(Ok(())); // nothing to wait for, not even a link
+        } else {
+            self.peer.dispatch(Job::Transfer(Arc::clone(&transfer)));
+        }
+        transfer.posted();
+        Ok(Transfer(transfer))
+    }
+}

@@ -1,0 +1,461 @@
+//! Transfers: one posted plan in flight. A future that resolves once, at its settling or its deadline.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::deadline::{Expire, Reason, Watch};
+use crate::peer::PeerInner;
+use crate::plan::{Bound, Plan, Size};
+use crate::sync::{Condvar, Mutex};
+use crate::ticket::Settle;
+use crate::transport::Link;
+use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
+
+/// What a transfer did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Bytes moved.
+    pub bytes: u64,
+    /// Blocks moved.
+    pub blocks: u64,
+    /// Contiguous pieces that were left after merging neighbours.
+    pub segments: u64,
+    /// How long the post kept its caller.
+    pub post_time: Duration,
+    /// From the post until the data had arrived.
+    pub transfer_time: Duration,
+    /// The backend that carried it.
+    pub backend: &'static str,
+}
+
+/// A posted plan. A future under any runtime; [`wait`](Transfer::wait) without one.
+///
+/// Resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory stays pinned until it has
+/// [settled](Transfer::settled), which may be later. Dropping it cancels what can be cancelled and frees nothing early.
+#[must_use = "dropping a transfer cancels it"]
+pub struct Transfer(pub(crate) Arc<TransferState>);
+
+pub(crate) struct TransferState {
+    pub(crate) id: TransferId,
+    pub(crate) plan: Plan,
+    peer: Arc<PeerInner>,
+    posted: Instant,
+    deadline: Deadline,
+    state: Mutex<State>,
+    finished: Condvar,
+    span: tracing::Span,
+}
+
+struct State {
+    outcome: Outcome,
+    stage: Stage,
+    /// What carries it, once a route is chosen.
+    on: Option<(Arc<dyn Link>, &'static str)>,
+    notify: Option<Box<[u8]>>,
+    waker: Option<Waker>,
+    watch: Option<Watch>,
+    settled: Vec<Arc<Shot<()>>>,
+    post_time: Duration,
+    cancelled: bool,
+}
+
+enum Outcome {
+    Pending,
+    Done(Result<Report>),
+    Taken,
+}
+
+/// Where the transfer's memory stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Not handed to a transport yet.
+    Parked,
+    /// A transport holds the ticket.
+    InFlight,
+    /// Nobody will touch the memory again.
+    Settled,
+    /// The ticket is lost: nobody knows.
+    Forgotten,
+}
+
+impl TransferState {
+    pub(crate) fn new(
+        id: TransferId,
+        plan: Plan,
+        peer: Arc<PeerInner>,
+        deadline: Deadline,
+        notify: Option<Box<[u8]>>,
+    ) -> Arc<Self> {
+        let span = tracing::debug_span!(
+            "kvx_transfer",
+            id = id.0,
+            op = %plan.op(),
+            peer = %peer.identity.name,
+            bytes = plan.size().bytes,
+            blocks = plan.size().blocks,
+        );
+        Arc::new(TransferState {
+            id,
+            plan,
+            peer,
+            posted: Instant::now(),
+            deadline,
+            state: Mutex::new(State {
+                outcome: Outcome::Pending,
+                stage: Stage::Parked,
+                on: None,
+                notify,
+                waker: None,
+                watch: None,
+                settled: Vec::new(),
+                post_time: Duration::ZERO,
+                cancelled: false,
+            }),
+            finished: Condvar::new(),
+            span,
+        })
+    }
+
+    /// Hands it to a link; unless it has ended while it was parked.
+    pub(crate) fn start(self: &Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>) {
+        let early = {
+            let mut state = self.state.lock();
+            if state.stage != Stage::Parked {
+                return;
+            }
+            state.stage = Stage::InFlight;
+            state.on = Some((Arc::clone(link), backend));
+            state.notify.take_if(|_| broken("early-notify"))
+        };
+        if let Some(bytes) = early {
+            link.notify(&bytes, Ticket::new(|_| ()));
+        }
+        if self.plan.size().bytes == 0 {
+            if !broken("zero") {
+                Arc::clone(self).settled(Ok(()));
+            }
+            return;
+        }
+        link.post(bound, self.id, Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
+        if self.state.lock().cancelled {
+            link.cancel(self.id); // the cancel came between the choice of the link and the post
+        }
+    }
+
+    /// After the post: notes what it cost, and has the clock watch what is still in flight.
+    pub(crate) fn posted(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.post_time = self.posted.elapsed();
+        let open = matches!(state.stage, Stage::Parked | Stage::InFlight);
+        if open && let Some(at) = self.deadline.instant() {
+            state.watch = Some(self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>));
+        }
+    }
+
+    pub(crate) fn fail(self: &Arc<Self>, error: Error) {
+        self.end(Err(error));
+    }
+
+    /// Ends it before a transport had it.
+    pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
+        let parked = {
+            let mut state = self.state.lock();
+            let parked = state.stage == Stage::Parked;
+            if parked {
+                state.stage = Stage::InFlight;
+            }
+            parked
+        };
+        if parked {
+            Arc::clone(self).settled(result);
+        }
+    }
+
+    /// Decides the outcome, unless it is decided.
+    fn resolve(&self, result: Result<Report>) {
+        let result = result.map_err(|error| {
+            let error = error.operation(match self.plan.op() {
+                crate::Op::Read => "read",
+                crate::Op::Write => "write",
+            });
+            error.peer(Arc::clone(&self.peer.identity.name))
+        });
+        let mut state = self.state.lock();
+        if !matches!(state.outcome, Outcome::Pending) {
+            return;
+        }
+        let result = result.map_err(|error| match state.on {
+            Some((_, backend)) => error.backend(backend),
+            None => error,
+        });
+        match &result {
+            Ok(report) => telemetry::succeeded(
+                report.backend,
+                self.plan.op(),
+                self.plan.size(),
+                report.post_time,
+                report.transfer_time,
+            ),
+            Err(error) => telemetry::failed(error),
+        }
+        let _entered = self.span.enter();
+        tracing::trace!(ok = result.is_ok(), "resolved");
+        state.outcome = Outcome::Done(result);
+        let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
+        let (waker, watch) = (state.waker.take(), if settled { state.watch.take() } else { None });
+        drop(state);
+        drop(watch);
+        self.finished.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn report(&self, state: &State) -> Report {
+        let Size { bytes, blocks, segments, .. } = self.plan.size();
+        Report {
+            bytes,
+            blocks: blocks + u64::from(broken("report")),
+            segments,
+            // A transfer that ends within its post has cost its caller all of its time.
+            post_time: if state.post_time.is_zero() { self.posted.elapsed() } else { state.post_time },
+            transfer_time: self.posted.elapsed(),
+            backend: state.on.as_ref().map_or("none", |(_, backend)| *backend),
+        }
+    }
+
+    pub(crate) fn cancel(self: &Arc<Self>, error: Error) {
+        if broken("cancel") {
+            return;
+        }
+        let link = {
+            let mut state = self.state.lock();
+            state.cancelled = true;
+            match state.stage {
+                Stage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
+                _ => None,
+            }
+        };
+        match link {
+            Some(link) => link.cancel(self.id),
+            None => self.fail(error),
+        }
+    }
+
+    fn is_settled(&self) -> bool {
+        self.state.lock().stage == Stage::Settled
+    }
+
+    fn let_go(&self) {
+        for region in &self.plan.0.locals {
+            region.core().unpin();
+        }
+        self.peer.agent.budget.give_back(self.plan.size().description);
+    }
+
+    fn take(&self, state: &mut State) -> Option<Result<Report>> {
+        match std::mem::replace(&mut state.outcome, Outcome::Taken) {
+            Outcome::Pending => {
+                state.outcome = Outcome::Pending;
+                None
+            }
+            Outcome::Done(result) => Some(result),
+            Outcome::Taken => Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it"))),
+        }
+    }
+}
+
+impl Settle for TransferState {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        let (report, notify, on, watch, waiting) = {
+            let mut state = self.state.lock();
+            if state.stage == Stage::Settled {
+                return;
+            }
+            state.stage = Stage::Settled;
+            let open = matches!(state.outcome, Outcome::Pending);
+            let notify = state.notify.take().filter(|_| open && result.is_ok());
+            // The deadline still holds while the notification is under way.
+            let watch = if notify.is_some() { None } else { state.watch.take() };
+            let waiting = std::mem::take(&mut state.settled);
+            (self.report(&state), notify, state.on.clone(), watch, waiting)
+        };
+        drop(watch);
+        self.let_go();
+        match (result, notify, on) {
+            (Ok(()), Some(bytes), Some((link, _))) => {
+                let this = Arc::clone(&self);
+                // A lost ticket leaves the transfer to its deadline.
+                link.notify(&bytes, Ticket::new(move |sent| this.resolve(sent.map(|()| report))));
+            }
+            (result, ..) => self.resolve(result.map(|()| report)),
+        }
+        for shot in waiting {
+            shot.finish(Ok(()));
+        }
+    }
+
+    fn forgotten(self: Arc<Self>) {
+        if broken("forget-is-fine") {
+            return self.settled(Ok(()));
+        }
+        let error = || {
+            Error::new(
+                Kind::Forgotten,
+                "the transport lost the transfer: its memory is quarantined; report this as a bug of the transport",
+            )
+        };
+        let waiting = {
+            let mut state = self.state.lock();
+            state.stage = Stage::Forgotten;
+            std::mem::take(&mut state.settled)
+        };
+        for region in &self.plan.0.locals {
+            let core = region.core();
+            quarantine::keep_for_ever(Arc::clone(&core.memory), &core.name, "a transport lost the ticket of a transfer");
+        }
+        // Its regions stay pinned: a later revoke of one says `StillShared`. The budget is free for others.
+        self.peer.agent.budget.give_back(self.plan.size().description);
+        self.resolve(Err(error()));
+        for shot in waiting {
+            shot.finish(Err(error()));
+        }
+    }
+}
+
+impl Expire for TransferState {
+    fn expire(self: Arc<Self>) {
+        if broken("deadline") {
+            return;
+        }
+        let late = || {
+            Error::new(
+                Kind::TimedOut,
+                "the transfer did not end by its deadline: raise it, or see whether the peer still works",
+            )
+        };
+        if broken("free-early") && !self.is_settled() {
+            Arc::clone(&self).settled(Err(late()));
+        }
+        self.resolve(Err(late()));
+        self.cancel(late());
+    }
+
+    fn interrupt(self: Arc<Self>, reason: &Reason) {
+        match reason {
+            Reason::Region(id) => {
+                if self.plan.0.locals.iter().any(|region| region.id() == *id) {
+                    self.cancel(Error::new(Kind::Revoked, "a region of the transfer was revoked meanwhile"));
+                }
+            }
+            Reason::Shutdown => {
+                let closed = || Error::new(Kind::Closed, "the agent was shut down meanwhile");
+                self.resolve(Err(closed()));
+                self.cancel(closed());
+            }
+        }
+    }
+}
+
+impl Transfer {
+    /// Its number.
+    pub fn id(&self) -> TransferId {
+        self.0.id
+    }
+
+    /// Blocks until it resolves, making progress on this thread where the link can. Past `deadline` it says
+    /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
+    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Report> {
+        let until = deadline.into();
+        let link = {
+            let mut state = self.0.state.lock();
+            if let Some(result) = self.0.take(&mut state) {
+                return result;
+            }
+            state.on.as_ref().map(|(link, _)| Arc::clone(link))
+        };
+        // A blocking wake-up costs as much as moving a few blocks: lend a hand first.
+        let patience = Instant::now() + Duration::from_micros(100);
+        while let Some(link) = &link {
+            let moved = link.drive();
+            if let Some(result) = self.0.take(&mut self.0.state.lock()) {
+                return result;
+            }
+            if !moved && (Instant::now() >= patience || until.passed()) {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        let mut state = self.0.state.lock();
+        loop {
+            if let Some(result) = self.0.take(&mut state) {
+                return result;
+            }
+            if until.passed() {
+                return Err(Error::new(Kind::TimedOut, "the wait for a transfer ended: wait longer, or await it"));
+            }
+            state = self.0.finished.wait_until(state, until.instant());
+        }
+    }
+
+    /// Ends when the transfer has settled: nobody will read or write its local memory for it again.
+    pub fn settled(&self) -> Completion<()> {
+        let shot = Shot::new();
+        let mut state = self.0.state.lock();
+        match state.stage {
+            Stage::Settled => {
+                shot.finish(Ok(()));
+            }
+            Stage::Forgotten => {
+                shot.finish(Err(Error::new(Kind::Forgotten, "the transport lost the transfer: it never settles")));
+            }
+            _ => state.settled.push(Arc::clone(&shot)),
+        }
+        Completion::of(shot)
+    }
+
+    /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same.
+    pub fn cancel(&self) {
+        self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+    }
+}
+
+impl Future for Transfer {
+    type Output = Result<Report>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut state = self.0.state.lock();
+        if let Some(result) = self.0.take(&mut state) {
+            return Poll::Ready(result);
+        }
+        match &mut state.waker {
+            Some(waker) => waker.clone_from(context.waker()),
+            none => *none = Some(context.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if crate::fork::check().is_err() {
+            return;
+        }
+        if !matches!(self.0.state.lock().stage, Stage::Settled | Stage::Forgotten) {
+            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was dropped"));
+        }
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Transfer({}, {:?})", self.0.id.0, self.0.plan)
+    }
+}

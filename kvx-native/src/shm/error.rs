@@ -1,0 +1,121 @@
+//! From what the kernel and the peer say to errors that a person can act on.
+
+use kvx_core::{Error, Kind, RegionId};
+use rustix::io::Errno;
+
+/// The backend's name.
+pub(crate) const NAME: &str = "SHM";
+
+/// The kinds that travel in a refusal, by their number on the wire (position + 1).
+const KINDS: [Kind; 12] = [
+    Kind::WrongKey,
+    Kind::Unregistered,
+    Kind::Revoked,
+    Kind::OutOfBounds,
+    Kind::Unsupported,
+    Kind::Cancelled,
+    Kind::Malformed,
+    Kind::Exhausted,
+    Kind::Denied,
+    Kind::Incompatible,
+    Kind::PeerRestarted,
+    Kind::Closed,
+];
+
+/// A kind as it travels; what has no number of its own is 0, a native error.
+pub(crate) fn kind_to_wire(kind: Kind) -> u8 {
+    KINDS.iter().position(|known| *known == kind).map_or(0, |at| at as u8 + 1)
+}
+
+/// The kind behind a number; a number of a later version is a native error.
+pub(crate) fn kind_from_wire(number: u8) -> Kind {
+    KINDS.get(usize::from(number).wrapping_sub(1)).copied().unwrap_or(Kind::Native)
+}
+
+/// An error of this backend.
+pub(crate) fn error(kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(kind, sentence).backend(NAME)
+}
+
+/// The peer process has ended.
+pub(crate) fn peer_died() -> Error {
+    error(Kind::PeerLost, "the peer's process has ended: connect again once it is restarted")
+}
+
+/// The peer closed its end while its process lives on.
+pub(crate) fn peer_closed() -> Error {
+    error(Kind::PeerLost, "the peer closed the connection: its agent was shut down, or dropped this link")
+}
+
+/// The peer's process lives but has not answered.
+pub(crate) fn peer_silent(time: std::time::Duration) -> Error {
+    error(
+        Kind::PeerLost,
+        format!("the peer has not answered for {:.1} s: it is stopped or hangs; peer_timeout sets the limit", time.as_secs_f64()),
+    )
+}
+
+/// The link was closed on this side.
+pub(crate) fn closed() -> Error {
+    error(Kind::Closed, "the link was closed on this side")
+}
+
+/// The transfer was cancelled.
+pub(crate) fn cancelled() -> Error {
+    error(Kind::Cancelled, "the transfer was cancelled before all of it had moved")
+}
+
+/// The owner took a region back.
+pub(crate) fn revoked(id: RegionId) -> Error {
+    error(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
+}
+
+/// Why `process_vm_readv` was refused, and what to do about it.
+pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
+    let cause = match errno {
+        Errno::PERM => {
+            let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+            match scope.trim() {
+                "" | "0" => {
+                    "the processes differ in user, capabilities or user namespace, the peer is not dumpable, or a seccomp \
+                     filter forbids it: run both alike, or give the reader CAP_SYS_PTRACE"
+                        .to_owned()
+                }
+                scope => format!(
+                    "kernel.yama.ptrace_scope is {scope}: set it to 0, or give the reader CAP_SYS_PTRACE"
+                ),
+            }
+        }
+        Errno::SRCH => "the peer lives in another process namespace: share it (hostPID, --pid=host)".to_owned(),
+        Errno::NOSYS => "this kernel, or a seccomp filter, has no process_vm_readv: allow the call".to_owned(),
+        _ => "the call failed".to_owned(),
+    };
+    error(
+        Kind::Unsupported,
+        format!("{whom}: process_vm_readv is refused, {cause}; or use kvx pools (Memory::pool), or TCP"),
+    )
+    .native(i64::from(errno.raw_os_error()), std::io::Error::from(errno).to_string())
+}
+
+/// Foreign memory is switched off.
+pub(crate) fn foreign_off(whose: &str) -> Error {
+    error(
+        Kind::Unsupported,
+        format!("shm.foreign_memory is off {whose}: use kvx pools (Memory::pool), or TCP"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_keep_their_numbers() {
+        for kind in KINDS {
+            assert_eq!(kind_from_wire(kind_to_wire(kind)), kind);
+        }
+        assert_eq!(kind_to_wire(Kind::WrongKey), 1);
+        assert_eq!(kind_from_wire(kind_to_wire(Kind::Busy)), Kind::Native);
+        assert_eq!(kind_from_wire(200), Kind::Native);
+    }
+}

@@ -1,0 +1,203 @@
+//! Who is on this host: boot id, namespaces, credentials and lives of peer processes.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use kvx_core::{Kind, Result};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+use super::error::error;
+
+/// What tells one host, and one network namespace on it, from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// Drawn by the kernel at each boot; containers share it.
+    pub(crate) boot: [u8; 16],
+    /// Number of the network namespace: abstract sockets are seen only within it. 0: unknown.
+    pub(crate) network: u64,
+}
+
+impl Host {
+    /// This host. Errors: `Unavailable` when the kernel does not tell its boot id.
+    pub(crate) fn this() -> Result<Self> {
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .map_err(|cause| error(Kind::Unavailable, "no boot id: mount /proc").source(cause))?;
+        let boot = boot_id(&text)
+            .ok_or_else(|| error(Kind::Unavailable, format!("the boot id {:?} is none", text.trim())))?;
+        Ok(Host { boot, network: network_namespace().unwrap_or(0) })
+    }
+
+    /// Whether a process there could be reached from here. Errors: `Unsupported`, with the reason and the cure.
+    pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
+        if self.boot != other.boot {
+            return Err(error(Kind::Unsupported, "the peer runs on another host: shared memory ends at this one"));
+        }
+        if self.network != 0 && other.network != 0 && self.network != other.network {
+            return Err(error(
+                Kind::Unsupported,
+                "the peer runs on this host in another network namespace: give both containers one network \
+                 (hostNetwork, one pod, --network=container:…)",
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn boot_id(text: &str) -> Option<[u8; 16]> {
+    let digits: String = text.trim().chars().filter(|character| *character != '-').collect();
+    if digits.len() != 32 {
+        return None;
+    }
+    u128::from_str_radix(&digits, 16).ok().map(u128::to_be_bytes)
+}
+
+fn network_namespace() -> Option<u64> {
+    let link = std::fs::read_link("/proc/self/ns/net").ok()?;
+    link.to_str()?.strip_prefix("net:[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// The process behind a socket: who it is, and whether it lives.
+#[derive(Debug)]
+pub(crate) struct PeerProcess {
+    /// Its number in our process namespace; 0 when it lives in one that we do not see.
+    pub(crate) pid: i32,
+    /// Its user, as our user namespace sees it.
+    pub(crate) uid: u32,
+    /// Readable once it has ended.
+    life: Option<OwnedFd>,
+}
+
+/// Kernel 6.5 and newer: a pidfd of the process that connected or listened.
+const SO_PEERPIDFD: libc::c_int = 77;
+
+impl PeerProcess {
+    /// The process at the other end of a connected Unix socket, as the kernel recorded it at connect or listen.
+    pub(crate) fn behind(socket: BorrowedFd<'_>) -> Result<Self> {
+        let mut who = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+        // SAFETY: `who` and `len` are valid for the call, and `len` names the size of `who`.
+        let rc = unsafe {
+            libc::getsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERCRED,
+                (&raw mut who).cast(),
+                &raw mut len,
+            )
+        };
+        if rc != 0 {
+            let cause = std::io::Error::last_os_error();
+            return Err(kvx_core::Error::os("the kernel does not tell who is at the other end", cause));
+        }
+        Ok(PeerProcess { pid: who.pid, uid: who.uid, life: pidfd_behind(socket).or_else(|| pidfd_of(who.pid)) })
+    }
+
+    /// Becomes readable when the process ends.
+    pub(crate) fn life(&self) -> Option<BorrowedFd<'_>> {
+        self.life.as_ref().map(OwnedFd::as_fd)
+    }
+
+    /// Whether the process is known to have ended.
+    pub(crate) fn ended(&self) -> bool {
+        let Some(life) = &self.life else { return false };
+        let mut polled = [PollFd::new(life, PollFlags::IN)];
+        matches!(poll_now(&mut polled), Ok(1..))
+    }
+
+    /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
+    /// ended nor replaced by another program.
+    pub(crate) fn still_behind(&self, socket: BorrowedFd<'_>) -> bool {
+        let mut polled =
+            [PollFd::from_borrowed_fd(socket, PollFlags::empty()), PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+        let watched = match &self.life {
+            Some(life) => {
+                polled[1] = PollFd::new(life, PollFlags::IN);
+                &mut polled[..]
+            }
+            None => &mut polled[..1],
+        };
+        matches!(poll_now(watched), Ok(0))
+    }
+}
+
+fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    loop {
+        match rustix::event::poll(fds, Some(&now)) {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `fd` and `len` are valid for the call, and `len` names the size of `fd`.
+    let rc = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, (&raw mut fd).cast(), &raw mut len)
+    };
+    if rc != 0 || fd < 0 {
+        return None;
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn pidfd_of(pid: i32) -> Option<OwnedFd> {
+    let pid = rustix::process::Pid::from_raw(pid)?;
+    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+}
+
+/// The effective user of this process.
+pub(crate) fn our_uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// 16 random bytes.
+pub(crate) fn random() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
+            .map_err(|cause| kvx_core::Error::os("the operating system gave no random bytes", cause))?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_host_reaches_itself_and_no_other() {
+        let this = Host::this().unwrap();
+        this.reaches(&this).unwrap();
+        let other = Host { boot: [0; 16], ..this };
+        let refused = this.reaches(&other).unwrap_err();
+        assert_eq!(refused.kind(), Kind::Unsupported);
+        assert!(refused.to_string().contains("another host"), "{refused}");
+        let apart = Host { network: this.network + 1, ..this };
+        if this.network != 0 {
+            assert!(this.reaches(&apart).unwrap_err().to_string().contains("network namespace"));
+        }
+    }
+
+    #[test]
+    fn boot_ids_are_parsed_strictly() {
+        assert_eq!(boot_id("00000000-0000-0000-0000-0000000000ff\n").map(|id| id[15]), Some(255));
+        assert_eq!(boot_id("xyz"), None);
+    }
+
+    #[test]
+    fn our_own_process_is_behind_our_own_socket_and_lives() {
+        let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let peer = PeerProcess::behind(one.as_fd()).unwrap();
+        assert_eq!(peer.pid as u32, std::process::id());
+        assert_eq!(peer.uid, our_uid());
+        assert!(peer.life().is_some());
+        assert!(!peer.ended() && peer.still_behind(one.as_fd()));
+        drop(other);
+        assert!(!peer.still_behind(one.as_fd()));
+    }
+}

@@ -1,0 +1,389 @@
+//! The wire format.
+//!
+//! A link is one small lane and some bulk lanes: TCP connections that the initiator opens. A lane carries frames in
+//! both directions, each a header of 16 bytes and `len` bytes after it, all numbers little-endian:
+//!
+//! ```text
+//! kind: u8 | zero: u8 | zero: u16 | len: u32 | id: u64
+//!
+//! initiator                                   owner
+//! HELLO     versions, lane, nonce        ->
+//!                                        <-   CHALLENGE  version, nonce, proof        (or REFUSE)
+//! PROOF     who I am, whom I expect, proof ->
+//!                                        <-   ANSWER     welcome or not, who I am, proof
+//! READ id   described blocks             ->
+//!                                        <-   DATA id …  (any number, together the blocks in their order)
+//!                                        <-   END id     (empty: done; else a kind and a sentence)
+//! WRITE id  described blocks             ->
+//! DATA id … (together the blocks)        ->
+//!                                        <-   END id     (after the last byte, or a refusal at any time)
+//! CANCEL id                              ->              (answered by END, unless that was sent before)
+//! NOTIFY id the bytes                    ->
+//!                                        <-   ACK id     (the agent has it)
+//! PING                                   ->
+//!                                        <-   ALIVE
+//! ```
+//!
+//! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
+//! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
+//! come from or go to. A sender that must stop in the middle of a DATA frame fills it with zeros: what follows (CANCEL
+//! or END) says that they do not count.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Identity, Kind, Result, transport};
+
+use crate::described;
+
+/// Bytes of a header.
+pub(super) const HEADER: usize = 16;
+/// The most bytes of a frame before both ends know each other.
+pub(super) const MAX_GREETING: usize = 1024;
+/// The most payload of a DATA frame.
+pub(super) const MAX_DATA: usize = 1 << 20;
+/// The most bytes of an END: a kind and a sentence.
+const MAX_END: usize = 1024;
+/// The longest sentence that travels.
+const MAX_SENTENCE: usize = 900;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Frame {
+    Hello = 1,
+    Challenge = 2,
+    Proof = 3,
+    Answer = 4,
+    Refuse = 5,
+    Read = 16,
+    Write = 17,
+    Data = 18,
+    End = 19,
+    Cancel = 20,
+    Notify = 21,
+    Ack = 22,
+    Ping = 23,
+    Alive = 24,
+}
+
+impl Frame {
+    const ALL: [Frame; 14] = [
+        Frame::Hello,
+        Frame::Challenge,
+        Frame::Proof,
+        Frame::Answer,
+        Frame::Refuse,
+        Frame::Read,
+        Frame::Write,
+        Frame::Data,
+        Frame::End,
+        Frame::Cancel,
+        Frame::Notify,
+        Frame::Ack,
+        Frame::Ping,
+        Frame::Alive,
+    ];
+
+    /// Whether it belongs to the handshake.
+    pub(super) fn is_greeting(self) -> bool {
+        (self as u8) < Frame::Read as u8
+    }
+
+    /// The most bytes after its header.
+    fn max_len(self) -> usize {
+        match self {
+            Frame::Read | Frame::Write => described::MAX_BYTES,
+            Frame::Data => MAX_DATA,
+            Frame::End => MAX_END,
+            Frame::Notify => transport::MAX_NOTIFICATION,
+            Frame::Cancel | Frame::Ack | Frame::Ping | Frame::Alive => 0,
+            _ => MAX_GREETING,
+        }
+    }
+}
+
+/// A frame's first 16 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) frame: Frame,
+    pub(super) len: usize,
+    pub(super) id: u64,
+}
+
+impl Header {
+    /// Reads a header; the length is within the bounds of its kind.
+    pub(super) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
+        let mut reader = Reader::new("frame header", bytes);
+        let (kind, zero, zeros) = (reader.u8()?, reader.u8()?, reader.u16()?);
+        let (len, id) = (reader.u32()? as usize, reader.u64()?);
+        let Some(frame) = Frame::ALL.into_iter().find(|frame| *frame as u8 == kind) else {
+            return Err(reader.malformed(format_args!("no frame is of kind {kind}")));
+        };
+        if zero != 0 || zeros != 0 {
+            return Err(reader.malformed("reserved bytes are not zero"));
+        }
+        if len > frame.max_len() {
+            let max = frame.max_len();
+            return Err(reader.malformed(format_args!("{frame:?} of {len} bytes, at most {max} are allowed")));
+        }
+        if frame == Frame::Data && len == 0 {
+            return Err(reader.malformed("Data without bytes"));
+        }
+        Ok(Header { frame, len, id })
+    }
+
+    /// Writes it.
+    pub(super) fn encode(self, out: &mut Vec<u8>) {
+        let mut bytes = [0; HEADER];
+        bytes[0] = self.frame as u8;
+        bytes[4..8].copy_from_slice(&(self.len as u32).to_le_bytes());
+        bytes[8..].copy_from_slice(&self.id.to_le_bytes());
+        out.extend_from_slice(&bytes);
+    }
+}
+
+/// A frame without bytes.
+pub(super) fn put_bare(out: &mut Vec<u8>, frame: Frame, id: u64) {
+    Header { frame, len: 0, id }.encode(out);
+}
+
+/// A frame whose bytes `body` writes.
+pub(super) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnOnce(&mut Vec<u8>)) {
+    let start = out.len();
+    Header { frame, len: 0, id }.encode(out);
+    body(out);
+    let len = (out.len() - start - HEADER) as u32;
+    out[start + 4..start + 8].copy_from_slice(&len.to_le_bytes());
+}
+
+/// The end of a request.
+pub(super) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
+    put_frame(out, Frame::End, id, |out| {
+        if let Err(error) = result {
+            out.put_u8(kind_to_wire(error.kind()));
+            out.put(truncated(error.sentence()).as_bytes());
+        }
+    });
+}
+
+/// What an END says.
+pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
+    let Some((kind, sentence)) = body.split_first() else { return Ok(Ok(())) };
+    let reader = Reader::new("End", body);
+    let sentence = std::str::from_utf8(sentence).map_err(|_| reader.malformed("a sentence that is not UTF-8"))?;
+    let sentence = truncated(sentence).replace(char::is_control, " ");
+    Ok(Err(Error::new(kind_from_wire(*kind), sentence)))
+}
+
+fn truncated(sentence: &str) -> &str {
+    let mut end = sentence.len().min(MAX_SENTENCE);
+    while !sentence.is_char_boundary(end) {
+        end -= 1;
+    }
+    &sentence[..end]
+}
+
+/// The kinds of refusals, by their number on the wire. What is not here travels as `Native`.
+const KINDS: [(u8, Kind); 12] = [
+    (1, Kind::Unregistered),
+    (2, Kind::WrongKey),
+    (3, Kind::Revoked),
+    (4, Kind::OutOfBounds),
+    (5, Kind::Cancelled),
+    (6, Kind::Malformed),
+    (7, Kind::Exhausted),
+    (8, Kind::Unsupported),
+    (9, Kind::Closed),
+    (10, Kind::Denied),
+    (11, Kind::Incompatible),
+    (12, Kind::Invalid),
+];
+const OTHER_KIND: u8 = 255;
+
+fn kind_to_wire(kind: Kind) -> u8 {
+    KINDS.iter().find(|(_, known)| *known == kind).map_or(OTHER_KIND, |(number, _)| *number)
+}
+
+fn kind_from_wire(number: u8) -> Kind {
+    KINDS.iter().find(|(known, _)| *known == number).map_or(Kind::Native, |(_, kind)| *kind)
+}
+
+/// Versions of this protocol that this build speaks.
+pub(super) const VERSIONS: Versions = Versions { min: 1, max: 1 };
+
+/// A range of versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Versions {
+    pub(super) min: u16,
+    pub(super) max: u16,
+}
+
+impl Versions {
+    /// The highest version of both.
+    pub(super) fn common(self, other: Versions) -> Option<u16> {
+        let highest = self.max.min(other.max);
+        (highest >= self.min && highest >= other.min).then_some(highest)
+    }
+}
+
+impl std::fmt::Display for Versions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} to {}", self.min, self.max)
+    }
+}
+
+/// Starts every HELLO.
+const MAGIC: [u8; 8] = *b"kvx-tcp\n";
+
+/// The first message of a lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) versions: Versions,
+    /// Whether the sender has a shared secret.
+    pub(super) secret: bool,
+    /// 0: the small lane; then the bulk lanes.
+    pub(super) lane: u8,
+    pub(super) nonce: [u8; 32],
+}
+
+impl Hello {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.put_u16(self.versions.min);
+        out.put_u16(self.versions.max);
+        out.put_u8(self.secret.into());
+        out.put_u8(self.lane);
+        out.put(&self.nonce);
+        out
+    }
+
+    /// Reads one. A later version may say more after these fields.
+    pub(super) fn decode(body: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("Hello", body);
+        if reader.array()? != MAGIC {
+            return Err(reader.malformed("this is not kvx"));
+        }
+        let versions = Versions { min: reader.u16()?, max: reader.u16()? };
+        Ok(Hello { versions, secret: reader.u8()? != 0, lane: reader.u8()?, nonce: reader.array()? })
+    }
+}
+
+/// The owner's first message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Challenge {
+    pub(super) version: u16,
+    pub(super) secret: bool,
+    pub(super) nonce: [u8; 32],
+}
+
+impl Challenge {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.put_u16(self.version);
+        out.put_u8(self.secret.into());
+        out.put(&self.nonce);
+        out
+    }
+
+    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Challenge { version: reader.u16()?, secret: reader.u8()? != 0, nonce: reader.array()? })
+    }
+}
+
+/// The owner's last word in the handshake: who it is, and whether that is who was expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Answer {
+    Welcome = 0,
+    /// Another incarnation of the expected agent.
+    Restarted = 1,
+    /// Another agent.
+    Stranger = 2,
+}
+
+impl Answer {
+    /// How an agent answers who expects another one.
+    pub(super) fn of(own: &Identity, expected: &Identity) -> Self {
+        match (own.name == expected.name, own.incarnation == expected.incarnation) {
+            (true, true) => Answer::Welcome,
+            (true, false) => Answer::Restarted,
+            (false, _) => Answer::Stranger,
+        }
+    }
+}
+
+/// A refusal before the ends know each other.
+pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
+    put_frame(out, Frame::Refuse, 0, |out| {
+        out.put_u8(kind_to_wire(error.kind()));
+        out.put(truncated(error.sentence()).as_bytes());
+    });
+}
+
+/// What a REFUSE says.
+pub(super) fn read_refuse(body: &[u8]) -> Error {
+    match read_end(body) {
+        Ok(Err(error)) => error,
+        Ok(Ok(())) => Error::new(Kind::Denied, "the peer refused the connection without a reason"),
+        Err(error) => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_travel_as_they_are() {
+        for frame in Frame::ALL {
+            let header = Header { frame, len: usize::from(frame == Frame::Data), id: 0x1122_3344_5566_7788 };
+            let mut bytes = Vec::new();
+            header.encode(&mut bytes);
+            assert_eq!(Header::decode(&bytes.try_into().unwrap()).unwrap(), header);
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_bound_of_its_frame_is_malformed() {
+        for frame in Frame::ALL {
+            let mut bytes = Vec::new();
+            Header { frame, len: frame.max_len() + 1, id: 0 }.encode(&mut bytes);
+            assert_eq!(Header::decode(&bytes.try_into().unwrap()).unwrap_err().kind(), Kind::Malformed);
+        }
+    }
+
+    #[test]
+    fn every_bit_flip_of_a_header_is_an_error_or_a_bounded_frame() {
+        for frame in Frame::ALL {
+            let mut bytes = Vec::new();
+            Header { frame, len: 1, id: 7 }.encode(&mut bytes);
+            for bit in 0..HEADER * 8 {
+                let mut flipped: [u8; HEADER] = bytes.clone().try_into().unwrap();
+                flipped[bit / 8] ^= 1 << (bit % 8);
+                if let Ok(header) = Header::decode(&flipped) {
+                    assert!(header.len <= header.frame.max_len());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_refusal_keeps_kind_and_sentence() {
+        let mut bytes = Vec::new();
+        put_end(&mut bytes, 9, Err(&Error::new(Kind::WrongKey, "wrong key for region #3")));
+        let error = read_end(&bytes[HEADER..]).unwrap().unwrap_err();
+        assert_eq!((error.kind(), error.sentence()), (Kind::WrongKey, "wrong key for region #3"));
+        let long = Error::new(Kind::Busy, "ä".repeat(5000));
+        bytes.clear();
+        put_end(&mut bytes, 9, Err(&long));
+        assert!(bytes.len() - HEADER <= MAX_END);
+        assert_eq!(read_end(&bytes[HEADER..]).unwrap().unwrap_err().kind(), Kind::Native);
+    }
+
+    #[test]
+    fn versions_agree_on_the_highest_of_both() {
+        let range = |min, max| Versions { min, max };
+        assert_eq!(range(1, 3).common(range(2, 9)), Some(3));
+        assert_eq!(range(1, 3).common(range(4, 9)), None);
+        assert_eq!(range(1, 3).common(range(3, 1)), None);
+    }
+}

@@ -1,1 +1,40 @@
-//! draft
+#![doc = include_str!("../README.md")]
+
+// The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
+pub use kvx_core::*;
+#[cfg(all(target_os = "linux", feature = "shm"))]
+pub use kvx_native::Shm;
+#[cfg(all(target_os = "linux", feature = "tcp"))]
+pub use kvx_native::Tcp;
+
+/// Every backend's name that a user may write, and the feature of this crate that compiles it in.
+///
+/// A backend without a feature is not in this release. For a registry of your own: `Registry::new().know(kvx::KNOWN)`.
+pub const KNOWN: &[Known] = &[
+    Known { name: "UCX", aliases: &[], feature: None },
+    Known { name: "LIBFABRIC", aliases: &[], feature: None },
+    Known { name: "MOONCAKE", aliases: &[], feature: None },
+    Known { name: "RIXL", aliases: &["NIXL"], feature: None },
+    Known { name: "SHM", aliases: &[], feature: Some("shm") },
+    Known { name: "TCP", aliases: &[], feature: Some("tcp") },
+];
+
+/// The backends that are compiled in, and all [`KNOWN`] names. Add transports of your own to it.
+///
+/// ```
+/// let registry = kvx::registry();
+/// let error = registry.require("UXC", &kvx::Options::new()).err().unwrap();
+/// assert_eq!(
+///     error.to_string(),
+///     "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP"
+/// );
+/// ```
+pub fn registry() -> Registry {
+    #[cfg_attr(not(all(target_os = "linux", any(feature = "shm", feature = "tcp"))), allow(unused_mut))]
+    let mut registry = Registry::new().know(KNOWN);
+    #[cfg(all(target_os = "linux", feature = "shm"))]
+    registry.add(Shm).expect("SHM is added once");
+    #[cfg(all(target_os = "linux", feature = "tcp"))]
+    registry.add(Tcp).expect("TCP is added once");
+    registry
+}

@@ -1,1 +1,26 @@
-//! draft
+#![doc = include_str!("../README.md")]
+#![cfg(target_os = "linux")]
+
+mod chaos;
+mod check;
+mod clauses;
+pub mod device;
+mod executor;
+mod far;
+mod pattern;
+mod process;
+mod setup;
+mod skip;
+mod suite;
+
+pub use chaos::{Chaos, Fault};
+pub use check::{Check, Failure};
+pub use clauses::{Breaker, CLAUSES, Clause, Runs};
+pub use device::TestDevice;
+pub use executor::run;
+pub use far::{Far, PostSpec, Sent};
+pub use pattern::{byte_at, checksum, fill};
+pub use process::Child;
+pub use setup::{Mode, Pair, Setup};
+pub use skip::skip;
+pub use suite::{Gap, Suite, conformance_main, serve_if_asked};

@@ -20,14 +20,14 @@ pub struct OptionTable {
     pub keys: &'static [&'static str],
 }
 
-/// All of kvx's own tables. A backend that learns an option gets it a place here: a key that is not listed is an error.
+/// All of kvx's own tables. A key that is not listed is an error: a backend that learns an option adds it to its row.
 pub const OPTION_TABLES: &[OptionTable] = &[
     OptionTable {
         name: "tcp",
         aliases: &[],
-        keys: &["advertise", "bind", "connections", "peer_timeout", "ports", "secret_file"],
+        keys: &["advertise", "bind", "connections", "max_connections", "ports"],
     },
-    OptionTable { name: "shm", aliases: &[], keys: &["peer_timeout"] },
+    OptionTable { name: "shm", aliases: &[], keys: &["foreign_memory"] },
     OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "tls"] },
     OptionTable { name: "libfabric", aliases: &["ofi"], keys: &["domain", "provider"] },
     OptionTable { name: "mooncake", aliases: &[], keys: &[] },

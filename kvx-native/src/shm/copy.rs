@@ -1,0 +1,361 @@
+//! The copying engine: plain copies out of mappings, and batched `process_vm_readv` out of other processes.
+
+use std::os::fd::BorrowedFd;
+
+use kvx_core::{Error, Extents, Segments};
+use rustix::io::Errno;
+
+use super::error::{error, readv_refused};
+use super::host::PeerProcess;
+use super::memory::Place;
+
+/// The most vectors in one call: the kernel's own limit.
+const MAX_VECTORS: usize = 1024;
+/// The most bytes in one call; also the longest piece.
+pub(crate) const MAX_BATCH: u64 = 1 << 20;
+
+/// A contiguous piece of a transfer, from the memory of a peer into ours.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    /// Position in the list of places.
+    pub(crate) from: u32,
+    pub(crate) from_offset: u64,
+    /// Position in the list of targets.
+    pub(crate) into: u32,
+    pub(crate) into_offset: u64,
+    pub(crate) len: u64,
+}
+
+/// Why a copy ended early.
+#[derive(Debug)]
+pub(crate) enum Stopped {
+    /// The owner's process is gone, or another program now: what was copied last does not count.
+    OwnerGone,
+    /// This transfer cannot go on.
+    Failed(Error),
+}
+
+/// A turn of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    pub(crate) moved: u64,
+    /// Whether there were no more pieces.
+    pub(crate) finished: bool,
+}
+
+/// The process whose memory is read, and the socket by which it is known to be still the same.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Owner<'a> {
+    pub(crate) process: &'a PeerProcess,
+    pub(crate) socket: BorrowedFd<'a>,
+}
+
+/// Gathers pieces for one call; its lists are made once.
+pub(crate) struct Copier {
+    ours: Vec<libc::iovec>,
+    theirs: Vec<libc::iovec>,
+    bytes: u64,
+}
+
+// SAFETY: the vectors are empty between calls; within one they are used by the calling thread only.
+unsafe impl Send for Copier {}
+
+impl Copier {
+    pub(crate) fn new() -> Self {
+        Copier { ours: Vec::with_capacity(MAX_VECTORS), theirs: Vec::with_capacity(MAX_VECTORS), bytes: 0 }
+    }
+
+    /// Copies pieces until there are no more or about `budget` bytes have moved.
+    ///
+    /// # Safety
+    /// Each piece lies within its place and its target, the targets are writable memory that nobody holds a reference
+    /// into, and mapped places are held mapped by `places`.
+    pub(crate) unsafe fn turn(
+        &mut self,
+        owner: Owner<'_>,
+        pieces: &mut impl Iterator<Item = Piece>,
+        places: &[Place],
+        targets: &[u64],
+        budget: u64,
+    ) -> Result<Turn, Stopped> {
+        let mut moved = 0;
+        let mut finished = false;
+        while moved < budget {
+            let Some(piece) = pieces.next() else {
+                finished = true;
+                break;
+            };
+            let place = &places[piece.from as usize];
+            let into = (targets[piece.into as usize] + piece.into_offset) as *mut u8;
+            let from = (place.base + piece.from_offset) as *const u8;
+            let len = piece.len as usize;
+            moved += piece.len;
+            if place.mapping.is_some() {
+                // SAFETY: the caller keeps both ends valid; a mapping and our own memory are different addresses.
+                unsafe { std::ptr::copy_nonoverlapping(from, into, len) };
+                continue;
+            }
+            if self.ours.len() == MAX_VECTORS || self.bytes + piece.len > MAX_BATCH {
+                // SAFETY: what was gathered came from pieces that the caller vouches for.
+                unsafe { self.flush(owner) }?;
+            }
+            self.ours.push(libc::iovec { iov_base: into.cast(), iov_len: len });
+            self.theirs.push(libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len });
+            self.bytes += piece.len;
+        }
+        // SAFETY: as above.
+        unsafe { self.flush(owner) }?;
+        Ok(Turn { moved, finished })
+    }
+
+    /// Reads what was gathered, then makes sure that it came from the process it was meant to come from.
+    ///
+    /// # Safety
+    /// The gathered vectors of our side are writable memory.
+    unsafe fn flush(&mut self, owner: Owner<'_>) -> Result<(), Stopped> {
+        let mut done = 0;
+        let mut result = Ok(());
+        while done < self.ours.len() {
+            // SAFETY: both lists live through the call; our side is writable (the caller's promise), the other side
+            // is checked by the kernel.
+            let got = unsafe { readv(owner.process.pid, &self.ours[done..], &self.theirs[done..]) };
+            match got {
+                Ok(got) => {
+                    let before = done;
+                    let mut left = got;
+                    // The kernel stops between vectors, except that the last one may be read in part.
+                    while done < self.ours.len() && left >= self.ours[done].iov_len {
+                        left -= self.ours[done].iov_len;
+                        done += 1;
+                    }
+                    if left > 0 {
+                        for vector in [&mut self.ours[done], &mut self.theirs[done]] {
+                            vector.iov_base = vector.iov_base.wrapping_byte_add(left);
+                            vector.iov_len -= left;
+                        }
+                    } else if done == before {
+                        result = Err(Errno::FAULT);
+                        break;
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => {
+                    result = Err(errno);
+                    break;
+                }
+            }
+        }
+        self.ours.clear();
+        self.theirs.clear();
+        self.bytes = 0;
+        if !owner.process.still_behind(owner.socket) {
+            return Err(Stopped::OwnerGone);
+        }
+        result.map_err(|errno| match errno {
+            Errno::SRCH => Stopped::OwnerGone,
+            Errno::FAULT => Stopped::Failed(
+                Error::os("the peer's memory is not there any more: it was unmapped without being revoked", errno)
+                    .backend(super::error::NAME),
+            ),
+            errno => Stopped::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno)),
+        })
+    }
+}
+
+/// # Safety
+/// `ours` names writable memory.
+unsafe fn readv(pid: i32, ours: &[libc::iovec], theirs: &[libc::iovec]) -> Result<usize, Errno> {
+    // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our side.
+    let got = unsafe {
+        libc::process_vm_readv(
+            pid,
+            ours.as_ptr(),
+            ours.len() as libc::c_ulong,
+            theirs.as_ptr(),
+            theirs.len() as libc::c_ulong,
+            0,
+        )
+    };
+    usize::try_from(got).map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
+}
+
+/// Reads a few bytes of another process. `SRCH` for a process that is not visible (pid 0).
+pub(crate) fn read_exactly(pid: i32, address: u64, into: &mut [u8]) -> Result<(), Errno> {
+    if pid <= 0 {
+        return Err(Errno::SRCH);
+    }
+    let ours = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+    let theirs = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: into.len() };
+    // SAFETY: `into` is ours to write to for the length of the call.
+    let got = unsafe { readv(pid, &[ours], &[theirs]) }?;
+    if got == into.len() { Ok(()) } else { Err(Errno::FAULT) }
+}
+
+/// Whether this process may read memory of `pid`: reads bytes that are known to be there. Errors: `Unsupported`.
+pub(crate) fn probe(pid: i32, probe: &super::messages::Probe) -> Result<(), Error> {
+    let whom = "the peer's memory that is no kvx pool cannot be read";
+    let mut seen = [0; 32];
+    read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
+    if seen != probe.bytes {
+        return Err(error(
+            kvx_core::Kind::Unsupported,
+            format!("{whom}: process {pid} here is another one there; share the process namespace, use kvx pools, or TCP"),
+        ));
+    }
+    Ok(())
+}
+
+/// The pieces of a read: what is remote flows into what is local.
+pub(crate) struct Reading(pub(crate) Segments);
+
+impl Iterator for Reading {
+    type Item = Piece;
+
+    #[inline]
+    fn next(&mut self) -> Option<Piece> {
+        let segment = self.0.next()?;
+        Some(Piece {
+            from: segment.remote_region,
+            from_offset: segment.remote_offset,
+            into: segment.local_region,
+            into_offset: segment.local_offset,
+            len: segment.len,
+        })
+    }
+}
+
+/// The pieces of a pull: two sides that agree on the order of bytes, not on where pieces end.
+#[derive(Debug)]
+pub(crate) struct Pulling {
+    from: Extents,
+    into: Extents,
+    /// What is left of the last extent of each side: one of them is always empty.
+    from_rest: Option<kvx_core::Extent>,
+    into_rest: Option<kvx_core::Extent>,
+}
+
+impl Pulling {
+    pub(crate) fn new(from: Extents, into: Extents) -> Self {
+        Pulling { from, into, from_rest: None, into_rest: None }
+    }
+}
+
+impl Iterator for Pulling {
+    type Item = Piece;
+
+    #[inline]
+    fn next(&mut self) -> Option<Piece> {
+        let mut from = self.from_rest.take().or_else(|| self.from.take(MAX_BATCH))?;
+        let mut into = self.into_rest.take().or_else(|| self.into.take(MAX_BATCH))?;
+        let len = from.len.min(into.len);
+        let piece = Piece {
+            from: from.region,
+            from_offset: from.offset,
+            into: into.region,
+            into_offset: into.offset,
+            len,
+        };
+        if from.len > len {
+            from.offset += len;
+            from.len -= len;
+            self.from_rest = Some(from);
+        } else if into.len > len {
+            into.offset += len;
+            into.len -= len;
+            self.into_rest = Some(into);
+        }
+        Some(piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use kvx_core::{Grid, Placed};
+
+    use super::*;
+
+    fn extents(grids: &[Grid], indices: &[u32]) -> Extents {
+        Extents::new(
+            grids.iter().enumerate().map(|(at, grid)| Placed { region: at as u32, grid: *grid }).collect(),
+            indices.into(),
+        )
+    }
+
+    /// Copies between two buffers of this process as if they were another's, and compares with a loop over bytes.
+    #[test]
+    fn pulls_move_each_byte_to_its_place() {
+        let source: Vec<u8> = (0..200_000u32).map(|at| (at * 31 % 251) as u8).collect();
+        let mut target = vec![0u8; 200_000];
+        // 96 bytes per index on both sides, cut differently.
+        let from = extents(&[Grid::packed(64, 1000), Grid { base: 70_000, stride: 48, length: 32, count: 1000 }], &[5, 6, 7, 900, 3]);
+        let into = extents(&[Grid { base: 9, stride: 100, length: 96, count: 1000 }], &[1, 2, 999, 4, 8]);
+        let mut expected = target.clone();
+        let order = |mut extents: Extents| {
+            let mut bytes = Vec::new();
+            while let Some(extent) = extents.take(u64::MAX) {
+                bytes.extend(extent.offset..extent.offset + extent.len);
+            }
+            bytes
+        };
+        for (a, b) in order(from.clone()).into_iter().zip(order(into.clone())) {
+            expected[b as usize] = source[a as usize];
+        }
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let process = PeerProcess::behind(socket.as_fd()).unwrap();
+        let owner = Owner { process: &process, socket: socket.as_fd() };
+        let places = vec![Place { base: source.as_ptr() as u64, mapping: None }; 2];
+        let targets = [target.as_mut_ptr() as u64];
+        let mut copier = Copier::new();
+        let mut pieces = Pulling::new(from, into);
+        let mut total = 0;
+        loop {
+            // SAFETY: the grids lie within both buffers, which nobody else uses.
+            let turn = unsafe { copier.turn(owner, &mut pieces, &places, &targets, 100) }.unwrap();
+            total += turn.moved;
+            if turn.finished {
+                break;
+            }
+        }
+        assert_eq!(total, 5 * 96);
+        assert!(target == expected);
+    }
+
+    #[test]
+    fn thousands_of_vectors_go_in_batches_and_holes_are_errors() {
+        let source: Vec<u8> = (0..8 * 5000u32).map(|at| (at % 241) as u8).collect();
+        let mut target = vec![0u8; 8 * 5000];
+        let (socket, other) = UnixStream::pair().unwrap();
+        let process = PeerProcess::behind(socket.as_fd()).unwrap();
+        let owner = Owner { process: &process, socket: socket.as_fd() };
+        let grid = Grid { base: 0, stride: 8, length: 5, count: 5000 };
+        let indices: Vec<u32> = (0..5000).map(|at| at * 7 % 5000).collect();
+        let mut copier = Copier::new();
+        let mut run = |base: u64, target: &mut [u8]| {
+            let places = [Place { base, mapping: None }];
+            let targets = [target.as_mut_ptr() as u64];
+            let mut pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
+            // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.
+            unsafe { copier.turn(owner, &mut pieces, &places, &targets, u64::MAX) }
+        };
+        assert_eq!(run(source.as_ptr() as u64, &mut target).unwrap(), Turn { moved: 25_000, finished: true });
+        assert!(target.iter().zip(&source).enumerate().all(|(at, (a, b))| if at % 8 < 5 { a == b } else { *a == 0 }));
+        assert!(matches!(run(0x1000, &mut target), Err(Stopped::Failed(_))));
+        drop(other);
+        assert!(matches!(run(source.as_ptr() as u64, &mut target), Err(Stopped::OwnerGone)));
+    }
+
+    #[test]
+    fn a_probe_tells_the_right_process_from_another() {
+        let bytes = [42; 32];
+        let there = super::super::messages::Probe { address: bytes.as_ptr() as u64, bytes };
+        let us = std::process::id() as i32;
+        probe(us, &there).unwrap();
+        let other = super::super::messages::Probe { bytes: [7; 32], ..there };
+        for refused in [probe(us, &other), probe(0, &there), probe(us, &super::super::messages::Probe { address: 16, ..there })] {
+            assert_eq!(refused.unwrap_err().kind(), kvx_core::Kind::Unsupported);
+        }
+    }
+}

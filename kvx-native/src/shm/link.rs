@@ -1,0 +1,169 @@
+//! A link to a peer of this host, as core holds it.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use kvx_core::transport::{
+    INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
+};
+use kvx_core::{Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId};
+
+use super::error::error;
+use super::memory::Reach;
+use super::progress::Command;
+use super::transport::{Opened, ShmRegion};
+
+/// What the handshake found out about foreign memory: whether each side can read the other's.
+#[derive(Debug)]
+pub(crate) struct Sight {
+    /// Whether we can read the peer's.
+    pub(crate) ours: Result<()>,
+    /// Whether the peer can read ours.
+    pub(crate) theirs: Result<()>,
+}
+
+/// What a link's handle and the machine share.
+#[derive(Debug)]
+pub(crate) struct Wiring {
+    pub(crate) id: LinkId,
+    pub(crate) peer: Identity,
+    /// Set before the link is reported up.
+    pub(crate) sight: OnceLock<Sight>,
+    /// Set when it is gone.
+    pub(crate) gone: OnceLock<Error>,
+}
+
+impl Wiring {
+    /// Why nothing goes over this link any more.
+    pub(crate) fn gone(&self) -> Error {
+        self.gone.get().cloned().unwrap_or_else(|| error(Kind::Closed, "the link is not up"))
+    }
+}
+
+/// A region of the peer as this link knows it. The machine holds what it was granted, under this number.
+#[derive(Debug)]
+pub(crate) struct Import {
+    pub(crate) number: u64,
+    pub(crate) id: RegionId,
+    pub(crate) key: RegionKey,
+    pub(crate) len: u64,
+}
+
+impl RemoteRegion for Import {}
+
+/// The handle of a link.
+pub(crate) struct ShmLink {
+    opened: Arc<Opened>,
+    wiring: Arc<Wiring>,
+    imports: AtomicU64,
+}
+
+impl ShmLink {
+    pub(crate) fn new(opened: Arc<Opened>, wiring: Arc<Wiring>) -> Self {
+        ShmLink { opened, wiring, imports: AtomicU64::new(0) }
+    }
+
+    /// Whether the peer can read the local memory that this write takes its bytes from.
+    fn peer_reads(&self, plan: &Bound) -> Result<()> {
+        let foreign = |region: &Arc<dyn LocalRegion>| {
+            let any: &dyn Any = &**region;
+            any.downcast_ref::<ShmRegion>().is_none_or(|region| region.reach == Reach::Foreign)
+        };
+        if !plan.locals().iter().any(|local| foreign(&local.region)) {
+            return Ok(());
+        }
+        match self.wiring.sight.get() {
+            Some(sight) => sight.theirs.clone(),
+            None => Err(self.wiring.gone()),
+        }
+    }
+}
+
+// SAFETY: a plan's memory is touched by the machine only, which settles the ticket after its last access; a peer that
+// pulls a write has confirmed, or is dead, before the ticket settles.
+unsafe impl Link for ShmLink {
+    fn capabilities(&self) -> Arc<Capabilities> {
+        Arc::clone(&self.opened.capabilities)
+    }
+
+    fn describe(&self) -> String {
+        let word = |sight: &Result<()>| if sight.is_ok() { "yes" } else { "no" };
+        match self.wiring.sight.get() {
+            None => "shared memory, not up".to_owned(),
+            Some(sight) => format!(
+                "shared memory: pools mapped; other memory by process_vm_readv: read {}, write {}",
+                word(&sight.ours),
+                word(&sight.theirs)
+            ),
+        }
+    }
+
+    fn update(&self, peer: PeerSection<'_>) -> Result<()> {
+        if *peer.identity == self.wiring.peer {
+            return Ok(()); // where the peer listens never changes within an incarnation
+        }
+        Err(error(Kind::PeerRestarted, format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity)))
+    }
+
+    fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
+        if !region.kind.is_host() {
+            return Err(error(
+                Kind::Unsupported,
+                format!("SHM moves host memory, and the peer's region is {} memory", region.kind),
+            ));
+        }
+        if Reach::import(region.export)? == Reach::Foreign {
+            match self.wiring.sight.get() {
+                Some(sight) => sight.ours.clone()?,
+                None => return Err(self.wiring.gone()),
+            }
+        }
+        let number = self.imports.fetch_add(1, Ordering::Relaxed);
+        let import = Arc::new(Import { number, id: region.id, key: region.key, len: region.len });
+        let link = Arc::clone(&self.wiring);
+        self.opened.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
+        Ok(import)
+    }
+
+    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+        if plan.op() == Op::Write
+            && let Err(reason) = self.peer_reads(&plan)
+        {
+            return done.settle(Err(reason));
+        }
+        let size = plan.size();
+        let small = plan.op() == Op::Read && size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
+        let link = Arc::clone(&self.wiring);
+        if small {
+            let here = Some(std::thread::current().id());
+            self.opened.reactor.submit_here(Command::Post { link, plan, id, done, here });
+        } else {
+            self.opened.reactor.submit(Command::Post { link, plan, id, done, here: None });
+        }
+    }
+
+    fn notify(&self, bytes: &[u8], done: Ticket) {
+        if bytes.len() > MAX_NOTIFICATION {
+            let len = bytes.len();
+            return done.settle(Err(error(
+                Kind::Invalid,
+                format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"),
+            )));
+        }
+        let link = Arc::clone(&self.wiring);
+        self.opened.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
+    }
+
+    fn cancel(&self, id: TransferId) {
+        self.opened.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
+    }
+
+    fn drive(&self) -> bool {
+        self.opened.reactor.drive()
+    }
+
+    fn close(&self) {
+        self.opened.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
+    }
+}

@@ -1,0 +1,327 @@
+//! Memory on both sides: our registered regions, and what peers let us read.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvx_core::transport::RegionSpec;
+use kvx_core::{Error, Kind, Memory, RegionId, RegionKey, Result};
+use rustix::fs::SealFlags;
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::error::{error, revoked};
+use super::messages::Reached;
+
+/// How other processes reach a region; travels in the metadata.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// A kvx pool: its sealed file is passed on request.
+    Pool,
+    /// Any other host memory: by `process_vm_readv`.
+    Foreign,
+}
+
+impl Reach {
+    /// How `memory` is reached.
+    pub(crate) fn of(memory: &Memory) -> Self {
+        if memory.shared_file().is_some() { Reach::Pool } else { Reach::Foreign }
+    }
+
+    /// As it travels.
+    pub(crate) fn export(self) -> [u8; 2] {
+        [1, matches!(self, Reach::Foreign) as u8]
+    }
+
+    /// From a peer's metadata. Errors: `Malformed`.
+    pub(crate) fn import(export: &[u8]) -> Result<Self> {
+        match export {
+            // Later versions may say more behind these two.
+            [1.., 0, ..] => Ok(Reach::Pool),
+            [1.., 1, ..] => Ok(Reach::Foreign),
+            _ => Err(error(Kind::Malformed, "malformed export of a region: the metadata was altered")),
+        }
+    }
+}
+
+/// Our registered regions. The reactor looks them up; registering and revoking change them from any thread.
+#[derive(Debug, Default)]
+pub(crate) struct Regions(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    open: HashMap<RegionId, RegionSpec>,
+    /// Numbers are never used twice, so a revoked region is known as one for ever.
+    revoked: HashSet<RegionId>,
+}
+
+impl Regions {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn open(&self, region: RegionSpec) {
+        self.table().open.insert(region.id, region);
+    }
+
+    /// Refuses it from now on, and hands out what must be kept until peers have let go of it.
+    pub(crate) fn revoke(&self, id: RegionId) -> Option<RegionSpec> {
+        let mut table = self.table();
+        table.revoked.insert(id);
+        table.open.remove(&id)
+    }
+
+    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `Revoked`, `WrongKey`.
+    pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
+        let table = self.table();
+        match table.open.get(&id) {
+            Some(region) if region.key.matches(key) => Ok(Arc::clone(&region.memory)),
+            Some(_) => Err(error(
+                Kind::WrongKey,
+                format!("the key shown for region {id} is not its key: take the peer's metadata again"),
+            )),
+            None if table.revoked.contains(&id) => Err(revoked(id)),
+            None => Err(error(
+                Kind::Unregistered,
+                format!("region {id} is not registered with this agent: take the peer's metadata again"),
+            )),
+        }
+    }
+
+    /// Takes everything out, for a transport that ends.
+    pub(crate) fn drain(&self) -> Vec<RegionSpec> {
+        self.table().open.drain().map(|(_, region)| region).collect()
+    }
+}
+
+/// What a peer is told about memory that it may read.
+pub(crate) fn reached(memory: &Memory) -> Reached {
+    let address = matches!(Reach::of(memory), Reach::Foreign).then(|| memory.address());
+    Reached { len: memory.len() as u64, address }
+}
+
+/// A peer's pool in our address space, for reading only.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    base: NonNull<c_void>,
+    mapped: usize,
+    /// Whether every page exists, so that looking at them all costs no memory.
+    filled: bool,
+}
+
+// SAFETY: plain shared memory, read only by raw copies.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+/// What a file must have sealed before it is mapped: its size for ever (a read beyond a shrunk file would kill this
+/// process), and no new writers, which also keeps anybody from punching holes into it.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
+
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+
+impl Mapping {
+    /// Maps the first `len` bytes of a file that a peer passed. Errors: `Denied` for a file that is not sealed or too
+    /// short, `Exhausted` when this process has no room for the mapping.
+    pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
+        let unfit = |why: String| error(Kind::Denied, format!("the file that the peer passed for a region {why}: it is no kvx pool"));
+        let seals = rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is no memory file".into()))?;
+        if !seals.contains(SEALS) {
+            return Err(unfit(format!("lacks the seals {:?}", SEALS.difference(seals))));
+        }
+        let stat = rustix::fs::fstat(file).map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
+        // Sealed: what is read here stays true.
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        if len == 0 || size < len {
+            return Err(unfit(format!("has {size} bytes where {len} were named")));
+        }
+        let page = u64::try_from(stat.st_blksize).unwrap_or(1).max(rustix::param::page_size() as u64);
+        let mapped = len.checked_next_multiple_of(page).unwrap_or(size).min(size);
+        let huge = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
+        let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
+        if huge && !filled {
+            // A page that is missing when it is first read would kill this process if none is in reserve.
+            return Err(unfit("lies on huge pages that are not all there".into()));
+        }
+        let no_room = |cause: Errno| {
+            Error::os(format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"), cause)
+                .kind_is(Kind::Exhausted)
+        };
+        let mapped = usize::try_from(mapped).map_err(|_| no_room(Errno::OVERFLOW))?;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), mapped, ProtFlags::READ, MapFlags::SHARED, file, 0)
+        }
+        .map_err(no_room)?;
+        let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
+        let mapping = Mapping { base, mapped, filled };
+        // Neither is needed to be right: a child after fork has no use for it, and huge pages make it faster.
+        for advice in [Advice::LinuxDontFork, Advice::LinuxHugepage] {
+            // SAFETY: our own mapping, and neither advice discards content.
+            unsafe { rustix::mm::madvise(mapping.base.as_ptr(), mapped, advice) }.ok();
+        }
+        Ok(mapping)
+    }
+
+    /// Its first byte.
+    pub(crate) fn base(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
+    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for that. The offset to go on from;
+    /// `None`: done, or not possible here.
+    pub(crate) fn populate(&self, from: usize, step: usize) -> Option<usize> {
+        if !self.filled || from >= self.mapped {
+            return None;
+        }
+        let len = step.min(self.mapped - from);
+        // SAFETY: `from..from + len` lies in our own mapping, and the advice discards no content.
+        let touched = unsafe {
+            rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead)
+        };
+        // Kernels before 5.14 do not know the advice: then the first transfer pays.
+        touched.ok()?;
+        Some(from + len)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; copies out of it hold an `Arc` of this, so nobody reads it any more.
+        if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
+            tracing::warn!(error = %cause, bytes = self.mapped, "SHM: a peer's pool could not be unmapped");
+        }
+    }
+}
+
+/// A region of a peer that we may read.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    pub(crate) id: RegionId,
+    pub(crate) len: u64,
+    pub(crate) place: Place,
+}
+
+/// Where a copy reads from.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    /// An address in this process if it is mapped here, else in the peer's.
+    pub(crate) base: u64,
+    /// What keeps it mapped; `None`: the peer's own memory.
+    pub(crate) mapping: Option<Arc<Mapping>>,
+}
+
+impl Held {
+    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`, `Malformed`.
+    pub(crate) fn of(id: RegionId, reached: Reached, file: Option<&OwnedFd>) -> Result<Self> {
+        let place = match (reached.address, file) {
+            (Some(base), _) => Place { base, mapping: None },
+            (None, Some(file)) => {
+                let mapping = Mapping::of(file, reached.len)?;
+                Place { base: mapping.base(), mapping: Some(Arc::new(mapping)) }
+            }
+            (None, None) => {
+                return Err(error(
+                    Kind::Exhausted,
+                    "the file of a peer's pool did not arrive: this process has too many open files, raise ulimit -n",
+                ));
+            }
+        };
+        Ok(Held { id, len: reached.len, place })
+    }
+}
+
+/// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
+/// Errors: `Unsupported`.
+pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
+    let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
+    let us = rustix::process::getpid().as_raw_nonzero().get();
+    for offset in [0, last] {
+        let mut byte = [0u8];
+        if let Err(Errno::FAULT) = super::copy::read_exactly(us, memory.address() + offset, &mut byte) {
+            return Err(error(
+                Kind::Unsupported,
+                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, or use TCP",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The file to pass with [`reached`], if the memory has one.
+pub(crate) fn file(memory: &Memory) -> Option<std::os::fd::BorrowedFd<'_>> {
+    memory.shared_file().map(|file| file.as_fd())
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    fn file(size: u64, seals: SealFlags) -> OwnedFd {
+        let file = rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&file, size).unwrap();
+        rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+        file
+    }
+
+    #[test]
+    fn files_that_are_not_sealed_or_too_short_are_never_mapped() {
+        for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::FUTURE_WRITE] {
+            let refused = Mapping::of(&file(8192, SEALS.difference(missing)), 4096).unwrap_err();
+            assert_eq!(refused.kind(), Kind::Denied, "{refused}");
+        }
+        assert_eq!(Mapping::of(&file(4096, SEALS), 4097).unwrap_err().kind(), Kind::Denied);
+        assert_eq!(Mapping::of(&file(4096, SEALS), 0).unwrap_err().kind(), Kind::Denied);
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), Kind::Denied);
+        Mapping::of(&file(4096, SEALS), 4096).unwrap();
+    }
+
+    #[test]
+    fn a_pool_is_mapped_and_shows_what_its_owner_writes() {
+        let pool = Memory::pool(3 << 20).build().unwrap();
+        let passed = pool.shared_file().unwrap().try_clone_to_owned().unwrap();
+        let mapping = Mapping::of(&passed, pool.len() as u64).unwrap();
+        let mut at = 0;
+        while let Some(next) = mapping.populate(at, 1 << 20) {
+            at = next;
+        }
+        pool.copy_in(2 << 20, b"behind the mapping").unwrap();
+        let mut seen = [0; 18];
+        // SAFETY: 18 bytes inside the mapping, which has 3 MiB.
+        unsafe { std::ptr::copy_nonoverlapping((mapping.base() as *const u8).add(2 << 20), seen.as_mut_ptr(), 18) };
+        assert_eq!(&seen, b"behind the mapping");
+    }
+
+    #[test]
+    fn keys_numbers_and_revocations_are_told_apart() {
+        let regions = Regions::default();
+        let memory = Arc::new(Memory::owned(vec![0; 16]));
+        regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory });
+        let kind = |id, key| regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err();
+        assert_eq!(kind(1, 1), None);
+        assert_eq!(kind(1, 2), Some(Kind::WrongKey));
+        assert_eq!(kind(2, 1), Some(Kind::Unregistered));
+        assert!(regions.revoke(RegionId(1)).is_some());
+        assert_eq!(kind(1, 1), Some(Kind::Revoked));
+    }
+
+    #[test]
+    fn exports_say_how_memory_is_reached() {
+        for (memory, reach) in [
+            (Memory::owned(vec![0; 16]), Reach::Foreign),
+            (Memory::pool(4096).build().unwrap(), Reach::Pool),
+        ] {
+            assert_eq!(Reach::of(&memory), reach);
+            assert_eq!(Reach::import(&reach.export()).unwrap(), reach);
+            readable_by_others(&memory).unwrap();
+        }
+        for bad in [&[][..], &[1], &[0, 0], &[1, 2]] {
+            assert_eq!(Reach::import(bad).unwrap_err().kind(), Kind::Malformed);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Unix sockets in the abstract namespace: one datagram is one message, and at most one file goes with it.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+/// How many clients may wait to be accepted.
+const BACKLOG: i32 = 1024;
+/// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
+const SEND_BUFFER: usize = 4 << 20;
+
+fn fresh() -> Result<OwnedFd, Errno> {
+    rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+}
+
+/// Listens under `name`. `ADDRINUSE` when somebody does already.
+pub(crate) fn listen(name: &[u8]) -> Result<OwnedFd, Errno> {
+    let socket = fresh()?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Connects to `name`. `CONNREFUSED`: nobody listens; `AGAIN`: too many wait, try again.
+pub(crate) fn connect(name: &[u8]) -> Result<OwnedFd, Errno> {
+    let socket = fresh()?;
+    rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // the default is enough to work
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    Ok(socket)
+}
+
+/// The next client, if one waits.
+pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Errno> {
+    match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        Ok(socket) => {
+            rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // as in `connect`
+            Ok(Some(socket))
+        }
+        Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Sends one message; all of it or nothing.
+pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], file: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = file.map(|file| [file]);
+    if let Some(files) = &files {
+        control.push(SendAncillaryMessage::ScmRights(files));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
+    })
+    .map(|_| ())
+}
+
+/// What [`receive`] found.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// A message of this many bytes, and the file that came with it.
+    Message(usize, Option<OwnedFd>),
+    /// A message that is longer than the buffer.
+    TooLong,
+    /// Nothing now.
+    Nothing,
+    /// The other end sends no more.
+    End,
+}
+
+/// Takes the next message.
+pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Received, Errno> {
+    // Room for a few more files than are allowed, so that a wrong number is seen and they are closed.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = loop {
+        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Ok(got) => break got,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            // Told once when the other end closed without having read all; what it had sent still follows.
+            Err(Errno::CONNRESET) => {}
+            Err(error) => return Err(error),
+        }
+    };
+    let mut file = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(files) = message {
+            for one in files {
+                file.get_or_insert(one);
+            }
+        }
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return Ok(Received::TooLong);
+    }
+    if got.bytes == 0 {
+        return Ok(Received::End);
+    }
+    Ok(Received::Message(got.bytes, file))
+}
+
+/// Sends no more; the other end sees the end, and answers it by closing.
+pub(crate) fn finish(socket: BorrowedFd<'_>) {
+    rustix::net::shutdown(socket, rustix::net::Shutdown::Write).ok(); // it may be gone already
+}
+
+/// A readiness queue whose one descriptor stands for all in it.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    epoll: OwnedFd,
+    ready: Vec<rustix::event::epoll::Event>,
+}
+
+pub(crate) use rustix::event::epoll::EventFlags as Ready;
+
+impl Poller {
+    /// The most events taken in one turn.
+    const BATCH: usize = 64;
+
+    pub(crate) fn new() -> Result<Self, Errno> {
+        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)?;
+        Ok(Poller { epoll, ready: Vec::with_capacity(Self::BATCH) })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    pub(crate) fn add(&self, fd: BorrowedFd<'_>, token: u64, wanted: Ready) -> Result<(), Errno> {
+        rustix::event::epoll::add(&self.epoll, fd, rustix::event::epoll::EventData::new_u64(token), wanted)
+    }
+
+    pub(crate) fn change(&self, fd: BorrowedFd<'_>, token: u64, wanted: Ready) -> Result<(), Errno> {
+        rustix::event::epoll::modify(&self.epoll, fd, rustix::event::epoll::EventData::new_u64(token), wanted)
+    }
+
+    pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
+        rustix::event::epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
+    }
+
+    /// What is ready now, without waiting; at most a batch. Put it back with [`recycle`](Poller::recycle).
+    pub(crate) fn take(&mut self) -> Vec<rustix::event::epoll::Event> {
+        let mut ready = std::mem::take(&mut self.ready);
+        ready.clear();
+        ready.reserve(Self::BATCH);
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let room = rustix::buffer::spare_capacity(&mut ready);
+        if let Err(error) = rustix::event::epoll::wait(&self.epoll, room, Some(&now))
+            && error != Errno::INTR
+        {
+            tracing::error!(%error, "SHM: the readiness queue failed");
+        }
+        ready
+    }
+
+    pub(crate) fn recycle(&mut self, ready: Vec<rustix::event::epoll::Event>) {
+        self.ready = ready;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let name = [b"kvx-test-".as_slice(), &crate::shm::host::random().unwrap()].concat();
+        let listener = listen(&name).unwrap();
+        let client = connect(&name).unwrap();
+        let server = accept(listener.as_fd()).unwrap().unwrap();
+        assert!(accept(listener.as_fd()).unwrap().is_none());
+        (client, server)
+    }
+
+    #[test]
+    fn messages_keep_their_bounds_and_bring_files() {
+        let (client, server) = pair();
+        let (pipe, _) = rustix::pipe::pipe().unwrap();
+        send(client.as_fd(), b"one", Some(pipe.as_fd())).unwrap();
+        send(client.as_fd(), b"three", None).unwrap();
+        send(client.as_fd(), &[0; 100], None).unwrap();
+        let mut buffer = [0; 16];
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(3, Some(_)))));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(5, None))));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::TooLong)));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Nothing)));
+    }
+
+    #[test]
+    fn what_was_sent_before_a_close_arrives_also_when_the_closer_left_messages_unread() {
+        let (client, server) = pair();
+        send(server.as_fd(), b"never read", None).unwrap();
+        send(client.as_fd(), b"last words", None).unwrap();
+        drop(client);
+        let mut buffer = [0; 16];
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(10, None))));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::End)));
+        assert_eq!(send(server.as_fd(), b"late", None), Err(Errno::PIPE));
+    }
+
+    #[test]
+    fn a_name_that_nobody_has_is_refused() {
+        assert_eq!(connect(b"kvx-test-nobody").unwrap_err(), Errno::CONNREFUSED);
+    }
+}

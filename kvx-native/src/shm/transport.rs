@@ -1,0 +1,247 @@
+//! The factory and the opened transport.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvx_core::reactor::{self, Reactor};
+use kvx_core::transport::{
+    Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+};
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{
+    Capabilities, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, RegionId, Result, Revocation,
+    Ticket, Unavailable, WithoutAList,
+};
+
+use super::config::Config;
+use super::error::{NAME, error};
+use super::host::{self, Host};
+use super::link::{ShmLink, Wiring};
+use super::memory::{Reach, Regions, readable_by_others};
+use super::progress::{Command, Machine};
+
+/// Makes SHM transports: between processes of one user on one host.
+///
+/// SHM trusts the processes of the same user: it refuses all others by the credentials that the kernel gives, but
+/// among its own it relies on each peer to let go of a revoked region, and to read only what it was granted. That is
+/// what [`Isolation::Cooperative`] stands for. Nobody writes into memory that it does not own, whatever a peer says.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shm;
+
+fn capabilities() -> Capabilities {
+    Capabilities {
+        isolation: Isolation::Cooperative,
+        idle: Idle::Asleep,
+        target_cpu: PerOp { read: false, write: true },
+        revocation: Revocation::Confirmed,
+        peer_loss_within: Some(Duration::from_secs(1)),
+        settles_without_peer: PerOp { read: true, write: false },
+        ordered: false,
+        local: MemoryKinds::HOST,
+        remote: MemoryKinds::HOST,
+    }
+}
+
+impl Factory for Shm {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 100, without_a_list: WithoutAList::Open, speaks_for: &[] }
+    }
+
+    fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
+        Host::this().map_err(|why| Unavailable::because(why.sentence().to_owned(), "mount /proc in this container"))?;
+        Ok(Availability {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            library: None,
+            devices: Vec::new(),
+            rdma: false,
+            capabilities: capabilities(),
+            caution: None,
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        let config = Config::read(&context.options)?;
+        let host = Host::this()?;
+        let regions = Arc::new(Regions::default());
+        let events = Arc::clone(&context.events);
+        let name = format!("kvx-shm {}", context.agent.name);
+        let machine = Machine::new(context, config, Arc::clone(&regions))?;
+        let address = Address { host, socket: machine.socket_name() };
+        let reactor = Reactor::start(name, machine, events, reactor::Idle::default())?;
+        let closed = AtomicBool::new(false);
+        let capabilities = Arc::new(capabilities());
+        Ok(Arc::new(ShmTransport(Arc::new(Opened { reactor, capabilities, regions, address, closed }))))
+    }
+}
+
+/// Where a transport is reached; travels in the metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub(crate) host: Host,
+    /// The name of its socket in the abstract namespace.
+    pub(crate) socket: Vec<u8>,
+}
+
+impl Address {
+    const VERSION: u8 = 1;
+    /// The kernel's own limit, less the leading NUL.
+    const MAX_SOCKET: usize = 107;
+
+    fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::VERSION];
+        out.put(&self.host.boot);
+        out.put_u64(self.host.network);
+        out.put_block(&self.socket);
+        out
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("SHM address", bytes);
+        let version = reader.u8()?;
+        if version != Self::VERSION {
+            return Err(error(
+                Kind::Incompatible,
+                format!("the peer's SHM address has version {version}, this release knows {}", Self::VERSION),
+            ));
+        }
+        let host = Host { boot: reader.array()?, network: reader.u64()? };
+        let socket = reader.block(Self::MAX_SOCKET)?.to_vec();
+        if socket.is_empty() {
+            return Err(reader.malformed("a socket without a name"));
+        }
+        reader.end()?;
+        Ok(Address { host, socket })
+    }
+}
+
+/// What the transport, its regions and its links share.
+pub(crate) struct Opened {
+    pub(crate) reactor: Reactor<Machine>,
+    pub(crate) capabilities: Arc<Capabilities>,
+    regions: Arc<Regions>,
+    address: Address,
+    closed: AtomicBool,
+}
+
+struct ShmTransport(Arc<Opened>);
+
+impl ShmTransport {
+    fn check_open(&self) -> Result<()> {
+        if self.0.closed.load(Ordering::Acquire) {
+            return Err(error(Kind::Closed, "the transport has been shut down"));
+        }
+        Ok(())
+    }
+}
+
+// SAFETY: see `ShmLink` for plans. A region's memory is kept by the table of regions until it is revoked, and after
+// that by the machine until every peer that was granted it has let go of it or is dead.
+unsafe impl Transport for ShmTransport {
+    fn capabilities(&self) -> &Capabilities {
+        &self.0.capabilities
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        Ok(self.0.address.encode())
+    }
+
+    fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        self.check_open()?;
+        let memory = &region.memory;
+        if !memory.kind().is_host() || memory.device_access().is_some() && memory.address() == 0 {
+            return Err(error(
+                Kind::Unsupported,
+                format!("SHM moves host memory, and this is {} memory: use a backend that reaches it", memory.kind()),
+            ));
+        }
+        let reach = Reach::of(memory);
+        if reach == Reach::Foreign {
+            readable_by_others(memory)?;
+        }
+        let id = region.id;
+        self.0.regions.open(region);
+        Ok(Arc::new(ShmRegion { opened: Arc::clone(&self.0), id, reach, export: reach.export() }))
+    }
+
+    fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        self.check_open()?;
+        let address = Address::decode(peer.address)?;
+        self.0.address.host.reaches(&address.host)?;
+        let wiring = Arc::new(Wiring {
+            id,
+            peer: peer.identity.clone(),
+            sight: Default::default(),
+            gone: Default::default(),
+        });
+        self.0.reactor.submit(Command::Connect { link: Arc::clone(&wiring), socket: address.socket });
+        Ok(Arc::new(ShmLink::new(Arc::clone(&self.0), wiring)))
+    }
+
+    fn resume(&self) {
+        self.0.reactor.submit(Command::Resume);
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        self.0.closed.store(true, Ordering::Release);
+        // The machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        self.0.reactor.submit(Command::Shutdown { done });
+        self.0.reactor.stop();
+    }
+}
+
+/// One of our regions.
+pub(crate) struct ShmRegion {
+    opened: Arc<Opened>,
+    pub(crate) id: RegionId,
+    pub(crate) reach: Reach,
+    export: [u8; 2],
+}
+
+impl LocalRegion for ShmRegion {
+    fn export(&self) -> &[u8] {
+        &self.export
+    }
+
+    fn revoke(&self, done: Ticket) {
+        let memory = self.opened.regions.revoke(self.id);
+        self.opened.reactor.submit(Command::Revoke { id: self.id, memory, done });
+    }
+}
+
+/// A name for a socket that nobody can guess.
+pub(crate) fn random_socket_name() -> Result<Vec<u8>> {
+    let random = u128::from_be_bytes(host::random()?);
+    Ok(format!("kvx-shm-{random:032x}").into_bytes())
+}
+
+/// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
+pub(crate) fn name_socket_name(agent: &str) -> Vec<u8> {
+    let hash = agent.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_travel_as_they_are_and_nothing_else_passes() {
+        let address = Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes).unwrap(), address);
+        for len in 0..bytes.len() {
+            assert!(Address::decode(&bytes[..len]).is_err());
+        }
+        let newer = [&[9], &bytes[1..]].concat();
+        assert_eq!(Address::decode(&newer).unwrap_err().kind(), Kind::Incompatible);
+        let nameless = Address { socket: Vec::new(), ..address };
+        assert_eq!(Address::decode(&nameless.encode()).unwrap_err().kind(), Kind::Malformed);
+    }
+}

@@ -1,0 +1,150 @@
+//! The options of TCP: the table `tcp`.
+//!
+//! | option | default | what it does |
+//! |---|---|---|
+//! | `bind` | `127.0.0.1` | the address (or name) to listen on; `0.0.0.0` and `::` need `advertise` |
+//! | `advertise` | the bound address | what peers connect to: addresses or names, each with or without a port |
+//! | `ports` | a free one | `7000` or `7000-7010`: the first free port is taken |
+//! | `connections` | 2 | bulk lanes of a link that this agent opens; a small lane comes on top |
+//! | `max_connections` | 1024 | connections of peers that are served at a time |
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::ops::RangeInclusive;
+
+use kvx_core::{Error, Kind, Options, Result};
+
+use super::address::MAX_ADDRESSES;
+
+/// Bulk lanes of a link, unless `tcp.connections` says otherwise.
+const CONNECTIONS: u64 = 2;
+/// Connections served at a time, unless `tcp.max_connections` says otherwise.
+const MAX_CONNECTIONS: u64 = 1024;
+
+/// The parsed table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Config {
+    pub(super) bind: IpAddr,
+    /// What peers connect to; port 0 stands for the one that is bound. Empty: the bound address.
+    pub(super) advertise: Vec<SocketAddr>,
+    pub(super) ports: Option<RangeInclusive<u16>>,
+    pub(super) connections: usize,
+    pub(super) max_connections: usize,
+}
+
+impl Config {
+    /// Reads the table. Errors: `Invalid`, naming the option.
+    pub(super) fn read(options: &Options) -> Result<Self> {
+        let table = options.table("tcp", &["bind", "advertise", "ports", "connections", "max_connections"])?;
+        let bind = match table.text("bind")? {
+            None => IpAddr::from([127, 0, 0, 1]),
+            Some(text) => resolve("bind", text)?.ip(),
+        };
+        let advertise = table.texts("advertise")?.unwrap_or_default();
+        if advertise.len() > MAX_ADDRESSES {
+            let count = advertise.len();
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"),
+            ));
+        }
+        let advertise = advertise.iter().map(|text| resolve("advertise", text)).collect::<Result<Vec<_>>>()?;
+        if let Some(bad) = advertise.iter().find(|address| address.ip().is_unspecified()) {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("option \"tcp.advertise\" is {}: nobody can connect to that; write an address", bad.ip()),
+            ));
+        }
+        let ports = match table.text("ports") {
+            Ok(text) => text.map(parse_ports).transpose()?,
+            Err(_) => table.number("ports", 1..=65535)?.map(|port| port as u16..=port as u16),
+        };
+        Ok(Config {
+            bind,
+            advertise,
+            ports,
+            connections: table.number("connections", 1..=64)?.unwrap_or(CONNECTIONS) as usize,
+            max_connections: table.number("max_connections", 2..=1 << 20)?.unwrap_or(MAX_CONNECTIONS) as usize,
+        })
+    }
+}
+
+/// `7000`, or `7000-7010`.
+fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
+    let (from, to) = text.split_once('-').unwrap_or((text, text));
+    match (from.trim().parse::<u16>(), to.trim().parse::<u16>()) {
+        (Ok(from), Ok(to)) if from > 0 && from <= to => Ok(from..=to),
+        _ => Err(Error::new(
+            Kind::Invalid,
+            format!("option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \"7000-7010\""),
+        )),
+    }
+}
+
+/// An address or a name, with or without a port; 0 stands for none.
+fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
+    if let Ok(ip) = text.trim_matches(['[', ']']).parse::<IpAddr>() {
+        return Ok(SocketAddr::new(ip, 0));
+    }
+    if let Ok(address) = text.parse::<SocketAddr>() {
+        return Ok(address);
+    }
+    let (name, port) = match text.rsplit_once(':') {
+        Some((name, port)) => (name, port.parse::<u16>().ok()),
+        None => (text, Some(0)),
+    };
+    let wrong = |why: String| {
+        Error::new(
+            Kind::Invalid,
+            format!("option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that resolves"),
+        )
+    };
+    let port = port.ok_or_else(|| wrong("whose port is not a number".into()))?;
+    let mut found = (name, port).to_socket_addrs().map_err(|error| wrong(format!("which does not resolve ({error})")))?;
+    found.next().ok_or_else(|| wrong("which resolves to nothing".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(json: &str) -> Result<Config> {
+        Config::read(&Options::parse(json).unwrap())
+    }
+
+    #[test]
+    fn the_default_is_loopback_and_a_free_port() {
+        let config = read("{}").unwrap();
+        assert_eq!(config.bind, IpAddr::from([127, 0, 0, 1]));
+        assert_eq!((config.ports, config.advertise), (None, vec![]));
+    }
+
+    #[test]
+    fn ports_are_a_number_or_a_range() {
+        assert_eq!(read(r#"{"tcp": {"ports": 7000}}"#).unwrap().ports, Some(7000..=7000));
+        assert_eq!(read(r#"{"tcp": {"ports": "7000-7010"}}"#).unwrap().ports, Some(7000..=7010));
+        for bad in [r#""7010-7000""#, r#""many""#, "0", "65536", r#""-""#, "[]"] {
+            let error = read(&format!(r#"{{"tcp": {{"ports": {bad}}}}}"#)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.sentence().contains("tcp.ports"), "{error}");
+        }
+    }
+
+    #[test]
+    fn addresses_come_with_or_without_a_port_and_in_both_families() {
+        let config = read(r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#);
+        let config = config.unwrap();
+        assert_eq!(config.bind, "::1".parse::<IpAddr>().unwrap());
+        assert_eq!(config.advertise[0], "10.0.0.5:0".parse().unwrap());
+        assert_eq!(config.advertise[1], "[fd00::1]:81".parse().unwrap());
+        assert!(config.advertise[2].ip().is_loopback() && config.advertise[2].port() == 80);
+        for bad in [r#"{"bind": "no such host."}"#, r#"{"advertise": "0.0.0.0"}"#, r#"{"advertise": "a:b"}"#] {
+            let error = read(&format!(r#"{{"tcp": {bad}}}"#)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_option_is_named() {
+        assert!(read(r#"{"tcp": {"port": 1}}"#).unwrap_err().sentence().contains("tcp.ports"));
+    }
+}

@@ -1,0 +1,61 @@
+//! What a clause answers.
+
+use std::fmt;
+
+/// The answer of a clause: it holds, or why not.
+pub type Check = Result<(), Failure>;
+
+/// Why a clause does not hold.
+#[derive(Clone, Debug)]
+pub struct Failure(String);
+
+impl Failure {
+    /// A failure with its reason.
+    pub fn new(why: impl Into<String>) -> Self {
+        Failure(why.into())
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<kvx_core::Error> for Failure {
+    fn from(error: kvx_core::Error) -> Self {
+        Failure(format!("unexpected error {error:?}"))
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Failure(format!("unexpected error {error}"))
+    }
+}
+
+/// Fails the clause unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($why:tt)+) => {
+        if !$condition {
+            return Err($crate::check::Failure::new(format!($($why)+)));
+        }
+    };
+}
+
+/// Fails the clause unless the result is an error of this kind (or one of these).
+macro_rules! ensure_kind {
+    ($result:expr, $($kind:ident)|+) => {
+        match &$result {
+            Err(error) if matches!(error.kind(), $(kvx_core::Kind::$kind)|+) => {}
+            Err(error) => return Err($crate::check::Failure::new(format!(
+                "{}: {:?} was wanted, it was {:?}", stringify!($result), [$(kvx_core::Kind::$kind),+], error
+            ))),
+            Ok(_) => return Err($crate::check::Failure::new(format!(
+                "{}: {:?} was wanted, it succeeded", stringify!($result), [$(kvx_core::Kind::$kind),+]
+            ))),
+        }
+    };
+}
+
+pub(crate) use {ensure, ensure_kind};

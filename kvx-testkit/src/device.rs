@@ -1,0 +1,3 @@
+//! A plain test device (being written).
+/// draft
+pub struct TestDevice;

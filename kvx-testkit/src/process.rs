@@ -1,0 +1,108 @@
+//! Processes of tests: started, stopped, killed by pid; none outlives its test.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+
+use crate::check::Failure;
+
+/// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.
+pub struct Child {
+    process: std::process::Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Child {
+    /// Starts this program again with `variable` set to `value`.
+    pub fn start_self(variable: &str, value: &str) -> Result<Self, Failure> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.env(variable, value).stdin(Stdio::piped()).stdout(Stdio::piped());
+        // SAFETY: between fork and exec only prctl is called, which is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0 {
+                    Ok(())
+                } else {
+                    Err(std::io::Error::last_os_error())
+                }
+            });
+        }
+        let mut process = command.spawn()?;
+        let stdin = process.stdin.take().ok_or_else(|| Failure::new("the child has no standard input"))?;
+        let stdout = process.stdout.take().ok_or_else(|| Failure::new("the child has no standard output"))?;
+        let (sender, answers) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines() {
+                let Ok(line) = line else { break };
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Child { process, stdin, answers })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Sends a line.
+    pub fn say(&mut self, line: &str) -> Result<(), Failure> {
+        writeln!(self.stdin, "{line}").and_then(|()| self.stdin.flush())?;
+        Ok(())
+    }
+
+    /// The next line it writes.
+    pub fn hear(&self, patience: Duration) -> Result<String, Failure> {
+        self.answers.recv_timeout(patience).map_err(|error| match error {
+            RecvTimeoutError::Timeout => Failure::new(format!("the other process did not answer within {patience:?}")),
+            RecvTimeoutError::Disconnected => Failure::new("the other process ended"),
+        })
+    }
+
+    fn signal(&self, signal: Signal) -> Result<(), Failure> {
+        let pid = Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))?;
+        // The child is not reaped before `kill`, so its id is its own.
+        rustix::process::kill_process(pid, signal).map_err(|error| Failure::new(format!("no signal sent: {error}")))
+    }
+
+    /// Stops it (SIGSTOP) and waits until it has stopped.
+    pub fn stop(&self) -> Result<(), Failure> {
+        self.signal(Signal::STOP)?;
+        let stat = format!("/proc/{}/stat", self.process.id());
+        for _ in 0..10_000 {
+            let text = std::fs::read_to_string(&stat)?;
+            if text.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        Err(Failure::new("the other process did not stop"))
+    }
+
+    /// Lets it go on (SIGCONT).
+    pub fn go_on(&self) -> Result<(), Failure> {
+        self.signal(Signal::CONT)
+    }
+
+    /// Kills it (SIGKILL) and reaps it.
+    pub fn kill(&mut self) -> Result<(), Failure> {
+        self.process.kill()?;
+        self.process.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // Errors: it has been killed already.
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}

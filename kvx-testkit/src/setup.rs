@@ -1,0 +1,160 @@
+//! A pair of agents over one backend, in one process or in two.
+
+use std::time::Duration;
+
+use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry};
+
+use crate::check::Failure;
+use crate::far::{AgentSpec, Far};
+use crate::pattern;
+
+/// The most that any single step of a clause may take before it counts as a hang.
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
+
+/// Where the far end lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// In this process.
+    OneProcess,
+    /// In a process of its own.
+    TwoProcesses,
+}
+
+/// What a clause runs on: a backend of a registry.
+#[derive(Clone)]
+pub struct Setup {
+    /// Builds the registry; the far end calls it in its own process with the same variant.
+    pub registry: fn(&str) -> Registry,
+    /// Which variant of the registry; what it means is the test program's business.
+    pub variant: String,
+    /// Backends that the agents are restricted to.
+    pub backends: Vec<String>,
+    /// Options of both agents, as JSON.
+    pub options: String,
+    /// Where the far end lives.
+    pub mode: Mode,
+    /// `peer_timeout` of both agents.
+    pub peer_timeout: Duration,
+    /// Bounds of both agents' queues of notifications: number and bytes.
+    pub inbox: (usize, usize),
+    /// Whether regions are kvx pools; else memory of the program's.
+    pub pools: bool,
+    /// Shorter measurements (idle for 2 s instead of 10).
+    pub quick: bool,
+}
+
+impl Setup {
+    /// Agents over `backend` of `registry(variant)`.
+    pub fn new(registry: fn(&str) -> Registry, variant: &str, backend: &str, mode: Mode) -> Self {
+        Setup {
+            registry,
+            variant: variant.to_owned(),
+            backends: vec![backend.to_owned()],
+            options: "{}".to_owned(),
+            mode,
+            peer_timeout: Duration::from_secs(10),
+            inbox: (4096, 64 << 20),
+            pools: true,
+            quick: false,
+        }
+    }
+
+    /// The registry of this process.
+    pub fn registry(&self) -> Registry {
+        (self.registry)(&self.variant)
+    }
+
+    /// What the backend promises. Fails when it is not available.
+    pub fn capabilities(&self) -> Result<Capabilities, Failure> {
+        let options = Options::parse(&self.options)?;
+        let registry = self.registry();
+        Ok(registry.require(&self.backends[0], &options)?.1.capabilities)
+    }
+
+    /// An agent of this setup in this process.
+    pub fn agent(&self, name: &str) -> Result<Agent, Failure> {
+        Ok(self.builder(name)?.build(&self.registry())?)
+    }
+
+    /// The same, to be changed before it is built.
+    pub fn builder(&self, name: &str) -> Result<kvx_core::Builder, Failure> {
+        Ok(Agent::builder(name)
+            .backends(self.backends.clone())
+            .options(Options::parse(&self.options)?)
+            .peer_timeout(self.peer_timeout)
+            .notifications(self.inbox.0, self.inbox.1))
+    }
+
+    /// Memory as this setup wants it, filled with content `seed`.
+    pub fn memory(&self, len: usize, seed: u64) -> Result<Memory, Failure> {
+        let memory = if self.pools { Memory::pool(len).build()? } else { Memory::owned(vec![0; len]) };
+        pattern::fill(&memory, seed)?;
+        Ok(memory)
+    }
+
+    fn spec(&self, name: &str) -> AgentSpec {
+        AgentSpec {
+            name: name.to_owned(),
+            backends: self.backends.clone(),
+            options: self.options.clone(),
+            secret: None,
+            peer_timeout: self.peer_timeout,
+            inbox: self.inbox,
+        }
+    }
+
+    /// A far end without agents.
+    pub fn far(&self) -> Result<Far, Failure> {
+        match self.mode {
+            Mode::OneProcess => Ok(Far::here(self.registry())),
+            Mode::TwoProcesses => Far::there(&self.variant),
+        }
+    }
+
+    /// Builds a further agent at the far end; gives its number.
+    pub fn far_agent(&self, far: &mut Far, name: &str) -> Result<usize, Failure> {
+        Ok(far.build(self.spec(name))??)
+    }
+
+    /// A pair: an agent `near` here, and an agent `far` at the far end. Not connected yet.
+    pub fn pair(&self) -> Result<Pair, Failure> {
+        let mut far = self.far()?;
+        self.far_agent(&mut far, "far")?;
+        Ok(Pair { near: self.agent("near")?, far, setup: self.clone() })
+    }
+}
+
+/// Two agents that may talk.
+pub struct Pair {
+    /// The one in this process: the initiator of most clauses.
+    pub near: Agent,
+    /// The other end: the target of most clauses.
+    pub far: Far,
+    /// What they were made from.
+    pub setup: Setup,
+}
+
+impl Pair {
+    /// Registers `len` bytes of content `seed` here.
+    pub fn near_region(&self, name: &str, len: usize, seed: u64) -> Result<Region, Failure> {
+        Ok(self.near.register(name, self.setup.memory(len, seed)?)?)
+    }
+
+    /// Registers `len` bytes of content `seed` at the far end; gives the region's number there.
+    pub fn far_region(&mut self, name: &str, len: usize, seed: u64) -> Result<usize, Failure> {
+        self.far.register(name, len, self.setup.pools, Some(seed))
+    }
+
+    /// Connects near to far with far's metadata of now, and waits until the link is up.
+    pub async fn connect(&mut self) -> Result<Peer, Failure> {
+        let peer = self.near.connect(&self.far.metadata()?)?;
+        peer.ready(CUT_OFF).await?;
+        Ok(peer)
+    }
+
+    /// Connects far to near; gives the peer's number there.
+    pub fn connect_back(&mut self) -> Result<usize, Failure> {
+        let metadata = self.near.metadata()?;
+        self.far.connect(0, &metadata)
+    }
+}

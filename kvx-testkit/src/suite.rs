@@ -1,0 +1,127 @@
+//! Runs the clauses as a test program, once per backend and mode.
+
+use std::process::ExitCode;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use kvx_core::Registry;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use crate::check::Check;
+use crate::clauses::{CLAUSES, Clause, Runs};
+use crate::executor::run;
+use crate::far;
+use crate::setup::{Mode, Setup};
+use crate::skip::skip;
+
+/// A clause that a backend cannot keep, as data.
+#[derive(Clone, Copy, Debug)]
+pub struct Gap {
+    /// The clause's id.
+    pub clause: &'static str,
+    /// The measured reason.
+    pub reason: &'static str,
+}
+
+/// The suite over one backend.
+#[derive(Clone)]
+pub struct Suite {
+    /// The backend's name.
+    pub backend: &'static str,
+    /// Shown in test names; differs when one backend is run in several ways.
+    pub label: &'static str,
+    /// The registry's variant.
+    pub variant: &'static str,
+    /// Options of both agents, as JSON.
+    pub options: &'static str,
+    /// Whether regions are kvx pools.
+    pub pools: bool,
+    /// What the backend cannot keep.
+    pub gaps: &'static [Gap],
+}
+
+impl Suite {
+    /// The suite over a backend as it comes.
+    pub const fn over(backend: &'static str) -> Self {
+        Suite { backend, label: backend, variant: "", options: "{}", pools: true, gaps: &[] }
+    }
+
+    fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
+        let mut setup = Setup::new(registry, self.variant, self.backend, mode);
+        setup.options = self.options.to_owned();
+        setup.pools = self.pools;
+        setup
+    }
+}
+
+/// Serves as a far end and ends the process, if that is what this process was started for. Call it first in `main`.
+pub fn serve_if_asked(registry: fn(&str) -> Registry) {
+    if let Ok(variant) = std::env::var(far::VARIABLE) {
+        far::serve(registry(&variant));
+        std::process::exit(0);
+    }
+}
+
+/// The `main` of a conformance test (`harness = false`): every clause, in one process and in two.
+pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> ExitCode {
+    serve_if_asked(registry);
+    let mut trials = Vec::new();
+    for suite in suites {
+        for clause in CLAUSES.iter().flat_map(|room| room.iter()) {
+            for mode in modes(clause.runs) {
+                let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
+                let place = if *mode == Mode::OneProcess { "one" } else { "two" };
+                let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
+                let title = name.clone();
+                trials.push(Trial::test(name, move || judge(&title, &suite, clause, setup)));
+            }
+        }
+    }
+    let mut arguments = Arguments::from_args();
+    // Clauses measure time and CPU, and start processes: two at once are enough for a small machine.
+    arguments.test_threads.get_or_insert(2);
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+pub(crate) fn modes(runs: Runs) -> &'static [Mode] {
+    match runs {
+        Runs::OneProcess => &[Mode::OneProcess],
+        Runs::TwoProcesses => &[Mode::TwoProcesses],
+        Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
+        Runs::Compiler => &[],
+    }
+}
+
+fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {
+    if let Err(error) = setup.registry().require(suite.backend, &kvx_core::Options::parse(suite.options)?) {
+        skip(title, &error.to_string(), "see the reason");
+        return Ok(());
+    }
+    let gap = suite.gaps.iter().find(|gap| gap.clause == clause.id);
+    match (within(clause, setup, Duration::from_secs(90)), gap) {
+        (Ok(()), None) => Ok(()),
+        (Err(failure), None) => Err(failure.to_string().into()),
+        (Err(_), Some(_)) => Ok(()),
+        (Ok(()), Some(gap)) => {
+            Err(format!("clause {} is listed as a gap ({}) but holds: remove the row", gap.clause, gap.reason).into())
+        }
+    }
+}
+
+/// Runs a clause on a thread of its own, so that a hang is a failure and not the end of the run.
+pub(crate) fn within(clause: &'static Clause, setup: Setup, patience: Duration) -> Check {
+    let (sender, answer) = channel();
+    let thread = std::thread::Builder::new().name(clause.name.into()).spawn(move || {
+        sender.send(run((clause.test)(&setup))).ok();
+    })?;
+    match answer.recv_timeout(patience) {
+        Ok(check) => {
+            thread.join().ok();
+            check
+        }
+        Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+            Err(crate::Failure::new(format!("it did not end within {patience:?}")))
+        }
+        Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(crate::Failure::new("it panicked")),
+    }
+}

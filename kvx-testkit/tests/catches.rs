@@ -1,0 +1,2 @@
+//! Every clause of the suite must be seen to fail.
+fn main() {}

@@ -286,6 +286,15 @@ impl AgentInner {
         }
     }
 
+    fn begin(&self, peer: Arc<PeerInner>) -> Peer {
+        let mut tables = self.tables.lock();
+        tables.peers.retain(|_, peer| peer.strong_count() > 0);
+        tables.peers.insert(peer.identity.clone(), Arc::downgrade(&peer));
+        drop(tables);
+        peer.begin();
+        Peer(peer)
+    }
+
     fn resume_transports(&self) {
         for open in &self.transports {
             open.transport.resume();
@@ -309,7 +318,7 @@ impl AgentInner {
                 peer.lose(closed(), Vec::new());
             }
         }
-        self.inbox.wake_all();
+        self.inbox.close();
         let left = self.budget.drained(deadline);
         let regions: Vec<_> = regions.into_iter().filter_map(|region| region.upgrade()).collect();
         let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown(&self.clock, deadline)).collect();
@@ -471,18 +480,13 @@ impl Agent {
         self.0.check_open()?;
         let metadata = Metadata::decode(metadata)?;
         let known = self.0.tables.lock().peers.get(&metadata.identity).and_then(Weak::upgrade);
-        if let Some(known) = known.filter(|peer| !peer.is_lost()) {
+        if let Some(known) = known.filter(|peer| peer.lost().is_none()) {
             known.update(metadata)?;
             return Ok(Peer(known));
         }
         let identity = metadata.identity.clone();
-        let peer = PeerInner::new(Arc::clone(&self.0), identity.clone(), About::Kvx(Arc::new(metadata)), None);
-        let mut tables = self.0.tables.lock();
-        tables.peers.retain(|_, peer| peer.strong_count() > 0);
-        tables.peers.insert(identity, Arc::downgrade(&peer));
-        drop(tables);
-        peer.begin();
-        Ok(Peer(peer))
+        let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Kvx(Arc::new(metadata)), None);
+        Ok(self.0.begin(peer))
     }
 
     /// A handle to an agent that is not kvx, from its own blob: a NIXL agent's (`RIXL`) or a Mooncake segment's name
@@ -510,8 +514,7 @@ impl Agent {
             incarnation: Incarnation::random()?,
         };
         let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Foreign(blob.into()), Some(at));
-        peer.begin();
-        Ok(Peer(peer))
+        Ok(self.0.begin(peer))
     }
 
     /// The oldest notification, if there is one.
@@ -588,7 +591,7 @@ impl Expire for Wake {
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {
-        if *reason == Reason::Shutdown {
+        if matches!(reason, Reason::Shutdown) {
             self.expire();
         }
     }

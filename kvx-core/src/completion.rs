@@ -157,7 +157,7 @@ impl<T: Send> Expire for Timed<T> {
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {
-        if *reason == Reason::Shutdown {
+        if matches!(reason, Reason::Shutdown) {
             self.shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
         }
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
+use crate::peer::PeerInner;
 use crate::sync::{Condvar, Mutex};
 use crate::{Error, Kind, RegionId, Result};
 
@@ -68,10 +69,11 @@ pub(crate) trait Expire: Send + Sync {
 }
 
 /// Why operations are asked whether they must end early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
     /// A region of this agent is being revoked.
     Region(RegionId),
+    /// This peer is lost, with this error.
+    Lost(Arc<PeerInner>, Error),
     /// The agent is shutting down.
     Shutdown,
 }

@@ -45,6 +45,8 @@ struct State {
     bytes: usize,
     /// Somebody was told `Full` since the queue last had room.
     refused: bool,
+    /// Nobody shall wait any more.
+    closed: bool,
     expected: Vec<Expectation>,
     wakers: Vec<Waker>,
 }
@@ -137,9 +139,15 @@ impl Inbox {
     /// Blocks until there may be one, or until the deadline.
     pub(crate) fn wait_until(&self, until: Option<Instant>) {
         let state = self.state.lock();
-        if state.queue.is_empty() {
+        if state.queue.is_empty() && !state.closed {
             drop(self.arrived.wait_until(state, until));
         }
+    }
+
+    /// Those who wait look again now, and nobody waits from now on.
+    pub(crate) fn close(&self) {
+        self.state.lock().closed = true;
+        self.wake_all();
     }
 
     pub(crate) fn wake_all(&self) {

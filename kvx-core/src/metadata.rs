@@ -24,7 +24,7 @@ const MAX_BYTES: usize = 64 << 20;
 const MAX_BACKENDS: usize = 32;
 const MAX_REGIONS: usize = 65_536;
 const MAX_ADDRESS: usize = 16 << 20;
-const MAX_EXPORT: usize = 64 << 10;
+const MAX_EXPORT: usize = u16::MAX as usize;
 
 /// An agent's metadata, taken apart.
 #[derive(Clone, Debug)]

@@ -1,15 +1,16 @@
 //! Peers: remote agents, the links to them, and the choice among those links.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
 use crate::agent::AgentInner;
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
-use crate::identity::{Identity, Incarnation, LinkId, RegionId};
+use crate::deadline::Reason;
+use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId};
 use crate::metadata::Metadata;
-use crate::plan::{Bindings, Bound, LocalSide, Plan, RemoteSide};
+use crate::plan::{Bindings, Bound, LocalSide, Plan, Released, RemoteSide};
 use crate::region::{PeerRegion, What};
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
@@ -54,6 +55,8 @@ struct Candidate {
     /// Position in the agent's list of transports.
     transport: usize,
     stage: Stage,
+    /// The generation of the metadata that the link was last told.
+    told: Generation,
     imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
     bindings: Bindings,
 }
@@ -104,6 +107,7 @@ impl PeerInner {
                     backend: open.name,
                     transport,
                     stage: Stage::Untried,
+                    told: Generation(0),
                     imports: HashMap::new(),
                     bindings: Bindings::default(),
                 });
@@ -121,8 +125,9 @@ impl PeerInner {
         self.dispatch(Job::Ready(Ticket::new(|_| ())));
     }
 
-    pub(crate) fn is_lost(&self) -> bool {
-        self.state.lock().lost.is_some()
+    /// Why the peer is lost, if it is.
+    pub(crate) fn lost(&self) -> Option<Error> {
+        self.state.lock().lost.clone()
     }
 
     /// Finds a link for a job, opens one, or parks the job until one has come up.
@@ -188,27 +193,36 @@ impl PeerInner {
         let opened = self.start_link(at, id);
         let mut state = self.state.lock();
         let candidate = &mut state.candidates[at];
-        let early = match (opened, &mut candidate.stage) {
-            (Err(error), _) => {
-                candidate.stage = Stage::Refused(error.backend(candidate.backend));
-                None
+        match (opened, &mut candidate.stage) {
+            (Err(error), stage) => {
+                *stage = Stage::Refused(error.backend(candidate.backend));
+                let parked = std::mem::take(&mut state.parked);
+                drop(state);
+                self.agent.forget_link(id);
+                parked.into_iter().for_each(|job| self.dispatch(job));
             }
             (Ok(opened), Stage::Opening { link, early, .. }) => {
                 *link = Some(opened);
-                early.take()
+                let early = early.take();
+                drop(state);
+                early.map(|early| self.link_changed(id, early));
             }
-            (Ok(_), _) => None,
-        };
-        drop(state);
-        if let Some(early) = early {
-            self.link_changed(id, early);
+            (Ok(opened), _) => {
+                drop(state);
+                opened.close(); // the peer was lost meanwhile
+            }
         }
     }
 
     fn start_link(&self, at: usize, id: LinkId) -> Result<Arc<dyn Link>> {
         let (about, transport) = {
-            let state = self.state.lock();
-            (state.about.clone(), state.candidates[at].transport)
+            let mut state = self.state.lock();
+            let about = state.about.clone();
+            let candidate = &mut state.candidates[at];
+            if let About::Kvx(metadata) = &about {
+                candidate.told = metadata.generation;
+            }
+            (about, candidate.transport)
         };
         let open = &self.agent.transports[transport];
         match &about {
@@ -340,6 +354,7 @@ impl PeerInner {
         let bound = Arc::new(Bound::new(&plan.0, id, locals, remotes));
         *plan.0.bound.lock() = Some((id, Arc::clone(&bound)));
         self.state.lock().candidates[at].bindings.add(&plan.0);
+        plan.0.locals.iter().for_each(|region| region.core().bound(&plan.0));
         Ok(bound)
     }
 
@@ -415,7 +430,6 @@ impl PeerInner {
             (Stage::Opening { .. }, LinkState::Lost(error)) => {
                 let error = error.backend(candidate.backend);
                 candidate.stage = Stage::Refused(error.clone());
-                candidate.bindings.release(id);
                 // Nobody answers on any backend: the peer itself is gone.
                 let silent = |candidate: &Candidate| match &candidate.stage {
                     Stage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
@@ -427,24 +441,49 @@ impl PeerInner {
         };
         let parked = std::mem::take(&mut state.parked);
         drop(state);
+        if lost.is_none()
+            && let Err(error) = self.tell_links()
+        {
+            tracing::warn!(peer = %self.identity.name, %error, "a new link did not take the peer's newer metadata");
+        }
         match lost {
             Some(error) => self.lose(error, parked),
             None => parked.into_iter().for_each(|job| self.dispatch(job)),
         }
     }
 
+    /// Tells the links that are up what they do not know yet of the peer's metadata.
+    fn tell_links(&self) -> Result<()> {
+        let (metadata, links) = {
+            let mut state = self.state.lock();
+            let About::Kvx(metadata) = state.about.clone() else { return Ok(()) };
+            let behind = |candidate: &mut Candidate| match &candidate.stage {
+                Stage::Up { link, .. } if candidate.told < metadata.generation => {
+                    candidate.told = metadata.generation;
+                    Some((candidate.backend, Arc::clone(link)))
+                }
+                _ => None,
+            };
+            let links: Vec<_> = state.candidates.iter_mut().filter_map(behind).collect();
+            (metadata, links)
+        };
+        for (backend, link) in links {
+            let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
+            link.update(PeerSection { identity: &metadata.identity, generation: metadata.generation, address })?;
+        }
+        Ok(())
+    }
+
     /// The peer is gone for good: closes all links and fails what waits.
     pub(crate) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
         let error = error.peer(Arc::clone(&self.identity.name));
-        let (links, more) = {
+        let (closed, more) = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
-            (close_all(&mut state, &error), std::mem::take(&mut state.parked))
+            (Closed::all(&mut state, &error), std::mem::take(&mut state.parked))
         };
-        for (id, link) in links {
-            self.agent.forget_link(id);
-            link.close();
-        }
+        self.agent.clock.interrupt(&Reason::Lost(Arc::clone(self), error.clone()));
+        closed.finish(&self.agent);
         for job in parked.into_iter().chain(more) {
             job.fail(error.clone());
         }
@@ -461,7 +500,8 @@ impl PeerInner {
             return Err(self.restarted(metadata.identity.incarnation));
         }
         let metadata = Arc::new(metadata);
-        let links: Vec<_> = {
+        let mut let_go = (Vec::new(), Vec::new());
+        {
             let mut state = self.state.lock();
             let About::Kvx(known) = &state.about else {
                 return Err(Error::new(Kind::Invalid, "a foreign peer has no kvx metadata to update"));
@@ -470,41 +510,52 @@ impl PeerInner {
                 return Ok(false);
             }
             state.about = About::Kvx(Arc::clone(&metadata));
-            let up = |candidate: &mut Candidate| match &candidate.stage {
-                Stage::Up { id, link } => {
-                    // Plans bind anew: regions may have gone.
-                    candidate.bindings.release(*id);
-                    let gone = |id: &RegionId| metadata.regions.iter().all(|region| region.id != *id);
-                    candidate.imports.retain(|id, _| !gone(id));
-                    Some((candidate.backend, Arc::clone(link)))
+            let kept: HashSet<_> = metadata.regions.iter().map(|region| region.id).collect();
+            for candidate in &mut state.candidates {
+                // Plans bind anew: regions may have gone.
+                if let Stage::Up { id, .. } = &candidate.stage {
+                    let_go.0.extend(candidate.bindings.release(*id));
                 }
-                _ => None,
-            };
-            state.candidates.iter_mut().filter_map(up).collect()
-        };
-        for (backend, link) in links {
-            let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
-            let generation = metadata.generation;
-            link.update(PeerSection { identity: &metadata.identity, generation, address })?;
+                let_go.1.extend(candidate.imports.extract_if(|id, _| !kept.contains(id)));
+            }
         }
+        drop(let_go); // without the lock: plans, regions and mappings end here
+        self.tell_links()?;
         Ok(true)
     }
 }
 
-fn close_all(state: &mut State, error: &Error) -> Vec<(LinkId, Arc<dyn Link>)> {
-    let mut links = Vec::new();
-    for candidate in &mut state.candidates {
-        match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
-            Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
-                candidate.bindings.release(id);
-                candidate.imports.clear();
-                links.push((id, link));
+/// What closing all links of a peer leaves to be done without its lock.
+#[derive(Default)]
+struct Closed {
+    links: Vec<(LinkId, Arc<dyn Link>)>,
+    _imports: Vec<HashMap<RegionId, Arc<dyn RemoteRegion>>>,
+    _bindings: Vec<Released>,
+}
+
+impl Closed {
+    fn all(state: &mut State, error: &Error) -> Self {
+        let mut closed = Closed::default();
+        for candidate in &mut state.candidates {
+            match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
+                Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
+                    closed._bindings.extend(candidate.bindings.release(id));
+                    closed._imports.push(std::mem::take(&mut candidate.imports));
+                    closed.links.push((id, link));
+                }
+                kept @ Stage::Refused(_) => candidate.stage = kept,
+                Stage::Untried | Stage::Opening { link: None, .. } => {}
             }
-            kept @ Stage::Refused(_) => candidate.stage = kept,
-            Stage::Untried | Stage::Opening { link: None, .. } => {}
+        }
+        closed
+    }
+
+    fn finish(self, agent: &AgentInner) {
+        for (id, link) in &self.links {
+            agent.forget_link(*id);
+            link.close();
         }
     }
-    links
 }
 
 /// Why none of the backends serves, in one sentence; of the kind that tells most.
@@ -528,12 +579,9 @@ impl Drop for PeerInner {
         let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
         let (links, parked) = {
             let mut state = self.state.lock();
-            (close_all(&mut state, &closed), std::mem::take(&mut state.parked))
+            (Closed::all(&mut state, &closed), std::mem::take(&mut state.parked))
         };
-        for (id, link) in links {
-            self.agent.forget_link(id);
-            link.close();
-        }
+        links.finish(&self.agent);
         for job in parked {
             job.fail(closed.clone());
         }
@@ -648,7 +696,7 @@ impl Peer {
 
     /// Whether the peer is lost, and why.
     pub fn lost(&self) -> Option<Error> {
-        self.0.state.lock().lost.clone()
+        self.0.lost()
     }
 }
 

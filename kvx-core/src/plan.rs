@@ -256,14 +256,15 @@ fn place<R: Place + Clone>(regions: &mut Vec<R>, region: &R, grid: Grid) -> Plac
 
 /// A plan on the link that its route chose: what a transport works from.
 pub struct Bound {
+    // First, so that it is dropped before the regions whose keys it may hold.
+    native: OnceLock<Arc<dyn Any + Send + Sync>>,
+    making: Mutex<()>,
     op: Op,
     link: LinkId,
     pairs: Arc<[Pair]>,
     locals: Vec<LocalSide>,
     remotes: Vec<RemoteSide>,
     size: Size,
-    native: OnceLock<Arc<dyn Any + Send + Sync>>,
-    making: Mutex<()>,
 }
 
 /// A local region of a bound plan.
@@ -349,6 +350,29 @@ impl Bound {
         Segments::new(Arc::clone(self), max_len)
     }
 
+    /// The same plan with other handles of its regions. A transport that wraps another one gives it back the regions
+    /// that it made itself; [`native`](Bound::native) keeps the result.
+    pub fn with_regions(
+        &self,
+        local: impl Fn(&Arc<dyn LocalRegion>) -> Arc<dyn LocalRegion>,
+        remote: impl Fn(&Arc<dyn RemoteRegion>) -> Arc<dyn RemoteRegion>,
+    ) -> Bound {
+        let ours = |side: &LocalSide| LocalSide {
+            memory: Arc::clone(&side.memory),
+            region: local(&side.region),
+            ..*side
+        };
+        let theirs = |side: &RemoteSide| RemoteSide { region: remote(&side.region), ..*side };
+        Bound {
+            pairs: Arc::clone(&self.pairs),
+            locals: self.locals.iter().map(ours).collect(),
+            remotes: self.remotes.iter().map(theirs).collect(),
+            native: OnceLock::new(),
+            making: Mutex::new(()),
+            ..*self
+        }
+    }
+
     /// What the transport prepared for this plan on this link, made at the first call and kept until the link closes
     /// or the plan is dropped. Call it on the reactor: `make` may take long.
     ///
@@ -373,7 +397,7 @@ impl fmt::Debug for Bound {
     }
 }
 
-/// The plans bound to one link, so that closing it can drop their bindings.
+/// Plans that are bound to a link, or name a region, so that its end can drop their bindings.
 #[derive(Default)]
 pub(crate) struct Bindings(Vec<Weak<PlanInner>>);
 
@@ -385,15 +409,28 @@ impl Bindings {
         self.0.push(Arc::downgrade(plan));
     }
 
-    /// Drops the bindings to `link`.
-    pub(crate) fn release(&mut self, link: LinkId) {
-        for plan in self.0.drain(..).filter_map(|plan| plan.upgrade()) {
-            let mut bound = plan.bound.lock();
-            if bound.as_ref().is_some_and(|(on, _)| *on == link) {
-                let released = bound.take();
-                drop(bound);
-                drop(released);
-            }
-        }
+    /// Takes the bindings to `link` off their plans; the caller drops what it gets without holding locks.
+    pub(crate) fn release(&mut self, link: LinkId) -> Vec<Released> {
+        self.release_if(|on| on == link)
     }
+
+    /// Takes all bindings off their plans, as [`release`](Bindings::release).
+    pub(crate) fn release_all(&mut self) -> Vec<Released> {
+        self.release_if(|_| true)
+    }
+
+    fn release_if(&mut self, gone: impl Fn(LinkId) -> bool) -> Vec<Released> {
+        let mut released = Vec::new();
+        for plan in self.0.drain(..).filter_map(|plan| plan.upgrade()) {
+            let bound = plan.bound.lock().take_if(|(on, _)| gone(*on));
+            released.push(Released { _bound: bound, _plan: plan });
+        }
+        released
+    }
+}
+
+/// A binding that a closed link has let go.
+pub(crate) struct Released {
+    _bound: Option<(LinkId, Arc<Bound>)>,
+    _plan: Arc<PlanInner>,
 }

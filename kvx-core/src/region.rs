@@ -11,8 +11,10 @@ use crate::deadline::{Clock, Reason};
 use crate::grid::{Grid, GridSet};
 use crate::identity::{Identity, RegionId, RegionKey};
 use crate::metadata::RegionInfo;
+use crate::plan::{Bindings, PlanInner};
 use crate::quarantine::{self, Held};
 use crate::sync::Mutex;
+use crate::ticket::Settle;
 use crate::transport::{ForeignRange, LocalRegion};
 use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Ticket};
 
@@ -63,6 +65,8 @@ pub(crate) struct RegionCore {
     pins: AtomicUsize,
     revoking: AtomicBool,
     revocation: Mutex<Revocation>,
+    /// Plans whose bindings hold what transports made of it.
+    bindings: Mutex<Bindings>,
 }
 
 #[derive(Default)]
@@ -134,7 +138,7 @@ impl Region {
         let shot = Shot::new();
         shot.by(&agent.clock, deadline.into(), still_shared);
         agent.forget_region(self.id());
-        RegionCore::revoke(&self.0.core, Some(Arc::clone(&shot)), "revoked");
+        self.0.core.revoke(Some(Arc::clone(&shot)), None);
         agent.clock.interrupt(&Reason::Region(self.id()));
         Completion::of(shot)
     }
@@ -173,6 +177,7 @@ impl RegionCore {
             pins: AtomicUsize::new(0),
             revoking: AtomicBool::new(false),
             revocation: Mutex::default(),
+            bindings: Mutex::default(),
         }
     }
 
@@ -192,8 +197,13 @@ impl RegionCore {
         }
     }
 
-    /// Begins, or joins, the revocation. The memory is quarantined until it is done.
-    fn revoke(self: &Arc<Self>, waiting: Option<Arc<Shot<Arc<Memory>>>>, why: &str) {
+    /// A plan that uses it was bound to a link.
+    pub(crate) fn bound(&self, plan: &Arc<PlanInner>) {
+        self.bindings.lock().add(plan);
+    }
+
+    /// Begins, or joins, the revocation; with `quarantine`, a reason, nobody else keeps the memory meanwhile.
+    fn revoke(self: &Arc<Self>, waiting: Option<Arc<Shot<Arc<Memory>>>>, quarantine: Option<&str>) {
         let mut revocation = self.revocation.lock();
         if revocation.done || broken("revoke-at-once") {
             drop(revocation);
@@ -201,10 +211,12 @@ impl RegionCore {
             return;
         }
         revocation.waiting.extend(waiting);
-        let first = !self.revoking.swap(true, Ordering::SeqCst);
-        if first && why != "revoked" {
+        if let Some(why) = quarantine
+            && revocation.held.is_none()
+        {
             revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
         }
+        self.revoking.store(true, Ordering::SeqCst);
         drop(revocation);
         if self.pins.load(Ordering::SeqCst) == 0 {
             self.ask_transports();
@@ -222,9 +234,10 @@ impl RegionCore {
             // One more than there are, so that the last answer cannot come before all are asked.
             revocation.left = Some(locals.len() + 1);
         }
+        let bindings = self.bindings.lock().release_all();
+        drop(bindings); // prepared lists end before what they name
         for local in locals {
-            let core = Arc::clone(self);
-            local.revoke(Ticket::new(move |result| core.answered(result)));
+            local.revoke(Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
         }
         self.answered(Ok(()));
     }
@@ -233,7 +246,7 @@ impl RegionCore {
     pub(crate) fn revoke_at_shutdown(self: &Arc<Self>, clock: &Clock, deadline: Deadline) -> Completion<Arc<Memory>> {
         let shot = Shot::new();
         shot.by(clock, deadline, still_shared);
-        self.revoke(Some(Arc::clone(&shot)), "revoked");
+        self.revoke(Some(Arc::clone(&shot)), None);
         Completion::of(shot)
     }
 
@@ -263,6 +276,8 @@ impl RegionCore {
                 }
                 // The quarantine lasts: nothing will ever prove the access ended.
                 std::mem::forget(revocation.held.take());
+                // A later revoke gets the same answer.
+                revocation.left = Some(1);
                 drop(revocation);
                 Err(error)
             }
@@ -271,20 +286,16 @@ impl RegionCore {
             shot.finish(result.clone());
         }
     }
+}
 
-    /// Whether the revocation is complete.
-    pub(crate) fn is_revoked(&self) -> bool {
-        self.revocation.lock().done
+/// A transport's answer to a revocation.
+impl Settle for RegionCore {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        self.answered(result);
     }
 
-    /// After a revocation timed out: says so, and keeps the memory.
-    pub(crate) fn quarantine_if_shared(self: &Arc<Self>, why: &str) {
-        let mut revocation = self.revocation.lock();
-        if !revocation.done && revocation.held.is_none() {
-            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
-            // Transports may drop their tickets with this region's last handle: it must live until they answer.
-            std::mem::forget(Arc::clone(self));
-        }
+    fn forgotten(self: Arc<Self>) {
+        self.answered(Err(Error::new(Kind::Forgotten, "a transport lost the revocation: report this as a bug of it")));
     }
 }
 
@@ -294,10 +305,7 @@ impl Drop for Handle {
             return;
         }
         self.agent.forget_region(self.core.id);
-        if !self.core.is_revoked() {
-            RegionCore::revoke(&self.core, None, "dropped without being revoked");
-            self.core.quarantine_if_shared("dropped while its revocation was under way");
-        }
+        self.core.revoke(None, Some("dropped without a finished revocation"));
     }
 }
 

@@ -134,6 +134,14 @@ impl Registry {
         Ok(self)
     }
 
+    /// The same registry with each factory inside another one, of the same name.
+    #[must_use]
+    pub fn wrapped(mut self, wrap: impl Fn(Arc<dyn Factory>) -> Arc<dyn Factory>) -> Self {
+        self.factories = self.factories.into_iter().map(wrap).collect();
+        self.factories.sort_by_key(|factory| factory.placement().order);
+        self
+    }
+
     /// All factories, in order of preference.
     pub fn factories(&self) -> &[Arc<dyn Factory>] {
         &self.factories

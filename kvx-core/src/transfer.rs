@@ -153,8 +153,8 @@ impl TransferState {
     pub(crate) fn posted(self: &Arc<Self>) {
         let mut state = self.state.lock();
         state.post_time = self.posted.elapsed();
-        let open = matches!(state.stage, Stage::Parked | Stage::InFlight);
-        if open && let Some(at) = self.deadline.instant() {
+        // Settled but not resolved: its notification is under way, and the deadline holds for that too.
+        if matches!(state.outcome, Outcome::Pending) && let Some(at) = self.deadline.instant() {
             state.watch = Some(self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>));
         }
     }
@@ -181,6 +181,9 @@ impl TransferState {
     /// Decides the outcome, unless it is decided.
     fn resolve(&self, result: Result<Report>) {
         let result = result.map_err(|error| {
+            // A link that was closed because the peer is lost says less than the loss.
+            let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
+            let error = lost.unwrap_or(error);
             let error = error.operation(match self.plan.op() {
                 crate::Op::Read => "read",
                 crate::Op::Write => "write",
@@ -355,6 +358,9 @@ impl Expire for TransferState {
                     self.cancel(Error::new(Kind::Revoked, "a region of the transfer was revoked meanwhile"));
                 }
             }
+            // Resolved at once; it settles when the link has its own proof that nobody touches the memory.
+            Reason::Lost(peer, error) if Arc::ptr_eq(peer, &self.peer) => self.resolve(Err(error.clone())),
+            Reason::Lost(..) => {}
             Reason::Shutdown => {
                 let closed = || Error::new(Kind::Closed, "the agent was shut down meanwhile");
                 self.resolve(Err(closed()));

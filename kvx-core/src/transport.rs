@@ -110,8 +110,8 @@ pub unsafe trait Transport: Send + Sync {
     /// Makes a region known to peers. May block. `Unsupported`, with the reason, for memory it cannot serve.
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>>;
 
-    /// Starts a link to a peer and returns at once; `Up` or `Lost` follows on [`Events::link`], perhaps before this
-    /// returns. An error means that the section makes no sense, or that this peer cannot be reached at all.
+    /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within the
+    /// `peer_timeout`, perhaps before this returns. An error means that the section makes no sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;
 
     /// Starts a link to an agent that is not kvx, from its own metadata.
@@ -142,7 +142,7 @@ pub trait LocalRegion: Any + Send + Sync {
     /// What peers need beside number, key and length; part of the metadata.
     fn export(&self) -> &[u8];
 
-    /// Ends remote access. `done` settles when no remote operation reaches the region any more; with an error when
+    /// Ends remote access; called when the agent's own transfers on it have settled. `done` settles when no remote operation reaches the region any more; with an error when
     /// that cannot be known.
     fn revoke(&self, done: Ticket);
 }
@@ -203,8 +203,9 @@ pub unsafe trait Link: Send + Sync {
     /// A newer generation of the same incarnation.
     fn update(&self, peer: PeerSection<'_>) -> Result<()>;
 
-    /// Makes a region of the peer usable: once per region and link, after `Up`, before a plan uses it. `Unsupported`,
-    /// with the reason, for memory this link cannot reach.
+    /// Makes a region of the peer usable: after `Up`, before a plan uses it, twice only in a race. Returns at once and
+    /// decides from what is known since `Up`: it may run on the reactor's own thread, so what needs the peer or the
+    /// library waits for the first post. `Unsupported`, with the reason, for memory this link cannot reach.
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>>;
 
     /// The same for a foreign agent's memory.
@@ -213,9 +214,12 @@ pub unsafe trait Link: Send + Sync {
     }
 
     /// Starts a transfer. Never blocks; may do a little at once ([`INLINE_BYTES`] and [`INLINE_SEGMENTS`] in all).
+    /// `Ok` of a write says that the data is visible at the target: core sends notifications after it. Let go of
+    /// `plan` before settling.
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket);
 
-    /// Sends a notification; `done` settles when the peer's agent has it. Never blocks.
+    /// Sends a notification; `done` settles when the peer's agent has it (a foreign agent's: when the library has taken
+    /// it). Never blocks.
     fn notify(&self, bytes: &[u8], done: Ticket);
 
     /// Stops a transfer as soon as possible. Best effort; the ticket still settles.
@@ -226,7 +230,7 @@ pub unsafe trait Link: Send + Sync {
         false
     }
 
-    /// Ends the link; what is in flight fails with `Closed`.
+    /// Ends the link. What is in flight settles with `Closed`, each when it is proven that nobody touches its memory.
     fn close(&self);
 }
 
@@ -256,7 +260,8 @@ pub enum LinkState {
     Up,
     /// Its capabilities or its description changed.
     Changed,
-    /// It is gone for good, or never came up. What was in flight settles with this error.
+    /// It is gone for good, or never came up. Core resolves what is in flight with this error at once; each ticket
+    /// settles when it is proven that nobody touches its memory.
     Lost(Error),
     /// Another incarnation answered under the peer's name.
     Restarted(Incarnation),

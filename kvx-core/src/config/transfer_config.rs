@@ -223,7 +223,7 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "{} of older versions: {compat} has no such field and kvx does not use it; remove it",
+                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat to \"0.20\"",
                     removed.join(", ")
                 ),
             );

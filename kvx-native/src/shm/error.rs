@@ -70,6 +70,11 @@ pub(crate) fn revoked(id: RegionId) -> Error {
     error(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
 }
 
+/// The transport ended before a peer had let go of a region.
+pub(crate) fn still_shared(id: RegionId) -> Error {
+    error(Kind::StillShared, format!("a peer had not let go of region {id} when the transport was shut down"))
+}
+
 /// Why `process_vm_readv` was refused, and what to do about it.
 pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
     let cause = match errno {

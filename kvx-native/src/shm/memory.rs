@@ -12,7 +12,7 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::error::{error, revoked};
+use super::error::{error, revoked, still_shared};
 use super::messages::Reached;
 
 /// How other processes reach a region; travels in the metadata.
@@ -55,6 +55,8 @@ struct Table {
     open: HashMap<RegionId, RegionSpec>,
     /// Numbers are never used twice, so a revoked region is known as one for ever.
     revoked: HashSet<RegionId>,
+    /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
+    unproven: HashSet<RegionId>,
 }
 
 impl Regions {
@@ -66,11 +68,15 @@ impl Regions {
         self.table().open.insert(region.id, region);
     }
 
-    /// Refuses it from now on, and hands out what must be kept until peers have let go of it.
-    pub(crate) fn revoke(&self, id: RegionId) -> Option<RegionSpec> {
+    /// Refuses it from now on, and hands out what must be kept until peers have let go of it. Errors: `StillShared`
+    /// when the transport ended without knowing that.
+    pub(crate) fn revoke(&self, id: RegionId) -> Result<Revoked> {
         let mut table = self.table();
+        if table.unproven.contains(&id) {
+            return Err(still_shared(id));
+        }
         table.revoked.insert(id);
-        table.open.remove(&id)
+        Ok(Revoked { id, _memory: table.open.remove(&id) })
     }
 
     /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `Revoked`, `WrongKey`.
@@ -90,10 +96,24 @@ impl Regions {
         }
     }
 
-    /// Takes everything out, for a transport that ends.
-    pub(crate) fn drain(&self) -> Vec<RegionSpec> {
-        self.table().open.drain().map(|(_, region)| region).collect()
+    /// The transport ends: lets go of all memory but that which peers may still read, which is never freed.
+    pub(crate) fn close(&self, unproven: impl IntoIterator<Item = RegionId>) {
+        let mut table = self.table();
+        for id in unproven {
+            table.unproven.insert(id);
+            std::mem::forget(table.open.remove(&id));
+        }
+        let open = std::mem::take(&mut table.open);
+        drop(table);
+        drop(open); // may run the drop of an owner of adopted memory
     }
+}
+
+/// A region that is being revoked, and what keeps its memory meanwhile.
+#[derive(Debug)]
+pub(crate) struct Revoked {
+    pub(crate) id: RegionId,
+    _memory: Option<RegionSpec>,
 }
 
 /// What a peer is told about memory that it may read.
@@ -306,8 +326,10 @@ mod tests {
         assert_eq!(kind(1, 1), None);
         assert_eq!(kind(1, 2), Some(Kind::WrongKey));
         assert_eq!(kind(2, 1), Some(Kind::Unregistered));
-        assert!(regions.revoke(RegionId(1)).is_some());
+        regions.revoke(RegionId(1)).unwrap();
         assert_eq!(kind(1, 1), Some(Kind::Revoked));
+        regions.close([RegionId(3)]);
+        assert_eq!(regions.revoke(RegionId(3)).unwrap_err().kind(), Kind::StillShared);
     }
 
     #[test]

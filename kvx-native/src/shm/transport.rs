@@ -153,7 +153,7 @@ unsafe impl Transport for ShmTransport {
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
         self.check_open()?;
         let memory = &region.memory;
-        if !memory.kind().is_host() || memory.device_access().is_some() && memory.address() == 0 {
+        if !memory.kind().is_host() {
             return Err(error(
                 Kind::Unsupported,
                 format!("SHM moves host memory, and this is {} memory: use a backend that reaches it", memory.kind()),
@@ -208,8 +208,10 @@ impl LocalRegion for ShmRegion {
     }
 
     fn revoke(&self, done: Ticket) {
-        let memory = self.opened.regions.revoke(self.id);
-        self.opened.reactor.submit(Command::Revoke { id: self.id, memory, done });
+        match self.opened.regions.revoke(self.id) {
+            Ok(region) => self.opened.reactor.submit(Command::Revoke { region, done }),
+            Err(unproven) => done.settle(Err(unproven)),
+        }
     }
 }
 

@@ -1,0 +1,327 @@
+//! `kvx backends`: every backend that kvx knows, whether it works here, and what to do if it does not.
+
+use std::io::Write;
+
+use clap::Args;
+use kvx::{Options, Registry, Standing};
+use serde_json::{Map, Value, json};
+
+use crate::Result;
+use crate::wheels::{self, Found};
+
+/// What stands behind `backends` on the command line.
+#[derive(Args, Default)]
+pub(crate) struct Arguments {
+    /// Print one JSON array of objects.
+    #[arg(long)]
+    json: bool,
+    /// Look for native libraries in Python environments, and print the variables to set.
+    #[arg(long)]
+    find: bool,
+    /// List this backend only; exit with 1 and the reason if it cannot be used.
+    #[arg(long, value_name = "NAME")]
+    require: Option<String>,
+}
+
+/// Runs the command. Errors: the registry's, for a required backend that cannot be used; or the output's.
+pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+    let options = Options::new();
+    let names = match &arguments.require {
+        None => registry.names(),
+        Some(name) => vec![registry.require(name, &options)?.0.name()],
+    };
+    let found = if arguments.find { wheels::find(&wheels::Environments::of_process()) } else { Vec::new() };
+    let rows = names.into_iter().map(|name| Row::of(name, registry, &options));
+    let rows = rows.map(|row| Ok(row?.with(&found))).collect::<Result<Vec<_>>>()?;
+    if arguments.json {
+        let rows: Value = rows.iter().map(Row::to_json).collect();
+        writeln!(out, "{rows:#}")?;
+        return Ok(());
+    }
+    table(&rows, out)?;
+    if arguments.find { tell_found(&found, &rows, out) } else { Ok(()) }
+}
+
+/// One backend.
+struct Row {
+    name: &'static str,
+    compiled: bool,
+    available: bool,
+    version: Option<String>,
+    library: Option<String>,
+    reason: Option<String>,
+    next_step: Option<String>,
+    capabilities: Option<Map<String, Value>>,
+}
+
+impl Row {
+    fn of(name: &'static str, registry: &Registry, options: &Options) -> Result<Self> {
+        let mut row = Row {
+            name,
+            compiled: true,
+            available: false,
+            version: None,
+            library: None,
+            reason: None,
+            next_step: None,
+            capabilities: None,
+        };
+        match registry.standing(name, options)?.1 {
+            Standing::Available(found) => {
+                row.available = true;
+                row.version = Some(found.version);
+                row.library = found.library.map(|path| path.display().to_string());
+                row.next_step = found.caution;
+                let capabilities = found.capabilities.rows();
+                row.capabilities =
+                    Some(capabilities.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect());
+            }
+            Standing::Unavailable(why) => {
+                row.reason = Some(why.reason());
+                row.next_step = Some(why.cure);
+            }
+            Standing::NotCompiled { feature } => {
+                row.compiled = false;
+                row.reason = Some("not in this build".into());
+                row.next_step = Some(format!("enable feature \"{feature}\""));
+            }
+            Standing::NotReleased => {
+                row.compiled = false;
+                row.reason = Some("not in this release".into());
+            }
+        }
+        Ok(row)
+    }
+
+    /// A library that was found is the next step of a backend that lacks only that.
+    fn with(mut self, found: &[Found]) -> Self {
+        if self.compiled
+            && !self.available
+            && let Some(found) = found.iter().find(|found| found.backend == self.name)
+        {
+            self.next_step = Some(format!("set {}={}", found.variable, found.path.display()));
+        }
+        self
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "compiled": self.compiled,
+            "available": self.available,
+            "version": self.version,
+            "library": self.library,
+            "reason": self.reason,
+            "next_step": self.next_step,
+            "capabilities": self.capabilities,
+        })
+    }
+
+    fn cells(&self) -> [String; 4] {
+        let parts = |parts: [&Option<String>; 2], between: &str| {
+            let parts: Vec<_> = parts.into_iter().flatten().map(String::as_str).collect();
+            if parts.is_empty() { "-".to_owned() } else { parts.join(between) }
+        };
+        [
+            self.name.to_owned(),
+            if self.available { "yes" } else { "no" }.to_owned(),
+            parts([&self.version, &self.library], " "),
+            parts([&self.reason, &self.next_step], ": "),
+        ]
+    }
+}
+
+const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
+
+fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
+    let lines: Vec<_> = std::iter::once(HEADINGS.map(str::to_owned)).chain(rows.iter().map(Row::cells)).collect();
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let widths = [width(0), width(1), width(2)];
+    for [name, available, version, why] in &lines {
+        writeln!(out, "{name:<0$}  {available:<1$}  {version:<2$}  {why}", widths[0], widths[1], widths[2])?;
+    }
+    Ok(())
+}
+
+fn tell_found(found: &[Found], rows: &[Row], out: &mut dyn Write) -> Result<()> {
+    writeln!(out)?;
+    if found.is_empty() {
+        writeln!(out, "No native library was found in Python environments (looked at {}).", wheels::PLACES)?;
+        return Ok(());
+    }
+    writeln!(out, "Native libraries in Python environments:")?;
+    for Found { backend, variable, path } in found {
+        let use_of_it = match rows.iter().find(|row| row.name == *backend) {
+            Some(row) if row.available => "  # not needed: it is available without",
+            Some(row) if row.compiled => "",
+            _ => "  # no use yet: the backend is not in this build",
+        };
+        writeln!(out, "export {variable}={}{use_of_it}", path.display())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    use kvx::transport::{Availability, Context, Factory, Transport};
+    use kvx::{
+        Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation, Unavailable,
+        WithoutAList,
+    };
+
+    use super::*;
+
+    const KNOWN: &[Known] = &[
+        Known { name: "UCX", aliases: &[], feature: Some("ucx") },
+        Known { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
+        Known { name: "RIXL", aliases: &["NIXL"], feature: None },
+        Known { name: "WIRE", aliases: &[], feature: Some("wire") },
+    ];
+
+    /// UCX without its library, and WIRE, which works.
+    struct Stub(&'static str);
+
+    impl Factory for Stub {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+
+        fn placement(&self) -> Placement {
+            Placement { order: 1, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+        }
+
+        fn available(&self, _options: &Options) -> std::result::Result<Availability, Unavailable> {
+            if self.0 == "UCX" {
+                return Err(Unavailable {
+                    missing: "libucp.so.0 not found".into(),
+                    variable: Some("KVX_UCX_LIB"),
+                    value: None,
+                    tried: vec!["libucp.so.0".into()],
+                    cure: "apt install libucx0".into(),
+                });
+            }
+            Ok(Availability {
+                version: "7.1".into(),
+                library: Some("/lib/libwire.so.7".into()),
+                devices: Vec::new(),
+                rdma: false,
+                capabilities: Capabilities {
+                    isolation: Isolation::Nic,
+                    idle: Idle::Asleep,
+                    target_cpu: PerOp::NEITHER,
+                    revocation: Revocation::Owner,
+                    peer_loss_within: None,
+                    settles_without_peer: PerOp::BOTH,
+                    ordered: false,
+                    local: MemoryKinds::HOST,
+                    remote: MemoryKinds::HOST,
+                },
+                caution: None,
+            })
+        }
+
+        fn open(&self, _context: Context) -> kvx::Result<Arc<dyn Transport>> {
+            Err(Error::new(Kind::Unsupported, "a stub moves nothing"))
+        }
+    }
+
+    fn registry() -> Registry {
+        let mut registry = Registry::new().know(KNOWN);
+        registry.add(Stub("UCX")).unwrap().add(Stub("WIRE")).unwrap();
+        registry
+    }
+
+    fn output(arguments: &Arguments) -> Result<String> {
+        let mut out = Vec::new();
+        run(arguments, &registry(), &mut out)?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn the_table_has_a_line_for_every_known_backend_also_when_it_is_not_compiled_in() {
+        assert_eq!(
+            output(&Arguments::default()).unwrap(),
+            "BACKEND    AVAILABLE  VERSION/LIBRARY        WHY NOT / NEXT STEP\n\
+             UCX        no         -                      \
+             libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0): apt install libucx0\n\
+             LIBFABRIC  no         -                      not in this build: enable feature \"libfabric\"\n\
+             RIXL       no         -                      not in this release\n\
+             WIRE       yes        7.1 /lib/libwire.so.7  -\n"
+        );
+    }
+
+    #[test]
+    fn json_is_one_array_of_objects_with_null_where_nothing_applies() {
+        let text = output(&Arguments { json: true, ..Arguments::default() }).unwrap();
+        let rows: Vec<Map<String, Value>> = serde_json::from_str(&text).unwrap();
+        assert_eq!(rows.len(), KNOWN.len());
+        let mut keys =
+            ["name", "compiled", "available", "version", "library", "reason", "next_step", "capabilities"];
+        keys.sort_unstable();
+        for row in &rows {
+            let mut found: Vec<_> = row.keys().map(String::as_str).collect();
+            found.sort_unstable();
+            assert_eq!(found, keys);
+        }
+        assert_eq!(
+            Value::Object(rows[0].clone()),
+            json!({
+                "name": "UCX", "compiled": true, "available": false, "version": null, "library": null,
+                "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
+                "next_step": "apt install libucx0", "capabilities": null,
+            })
+        );
+        assert_eq!((&rows[1]["compiled"], &rows[1]["reason"]), (&json!(false), &json!("not in this build")));
+        assert_eq!((&rows[2]["next_step"], &rows[2]["reason"]), (&Value::Null, &json!("not in this release")));
+        assert_eq!((&rows[3]["version"], &rows[3]["library"]), (&json!("7.1"), &json!("/lib/libwire.so.7")));
+        assert_eq!(rows[3]["capabilities"]["isolation"], "nic");
+    }
+
+    #[test]
+    fn what_is_required_and_works_is_listed_alone() {
+        let text = output(&Arguments { require: Some("wire".into()), ..Arguments::default() }).unwrap();
+        assert_eq!(text.lines().count(), 2, "{text}");
+        assert!(text.lines().nth(1).unwrap().starts_with("WIRE"), "{text}");
+    }
+
+    #[test]
+    fn what_is_required_and_does_not_work_is_the_registrys_sentence() {
+        let sentences = [
+            ("UXC", "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE"),
+            ("libfabric", "backend LIBFABRIC is not in this build: enable feature \"libfabric\""),
+            (
+                "UCX",
+                "backend UCX is unavailable: libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0): \
+                 apt install libucx0",
+            ),
+        ];
+        for (name, sentence) in sentences {
+            let error = output(&Arguments { require: Some(name.into()), ..Arguments::default() }).unwrap_err();
+            assert_eq!(error.to_string(), sentence);
+        }
+    }
+
+    #[test]
+    fn a_library_that_was_found_is_the_next_step_of_what_lacks_it() {
+        let found =
+            [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")].map(
+                |(backend, variable)| Found { backend, variable, path: PathBuf::from(format!("/env/{backend}")) },
+            );
+        let options = Options::new();
+        let row = |name| Row::of(name, &registry(), &options).unwrap().with(&found);
+        assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));
+        assert_eq!(row("RIXL").next_step, None);
+        let mut out = Vec::new();
+        tell_found(&found, &["UCX", "RIXL", "WIRE"].map(row), &mut out).unwrap();
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "\nNative libraries in Python environments:\n\
+             export KVX_UCX_LIB=/env/UCX\n\
+             export KVX_RIXL_LIB=/env/RIXL  # no use yet: the backend is not in this build\n\
+             export KVX_WIRE_LIB=/env/WIRE  # not needed: it is available without\n"
+        );
+    }
+}

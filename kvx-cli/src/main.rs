@@ -1,0 +1,76 @@
+#![doc = include_str!("../README.md")]
+
+mod backends;
+mod bytes;
+mod config;
+mod demo;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use kvx::Kind;
+
+/// What a command that could not do its work says.
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Moves KV cache between LLM inference servers: tools for operators.
+#[derive(Parser)]
+#[command(name = "kvx", version)]
+struct Program {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// List every backend, whether it works here, and what to do if it does not.
+    Backends(backends::Arguments),
+    /// Say what vLLM's KV transfer arguments mean to kvx.
+    #[command(disable_help_flag = true)]
+    Config {
+        /// The arguments of `vllm serve`, as they are; `--help` says more.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Move scattered blocks between two processes, and show what it cost and what happens when one is killed.
+    Demo(demo::Arguments),
+    /// The process that owns the blocks of `demo`.
+    #[command(hide = true)]
+    DemoOwner(demo::OwnerArguments),
+}
+
+fn main() -> ExitCode {
+    let registry = kvx::registry();
+    let out = &mut std::io::stdout().lock();
+    let done = match Program::parse().command {
+        Command::Backends(arguments) => backends::run(&arguments, &registry, out),
+        Command::Config { args } => return config::run(args),
+        Command::Demo(arguments) => demo::run(&arguments, &registry, out),
+        Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
+    };
+    match done.and_then(|()| Ok(out.flush()?)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if closed_by_reader(&*error) => ExitCode::SUCCESS,
+        Err(error) if names_a_backend(&*error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("kvx: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The three sentences about a backend that cannot be used are the registry's, word for word.
+fn names_a_backend(error: &(dyn std::error::Error + 'static)) -> bool {
+    let kind = error.downcast_ref::<kvx::Error>().map(kvx::Error::kind);
+    matches!(kind, Some(Kind::UnknownBackend | Kind::NotCompiled | Kind::Unavailable))
+}
+
+/// Whoever reads our output, `head` say, has seen enough.
+fn closed_by_reader(error: &(dyn std::error::Error + 'static)) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}

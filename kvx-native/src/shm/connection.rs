@@ -1,0 +1,256 @@
+//! One control socket and all that hangs on it, on both ends.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
+use rustix::io::Errno;
+
+use super::copy::Owner;
+use super::error::error;
+use super::host::PeerProcess;
+use super::link::{Import, Wiring};
+use super::memory::{self, Held};
+use super::messages::Message;
+use super::socket::{self, Poller, Ready};
+use super::writes::Writes;
+
+/// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
+const MAX_QUEUED: usize = 64 << 10;
+
+/// Where a connection stands.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// The handshake is to be done by then.
+    Hello(Instant),
+    Up,
+    /// We hold nothing of the peer and send no more, but the peer has not proven yet that it holds nothing of ours.
+    Leaving,
+}
+
+/// A packet that waits for room in the socket.
+struct Packet {
+    bytes: Vec<u8>,
+    /// The memory whose file goes with it.
+    memory: Option<Arc<Memory>>,
+}
+
+/// What became of an import.
+#[derive(Debug)]
+pub(crate) enum Imported {
+    Wanted(Arc<Import>),
+    Held(Held),
+    Refused(Error),
+}
+
+/// A transfer whose regions are not all granted yet.
+pub(crate) struct Waiting {
+    pub(crate) plan: Arc<Bound>,
+    pub(crate) id: TransferId,
+    pub(crate) done: Ticket,
+}
+
+/// A notification on its way out.
+pub(crate) struct Notice {
+    pub(crate) bytes: Box<[u8]>,
+    pub(crate) done: Ticket,
+}
+
+/// What is known of the peer's life.
+#[derive(Debug)]
+pub(crate) struct Life {
+    /// When its last message came.
+    pub(crate) heard: Instant,
+    /// Since when an answer has been awaited; `None`: none is.
+    pub(crate) awaited: Option<Instant>,
+    /// When it was asked for a sign of life that has not come.
+    pub(crate) pinged: Option<Instant>,
+}
+
+pub(crate) struct Connection {
+    pub(crate) socket: OwnedFd,
+    pub(crate) process: PeerProcess,
+    pub(crate) phase: Phase,
+    /// The link it carries; `None` on the target's side.
+    pub(crate) link: Option<Arc<Wiring>>,
+    /// Who is at the other end, once the handshake has told.
+    pub(crate) peer: Option<Identity>,
+    pub(crate) life: Life,
+    queue: VecDeque<Packet>,
+    asked_for_room: bool,
+    token: u64,
+    /// The other end does not read any more; what it has sent is still to be read.
+    pub(crate) deaf: bool,
+
+    /// Regions of ours that the peer was granted or lent, and has not released.
+    pub(crate) granted: HashSet<RegionId>,
+    /// Regions of the peer that we read from.
+    pub(crate) imports: HashMap<u64, Imported>,
+    /// Imports that are not answered.
+    pub(crate) wanted: usize,
+    /// Transfers that wait for them.
+    pub(crate) waiting: Vec<Waiting>,
+    /// Writes that the peer pulls from us.
+    pub(crate) writes: Writes,
+    /// Notifications that were sent, by number, and those that were not.
+    pub(crate) sent: HashMap<u64, Ticket>,
+    pub(crate) notices: VecDeque<Notice>,
+    pub(crate) notice_bytes: usize,
+    pub(crate) next_notice: u64,
+
+    /// Regions that the peer lent us, to pull its writes from.
+    pub(crate) lent: HashMap<RegionId, Result<Held>>,
+    /// Parts of the peer's writes that are not done.
+    pub(crate) pulls: usize,
+    /// The peer's notifications that found no room.
+    pub(crate) parked: VecDeque<(u64, Box<[u8]>)>,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        socket: OwnedFd,
+        process: PeerProcess,
+        link: Option<Arc<Wiring>>,
+        now: Instant,
+        patience: Duration,
+    ) -> Self {
+        Connection {
+            socket,
+            process,
+            phase: Phase::Hello(now + patience),
+            link,
+            peer: None,
+            life: Life { heard: now, awaited: None, pinged: None },
+            queue: VecDeque::new(),
+            asked_for_room: false,
+            token: 0,
+            deaf: false,
+            granted: HashSet::new(),
+            imports: HashMap::new(),
+            wanted: 0,
+            waiting: Vec::new(),
+            writes: Writes::default(),
+            sent: HashMap::new(),
+            notices: VecDeque::new(),
+            notice_bytes: 0,
+            next_notice: 0,
+            lent: HashMap::new(),
+            pulls: 0,
+            parked: VecDeque::new(),
+        }
+    }
+
+    /// Puts it on the readiness queue.
+    pub(crate) fn watch(&mut self, poller: &Poller, token: u64, life_token: u64) -> Result<(), Errno> {
+        self.token = token;
+        poller.add(self.socket.as_fd(), token, Ready::IN)?;
+        match self.process.life() {
+            Some(life) => poller.add(life, life_token, Ready::IN),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes it off, also where a forked child of ours keeps the descriptors open.
+    pub(crate) fn unwatch(&self, poller: &Poller) {
+        poller.remove(self.socket.as_fd());
+        if let Some(life) = self.process.life() {
+            poller.remove(life);
+        }
+    }
+
+    /// Whose memory is read over this connection.
+    pub(crate) fn owner(&self) -> Owner<'_> {
+        Owner { process: &self.process, socket: self.socket.as_fd() }
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        matches!(self.phase, Phase::Up)
+    }
+
+    pub(crate) fn is_leaving(&self) -> bool {
+        matches!(self.phase, Phase::Leaving)
+    }
+
+    /// Whether something is in flight that only the peer can end.
+    pub(crate) fn awaits(&self) -> bool {
+        self.wanted > 0 || !self.sent.is_empty() || !self.writes.is_empty()
+    }
+
+    /// Notes whether an answer is awaited, after what is in flight changed. Says whether that began just now.
+    pub(crate) fn note_awaiting(&mut self) -> bool {
+        match (self.awaits(), self.life.awaited) {
+            (true, None) => {
+                self.life.awaited = Some(Instant::now());
+                true
+            }
+            (false, Some(_)) => {
+                (self.life.awaited, self.life.pinged) = (None, None);
+                false
+            }
+            _ => false,
+        }
+    }
+
+    /// Queues a message, and sends what the socket takes.
+    pub(crate) fn send(&mut self, poller: &Poller, message: &Message<'_>) {
+        self.send_with(poller, message, None);
+    }
+
+    /// The same, with the file of a pool.
+    pub(crate) fn send_with(&mut self, poller: &Poller, message: &Message<'_>, memory: Option<Arc<Memory>>) {
+        if self.deaf || self.is_leaving() {
+            return;
+        }
+        self.queue.push_back(Packet { bytes: message.encode(), memory });
+        if !self.asked_for_room {
+            self.flush(poller);
+        }
+    }
+
+    /// Packets that wait for room.
+    pub(crate) fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether the peer lets our answers pile up beyond reason. Errors: `Exhausted`.
+    pub(crate) fn check_queue(&self) -> Result<()> {
+        if self.queue.len() <= MAX_QUEUED {
+            return Ok(());
+        }
+        Err(error(Kind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
+    }
+
+    /// Forgets what was not sent.
+    pub(crate) fn clear_queue(&mut self) {
+        self.queue.clear();
+    }
+
+    /// Sends what the socket takes.
+    pub(crate) fn flush(&mut self, poller: &Poller) {
+        while let Some(packet) = self.queue.front() {
+            let file = packet.memory.as_deref().and_then(memory::file);
+            match socket::send(self.socket.as_fd(), &packet.bytes, file) {
+                Ok(()) => {
+                    self.queue.pop_front();
+                }
+                // Too many files under way: room comes as the peer takes them.
+                Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => break,
+                Err(_) => {
+                    // What the peer sent before it went is still to be read: the reading side ends the connection.
+                    self.deaf = true;
+                    self.queue.clear();
+                }
+            }
+        }
+        let wanted = !self.queue.is_empty();
+        if wanted != self.asked_for_room {
+            self.asked_for_room = wanted;
+            let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };
+            if let Err(cause) = poller.change(self.socket.as_fd(), self.token, ready) {
+                tracing::error!(error = %cause, "SHM: a connection cannot be watched");
+            }
+        }
+    }
+}

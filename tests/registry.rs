@@ -1,0 +1,41 @@
+//! The facade's registry: what is compiled in, and what is only known.
+
+use kvx::{Kind, Options, Standing, Unavailable};
+
+#[test]
+fn every_known_name_has_a_standing_and_its_features_decide_which() {
+    let registry = kvx::registry();
+    for known in kvx::KNOWN {
+        let (name, standing) = registry.standing(known.name, &Options::new()).unwrap();
+        assert_eq!(name, known.name);
+        let compiled = match known.feature {
+            Some("shm") => cfg!(feature = "shm"),
+            Some("tcp") => cfg!(feature = "tcp"),
+            Some(other) => panic!("feature {other:?} of {name} is not in this test"),
+            None => false,
+        };
+        match standing {
+            Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => assert!(compiled, "{name}"),
+            Standing::NotCompiled { feature } => assert!(!compiled && Some(feature) == known.feature, "{name}"),
+            Standing::NotReleased => assert!(known.feature.is_none(), "{name}"),
+        }
+    }
+}
+
+#[test]
+fn the_order_of_preference_is_shm_then_tcp() {
+    let names: Vec<_> = kvx::registry().factories().iter().map(|factory| factory.name()).collect();
+    let compiled = [("SHM", cfg!(feature = "shm")), ("TCP", cfg!(feature = "tcp"))];
+    let expected: Vec<_> = compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn a_backend_of_a_later_release_says_so() {
+    let registry = kvx::registry();
+    for name in ["ucx", "Libfabric", "MOONCAKE", "nixl"] {
+        let error = registry.require(name, &Options::new()).err().unwrap();
+        assert_eq!(error.kind(), Kind::NotCompiled);
+        assert!(error.to_string().contains("is not in this release"), "{error}");
+    }
+}

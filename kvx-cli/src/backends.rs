@@ -93,13 +93,15 @@ impl Row {
         Ok(row)
     }
 
-    /// A library that was found is the next step of a backend that lacks only that.
+    /// A library that was found is the next step of a backend that lacks it.
     fn with(mut self, found: &[Found]) -> Self {
-        if self.compiled
-            && !self.available
-            && let Some(found) = found.iter().find(|found| found.backend == self.name)
-        {
-            self.next_step = Some(format!("set {}={}", found.variable, found.path.display()));
+        if let Some(found) = found.iter().find(|found| found.backend == self.name && !self.available) {
+            let set = format!("set {}={}", found.variable, found.path.display());
+            self.next_step = Some(match self.next_step {
+                Some(feature) if !self.compiled => format!("{feature}, then {set}"),
+                None => format!("with a release that has it, {set}"),
+                Some(_) => set,
+            });
         }
         self
     }
@@ -313,7 +315,11 @@ mod tests {
         let options = Options::new();
         let row = |name| Row::of(name, &registry(), &options).unwrap().with(&found);
         assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));
-        assert_eq!(row("RIXL").next_step, None);
+        assert_eq!(
+            row("RIXL").next_step.as_deref(),
+            Some("with a release that has it, set KVX_RIXL_LIB=/env/RIXL")
+        );
+        assert_eq!(row("WIRE").next_step, None);
         let mut out = Vec::new();
         tell_found(&found, &["UCX", "RIXL", "WIRE"].map(row), &mut out).unwrap();
         assert_eq!(

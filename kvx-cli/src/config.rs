@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use kvx_core::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
-use kvx_core::transport::Factory;
-use kvx_core::{Options, Registry, Result, Standing, WithoutAList};
+use kvx::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
+use kvx::transport::Factory;
+use kvx::{Options, Registry, Result, Standing, WithoutAList};
 
 const USAGE: &str = "\
 Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
@@ -99,7 +99,7 @@ fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::Known;
+    use kvx::Known;
 
     fn lines(args: &[&str]) -> Result<String> {
         let known = |name, aliases, feature| Known { name, aliases, feature };

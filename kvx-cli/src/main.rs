@@ -4,6 +4,7 @@ mod backends;
 mod bytes;
 mod config;
 mod demo;
+mod wheels;
 
 use std::io::Write;
 use std::process::ExitCode;

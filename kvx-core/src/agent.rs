@@ -49,6 +49,8 @@ pub(crate) struct AgentInner {
     tables: Mutex<Tables>,
     ids: AtomicU64,
     closed: AtomicBool,
+    /// Held by the one that shuts down; true once the transports have been.
+    shutting: Mutex<bool>,
 }
 
 /// A transport of this agent.
@@ -159,6 +161,7 @@ impl Builder {
             tables: Mutex::default(),
             ids: AtomicU64::new(1),
             closed: AtomicBool::new(false),
+            shutting: Mutex::new(false),
         });
         *sink.0.lock() = Arc::downgrade(&agent);
         tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
@@ -254,7 +257,7 @@ impl AgentInner {
         if !broken("fork") {
             fork::check()?;
         }
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
         }
         Ok(())
@@ -301,34 +304,45 @@ impl AgentInner {
         }
     }
 
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// May be called again: it then waits for what the first time did not prove.
     fn shut_down(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
-        }
+        self.closed.store(true, Ordering::Release);
+        let mut transports_asked = self.shutting.lock();
         let (peers, regions) = {
             let mut tables = self.tables.lock();
             tables.regions.clear();
-            let peers: Vec<_> = tables.peers.drain().filter_map(|(_, peer)| peer.upgrade()).collect();
-            (peers, std::mem::take(&mut tables.handles))
+            let peers: HashMap<_, _> = tables
+                .peers
+                .values()
+                .chain(tables.links.values())
+                .filter_map(|peer| peer.upgrade().map(|peer| (Arc::as_ptr(&peer), peer)))
+                .collect();
+            let regions: Vec<_> = tables.handles.iter().filter_map(Weak::upgrade).collect();
+            (peers, regions)
         };
         let closed = || Error::new(Kind::Closed, "the agent was shut down");
         if !broken("shutdown-leaves") {
             self.clock.interrupt(&Reason::Shutdown);
-            for peer in &peers {
+            for peer in peers.values() {
                 peer.lose(closed(), Vec::new());
             }
         }
         self.inbox.close();
         let left = self.budget.drained(deadline);
-        let regions: Vec<_> = regions.into_iter().filter_map(|region| region.upgrade()).collect();
         let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown(&self.clock, deadline)).collect();
         let mut shared = 0;
         for revocation in revoked {
             shared += usize::from(revocation.wait(Deadline::never()).is_err());
         }
+        let again = std::mem::replace(&mut *transports_asked, true);
         let closing: Vec<_> = self
             .transports
             .iter()
+            .filter(|_| !again)
             .map(|open| {
                 let (done, ticket) = Completion::with_ticket();
                 open.transport.shutdown(ticket);
@@ -441,8 +455,9 @@ impl Agent {
         };
         let region = Region::new(Arc::clone(&self.0), RegionCore::new(id, key, Arc::clone(&name), memory, locals));
         let mut tables = self.0.tables.lock();
-        if taken(&tables) {
+        if taken(&tables) || self.0.is_closed() {
             drop(tables);
+            self.0.check_open()?;
             return Err(name_is_taken()); // another thread was faster; the region's drop revokes it
         }
         tables.regions.insert(id, Arc::new(info));
@@ -540,7 +555,7 @@ impl Agent {
         let shot = Shot::new();
         let late = || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
         shot.by(&self.0.clock, deadline.into(), late);
-        if self.0.inbox.expect(bytes, senders, Arc::clone(&shot)) {
+        if self.0.inbox.expect(bytes, senders, &shot) {
             self.0.resume_transports();
         }
         Completion::of(shot)

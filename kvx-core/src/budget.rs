@@ -44,9 +44,7 @@ impl Budget {
     /// Errors: `Busy`.
     pub(crate) fn take(&self, description: usize) -> Result<()> {
         let mut used = self.used.lock();
-        let fits = used.transfers < self.limits.transfers
-            && (used.transfers == 0 || used.description_bytes + description <= self.limits.description_bytes);
-        if !fits && !broken("budget") {
+        if !self.fits(&used, description) && !broken("budget") {
             return Err(Error::new(
                 Kind::Busy,
                 format!(
@@ -61,6 +59,11 @@ impl Budget {
         Ok(())
     }
 
+    fn fits(&self, used: &Used, description: usize) -> bool {
+        used.transfers < self.limits.transfers
+            && (used.transfers == 0 || used.description_bytes + description <= self.limits.description_bytes)
+    }
+
     pub(crate) fn give_back(&self, description: usize) {
         let mut used = self.used.lock();
         used.transfers -= 1;
@@ -73,10 +76,10 @@ impl Budget {
         }
     }
 
-    /// A shot that fires when something is given back; at once if nothing is in flight.
-    pub(crate) fn on_change(&self, shot: Arc<Shot<()>>) {
+    /// Fires the shot when something is given back; at once if there is room for the description.
+    pub(crate) fn on_change(&self, description: usize, shot: Arc<Shot<()>>) {
         let mut used = self.used.lock();
-        if used.transfers < self.limits.transfers && used.description_bytes < self.limits.description_bytes {
+        if self.fits(&used, description) {
             drop(used);
             shot.finish(Ok(()));
         } else {

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
 use crate::deadline::{Clock, Expire, Reason, Watch};
@@ -60,7 +60,7 @@ impl<T> Shot<T> {
         T: Send + 'static,
     {
         let Some(at) = deadline.instant() else { return };
-        let watch = clock.watch(at, Arc::new(Timed { shot: Arc::clone(self), late }));
+        let watch = clock.watch(at, Arc::new(Timed { shot: Arc::downgrade(self), late }));
         let mut state = self.state.lock();
         if !state.done {
             state.watch = Some(watch);
@@ -147,18 +147,22 @@ impl Settle for Shot<()> {
 
 /// A shot with the error that its deadline gives.
 struct Timed<T> {
-    shot: Arc<Shot<T>>,
+    shot: Weak<Shot<T>>,
     late: fn() -> Error,
 }
 
 impl<T: Send> Expire for Timed<T> {
     fn expire(self: Arc<Self>) {
-        self.shot.finish(Err((self.late)()));
+        if let Some(shot) = self.shot.upgrade() {
+            shot.finish(Err((self.late)()));
+        }
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {
         if matches!(reason, Reason::Shutdown) {
-            self.shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
+            if let Some(shot) = self.shot.upgrade() {
+                shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::peer::PeerInner;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, contained};
 use crate::{Error, Kind, RegionId, Result};
 
 /// When a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
@@ -135,8 +135,14 @@ impl Clock {
         Ok(Clock { shared, thread: Mutex::new(Some(thread)) })
     }
 
+    /// Watches an operation; call it without locks that `expire` takes. On a stopped clock everything expires at once.
     pub(crate) fn watch(&self, at: Instant, operation: Arc<dyn Expire>) -> Watch {
         let mut table = self.shared.table.lock();
+        if table.stop {
+            drop(table);
+            operation.expire();
+            return Watch { shared: Arc::clone(&self.shared), slot: usize::MAX, serial: 0 };
+        }
         table.serial += 1;
         let serial = table.serial;
         let slot = table.entries.insert(Entry { serial, at, operation });
@@ -156,13 +162,18 @@ impl Clock {
         }
     }
 
-    /// Ends the thread, and waits for it unless that is the calling one.
+    /// Ends the thread, expires what is left, and waits for the thread unless that is the calling one.
     pub(crate) fn stop(&self) {
         self.signal_stop();
-        if let Some(thread) = self.thread.lock().take()
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
             thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+        let left: Vec<_> = self.shared.table.lock().entries.drain().map(|entry| entry.operation).collect();
+        for operation in left {
+            operation.expire();
         }
     }
 
@@ -196,7 +207,7 @@ impl Shared {
             table.next = table.entries.iter().map(|(_, entry)| entry.at).min();
             drop(table);
             for operation in due {
-                operation.expire();
+                contained(|| operation.expire());
             }
             table = self.table.lock();
         }

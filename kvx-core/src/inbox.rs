@@ -1,7 +1,7 @@
 //! Notifications that came in: a bounded queue, and those who wait for something in it.
 
 use std::collections::{HashSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::Instant;
 
@@ -55,23 +55,37 @@ struct Expectation {
     bytes: Box<[u8]>,
     wanted: usize,
     seen: HashSet<Identity>,
-    order: Vec<Identity>,
-    shot: Arc<Shot<Vec<Identity>>>,
+    taken: Vec<Notification>,
+    /// Gone when nobody waits any more.
+    shot: Weak<Shot<Vec<Identity>>>,
 }
 
 impl Expectation {
-    /// Takes the notification if it is one more of those expected.
-    fn takes(&mut self, notification: &Notification) -> bool {
-        let fits = !self.shot.is_finished() && *self.bytes == *notification.bytes;
-        if !fits || (!self.seen.insert(notification.from.clone()) && !broken("expect")) {
-            return false;
-        }
-        self.order.push(notification.from.clone());
-        true
+    /// Whether the notification is one more of those expected.
+    fn wants(&mut self, notification: &Notification) -> bool {
+        *self.bytes == *notification.bytes && (self.seen.insert(notification.from.clone()) || broken("expect"))
     }
 
     fn is_met(&self) -> bool {
-        self.order.len() >= self.wanted
+        self.taken.len() >= self.wanted
+    }
+
+    fn is_over(&self) -> bool {
+        self.shot.upgrade().is_none_or(|shot| shot.is_finished())
+    }
+}
+
+impl State {
+    /// Expectations that timed out or were dropped give back what they took: a second try must find it.
+    fn sweep(&mut self) {
+        for at in (0..self.expected.len()).rev() {
+            if self.expected[at].is_over() {
+                for notification in self.expected.swap_remove(at).taken.into_iter().rev() {
+                    self.bytes += notification.bytes.len();
+                    self.queue.push_front(notification);
+                }
+            }
+        }
     }
 }
 
@@ -86,15 +100,16 @@ impl Inbox {
         let notification =
             Notification { from: Identity { name: from.name.into(), incarnation }, bytes: bytes.into() };
         let mut state = self.state.lock();
-        state.expected.retain(|expectation| !expectation.shot.is_finished());
-        if let Some(at) = state.expected.iter_mut().position(|expectation| expectation.takes(&notification)) {
+        state.sweep();
+        if let Some(at) = state.expected.iter_mut().position(|expectation| expectation.wants(&notification)) {
             if broken("expect-keeps") {
-                state.queue.push_back(notification);
+                state.queue.push_back(notification.clone());
             }
+            state.expected[at].taken.push(notification);
             if state.expected[at].is_met() {
                 let met = state.expected.swap_remove(at);
                 drop(state);
-                met.shot.finish(Ok(met.order));
+                met.finish();
             }
             return Ok(());
         }
@@ -123,6 +138,7 @@ impl Inbox {
     /// As [`take`](Inbox::take); without one, `waker` is woken when one arrives.
     pub(crate) fn take_or_wake(&self, waker: Option<&Waker>) -> (Option<Notification>, bool) {
         let mut state = self.state.lock();
+        state.sweep();
         let taken = state.queue.pop_front();
         match (&taken, waker) {
             (Some(notification), _) => state.bytes = state.bytes.saturating_sub(notification.bytes.len()),
@@ -156,30 +172,43 @@ impl Inbox {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Finishes `shot` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag is
-    /// as in [`take`](Inbox::take).
-    pub(crate) fn expect(&self, bytes: &[u8], wanted: usize, shot: Arc<Shot<Vec<Identity>>>) -> bool {
+    /// Finishes `shot` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag says
+    /// that transports hold notifications back: what is expected may be among them, and needs no room in the queue.
+    pub(crate) fn expect(&self, bytes: &[u8], wanted: usize, shot: &Arc<Shot<Vec<Identity>>>) -> bool {
+        let shot = Arc::downgrade(shot);
         let mut expectation =
-            Expectation { bytes: bytes.into(), wanted, seen: HashSet::new(), order: Vec::new(), shot };
+            Expectation { bytes: bytes.into(), wanted, seen: HashSet::new(), taken: Vec::new(), shot };
         let mut state = self.state.lock();
+        state.sweep();
         let mut kept = VecDeque::with_capacity(state.queue.len());
         while let Some(notification) = state.queue.pop_front() {
-            if !expectation.is_met() && expectation.takes(&notification) && !broken("expect-keeps") {
-                state.bytes = state.bytes.saturating_sub(notification.bytes.len());
-            } else {
+            if expectation.is_met() || !expectation.wants(&notification) {
                 kept.push_back(notification);
+                continue;
             }
+            if broken("expect-keeps") {
+                kept.push_back(notification.clone());
+            }
+            state.bytes = state.bytes.saturating_sub(notification.bytes.len());
+            expectation.taken.push(notification);
         }
         state.queue = kept;
-        let roomy = state.queue.len() <= self.limits.count / 2 && state.bytes <= self.limits.bytes / 2;
-        let resume = roomy && std::mem::take(&mut state.refused);
+        let held_back = std::mem::take(&mut state.refused);
         if expectation.is_met() {
             drop(state);
-            expectation.shot.finish(Ok(expectation.order));
+            expectation.finish();
         } else {
             state.expected.push(expectation);
         }
-        resume
+        held_back
+    }
+}
+
+impl Expectation {
+    fn finish(self) {
+        if let Some(shot) = self.shot.upgrade() {
+            shot.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));
+        }
     }
 }
 
@@ -210,11 +239,25 @@ mod tests {
         inbox.deliver(SENDERS[0], b"done").unwrap();
         inbox.deliver(SENDERS[0], b"other").unwrap();
         let shot = Shot::new();
-        inbox.expect(b"done", 2, Arc::clone(&shot));
+        inbox.expect(b"done", 2, &shot);
         assert!(!shot.is_finished());
         inbox.deliver(SENDERS[1], b"done").unwrap();
         assert!(shot.is_finished());
         let left: Vec<_> = std::iter::from_fn(|| inbox.take().0).map(|one| one.bytes).collect();
         assert_eq!(left, [b"done".to_vec().into(), Box::<[u8]>::from(*b"other")]);
+    }
+
+    #[test]
+    fn an_expectation_that_nobody_waits_for_gives_back_what_it_took() {
+        let inbox = Inbox::new(Limits::default());
+        let shot = Shot::new();
+        inbox.expect(b"done", 2, &shot);
+        inbox.deliver(SENDERS[0], b"done").unwrap();
+        assert_eq!(inbox.take().0, None);
+        drop(shot);
+        let again = Shot::new();
+        inbox.expect(b"done", 2, &again);
+        inbox.deliver(SENDERS[1], b"done").unwrap();
+        assert!(again.is_finished());
     }
 }

@@ -42,6 +42,16 @@ struct State {
     probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
 }
 
+impl State {
+    /// Keeps a job until a link has come up; lets go of those that have ended while they waited.
+    fn park(&mut self, job: Job) {
+        if self.parked.len() == self.parked.capacity() {
+            self.parked.retain(|job| !matches!(job, Job::Transfer(transfer) if transfer.has_ended()));
+        }
+        self.parked.push(job);
+    }
+}
+
 /// What is known of the peer.
 #[derive(Clone)]
 pub(crate) enum About {
@@ -138,13 +148,12 @@ impl PeerInner {
             let step = {
                 let mut state = self.state.lock();
                 if state.probe.is_some() {
-                    state.parked.push(job);
-                    return;
+                    return state.park(job);
                 }
                 let lost = state.lost.clone();
                 match (lost, state.candidates.get_mut(at)) {
                     (Some(error), _) if error.kind() == Kind::PeerLost && matches!(job, Job::Transfer(_)) => {
-                        state.parked.push(job);
+                        state.park(job);
                         drop(state);
                         return self.probe(error);
                     }
@@ -156,10 +165,7 @@ impl PeerInner {
                             candidate.stage = Stage::Opening { id, link: None, early: None };
                             Step::Open(id)
                         }
-                        Stage::Opening { .. } => {
-                            state.parked.push(job);
-                            return;
-                        }
+                        Stage::Opening { .. } => return state.park(job),
                         Stage::Up { id, link } => Step::Try(*id, Arc::clone(link)),
                         Stage::Refused(error) => Step::Skip(error.clone()),
                     },
@@ -209,6 +215,7 @@ impl PeerInner {
             }
             (Ok(opened), _) => {
                 drop(state);
+                self.agent.forget_link(id);
                 opened.close(); // the peer was lost meanwhile
             }
         }
@@ -249,7 +256,7 @@ impl PeerInner {
             state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
         };
         match self.start_link(at, id) {
-            Err(_) => self.probed(None),
+            Err(_) => self.probed(id, None),
             Ok(link) => {
                 let mut state = self.state.lock();
                 match &mut state.probe {
@@ -263,9 +270,12 @@ impl PeerInner {
         }
     }
 
-    fn probed(self: &Arc<Self>, restarted: Option<Incarnation>) {
+    fn probed(self: &Arc<Self>, id: LinkId, restarted: Option<Incarnation>) {
         let (probe, parked, error) = {
             let mut state = self.state.lock();
+            if state.probe.as_ref().is_none_or(|(probing, _)| *probing != id) {
+                return;
+            }
             if let Some(incarnation) = restarted {
                 state.lost = Some(self.restarted(incarnation));
             }
@@ -393,16 +403,16 @@ impl PeerInner {
                 LinkState::Changed => {}
                 LinkState::Restarted(incarnation) => {
                     drop(state);
-                    self.probed(Some(incarnation));
+                    self.probed(id, Some(incarnation));
                 }
                 LinkState::Up if broken("lost-again") => {
                     state.lost = None;
                     drop(state);
-                    self.probed(None);
+                    self.probed(id, None);
                 }
                 LinkState::Up | LinkState::Lost(_) => {
                     drop(state);
-                    self.probed(None);
+                    self.probed(id, None);
                 }
             }
             return;
@@ -414,9 +424,15 @@ impl PeerInner {
         }) else {
             return;
         };
+        let mut refused = None;
         let lost = match (&mut candidate.stage, change) {
             (Stage::Opening { link: None, early, .. }, change) => {
-                *early = Some(change);
+                // What ends a link is not forgotten for what came after it.
+                if !matches!(change, LinkState::Changed)
+                    && !matches!(early, Some(LinkState::Lost(_) | LinkState::Restarted(_)))
+                {
+                    *early = Some(change);
+                }
                 return;
             }
             (Stage::Opening { link, .. }, LinkState::Up) => {
@@ -429,7 +445,7 @@ impl PeerInner {
             (_, LinkState::Restarted(incarnation)) => Some(self.restarted(incarnation)),
             (Stage::Opening { .. }, LinkState::Lost(error)) => {
                 let error = error.backend(candidate.backend);
-                candidate.stage = Stage::Refused(error.clone());
+                refused = Some(std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())));
                 // Nobody answers on any backend: the peer itself is gone.
                 let silent = |candidate: &Candidate| match &candidate.stage {
                     Stage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
@@ -441,6 +457,10 @@ impl PeerInner {
         };
         let parked = std::mem::take(&mut state.parked);
         drop(state);
+        if let Some(Stage::Opening { link: Some(link), .. }) = refused {
+            self.agent.forget_link(id);
+            link.close();
+        }
         if lost.is_none()
             && let Err(error) = self.tell_links()
         {
@@ -536,6 +556,9 @@ struct Closed {
 impl Closed {
     fn all(state: &mut State, error: &Error) -> Self {
         let mut closed = Closed::default();
+        if let Some((id, Some(link))) = state.probe.take() {
+            closed.links.push((id, link));
+        }
         for candidate in &mut state.candidates {
             match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
                 Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
@@ -751,10 +774,13 @@ impl Posting {
                 Err(error) if error.kind() == Kind::Busy => {}
                 other => return other,
             }
-            let shot = Shot::new();
             let late = || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
+            if deadline.passed() {
+                return Err(late());
+            }
+            let shot = Shot::new();
             shot.by(&self.peer.agent.clock, deadline, late);
-            self.peer.agent.budget.on_change(Arc::clone(&shot));
+            self.peer.agent.budget.on_change(self.plan.size().description, Arc::clone(&shot));
             Completion::of(shot).await?;
         }
     }

@@ -7,13 +7,13 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
-use crate::sync::Mutex;
+use crate::sync::{Mutex, contained};
 use crate::transport::{Events, LinkState};
 use crate::{Error, Kind, LinkId, Result, Ticket};
 
@@ -79,10 +79,10 @@ impl Outbox {
 
     fn deliver(&mut self, events: &dyn Events) {
         for (ticket, result) in self.settled.drain(..) {
-            ticket.settle(result);
+            contained(|| ticket.settle(result));
         }
         for (id, state) in self.links.drain(..) {
-            events.link(id, state);
+            contained(|| events.link(id, state));
         }
     }
 }
@@ -112,6 +112,9 @@ struct Shared<P: Progress> {
     queue: Mutex<Option<Vec<P::Command>>>,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,
+    /// When a sleeping reactor wakes by itself, in nanoseconds since `started`.
+    wakes_at: AtomicU64,
+    started: Instant,
     stopping: AtomicBool,
     wake: OwnedFd,
     events: Arc<dyn Events>,
@@ -127,6 +130,8 @@ impl<P: Progress> Reactor<P> {
             machine: Mutex::new(Some(machine)),
             queue: Mutex::new(Some(Vec::new())),
             asleep: AtomicBool::new(false),
+            wakes_at: AtomicU64::new(0),
+            started: Instant::now(),
             stopping: AtomicBool::new(false),
             wake,
             events,
@@ -161,11 +166,20 @@ impl<P: Progress> Reactor<P> {
         let Some(running) = machine.as_mut() else { return false };
         let mut out = Outbox::default();
         let done = self.shared.turn(running, &mut out);
-        let idle = matches!(running.arm(), Ok(Armed::Sleep(_)));
+        // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
+        // or something to do earlier than it knows.
+        let must_wake = done > 0
+            && self.shared.asleep.load(Ordering::SeqCst)
+            && match running.arm() {
+                Ok(Armed::Sleep(longest)) => {
+                    self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
+                }
+                Ok(Armed::Again) | Err(_) => true,
+            };
         drop(machine);
         out.deliver(&*self.shared.events);
-        if !idle {
-            self.shared.wake_if_asleep(); // more to do than one turn: the thread goes on
+        if must_wake {
+            self.shared.wake();
         }
         done > 0
     }
@@ -173,7 +187,8 @@ impl<P: Progress> Reactor<P> {
     /// Stops the machine and waits for its thread, unless that is the calling one.
     pub fn stop(&self) {
         self.shared.ask_to_stop();
-        if let Some(thread) = self.thread.lock().take()
+        let thread = self.thread.lock().take(); // and let go of the lock: the thread may come here too
+        if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
             thread.join().ok(); // a panic there has been reported by the panic hook
@@ -199,6 +214,13 @@ impl<P: Progress> Shared<P> {
         if self.asleep.load(Ordering::SeqCst) {
             self.wake();
         }
+    }
+
+    /// The time after `longest` from now, as `wakes_at` counts.
+    fn at(&self, longest: Option<Duration>) -> u64 {
+        longest.map_or(u64::MAX, |longest| {
+            u64::try_from((self.started.elapsed() + longest).as_nanos()).unwrap_or(u64::MAX)
+        })
     }
 
     fn push(&self, command: P::Command) {
@@ -238,7 +260,6 @@ impl<P: Progress> Shared<P> {
             if self.turn(machine, &mut out) > 0 || !out.is_empty() {
                 idle_since = None;
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= self.idle.spin {
-                self.asleep.store(true, Ordering::SeqCst);
                 match machine.arm() {
                     Ok(Armed::Again) => {}
                     Ok(Armed::Sleep(longest)) => sleep = Some(longest),
@@ -247,7 +268,9 @@ impl<P: Progress> Shared<P> {
                         sleep = Some(Some(Duration::from_millis(10)));
                     }
                 }
-                if sleep.is_some() {
+                if let Some(longest) = sleep {
+                    self.wakes_at.store(self.at(longest), Ordering::SeqCst);
+                    self.asleep.store(true, Ordering::SeqCst);
                     fds.clear();
                     fds.extend_from_slice(machine.fds());
                 }

@@ -76,7 +76,8 @@ struct Revocation {
     failed: Option<Error>,
     waiting: Vec<Arc<Shot<Arc<Memory>>>>,
     held: Option<Held>,
-    done: bool,
+    /// All have answered, and what that means.
+    ended: Option<Result<()>>,
 }
 
 impl Region {
@@ -182,19 +183,23 @@ impl RegionCore {
     }
 
     /// Counts a transfer of the own agent. Errors: `Revoked`.
-    pub(crate) fn pin(&self) -> Result<()> {
+    pub(crate) fn pin(self: &Arc<Self>) -> Result<()> {
         self.pins.fetch_add(1, Ordering::SeqCst);
-        if !self.revoking.load(Ordering::SeqCst) {
+        if !self.is_revoking() {
             return Ok(());
         }
-        self.pins.fetch_sub(1, Ordering::SeqCst);
+        self.unpin();
         Err(Error::new(Kind::Revoked, format!("region {} is revoked: register its memory again to use it", self.name)))
     }
 
     pub(crate) fn unpin(self: &Arc<Self>) {
-        if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 && self.revoking.load(Ordering::SeqCst) {
+        if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_revoking() {
             self.ask_transports();
         }
+    }
+
+    pub(crate) fn is_revoking(&self) -> bool {
+        self.revoking.load(Ordering::SeqCst)
     }
 
     /// A plan that uses it was bound to a link.
@@ -205,9 +210,10 @@ impl RegionCore {
     /// Begins, or joins, the revocation; with `quarantine`, a reason, nobody else keeps the memory meanwhile.
     fn revoke(self: &Arc<Self>, waiting: Option<Arc<Shot<Arc<Memory>>>>, quarantine: Option<&str>) {
         let mut revocation = self.revocation.lock();
-        if revocation.done || broken("revoke-at-once") {
+        let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
+        if let Some(result) = ended {
             drop(revocation);
-            waiting.map(|shot| shot.finish(Ok(Arc::clone(&self.memory))));
+            waiting.map(|shot| shot.finish(result.map(|()| Arc::clone(&self.memory))));
             return;
         }
         revocation.waiting.extend(waiting);
@@ -261,29 +267,23 @@ impl RegionCore {
             return;
         }
         let waiting = std::mem::take(&mut revocation.waiting);
-        let result = match &revocation.failed {
-            None => {
-                revocation.done = true;
-                let released = revocation.held.take();
-                drop(revocation);
-                drop(released);
-                Ok(Arc::clone(&self.memory))
-            }
-            Some(cause) => {
-                let error = still_shared().source(cause.clone());
-                if revocation.held.is_none() {
-                    revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, "revocation failed"));
-                }
-                // The quarantine lasts: nothing will ever prove the access ended.
-                std::mem::forget(revocation.held.take());
-                // A later revoke gets the same answer.
-                revocation.left = Some(1);
-                drop(revocation);
-                Err(error)
-            }
+        let result = match revocation.failed.clone() {
+            None => Ok(()),
+            Some(cause) => Err(still_shared().source(cause)),
         };
+        revocation.ended = Some(result.clone());
+        let mut held = revocation.held.take();
+        drop(revocation);
+        if result.is_err() {
+            // Nothing will ever prove that the access has ended.
+            let held = held.take();
+            std::mem::forget(held.unwrap_or_else(|| {
+                quarantine::hold(Arc::clone(&self.memory), &self.name, "its revocation failed")
+            }));
+        }
+        drop(held);
         for shot in waiting {
-            shot.finish(result.clone());
+            shot.finish(result.clone().map(|()| Arc::clone(&self.memory)));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A mutex without poisoning: a panic in user code that runs near a lock (a waker, a recorder) must not turn every
+//! A mutex without poisoning, and a fence around the program's code: a panic in user code that runs near a lock (a waker, a recorder) must not turn every
 //! later call into another panic.
 
 use std::sync::{self, MutexGuard, PoisonError, TryLockError};
@@ -48,5 +48,12 @@ impl Condvar {
                 self.0.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0
             }
         }
+    }
+}
+
+/// Runs code that may be the program's (wakers, recorders): its panic must not end the thread that serves everybody.
+pub(crate) fn contained(run: impl FnOnce()) {
+    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
+        tracing::error!("a waker, a subscriber or a recorder panicked; kvx goes on without it");
     }
 }

@@ -149,13 +149,30 @@ impl TransferState {
         }
     }
 
-    /// After the post: notes what it cost, and has the clock watch what is still in flight.
+    /// After the post: notes what it cost, and has the clock watch what has not resolved.
     pub(crate) fn posted(self: &Arc<Self>) {
+        let open = {
+            let mut state = self.state.lock();
+            state.post_time = self.posted.elapsed();
+            // Settled but not resolved: its notification is under way, and the deadline holds for that too.
+            matches!(state.outcome, Outcome::Pending)
+        };
+        let Some(at) = self.deadline.instant().filter(|_| open) else { return };
+        let watch = self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>);
         let mut state = self.state.lock();
-        state.post_time = self.posted.elapsed();
-        // Settled but not resolved: its notification is under way, and the deadline holds for that too.
-        if matches!(state.outcome, Outcome::Pending) && let Some(at) = self.deadline.instant() {
-            state.watch = Some(self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>));
+        if matches!(state.outcome, Outcome::Pending) {
+            state.watch = Some(watch);
+            drop(state);
+        } else {
+            drop(state);
+            drop(watch);
+        }
+        // What happened between the post and the watch found nobody to interrupt.
+        if self.peer.agent.is_closed() {
+            Arc::clone(self).interrupt(&Reason::Shutdown);
+        }
+        for region in self.plan.0.locals.iter().filter(|region| region.core().is_revoking()) {
+            Arc::clone(self).interrupt(&Reason::Region(region.id()));
         }
     }
 
@@ -198,18 +215,7 @@ impl TransferState {
             Some((_, backend)) => error.backend(backend),
             None => error,
         });
-        match &result {
-            Ok(report) => telemetry::succeeded(
-                report.backend,
-                self.plan.op(),
-                self.plan.size(),
-                report.post_time,
-                report.transfer_time,
-            ),
-            Err(error) => telemetry::failed(error),
-        }
-        let _entered = self.span.enter();
-        tracing::trace!(ok = result.is_ok(), "resolved");
+        let told = result.clone();
         state.outcome = Outcome::Done(result);
         let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
         let (waker, watch) = (state.waker.take(), if settled { state.watch.take() } else { None });
@@ -218,6 +224,18 @@ impl TransferState {
         self.finished.notify_all();
         if let Some(waker) = waker {
             waker.wake();
+        }
+        let _entered = self.span.enter();
+        match told {
+            Ok(report) => {
+                let Report { backend, post_time, transfer_time, .. } = report;
+                telemetry::succeeded(backend, self.plan.op(), self.plan.size(), post_time, transfer_time);
+                tracing::trace!("succeeded");
+            }
+            Err(error) => {
+                telemetry::failed(&error);
+                tracing::debug!(%error, "failed");
+            }
         }
     }
 
@@ -250,6 +268,11 @@ impl TransferState {
             Some(link) => link.cancel(self.id),
             None => self.fail(error),
         }
+    }
+
+    /// Whether it has ended, so that nobody need start it.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.state.lock().stage != Stage::Parked
     }
 
     fn is_settled(&self) -> bool {
@@ -394,7 +417,8 @@ impl Transfer {
             if let Some(result) = self.0.take(&mut self.0.state.lock()) {
                 return result;
             }
-            if !moved && (Instant::now() >= patience || until.passed()) {
+            let now = Instant::now();
+            if until.instant().is_some_and(|until| until <= now) || (!moved && now >= patience) {
                 break;
             }
             std::hint::spin_loop();

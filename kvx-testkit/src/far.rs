@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::io::BufRead as _;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Error, Grid, Indices, Kind, Memory, Op, Options, Peer, Place as _, Plan, Region, Registry, Secret,
+    Agent, Error, Grid, Indices, Kind, Memory, Notification, Op, Options, Peer, Place as _, Plan, Region, Registry, Secret,
     quarantined_bytes,
 };
 use serde::{Deserialize, Serialize};
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::check::Failure;
 use crate::pattern;
 use crate::process::Child;
+use crate::surroundings::Surroundings;
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -24,6 +26,7 @@ enum Command {
     Agent { name: String, backends: Vec<String>, options: String, secret: Option<Vec<u8>>, peer_timeout: Duration, inbox: (usize, usize) },
     Metadata { agent: usize },
     Register { agent: usize, name: String, len: usize, pool: bool, seed: Option<u64> },
+    RegisterNeighbours { agent: usize, names: [String; 2], len: usize },
     Fill { region: usize, seed: u64 },
     CopyIn { region: usize, offset: usize, bytes: Vec<u8> },
     CopyOut { region: usize, offset: usize, len: usize },
@@ -34,8 +37,10 @@ enum Command {
     Notify { peer: usize, bytes: Vec<u8>, within: Duration },
     Post { peer: usize, post: PostSpec },
     Take { agent: usize, within: Duration },
+    TakeMany { agent: usize, count: usize, within: Duration },
     Expect { agent: usize, bytes: Vec<u8>, senders: usize, within: Duration },
     Cpu,
+    Surroundings,
     Quarantined,
     Shutdown { agent: usize, within: Duration },
 }
@@ -66,13 +71,14 @@ enum Reply {
     Done,
     Number(u64),
     Bytes(Vec<u8>),
-    Notification { name: String, incarnation: [u8; 16], bytes: Vec<u8> },
+    Notifications(Vec<Sent>),
+    Surroundings(Surroundings),
     Senders(Vec<(String, [u8; 16])>),
     Failed { kind: String, sentence: String },
 }
 
 /// A notification that the far end took.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sent {
     /// Name of the sender.
     pub name: String,
@@ -80,6 +86,13 @@ pub struct Sent {
     pub incarnation: [u8; 16],
     /// The bytes.
     pub bytes: Vec<u8>,
+}
+
+impl From<Notification> for Sent {
+    fn from(taken: Notification) -> Self {
+        let Notification { from, bytes } = taken;
+        Sent { name: from.name.to_string(), incarnation: from.incarnation.0, bytes: bytes.into_vec() }
+    }
 }
 
 /// The agents, regions and peers of a far end, by number.
@@ -130,6 +143,15 @@ impl End {
                 self.regions.push(Some(self.agents[agent].register(&name, memory)?));
                 Reply::Number(self.regions.len() as u64 - 1)
             }
+            Command::RegisterNeighbours { agent, names, len } => {
+                let both = Arc::new(Memory::owned(vec![0; 2 * len]));
+                for (at, name) in names.iter().enumerate() {
+                    // SAFETY: the half lies within `both`, which the new memory keeps alive and which lends no slices.
+                    let half = unsafe { Memory::adopt(both.as_ptr().add(at * len), len, Arc::clone(&both)) };
+                    self.regions.push(Some(self.agents[agent].register(name, half)?));
+                }
+                Reply::Number(self.regions.len() as u64 - 2)
+            }
             Command::Fill { region, seed } => {
                 pattern::fill(self.region(region)?.memory(), seed)?;
                 Reply::Done
@@ -179,17 +201,25 @@ impl End {
                 Reply::Number(report.bytes)
             }
             Command::Take { agent, within } => {
-                let taken = self.agents[agent].notification(within).wait()?;
-                Reply::Notification {
-                    name: taken.from.name.to_string(),
-                    incarnation: taken.from.incarnation.0,
-                    bytes: taken.bytes.into_vec(),
+                Reply::Notifications(vec![self.agents[agent].notification(within).wait()?.into()])
+            }
+            Command::TakeMany { agent, count, within } => {
+                let deadline = Instant::now() + within;
+                let mut taken = Vec::new();
+                while taken.len() < count {
+                    match self.agents[agent].notification(deadline).wait() {
+                        Ok(notification) => taken.push(notification.into()),
+                        Err(error) if error.kind() == Kind::TimedOut => break,
+                        Err(error) => return Err(error),
+                    }
                 }
+                Reply::Notifications(taken)
             }
             Command::Expect { agent, bytes, senders, within } => {
                 let met = self.agents[agent].expect(&bytes, senders, within).wait(within + Duration::from_secs(5))?;
                 Reply::Senders(met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect())
             }
+            Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process()),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
             Command::Shutdown { agent, within } => {
@@ -330,6 +360,13 @@ impl Far {
         Ok(self.number(command)?? as usize)
     }
 
+    /// Registers two regions of `len` bytes each of which the second begins where the first ends. Gives the number of
+    /// the first; the second has the next.
+    pub fn register_neighbours(&mut self, names: [&str; 2], len: usize) -> Result<usize, Failure> {
+        let command = Command::RegisterNeighbours { agent: 0, names: names.map(str::to_owned), len };
+        Ok(self.number(command)?? as usize)
+    }
+
     /// Fills a region with content `seed`.
     pub fn fill(&mut self, region: usize, seed: u64) -> Result<(), Failure> {
         Ok(self.done(Command::Fill { region, seed }, Duration::ZERO)??)
@@ -390,9 +427,19 @@ impl Far {
 
     /// Takes a notification of one of its agents.
     pub fn take_of(&mut self, agent: usize, within: Duration) -> Result<kvx_core::Result<Sent>, Failure> {
-        Ok(match self.call(Command::Take { agent, within }, within)? {
-            Ok(Reply::Notification { name, incarnation, bytes }) => Ok(Sent { name, incarnation, bytes }),
-            Ok(other) => return Err(Failure::new(format!("a notification was wanted, it was {other:?}"))),
+        let taken = self.notifications(Command::Take { agent, within }, within)?;
+        Ok(taken.and_then(|mut one| one.pop().ok_or_else(|| Error::new(Kind::Malformed, "no notification came back"))))
+    }
+
+    /// Takes up to `count` notifications of one of its agents, for as long as `within`.
+    pub fn take_many(&mut self, agent: usize, count: usize, within: Duration) -> Result<Vec<Sent>, Failure> {
+        Ok(self.notifications(Command::TakeMany { agent, count, within }, within)??)
+    }
+
+    fn notifications(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<Vec<Sent>>, Failure> {
+        Ok(match self.call(command, within)? {
+            Ok(Reply::Notifications(taken)) => Ok(taken),
+            Ok(other) => return Err(Failure::new(format!("notifications were wanted, it was {other:?}"))),
             Err(error) => Err(error),
         })
     }
@@ -415,6 +462,14 @@ impl Far {
     /// CPU time of its process.
     pub fn cpu(&mut self) -> Result<Duration, Failure> {
         Ok(Duration::from_micros(self.number(Command::Cpu)??))
+    }
+
+    /// What a library must leave alone in its process.
+    pub fn surroundings(&mut self) -> Result<Surroundings, Failure> {
+        match self.call(Command::Surroundings, Duration::ZERO)?? {
+            Reply::Surroundings(surroundings) => Ok(surroundings),
+            other => Err(Failure::new(format!("surroundings were wanted, it was {other:?}"))),
+        }
     }
 
     /// Bytes that its process has in quarantine.

@@ -12,6 +12,7 @@ mod process;
 mod setup;
 mod skip;
 mod suite;
+mod surroundings;
 
 pub use chaos::{Chaos, Fault};
 pub use check::{Check, Failure};
@@ -24,3 +25,4 @@ pub use process::Child;
 pub use setup::{Mode, Pair, Setup};
 pub use skip::skip;
 pub use suite::{Gap, Suite, conformance_main, serve_if_asked};
+pub use surroundings::Surroundings;

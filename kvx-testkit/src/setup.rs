@@ -1,5 +1,6 @@
 //! A pair of agents over one backend, in one process or in two.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry};
@@ -116,12 +117,18 @@ impl Setup {
         Ok(far.build(self.spec(name))??)
     }
 
-    /// A pair: an agent `near` here, and an agent `far` at the far end. Not connected yet.
+    /// A pair: an agent here, and an agent at the far end. Not connected yet.
     pub fn pair(&self) -> Result<Pair, Failure> {
         let mut far = self.far()?;
-        self.far_agent(&mut far, "far")?;
-        Ok(Pair { near: self.agent("near")?, far, setup: self.clone() })
+        self.far_agent(&mut far, &unique("far"))?;
+        Ok(Pair { near: self.agent(&unique("near"))?, far, setup: self.clone() })
     }
+}
+
+/// A name that no other agent of this host has: clauses run side by side, and a name is how a restart is recognised.
+pub(crate) fn unique(name: &str) -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// Two agents that may talk.

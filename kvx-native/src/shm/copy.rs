@@ -113,9 +113,13 @@ impl Copier {
     /// # Safety
     /// The gathered vectors of our side are writable memory.
     unsafe fn flush(&mut self, owner: Owner<'_>) -> Result<(), Stopped> {
+        if self.ours.is_empty() {
+            return Ok(());
+        }
         let mut done = 0;
-        let mut result = Ok(());
-        while done < self.ours.len() {
+        // A process that is not visible from here has number 0.
+        let mut result = if owner.process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
+        while result.is_ok() && done < self.ours.len() {
             // SAFETY: both lists live through the call; our side is writable (the caller's promise), the other side
             // is checked by the kernel.
             let got = unsafe { readv(owner.process.pid, &self.ours[done..], &self.theirs[done..]) };
@@ -152,7 +156,6 @@ impl Copier {
             return Err(Stopped::OwnerGone);
         }
         result.map_err(|errno| match errno {
-            Errno::SRCH => Stopped::OwnerGone,
             Errno::FAULT => Stopped::Failed(
                 Error::os("the peer's memory is not there any more: it was unmapped without being revoked", errno)
                     .backend(super::error::NAME),

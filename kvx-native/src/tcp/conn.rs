@@ -8,7 +8,7 @@ use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
 
 use super::auth::{Door, Knock, Step, Verdict};
 use super::fetch::Lane;
-use super::frames::{Frame, HEADER, Header, MAX_GREETING};
+use super::frames::{Frame, HEADER, Header};
 use super::payload::{Bin, Chunk};
 use super::serve::Guest;
 use super::socket;
@@ -77,6 +77,43 @@ impl Role {
         !matches!(self, Role::Lane(_) | Role::Guest(_))
     }
 
+    fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        output: &mut Output,
+        key: usize,
+        scope: &mut Scope<'_>,
+    ) -> Result<Change> {
+        match self {
+            Role::Connecting { .. } => Err(out_of_turn(header)),
+            Role::Knock { link, lane, knock } => match knock.frame(header, body, &mut output.control)? {
+                None => Ok(Change::Stay),
+                Some(Verdict::Welcome) => {
+                    scope.effects.push(Effect::Welcome { link: *link, lane: *lane });
+                    Ok(Change::Become { role: Role::Lane(Lane::new(*link, *lane)), lane: *lane })
+                }
+                Some(Verdict::Restarted(incarnation)) => {
+                    scope.effects.push(Effect::Restarted { link: *link, incarnation });
+                    Ok(Change::Close)
+                }
+            },
+            Role::Door(door) => match door.frame(header, body, &mut output.control)? {
+                Step::More => Ok(Change::Stay),
+                Step::Guest { who, lane } => {
+                    scope.effects.push(Effect::Entered { key, who: who.clone(), lane });
+                    Ok(Change::Become { role: Role::Guest(Guest::new(who)), lane })
+                }
+                Step::Mistaken { who } => {
+                    scope.effects.push(Effect::Mistaken { who });
+                    Ok(Change::Close)
+                }
+            },
+            Role::Lane(lane) => lane.frame(header, body, output, scope.effects).map(|()| Change::Stay),
+            Role::Guest(guest) => guest.frame(header, body, output, scope).map(|()| Change::Stay),
+        }
+    }
+
     fn data(&mut self, header: Header) -> Result<()> {
         match self {
             Role::Lane(lane) => lane.data(header),
@@ -116,6 +153,15 @@ impl Role {
             _ => false,
         }
     }
+}
+
+/// What a frame makes of its connection.
+enum Change {
+    Stay,
+    /// The handshake is done.
+    Become { role: Role, lane: u8 },
+    /// To be closed when the output has gone.
+    Close,
 }
 
 fn out_of_turn(header: Header) -> Error {
@@ -232,6 +278,8 @@ pub(super) struct Conn {
     pub(super) closing: bool,
     readable: bool,
     writable: bool,
+    /// Whether the other end has closed: a short read does not mean that nothing more comes.
+    hung_up: bool,
     pub(super) input: Input,
     pub(super) output: Output,
     pub(super) role: Role,
@@ -256,6 +304,7 @@ impl Conn {
             closing: false,
             readable: false,
             writable: false,
+            hung_up: false,
             input,
             output: Output::default(),
             role,
@@ -267,9 +316,10 @@ impl Conn {
     }
 
     /// What the kernel says of it now.
-    pub(super) fn event(&mut self, readable: bool, writable: bool) {
-        self.readable |= readable;
-        self.writable |= writable;
+    pub(super) fn event(&mut self, readable: bool, writable: bool, hung_up: bool) {
+        self.readable |= readable || hung_up;
+        self.writable |= writable || hung_up;
+        self.hung_up |= hung_up;
     }
 
     /// Whether there is something to do now.
@@ -356,7 +406,7 @@ impl Conn {
     /// A short read means that the socket is empty: the next bytes make an event.
     fn after_read(&mut self, got: Option<usize>, want: usize) -> Result<usize> {
         let count = got.unwrap_or(0);
-        if count < want {
+        if got.is_none() || count < want && !self.hung_up {
             self.readable = false;
         }
         Ok(count)
@@ -371,7 +421,7 @@ impl Conn {
                         return Ok(());
                     }
                     let Some(header) = self.input.header()? else { return Ok(()) };
-                    if self.role.is_greeting() != header.frame.is_greeting() || header.len > MAX_GREETING && self.role.is_greeting() {
+                    if self.role.is_greeting() != header.frame.is_greeting() {
                         return Err(out_of_turn(header));
                     }
                     self.input.stage = if header.frame == Frame::Data {
@@ -383,21 +433,10 @@ impl Conn {
                     };
                 }
                 Stage::Body(header) => {
-                    let mut input = std::mem::take(&mut self.input);
-                    let done = match input.take_body(header.len) {
-                        Some(body) => self.frame(header, body, key, scope).map(|()| true),
-                        None => Ok(false),
-                    };
-                    // What a frame did to the payload on its way in was done to nothing: none is, between frames.
-                    if matches!(done, Ok(true)) {
-                        input.body.clear();
-                        input.body.shrink_to(GROWTH);
-                        input.stage = Stage::Header;
-                    }
-                    self.input = input;
-                    if !done? {
-                        return Ok(());
-                    }
+                    let Some(body) = self.input.body(header.len) else { return Ok(()) };
+                    let change = self.role.frame(header, body, &mut self.output, key, scope)?;
+                    self.input.body_end();
+                    self.change(change);
                 }
                 Stage::Data { left: 0 } => {
                     self.role.data_end(&mut self.output, scope);
@@ -420,43 +459,15 @@ impl Conn {
         }
     }
 
-    fn frame(&mut self, header: Header, body: &[u8], key: usize, scope: &mut Scope<'_>) -> Result<()> {
-        match &mut self.role {
-            Role::Connecting { .. } => Err(out_of_turn(header)),
-            Role::Knock { link, lane, knock } => {
-                let (link, lane) = (*link, *lane);
-                match knock.frame(header, body, &mut self.output.control)? {
-                    None => {}
-                    Some(Verdict::Welcome) => {
-                        self.deadline = None;
-                        self.small = lane == 0;
-                        self.role = Role::Lane(Lane::new(link, lane));
-                        scope.effects.push(Effect::Welcome { link, lane });
-                    }
-                    Some(Verdict::Restarted(incarnation)) => {
-                        scope.effects.push(Effect::Restarted { link, incarnation });
-                    }
-                }
-                Ok(())
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::Stay => {}
+            Change::Close => self.closing = true,
+            Change::Become { role, lane } => {
+                self.deadline = None;
+                self.small = lane == 0;
+                self.role = role;
             }
-            Role::Door(door) => {
-                match door.frame(header, body, &mut self.output.control)? {
-                    Step::More => {}
-                    Step::Guest { who, lane } => {
-                        self.deadline = None;
-                        self.small = lane == 0;
-                        scope.effects.push(Effect::Entered { key, who: who.clone(), lane });
-                        self.role = Role::Guest(Guest::new(who));
-                    }
-                    Step::Mistaken { who } => {
-                        self.closing = true;
-                        scope.effects.push(Effect::Mistaken { who });
-                    }
-                }
-                Ok(())
-            }
-            Role::Lane(lane) => lane.frame(header, body, &mut self.output, scope.effects),
-            Role::Guest(guest) => guest.frame(header, body, &mut self.output, scope),
         }
     }
 
@@ -484,19 +495,6 @@ impl Conn {
     }
 }
 
-impl Default for Input {
-    fn default() -> Self {
-        Input {
-            buffer: Box::default(),
-            start: 0,
-            end: 0,
-            body: Vec::new(),
-            stage: Stage::Header,
-            chunk: Chunk::default(),
-        }
-    }
-}
-
 impl Input {
     fn has_backlog(&self) -> bool {
         matches!(self.stage, Stage::Header) && self.end - self.start >= HEADER
@@ -519,20 +517,24 @@ impl Input {
         Ok(Some(header))
     }
 
-    /// The body of a frame, when it is there as a whole: in the buffer, or gathered.
-    fn take_body(&mut self, len: usize) -> Option<&[u8]> {
+    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else gathered.
+    fn body(&mut self, len: usize) -> Option<&[u8]> {
         let buffered = self.end - self.start;
-        if self.body.is_empty() && buffered >= len {
-            let start = self.start;
+        if len <= BUFFER {
+            let body = self.buffer.get(self.start..self.start + len).filter(|_| buffered >= len)?;
             self.start += len;
-            return Some(&self.buffer[start..start + len]);
+            return Some(body);
         }
         let more = buffered.min(len - self.body.len());
-        if more > 0 && (len > BUFFER || self.body.len() + more == len) {
-            self.body.extend_from_slice(&self.buffer[self.start..self.start + more]);
-            self.start += more;
-        }
+        self.body.extend_from_slice(&self.buffer[self.start..self.start + more]);
+        self.start += more;
         (self.body.len() == len).then_some(&*self.body)
+    }
+
+    fn body_end(&mut self) {
+        self.body.clear();
+        self.body.shrink_to(GROWTH);
+        self.stage = Stage::Header;
     }
 
     /// Moves what is left in the buffer to its front.

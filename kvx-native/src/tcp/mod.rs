@@ -1,3 +1,20 @@
-//! draft
-/// draft
-pub struct Tcp;
+//! TCP: between hosts, and between anything that shares no memory.
+
+mod address;
+mod auth;
+mod config;
+mod conn;
+mod error;
+mod fetch;
+mod frames;
+mod link;
+mod listener;
+mod memory;
+mod payload;
+mod peers;
+mod progress;
+mod serve;
+mod socket;
+mod transport;
+
+pub use transport::Tcp;

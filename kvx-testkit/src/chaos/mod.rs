@@ -1,10 +1,168 @@
-//! The chaos transport: wraps any transport and breaks one promise of it.
+//! The chaos transport: wraps any transport and breaks one promise of it, on purpose.
+//!
+//! Each part of a transport has its room here, and each fault acts in the room of the call that it breaks: in `link`
+//! what is posted, in `transport` what is registered and linked, in `events` what comes in. What faults do to bytes is
+//! in `bytes`. A [`Gate`] is no fault: it lets a clause decide when a transport gives its tickets back.
 
-/// draft
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// One byte of a read's destination is changed before its ticket settles.
-    WrongBytes,
+mod bytes;
+mod events;
+mod gate;
+mod link;
+mod transport;
+
+use std::sync::Arc;
+
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{Options, Placement, Registry, Result, Unavailable};
+
+pub use gate::Gate;
+
+/// Lists the faults: what each does, its name in code, its name in a variant of a registry.
+macro_rules! faults {
+    ($($(#[$doc:meta])* $fault:ident $name:literal,)*) => {
+        /// What a chaos transport does wrong. Both ends of a pair do it, each where it applies to them.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Fault {
+            $($(#[$doc])* $fault,)*
+        }
+
+        impl Fault {
+            /// Every fault there is.
+            pub const ALL: &[Fault] = &[$(Fault::$fault),*];
+
+            /// Its name, in words.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Fault::$fault => $name,)*
+                }
+            }
+        }
+    };
 }
-/// draft
-pub struct Chaos;
+
+faults! {
+    // What happens to a transfer.
+    /// Tickets settle 20 ms late. Breaks nothing: every clause must hold under it.
+    Delay "delay",
+    /// Tickets settle in another order than they were given. Breaks nothing: every clause must hold under it.
+    Reorder "reorder",
+    /// A read changes one byte of its destination once more before it settles.
+    WrongBytes "wrong bytes",
+    /// A transfer settles with success and is never posted.
+    Drop "drop",
+    /// Every fifth transfer fails.
+    FailNth "fail nth",
+    /// A transfer of more than 65,536 blocks fails.
+    FailLarge "fail large",
+    /// A read leaves the last grid of its set out.
+    SkipGrid "skip grid",
+    /// A read exchanges two of its blocks.
+    SwapBlocks "swap blocks",
+    /// A read writes one byte after each block.
+    Smear "smear",
+    /// A read moves only the first block of those that it merged.
+    CutSegments "cut segments",
+    /// A plan that is posted again settles at once and moves nothing.
+    PostOnce "post once",
+    /// Every 50th transfer settles with success and is never posted.
+    Mix "mix",
+    /// The destination of a read is written again 300 ms after the ticket has settled.
+    WriteLate "write late",
+    /// The ticket is dropped.
+    ForgetTicket "forget the ticket",
+    /// `post` blocks for 200 ms.
+    BlockInPost "block in post",
+    /// `cancel` is ignored, and the ticket is held until the peer has done its work.
+    IgnoreCancel "ignore cancel",
+    /// Failures are reported as success.
+    Lie "lie",
+
+    // What happens to a region.
+    /// A revocation settles at once, and nobody is kept out.
+    IgnoreRevoke "ignore revoke",
+    /// `revoke` blocks for 500 ms.
+    BlockInRevoke "block in revoke",
+    /// Exports carry the key and the length, and who imports believes those instead of the metadata's.
+    Forgive "forgive",
+    /// Each export is 48 KiB longer.
+    FatExport "fat export",
+
+    // What happens to a notification.
+    /// Settles without sending.
+    DropNotification "drop notification",
+    /// Sent twice.
+    DuplicateNotification "duplicate notification",
+    /// Ends at its first NUL byte.
+    TruncateAtNul "truncate at NUL",
+    /// Nothing is delivered again once the queue was full.
+    DropOnFull "drop on full",
+    /// Arrives before the data that it follows: the data of transfers is held back for 100 ms.
+    NotifyEarly "notify early",
+
+    // What happens to a link.
+    /// The loss of a peer is not reported, and what it would fail stays in flight.
+    DropPeerLoss "drop peer loss",
+    /// Whoever answers is taken for the incarnation that was wanted.
+    AnyIncarnation "any incarnation",
+    /// Newer metadata is ignored, and regions that only it names cannot be imported.
+    IgnoreUpdate "ignore update",
+    /// An agent cannot link to itself.
+    NoLoopback "no loopback",
+    /// Shutting one transport down closes the links of all transports of the process.
+    GlobalStop "global stop",
+
+    // What happens to the process.
+    /// A thread spins.
+    Spin "spin",
+    /// A signal handler is installed.
+    TakeSignal "take a signal",
+}
+
+impl Fault {
+    /// The fault of this name.
+    pub fn named(name: &str) -> Option<Fault> {
+        Fault::ALL.iter().copied().find(|fault| fault.name() == name)
+    }
+}
+
+/// A factory inside another one, which breaks a promise of the inner one's transports or holds their tickets back.
+pub struct Chaos {
+    inner: Arc<dyn Factory>,
+    fault: Option<Fault>,
+    gate: Gate,
+}
+
+impl Chaos {
+    /// The transports of `factory`, with this fault.
+    pub fn over(factory: Arc<dyn Factory>, fault: Fault) -> Self {
+        Chaos { inner: factory, fault: Some(fault), gate: Gate::new() }
+    }
+
+    /// The transports of `factory`, which give their tickets back as the gate allows.
+    pub fn gated(factory: Arc<dyn Factory>, gate: &Gate) -> Self {
+        Chaos { inner: factory, fault: None, gate: gate.clone() }
+    }
+
+    /// A registry in which every backend has this fault.
+    pub fn registry(registry: Registry, fault: Fault) -> Registry {
+        registry.wrapped(|factory| Arc::new(Chaos::over(factory, fault)))
+    }
+}
+
+impl Factory for Chaos {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn placement(&self) -> Placement {
+        self.inner.placement()
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        self.inner.available(options)
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        transport::open(&*self.inner, self.fault, self.gate.clone(), context)
+    }
+}

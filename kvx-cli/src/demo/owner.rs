@@ -1,0 +1,122 @@
+//! The process that owns the pool: what it does, and how the reader holds it.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kvx::{Agent, Registry};
+
+use super::blocks::Blocks;
+use crate::Result;
+
+/// How long the owner may take to fill and publish its pool.
+const START: Duration = Duration::from_secs(60);
+/// The longest life of an owner, should it not see that its reader has ended.
+const LIFE: Duration = Duration::from_secs(600);
+
+/// What stands behind `demo-owner` on the command line.
+#[derive(Args)]
+pub(crate) struct OwnerArguments {
+    #[arg(long, value_delimiter = ',', required = true)]
+    backend: Vec<String>,
+    #[arg(long)]
+    size: u64,
+}
+
+/// Publishes a pool, prints its metadata, and keeps it until standard input ends.
+pub(crate) fn own(arguments: &OwnerArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+    let agent = Agent::builder("demo-owner").backends(&arguments.backend).build(registry)?;
+    let _pool = agent.register("pool", Blocks::of(arguments.size)?.filled_pool()?)?;
+    let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    writeln!(out, "{metadata}")?;
+    out.flush()?;
+    let (ended, wait) = mpsc::channel();
+    std::thread::spawn(move || {
+        std::io::stdin().read_to_end(&mut Vec::new()).ok();
+        ended.send(()).ok();
+    });
+    wait.recv_timeout(LIFE).ok();
+    Ok(agent.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(10))?)
+}
+
+/// The owner's process, as its reader holds it: killed when this is dropped, however that comes.
+pub(crate) struct Owner {
+    child: Child,
+    /// What it published.
+    pub(crate) metadata: Vec<u8>,
+}
+
+impl Owner {
+    /// Starts one, and waits until it has published its pool.
+    pub(crate) fn start(backends: &[&str], size: u64) -> Result<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(["demo-owner", "--backend", &backends.join(","), "--size", &size.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let stdout = child.stdout.take();
+        let mut owner = Owner { child, metadata: Vec::new() };
+        let stdout = stdout.ok_or("the owner's process has no output")?;
+        let (send, line) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            send.send(BufReader::new(stdout).read_line(&mut text).map(|_| text)).ok();
+        });
+        let text = line.recv_timeout(START).map_err(|_| format!("the owner did not publish its pool within {START:?}"))??;
+        if text.is_empty() {
+            let status = owner.ended(Duration::from_secs(5))?;
+            return Err(format!("the owner ended before it had published its pool: {status}").into());
+        }
+        owner.metadata = from_hex(text.trim_end()).ok_or("the owner's metadata is not hexadecimal")?;
+        Ok(owner)
+    }
+
+    /// Its process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Kills it by its process number.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.ended(Duration::from_secs(10)).map(drop)
+    }
+
+    fn ended(&mut self, within: Duration) -> Result<ExitStatus> {
+        let until = Instant::now() + within;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() >= until {
+                return Err(format!("process {} did not end within {within:?}", self.pid()).into());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.kill().ok();
+    }
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    let digit = |digit: u8| char::from(digit).to_digit(16);
+    let pairs = text.as_bytes().chunks(2);
+    pairs.map(|pair| Some((digit(pair[0])? << 4 | digit(*pair.get(1)?)?) as u8)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::from_hex;
+
+    #[test]
+    fn hexadecimal_is_read_or_refused() {
+        assert_eq!(from_hex("00ff7A"), Some(vec![0, 255, 122]));
+        assert_eq!([from_hex("0"), from_hex("0g"), from_hex("é")], [None, None, None]);
+    }
+}

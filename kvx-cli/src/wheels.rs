@@ -1,0 +1,198 @@
+//! Native libraries that Python wheels and conda packages have brought, found by their known places. No Python runs.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+/// Where [`find`] looks, for people.
+pub(crate) const PLACES: &str = "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
+
+/// Places below a folder of packages (`site-packages`).
+const IN_WHEELS: &[Place] = &[
+    Place::new("UCX", "KVX_UCX_LIB", "libucx/lib/libucp.so.0"),
+    Place::new("MOONCAKE", "KVX_MOONCAKE_LIB", "mooncake/engine*.so"),
+    Place::new("RIXL", "KVX_RIXL_LIB", ".nixl*.mesonpy.libs/libnixl_capi.so"),
+];
+
+/// Places below the root of a conda environment.
+const IN_CONDA: &[Place] = &[
+    Place::new("UCX", "KVX_UCX_LIB", "lib/libucp.so.0"),
+    Place::new("LIBFABRIC", "KVX_LIBFABRIC_LIB", "lib/libfabric.so.1"),
+    Place::new("MOONCAKE", "KVX_MOONCAKE_LIB", "lib/libtransfer_engine.so"),
+    Place::new("RIXL", "KVX_RIXL_LIB", "lib/libnixl_capi.so"),
+];
+
+/// Where the folders of packages lie below the root of an environment.
+const PACKAGES: &str = "lib*/python3*/*-packages";
+
+/// A library that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// The backend that needs it.
+    pub(crate) backend: &'static str,
+    /// The variable that names it.
+    pub(crate) variable: &'static str,
+    /// Its file.
+    pub(crate) path: PathBuf,
+}
+
+struct Place {
+    backend: &'static str,
+    variable: &'static str,
+    pattern: &'static str,
+}
+
+impl Place {
+    const fn new(backend: &'static str, variable: &'static str, pattern: &'static str) -> Self {
+        Place { backend, variable, pattern }
+    }
+}
+
+/// The roots of Python environments, the most particular ones first.
+#[derive(Debug, Default)]
+pub(crate) struct Environments {
+    roots: Vec<PathBuf>,
+    conda: Option<PathBuf>,
+}
+
+impl Environments {
+    /// Those that this process's environment and the usual places lead to.
+    pub(crate) fn of_process() -> Self {
+        let named = |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let conda = named("CONDA_PREFIX");
+        let mut roots = Vec::from_iter(named("VIRTUAL_ENV"));
+        roots.extend(conda.clone());
+        roots.push(".venv".into());
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let pythons = std::env::split_paths(&path).filter(|folder| folder.join("python3").exists());
+        roots.extend(pythons.filter_map(|folder| Some(folder.parent()?.to_owned())));
+        roots.extend(named("HOME").map(|home| home.join(".local")));
+        roots.extend(["/usr/local", "/usr"].map(PathBuf::from));
+        Environments { roots, conda }
+    }
+}
+
+/// Looks for every known library; each file once, by backend, and the most particular environment first.
+pub(crate) fn find(environments: &Environments) -> Vec<Found> {
+    let mut seen = BTreeSet::new();
+    let mut found = Vec::new();
+    let mut look = |root: &Path, places: &[Place]| {
+        for Place { backend, variable, pattern } in places {
+            for path in matches(root, pattern) {
+                let file = path.canonicalize().unwrap_or_else(|_| path.clone());
+                if seen.insert(file) {
+                    found.push(Found { backend, variable, path: std::path::absolute(&path).unwrap_or(path) });
+                }
+            }
+        }
+    };
+    for root in &environments.roots {
+        for packages in matches(root, PACKAGES) {
+            look(&packages, IN_WHEELS);
+        }
+    }
+    if let Some(root) = &environments.conda {
+        look(root, IN_CONDA);
+    }
+    found.sort_by_key(|found| found.backend);
+    found
+}
+
+/// What exists below `root` and fits the pattern, whose parts may hold one `*` each; in order.
+fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
+    let mut paths = vec![root.to_owned()];
+    for part in pattern.split('/') {
+        let below = |folder: PathBuf| match part.split_once('*') {
+            None => vec![folder.join(part)],
+            Some((start, end)) => {
+                let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+                let fits = |name: &OsStr| {
+                    name.to_str().is_some_and(|name| {
+                        name.len() >= start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
+                    })
+                };
+                let mut paths: Vec<_> =
+                    entries.filter(|entry| fits(&entry.file_name())).map(|entry| entry.path()).collect();
+                paths.sort();
+                paths
+            }
+        };
+        paths = paths.into_iter().flat_map(below).collect();
+    }
+    paths.retain(|path| path.exists());
+    paths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder of the test's own, gone at its end.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str, files: &[&str]) -> Self {
+            let root = std::env::temp_dir().join(format!("kvx-{name}-{}", std::process::id()));
+            for file in files {
+                let path = root.join(file);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, "").unwrap();
+            }
+            Folder(root)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.0).ok();
+        }
+    }
+
+    fn found(environments: &Environments, root: &Path) -> Vec<(&'static str, &'static str, String)> {
+        let below = |path: PathBuf| path.strip_prefix(root).unwrap().display().to_string();
+        find(environments).into_iter().map(|found| (found.backend, found.variable, below(found.path))).collect()
+    }
+
+    #[test]
+    fn the_known_wheels_are_found_in_an_environment() {
+        let folder = Folder::new(
+            "wheels",
+            &[
+                "lib/python3.11/site-packages/libucx/lib/libucp.so.0",
+                "lib/python3.11/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so",
+                "lib/python3.11/site-packages/nixl_cu12.libs/libucp-0f.so.0.0.0",
+                "lib/python3/dist-packages/mooncake/engine.so",
+                "lib/python3/dist-packages/mooncake/store.so",
+                "lib/libfabric.so.1",
+            ],
+        );
+        // The same environment by two names is one.
+        let roots = vec![folder.0.clone(), folder.0.join("lib/..")];
+        assert_eq!(
+            found(&Environments { roots, conda: None }, &folder.0),
+            [
+                ("MOONCAKE", "KVX_MOONCAKE_LIB", "lib/python3/dist-packages/mooncake/engine.so".into()),
+                (
+                    "RIXL",
+                    "KVX_RIXL_LIB",
+                    "lib/python3.11/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so".into()
+                ),
+                ("UCX", "KVX_UCX_LIB", "lib/python3.11/site-packages/libucx/lib/libucp.so.0".into()),
+            ]
+        );
+    }
+
+    #[test]
+    fn the_libraries_of_a_conda_environment_count_too() {
+        let folder = Folder::new("conda", &["lib/libfabric.so.1", "lib/libucp.so.0"]);
+        let conda = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
+        let names: Vec<_> = found(&conda, &folder.0).into_iter().map(|(backend, ..)| backend).collect();
+        assert_eq!(names, ["LIBFABRIC", "UCX"]);
+    }
+
+    #[test]
+    fn an_environment_that_is_not_there_has_nothing() {
+        let roots = vec![PathBuf::from("/nonexistent/kvx")];
+        assert_eq!(find(&Environments { roots, conda: None }), []);
+    }
+}

@@ -1,0 +1,150 @@
+//! Writes on the target's side: our thread pulls the bytes into our own memory, after checking keys and bounds.
+
+use std::sync::Arc;
+
+use kvx_core::reactor::{Outbox, SLICE};
+use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
+
+use super::copy::{Pulling, Stopped};
+use super::error::error;
+use super::memory::Place;
+use super::messages::{Message, Refusal};
+use super::progress::{Machine, Work};
+use super::writes::WINDOW;
+use crate::described::Described;
+
+/// A part of a peer's write.
+pub(crate) struct Pull {
+    /// The connection it came over.
+    pub(crate) at: usize,
+    pub(crate) write: u64,
+    pieces: Pulling,
+    places: Vec<Place>,
+    targets: Vec<u64>,
+    /// The peer's regions that it reads from.
+    from: Vec<RegionId>,
+    /// Our regions that it writes to, and what keeps them.
+    into: Vec<(RegionId, Arc<Memory>)>,
+    left: u64,
+}
+
+impl Pull {
+    pub(crate) fn left(&self) -> u64 {
+        self.left
+    }
+
+    pub(crate) fn reads(&self, id: RegionId) -> bool {
+        self.from.contains(&id)
+    }
+
+    pub(crate) fn writes(&self, id: RegionId) -> bool {
+        self.into.iter().any(|(into, _)| *into == id)
+    }
+}
+
+impl Machine {
+    /// A peer asks us to pull a part of a write. Errors: `Malformed`, which ends the connection; everything else is
+    /// answered.
+    pub(crate) fn take_write(&mut self, at: usize, write: u64, into: Described, from: Described) -> Result<()> {
+        let connection = &mut self.connections[at];
+        if connection.pulls >= WINDOW {
+            return Err(error(Kind::Malformed, format!("malformed SHM message: more than {WINDOW} parts of writes at once")));
+        }
+        match self.checked(at, write, into, from) {
+            Ok(pull) if pull.left > 0 => {
+                self.connections[at].pulls += 1;
+                let left = pull.left;
+                self.turns.push(Work::Pull(Box::new(pull)), left);
+            }
+            Ok(_) => self.connections[at].send(&self.poller, &Message::Done { write, result: Ok(()) }),
+            Err(refused) => {
+                let result = Err(Refusal::from(&refused));
+                self.connections[at].send(&self.poller, &Message::Done { write, result });
+            }
+        }
+        Ok(())
+    }
+
+    fn checked(&self, at: usize, write: u64, into: Described, from: Described) -> Result<Pull> {
+        let ours = into
+            .regions
+            .iter()
+            .map(|(id, key)| Ok((*id, self.regions.check(*id, key)?)))
+            .collect::<Result<Vec<_>>>()?;
+        into.check(&ours.iter().map(|(_, memory)| memory.len() as u64).collect::<Vec<_>>())?;
+        let lent = &self.connections[at].lent;
+        let theirs = from
+            .regions
+            .iter()
+            .map(|(id, _)| match lent.get(id) {
+                Some(Ok(held)) => Ok(held),
+                Some(Err(unfit)) => Err(unfit.clone()),
+                None => Err(error(Kind::Unregistered, format!("region {id} was not lent for this write"))),
+            })
+            .collect::<Result<Vec<_>>>()?;
+        from.check(&theirs.iter().map(|held| held.len).collect::<Vec<_>>())?;
+        Ok(Pull {
+            at,
+            write,
+            left: into.bytes(),
+            places: theirs.iter().map(|held| held.place.clone()).collect(),
+            from: theirs.iter().map(|held| held.id).collect(),
+            targets: ours.iter().map(|(_, memory)| memory.address()).collect(),
+            into: ours,
+            pieces: Pulling::new(
+                Extents::new(from.grids, from.indices),
+                Extents::new(into.grids, into.indices),
+            ),
+        })
+    }
+
+    /// One turn of a pull. Says how many bytes moved.
+    pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>, out: &mut Outbox) -> u64 {
+        let connection = &self.connections[pull.at];
+        // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own memory is kept by the
+        // pull, is host memory and is never lent out as slices; mappings are kept by the pull's places.
+        let turn = unsafe {
+            self.copier.turn(connection.owner(), &mut pull.pieces, &pull.places, &pull.targets, SLICE)
+        };
+        match turn {
+            Ok(turn) => {
+                pull.left = pull.left.saturating_sub(turn.moved);
+                if turn.finished || pull.left == 0 {
+                    self.answer(*pull, Ok(()));
+                } else {
+                    let left = pull.left;
+                    self.turns.push(Work::Pull(pull), left);
+                }
+                turn.moved
+            }
+            Err(Stopped::OwnerGone) => {
+                self.other_end_gone(pull.at, out);
+                0
+            }
+            Err(Stopped::Failed(reason)) => {
+                self.answer(*pull, Err(reason));
+                0
+            }
+        }
+    }
+
+    /// Answers a part, and lets go of what it held.
+    fn answer(&mut self, pull: Pull, result: Result<()>) {
+        let (at, write) = (pull.at, pull.write);
+        drop(pull);
+        let result = result.map_err(|reason| Refusal::from(&reason));
+        let connection = &mut self.connections[at];
+        connection.pulls -= 1;
+        connection.send(&self.poller, &Message::Done { write, result });
+    }
+
+    /// Takes pulls out of the turns and answers them with `reason`.
+    pub(crate) fn stop_pulls(&mut self, which: impl Fn(&Pull) -> bool, reason: &Error) {
+        let stopped = self.turns.extract(|work| matches!(work, Work::Pull(pull) if which(pull)));
+        for work in stopped {
+            if let Work::Pull(pull) = work {
+                self.answer(*pull, Err(reason.clone()));
+            }
+        }
+    }
+}

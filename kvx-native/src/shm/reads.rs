@@ -1,0 +1,219 @@
+//! Reads: our thread copies from the peer's memory into ours.
+
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use kvx_core::reactor::{Outbox, SLICE};
+use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
+use kvx_core::{Bound, Op, RegionId, Result, Ticket, TransferId};
+
+use super::connection::{Connection, Imported, Waiting};
+use super::copy::{MAX_BATCH, Reading, Stopped};
+use super::error::{closed, error};
+use super::link::{Import, Wiring};
+use super::memory::Place;
+use super::progress::{Machine, Work};
+
+/// A read under way.
+pub(crate) struct Read {
+    /// The connection whose peer is read.
+    pub(crate) at: usize,
+    pub(crate) id: TransferId,
+    pieces: Reading,
+    places: Vec<Place>,
+    targets: Vec<u64>,
+    left: u64,
+    pub(crate) done: Ticket,
+}
+
+impl Read {
+    /// Whether it reads from the peer's region of this number.
+    pub(crate) fn reads(&self, id: RegionId) -> bool {
+        self.pieces.0.bound().remotes().iter().any(|remote| remote.id == id)
+    }
+}
+
+/// Where a plan's remote regions stand.
+enum Grants {
+    All(Vec<Place>),
+    Missing,
+}
+
+fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
+    let mut places = Vec::with_capacity(plan.remotes().len());
+    for remote in plan.remotes() {
+        let any: &dyn std::any::Any = &*remote.region;
+        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(&import.number));
+        match import {
+            Some(Imported::Held(held)) => places.push(held.place.clone()),
+            Some(Imported::Refused(reason)) => return Err(reason.clone()),
+            Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
+            None => return Err(closed()),
+        }
+    }
+    Ok(Grants::All(places))
+}
+
+impl Machine {
+    /// A transfer was posted; `here`: by this thread, on which a small read may be done at once.
+    pub(crate) fn post(
+        &mut self,
+        link: &Arc<Wiring>,
+        transfer: Waiting,
+        here: Option<ThreadId>,
+        out: &mut Outbox,
+    ) {
+        let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
+            return out.settle(transfer.done, Err(link.gone()));
+        };
+        match grants(&self.connections[at], &transfer.plan) {
+            Err(reason) => out.settle(transfer.done, Err(reason)),
+            Ok(Grants::Missing) => self.connections[at].waiting.push(transfer),
+            Ok(Grants::All(places)) => match transfer.plan.op() {
+                Op::Read => self.start_read(at, transfer, places, here, out),
+                Op::Write => {
+                    let Waiting { plan, id, done } = transfer;
+                    self.connections[at].start_write(&self.poller, id, plan, done);
+                    self.pump(at, out);
+                }
+            },
+        }
+    }
+
+    /// Posts again what waited for regions of this connection.
+    pub(crate) fn post_waiting(&mut self, at: usize, out: &mut Outbox) {
+        let Some(link) = self.connections[at].link.clone() else { return };
+        for transfer in std::mem::take(&mut self.connections[at].waiting) {
+            self.post(&link, transfer, None, out);
+        }
+    }
+
+    fn start_read(
+        &mut self,
+        at: usize,
+        transfer: Waiting,
+        places: Vec<Place>,
+        here: Option<ThreadId>,
+        out: &mut Outbox,
+    ) {
+        let Waiting { plan, id, done } = transfer;
+        let size = plan.size();
+        let targets = plan.locals().iter().map(|local| local.memory.address()).collect();
+        let pieces = Reading(plan.segments(MAX_BATCH));
+        let read = Box::new(Read { at, id, pieces, places, targets, left: size.bytes, done });
+        let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
+        if small && here == Some(std::thread::current().id()) {
+            // On the poster's own thread: this read and nothing else.
+            self.lent_turn = true;
+            self.read_turn(read, out);
+        } else {
+            self.turns.push(Work::Read(read), size.bytes);
+        }
+    }
+
+    /// One turn of a read. Says how many bytes moved.
+    pub(crate) fn read_turn(&mut self, mut read: Box<Read>, out: &mut Outbox) -> u64 {
+        let connection = &self.connections[read.at];
+        // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held against the remote
+        // length; the local memory is kept by the plan until the ticket settles; places keep mappings.
+        let turn = unsafe {
+            self.copier.turn(connection.owner(), &mut read.pieces, &read.places, &read.targets, SLICE)
+        };
+        match turn {
+            Ok(turn) => {
+                read.left = read.left.saturating_sub(turn.moved);
+                if turn.finished || read.left == 0 {
+                    out.settle(read.done, Ok(()));
+                } else {
+                    let left = read.left;
+                    self.turns.push(Work::Read(read), left);
+                }
+                turn.moved
+            }
+            Err(Stopped::OwnerGone) => {
+                // Back into the turns, so that it ends with the connection and for the same reason.
+                let at = read.at;
+                let left = read.left;
+                self.turns.push(Work::Read(read), left);
+                self.other_end_gone(at, out);
+                0
+            }
+            Err(Stopped::Failed(reason)) => {
+                out.settle(read.done, Err(reason));
+                0
+            }
+        }
+    }
+
+    /// Stops a transfer as soon as it can be.
+    pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
+        let Some(&at) = self.links.get(&link.id) else { return };
+        let stopped = self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
+        for work in stopped {
+            work.settle(super::error::cancelled(), out);
+        }
+        let connection = &mut self.connections[at];
+        if let Some(position) = connection.waiting.iter().position(|waiting| waiting.id == id) {
+            let waiting = connection.waiting.swap_remove(position);
+            out.settle(waiting.done, Err(super::error::cancelled()));
+        }
+        if connection.writes.fail(id.0, super::error::cancelled()) {
+            connection.send(&self.poller, &super::messages::Message::Cancel { write: id.0 });
+        }
+        self.pump(at, out);
+    }
+
+    /// A region of the peer is to be used: asks for it.
+    pub(crate) fn import(&mut self, link: &Arc<Wiring>, import: Arc<Import>) {
+        let Some(&at) = self.links.get(&link.id) else { return };
+        let connection = &mut self.connections[at];
+        if !connection.is_up() {
+            return;
+        }
+        let want = super::messages::Message::Want { import: import.number, id: import.id, key: import.key };
+        connection.imports.insert(import.number, Imported::Wanted(import));
+        connection.wanted += 1;
+        connection.send(&self.poller, &want);
+        self.note_awaiting(at);
+    }
+
+    /// The owner answered an import. Errors: `Malformed` when nobody had asked.
+    pub(crate) fn take_grant(
+        &mut self,
+        at: usize,
+        number: u64,
+        answer: Result<super::messages::Reached>,
+        file: Option<std::os::fd::OwnedFd>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let connection = &mut self.connections[at];
+        let Some(Imported::Wanted(import)) = connection.imports.get(&number) else {
+            return Err(error(kvx_core::Kind::Malformed, "malformed SHM message: an answer that nobody had asked for"));
+        };
+        let import = Arc::clone(import);
+        connection.wanted -= 1;
+        let held = answer.and_then(|reached| {
+            if reached.len != import.len {
+                return Err(error(
+                    kvx_core::Kind::OutOfBounds,
+                    format!(
+                        "region {} has {} bytes, and its metadata says {}: take the peer's metadata again",
+                        import.id, reached.len, import.len
+                    ),
+                ));
+            }
+            super::memory::Held::of(import.id, reached, file.as_ref())
+        });
+        let imported = match held {
+            Ok(held) => {
+                self.populate(at, &held);
+                Imported::Held(held)
+            }
+            Err(reason) => Imported::Refused(reason),
+        };
+        self.connections[at].imports.insert(number, imported);
+        self.note_awaiting(at);
+        self.post_waiting(at, out);
+        Ok(())
+    }
+}

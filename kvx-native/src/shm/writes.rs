@@ -1,0 +1,252 @@
+//! Writes on the initiator's side: the target is told which blocks to pull, part by part, and answers each part.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvx_core::{Bound, Error, Kind, Pair, RegionKey, Result, Ticket, TransferId};
+
+use super::connection::Connection;
+use super::error::error;
+use super::memory;
+use super::messages::{MAX_GRIDS, MAX_INDICES, Message};
+use super::socket::Poller;
+use crate::described::{self, Described, Part, Side};
+
+/// The most parts of one connection that are not answered.
+pub(crate) const WINDOW: usize = 64;
+/// The most parts of one write that are not answered: other writes get their share of the window.
+const PER_WRITE: usize = 4;
+
+/// The writes of one connection that have not settled.
+#[derive(Default)]
+pub(crate) struct Writes {
+    open: HashMap<u64, Write>,
+    /// Whose part goes next. Each open write with parts left and room in its window is in here once.
+    turns: VecDeque<u64>,
+    unanswered: usize,
+}
+
+struct Write {
+    plan: Arc<Bound>,
+    parts: Parts,
+    unanswered: usize,
+    queued: bool,
+    /// What it will settle with if not with success; no further part is sent.
+    failed: Option<Error>,
+    done: Ticket,
+}
+
+/// A ticket and what to settle it with.
+pub(crate) type Settled = (Ticket, Result<()>);
+
+impl Writes {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
+        let parts = Parts::default();
+        self.open.insert(id.0, Write { plan, parts, unanswered: 0, queued: true, failed: None, done });
+        self.turns.push_back(id.0);
+    }
+
+    /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to have no parts left.
+    fn next_part(&mut self) -> Option<Next> {
+        while self.unanswered < WINDOW {
+            let id = self.turns.pop_front()?;
+            let Some(write) = self.open.get_mut(&id) else { continue };
+            write.queued = false;
+            let part = if write.failed.is_none() { write.parts.next(write.plan.pairs()) } else { None };
+            let Some(part) = part else {
+                match self.settled(id) {
+                    Some(settled) => return Some(Next::Settled(settled)),
+                    None => continue,
+                }
+            };
+            write.unanswered += 1;
+            self.unanswered += 1;
+            let plan = Arc::clone(&write.plan);
+            if write.unanswered < PER_WRITE {
+                write.queued = true;
+                self.turns.push_back(id);
+            }
+            return Some(Next::Part(id, plan, part));
+        }
+        None
+    }
+
+    /// Takes the answer to a part. Errors: `Malformed` when there was no such part.
+    pub(crate) fn answered(&mut self, id: u64, result: Result<()>) -> Result<()> {
+        match self.open.get_mut(&id) {
+            Some(write) if write.unanswered > 0 => {
+                write.unanswered -= 1;
+                self.unanswered -= 1;
+                if let Err(refused) = result {
+                    write.failed.get_or_insert(refused);
+                }
+                if !write.queued {
+                    write.queued = true;
+                    self.turns.push_back(id);
+                }
+                Ok(())
+            }
+            _ => Err(error(Kind::Malformed, "malformed SHM message: an answer to a write that is not under way")),
+        }
+    }
+
+    /// The write's ticket, if nothing of it is under way and nothing more will be.
+    fn settled(&mut self, id: u64) -> Option<Settled> {
+        if self.open.get(&id)?.unanswered > 0 {
+            return None;
+        }
+        let write = self.open.remove(&id)?;
+        Some((write.done, write.failed.map_or(Ok(()), Err)))
+    }
+
+    /// Fails a write. Says whether parts of it are still under way; settles by [`Connection::pump`] once none is.
+    pub(crate) fn fail(&mut self, id: u64, error: Error) -> bool {
+        let Some(write) = self.open.get_mut(&id) else { return false };
+        write.failed.get_or_insert(error);
+        if write.unanswered == 0 && !write.queued {
+            write.queued = true;
+            self.turns.push_back(id);
+        }
+        write.unanswered > 0
+    }
+
+    /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the peer holds nothing.
+    pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settled> {
+        let ids: Vec<u64> = self.open.keys().copied().collect();
+        for id in &ids {
+            if let Some(write) = self.open.get_mut(id) {
+                write.failed.get_or_insert_with(|| error.clone());
+                if proven {
+                    self.unanswered -= write.unanswered;
+                    write.unanswered = 0;
+                }
+            }
+        }
+        ids.into_iter().filter_map(|id| self.settled(id)).collect()
+    }
+
+    /// Drops the tickets of what the peer may still read: its memory is quarantined.
+    pub(crate) fn forget_all(&mut self) -> usize {
+        let count = self.open.len();
+        self.open.clear();
+        count
+    }
+}
+
+enum Next {
+    Part(u64, Arc<Bound>, Part),
+    Settled(Settled),
+}
+
+impl Connection {
+    /// Begins a write whose remote regions were granted.
+    pub(crate) fn start_write(&mut self, poller: &Poller, id: TransferId, plan: Arc<Bound>, done: Ticket) {
+        for local in plan.locals() {
+            if self.granted.insert(local.id) {
+                let reached = memory::reached(&local.memory);
+                let lend = Message::Lend { id: local.id, reached };
+                self.send_with(poller, &lend, Some(Arc::clone(&local.memory)));
+            }
+        }
+        self.writes.start(id, plan, done);
+    }
+
+    /// Sends the parts that there is room for. Hands out the writes that have settled.
+    pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settled>) {
+        while self.queued() < WINDOW {
+            match self.writes.next_part() {
+                None => break,
+                Some(Next::Settled(one)) => settled.push(one),
+                Some(Next::Part(write, plan, part)) => {
+                    let into = Described::of(&plan, &part, Side::Remote, |region| {
+                        let remote = plan.remote(region);
+                        (remote.id, remote.key)
+                    });
+                    // What was lent is known to the target by its number, on this connection only: no key is shown.
+                    let from = Described::of(&plan, &part, Side::Local, |region| {
+                        (plan.local(region).id, RegionKey([0; 16]))
+                    });
+                    self.send(poller, &Message::Write { write, into, from });
+                }
+            }
+        }
+    }
+}
+
+/// Cuts the pairs of a plan into parts that fit into a packet each.
+#[derive(Debug, Default)]
+struct Parts {
+    pair: usize,
+    grid: usize,
+    at: usize,
+}
+
+impl Parts {
+    fn next(&mut self, pairs: &[Pair]) -> Option<Part> {
+        loop {
+            let pair = pairs.get(self.pair)?;
+            let (count, grids) = (pair.local_indices.len(), pair.local.len());
+            if count == 0 || self.grid >= grids {
+                *self = Parts { pair: self.pair + 1, grid: 0, at: 0 };
+                continue;
+            }
+            let ranges = pair.local_indices.as_range().is_some() && pair.remote_indices.as_range().is_some();
+            let most = if ranges { described::MAX_INDICES } else { MAX_INDICES };
+            let chosen: Range<usize> = self.grid..grids.min(self.grid + MAX_GRIDS);
+            let indices = self.at..count.min(self.at + most);
+            self.at = indices.end;
+            if self.at == count {
+                (self.grid, self.at) = (chosen.end, 0);
+            }
+            return Some(Part { pair: self.pair, grids: chosen, indices });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use kvx_core::{Grid, Indices, Placed};
+
+    use super::*;
+
+    fn pair(grids: usize, local: Indices, remote: Indices) -> Pair {
+        let grids: Arc<[Placed]> = vec![Placed { region: 0, grid: Grid::packed(64, 1 << 20) }; grids].into();
+        Pair { local: Arc::clone(&grids), remote: grids, local_indices: local, remote_indices: remote }
+    }
+
+    #[test]
+    fn parts_cover_every_block_once_and_fit() {
+        let list = |count: u32| Indices::from((0..count).rev().collect::<Vec<_>>());
+        let pairs = [
+            pair(300, list(13_000), (0..13_000).into()),
+            pair(1, list(0), list(0)),
+            pair(2, (5..900_000).into(), (6..900_001).into()),
+            pair(1, list(1), list(1)),
+        ];
+        let mut seen = HashSet::new();
+        let mut parts = Parts::default();
+        while let Some(part) = parts.next(&pairs) {
+            assert!(part.grids.len() <= MAX_GRIDS && !part.indices.is_empty());
+            assert!(part.indices.len() <= if part.pair == 2 { described::MAX_INDICES } else { MAX_INDICES });
+            for grid in part.grids.clone() {
+                for index in part.indices.clone().step_by(100).chain([part.indices.end - 1]) {
+                    assert!(seen.insert((part.pair, grid, index)) || index == part.indices.end - 1);
+                }
+            }
+        }
+        for (number, pair) in pairs.iter().enumerate() {
+            let covered = |grid| {
+                let count = pair.local_indices.len();
+                count == 0 || seen.contains(&(number, grid, count - 1)) && seen.contains(&(number, grid, 0))
+            };
+            assert!((0..pair.local.len()).all(covered), "pair {number}");
+        }
+    }
+}

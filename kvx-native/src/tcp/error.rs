@@ -1,0 +1,44 @@
+//! Errors as core's: what broke, with whom, and what to do.
+
+use std::net::SocketAddr;
+
+use kvx_core::{Error, Identity, Kind};
+use rustix::io::Errno;
+
+/// The backend's name.
+pub(super) const NAME: &str = "TCP";
+
+/// Names the backend and the peer.
+pub(super) fn of_peer(error: Error, peer: &Identity) -> Error {
+    error.backend(NAME).peer(peer.name.clone())
+}
+
+/// A connect that did not come about.
+pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
+    let hint = match errno {
+        Errno::CONNREFUSED => "nobody listens there: check that the peer runs and that its metadata is current",
+        _ => "check the route and \"tcp.advertise\" of the peer",
+    };
+    Error::os(format!("no connection to {address}; {hint}"), errno).kind_is(Kind::PeerLost)
+}
+
+/// A handshake that was not finished in time.
+pub(super) fn no_answer(address: SocketAddr, seconds: u64) -> Error {
+    Error::new(
+        Kind::PeerLost,
+        format!("no answer from {address} within {seconds} s: check that the peer runs and that a kvx agent listens there"),
+    )
+}
+
+/// A peer that is silent.
+pub(super) fn silent(seconds: f64) -> Error {
+    Error::new(
+        Kind::PeerLost,
+        format!("nothing was heard from the peer for {seconds} s with work in flight: check whether it is stopped"),
+    )
+}
+
+/// Work on something that was closed.
+pub(super) fn closed(what: &'static str) -> Error {
+    Error::new(Kind::Closed, format!("{what} was closed")).backend(NAME)
+}

@@ -1,0 +1,99 @@
+//! A connected peer, as core holds it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvx_core::transport::{Link, PeerSection, RemoteRegion, RemoteSpec};
+use kvx_core::{Bound, Capabilities, Error, Kind, LinkId, Result, Ticket, TransferId};
+
+use super::address;
+use super::progress::Command;
+use super::transport::{Handle, capabilities};
+
+/// Transfers of at most so many bytes are sent off on the calling thread.
+const HERE: u64 = kvx_core::transport::INLINE_BYTES;
+/// And at most so many blocks.
+const HERE_SEGMENTS: u64 = kvx_core::transport::INLINE_SEGMENTS;
+
+/// What the machine lets a link say of itself.
+#[derive(Debug, Default)]
+pub(super) struct Standing(Mutex<Option<String>>);
+
+impl Standing {
+    pub(super) fn set(&self, text: String) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+    }
+
+    fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The handle of a link.
+pub(super) struct TcpLink {
+    pub(super) id: LinkId,
+    pub(super) handle: Arc<Handle>,
+    pub(super) standing: Arc<Standing>,
+}
+
+/// A region of the peer: number, key and bounds are all it takes, and a plan has those.
+struct TcpRemote;
+
+impl RemoteRegion for TcpRemote {}
+
+// SAFETY: a plan's local memory is touched only by the machine, under its lock, while the plan's requests hold its
+// blocks; they let go of them before its ticket settles.
+unsafe impl Link for TcpLink {
+    fn capabilities(&self) -> Arc<Capabilities> {
+        Arc::new(capabilities())
+    }
+
+    fn describe(&self) -> String {
+        self.standing.get().unwrap_or_else(|| "TCP, not connected yet".into())
+    }
+
+    fn update(&self, peer: PeerSection<'_>) -> Result<()> {
+        address::decode(peer.address).map(|_| ())
+    }
+
+    fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
+        if !region.kind.is_host() {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("TCP moves host memory, and region {} of the peer is {} memory", region.id, region.kind),
+            ));
+        }
+        Ok(Arc::new(TcpRemote))
+    }
+
+    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+        let size = plan.size();
+        let command = Command::Post { link: self.id, plan, id, done };
+        if size.bytes <= HERE && size.segments <= HERE_SEGMENTS {
+            self.handle.submit_here(command);
+        } else {
+            self.handle.submit(command);
+        }
+    }
+
+    fn notify(&self, bytes: &[u8], done: Ticket) {
+        self.handle.submit_here(Command::Notify { link: self.id, bytes: bytes.into(), done });
+    }
+
+    fn cancel(&self, id: TransferId) {
+        self.handle.submit(Command::Cancel { link: self.id, id });
+    }
+
+    fn drive(&self) -> bool {
+        self.handle.drive()
+    }
+
+    fn close(&self) {
+        self.handle.submit(Command::Close { link: self.id });
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,193 @@
+//! The backend, opened: a listener, a machine, and its thread.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::reactor::{Idle as Spin, Reactor};
+use kvx_core::transport::{
+    Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+};
+use kvx_core::{
+    Capabilities, Error, Identity, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Secret, Ticket, Unavailable, WithoutAList,
+};
+
+use super::address;
+use super::config::Config;
+use super::error::NAME;
+use super::link::{Standing, TcpLink};
+use super::listener::{Listener, host_addresses};
+use super::memory::{Regions, TcpRegion};
+use super::peers::Peer;
+use super::progress::{Command, Machine};
+
+/// TCP: the embedded transport between hosts, with nothing to install.
+///
+/// Binds to loopback unless its options say otherwise; see the table of options in this crate's front page.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tcp;
+
+impl Factory for Tcp {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 90, without_a_list: WithoutAList::Open, speaks_for: &[] }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let config = Config::read(options)
+            .map_err(|error| Unavailable::because(error.sentence().to_owned(), "correct the option"))?;
+        let devices = host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
+        let caution = (!config.bind.is_loopback()).then(|| {
+            format!(
+                "listens on {}: give the fleet a shared secret, and keep strangers off that network, because what \
+                 follows the handshake is not encrypted",
+                config.bind
+            )
+        });
+        Ok(Availability {
+            version: env!("CARGO_PKG_VERSION").into(),
+            library: None,
+            devices,
+            rdma: false,
+            capabilities: capabilities(),
+            caution,
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        open(context).map(|transport| Arc::new(transport) as _).map_err(|error| error.backend(NAME))
+    }
+}
+
+/// What TCP promises.
+pub(super) fn capabilities() -> Capabilities {
+    Capabilities {
+        isolation: Isolation::Owner,
+        idle: Idle::Asleep,
+        target_cpu: PerOp::BOTH,
+        revocation: Revocation::Owner,
+        peer_loss_within: Some(Duration::from_secs(1)),
+        settles_without_peer: PerOp::BOTH,
+        ordered: false,
+        local: MemoryKinds::HOST,
+        remote: MemoryKinds::HOST,
+    }
+}
+
+/// What the machine and the handles share.
+pub(super) struct Shared {
+    pub(super) config: Config,
+    pub(super) agent: Identity,
+    pub(super) secret: Option<Secret>,
+    pub(super) events: Arc<dyn Events>,
+    pub(super) peer_timeout: Duration,
+    pub(super) regions: Regions,
+}
+
+/// What links and regions hold: the way to the machine.
+pub(super) struct Handle {
+    pub(super) shared: Arc<Shared>,
+    reactor: Reactor<Machine>,
+}
+
+impl Handle {
+    pub(super) fn submit(&self, command: Command) {
+        self.reactor.submit(command);
+    }
+
+    pub(super) fn submit_here(&self, command: Command) {
+        self.reactor.submit_here(command);
+    }
+
+    pub(super) fn drive(&self) -> bool {
+        self.reactor.drive()
+    }
+}
+
+struct TcpTransport {
+    handle: Arc<Handle>,
+    capabilities: Capabilities,
+    address: Vec<u8>,
+}
+
+fn open(context: Context) -> Result<TcpTransport> {
+    let config = Config::read(&context.options)?;
+    let listener = Listener::open(&config)?;
+    if !config.bind.is_loopback() && context.secret.is_none() {
+        tracing::warn!(
+            bind = %config.bind,
+            "TCP listens beyond this host without a shared secret: whoever learns a region's key may use it"
+        );
+    }
+    let address = address::encode(&listener.addresses);
+    let name = format!("kvx-tcp {}", context.agent.name);
+    let events = Arc::clone(&context.events);
+    let shared = Arc::new(Shared {
+        config,
+        agent: context.agent,
+        secret: context.secret,
+        events: context.events,
+        peer_timeout: context.peer_timeout,
+        regions: Regions::default(),
+    });
+    let machine = Machine::new(Arc::clone(&shared), listener)?;
+    let reactor = Reactor::start(name, machine, events, Spin::default())?;
+    let handle = Arc::new(Handle { shared, reactor });
+    Ok(TcpTransport { handle, capabilities: capabilities(), address })
+}
+
+// SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for requests that hold
+// it, and a revocation takes it out of the table and then from each of them, before it settles.
+unsafe impl Transport for TcpTransport {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        Ok(self.address.clone())
+    }
+
+    fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        TcpRegion::register(region, Arc::clone(&self.handle))
+            .map(|region| Arc::new(region) as _)
+            .map_err(|error| error.backend(NAME))
+    }
+
+    fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        let name = &peer.identity.name;
+        let addresses =
+            address::decode(peer.address).map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
+        let standing = Arc::new(Standing::default());
+        let lanes = self.handle.shared.config.connections;
+        let peer = Peer::new(id, peer.identity.clone(), addresses, lanes, Arc::clone(&standing), Instant::now());
+        self.handle.submit(Command::Connect(Box::new(peer)));
+        Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
+    }
+
+    fn resume(&self) {
+        self.handle.submit(Command::Resume);
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        let handle = Arc::clone(&self.handle);
+        // On a thread of its own, because this may be the reactor's, which cannot wait for itself.
+        let ticket = Arc::new(std::sync::Mutex::new(Some(done)));
+        let ours = Arc::clone(&ticket);
+        let stop = move || {
+            handle.reactor.stop();
+            if let Some(done) = ours.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
+                done.settle(Ok(()));
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("kvx-tcp stop".into()).spawn(stop) {
+            self.handle.reactor.stop();
+            if let Some(done) = ticket.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
+                let error = Error::os("no thread to end TCP with; its own was asked to end", error);
+                done.settle(Err(error.kind_is(Kind::Exhausted).backend(NAME)));
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Decides when tickets go back.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvx_core::{Result, Ticket};
+
+/// Holds tickets back that a transport has settled, until it is opened. Open at first.
+///
+/// With it a clause can make any backend late, whatever the backend's own speed.
+#[derive(Clone, Default)]
+pub struct Gate(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    transfers: Side,
+    revocations: Side,
+}
+
+#[derive(Default)]
+struct Side {
+    shut: bool,
+    held: Vec<(Ticket, Result<()>)>,
+}
+
+/// Which tickets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Of {
+    Transfers,
+    Revocations,
+}
+
+impl State {
+    fn side(&mut self, of: Of) -> &mut Side {
+        match of {
+            Of::Transfers => &mut self.transfers,
+            Of::Revocations => &mut self.revocations,
+        }
+    }
+}
+
+impl Gate {
+    /// An open gate.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on the tickets of transfers wait.
+    pub fn hold_transfers(&self) {
+        self.state().transfers.shut = true;
+    }
+
+    /// From now on the tickets of revocations wait.
+    pub fn hold_revocations(&self) {
+        self.state().revocations.shut = true;
+    }
+
+    /// How many tickets wait: transfers and revocations that the transport has finished with.
+    pub fn held(&self) -> usize {
+        let state = self.state();
+        state.transfers.held.len() + state.revocations.held.len()
+    }
+
+    /// Gives back what waits, and lets everything through from now on.
+    pub fn open(&self) {
+        let held: Vec<_> = {
+            let mut state = self.state();
+            let State { transfers, revocations } = &mut *state;
+            (transfers.shut, revocations.shut) = (false, false);
+            transfers.held.drain(..).chain(revocations.held.drain(..)).collect()
+        };
+        held.into_iter().for_each(|(ticket, result)| ticket.settle(result));
+    }
+
+    /// Drops what waits, as a transport that loses count would.
+    pub fn forget(&self) {
+        let held: Vec<_> = {
+            let mut state = self.state();
+            let State { transfers, revocations } = &mut *state;
+            transfers.held.drain(..).chain(revocations.held.drain(..)).collect()
+        };
+        drop(held);
+    }
+
+    /// Passes a ticket's result on, at once or when the gate opens.
+    pub(crate) fn pass(&self, of: Of, ticket: Ticket, result: Result<()>) {
+        let mut state = self.state();
+        let side = state.side(of);
+        if side.shut {
+            side.held.push((ticket, result));
+        } else {
+            drop(state);
+            ticket.settle(result);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What is posted.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvx_core::transport::{Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec};
+use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
+
+use super::Fault;
+use super::bytes::{Damage, Rewrite};
+use super::gate::{Gate, Of};
+use super::transport::ChaosRemote;
+
+/// A handle that may be this module's, around one of the inner transport's.
+pub(super) trait Inner {
+    fn inner(self: &Arc<Self>) -> Arc<Self>;
+}
+
+/// What the links of a transport count together.
+#[derive(Default)]
+pub(super) struct Turns {
+    posts: AtomicU64,
+    settled: AtomicU64,
+    seen: Mutex<HashSet<usize>>,
+}
+
+pub(super) struct ChaosLink {
+    inner: Arc<dyn Link>,
+    fault: Option<Fault>,
+    gate: Gate,
+    turns: Arc<Turns>,
+}
+
+/// A bound plan with the regions of the inner transport.
+struct Unwrapped(Arc<Bound>);
+
+impl ChaosLink {
+    pub(super) fn new(inner: Arc<dyn Link>, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
+        ChaosLink { inner, fault, gate, turns }
+    }
+
+    /// The plan as the inner link knows it: made once and kept, so that what the inner link prepares is kept as well.
+    fn unwrapped(plan: &Bound) -> Result<Arc<Bound>> {
+        let ours = plan.native(|| {
+            let (local, remote) = (<dyn LocalRegion as Inner>::inner, <dyn RemoteRegion as Inner>::inner);
+            Ok(Unwrapped(Arc::new(plan.with_regions(local, remote))))
+        })?;
+        Ok(Arc::clone(&ours.0))
+    }
+
+    /// Whether this transfer shall be lost, and what its ticket then says.
+    fn skips(&self, plan: &Arc<Bound>) -> Option<Result<()>> {
+        let turn = self.turns.posts.fetch_add(1, Ordering::Relaxed) + 1;
+        let failed = || Err(Error::new(Kind::Exhausted, "chaos: this transfer was chosen to fail"));
+        match self.fault? {
+            Fault::Drop => Some(Ok(())),
+            Fault::Mix if turn.is_multiple_of(50) => Some(Ok(())),
+            Fault::FailNth if turn.is_multiple_of(5) => Some(failed()),
+            Fault::FailLarge if plan.size().blocks > 65_536 => Some(failed()),
+            Fault::PostOnce => {
+                let mut seen = self.turns.seen.lock().unwrap_or_else(PoisonError::into_inner);
+                let new = seen.insert(Arc::as_ptr(plan).addr());
+                if new { None } else { Some(Ok(())) }
+            }
+            _ => None,
+        }
+    }
+
+    /// What happens when the inner link settles a transfer.
+    fn settle(fault: Option<Fault>, turns: &Turns, plan: &Arc<Bound>, ticket: Ticket, result: Result<()>) {
+        match fault {
+            Some(Fault::Delay) => later(Duration::from_millis(20), move || ticket.settle(result)),
+            Some(Fault::ForgetTicket) => drop(ticket),
+            Some(Fault::Lie) => ticket.settle(Ok(())),
+            Some(Fault::Reorder) if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) => {
+                later(Duration::from_millis(5), move || ticket.settle(result));
+            }
+            Some(Fault::WriteLate) => {
+                let rewrite = Rewrite::of(plan);
+                ticket.settle(result);
+                later(Duration::from_millis(300), move || {
+                    rewrite.map(Rewrite::write);
+                });
+            }
+            _ => ticket.settle(result),
+        }
+    }
+}
+
+/// Does something after a while: a fault is the one place where a test sleeps.
+pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
+    std::thread::spawn(move || {
+        std::thread::sleep(time);
+        what();
+    });
+}
+
+// SAFETY: as for the transport: the inner link keeps the contract.
+unsafe impl Link for ChaosLink {
+    fn capabilities(&self) -> Arc<Capabilities> {
+        self.inner.capabilities()
+    }
+
+    fn describe(&self) -> String {
+        self.inner.describe()
+    }
+
+    fn update(&self, peer: PeerSection<'_>) -> Result<()> {
+        self.inner.update(peer)
+    }
+
+    fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
+        Ok(Arc::new(ChaosRemote { inner: self.inner.import(region)? }))
+    }
+
+    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+        if let Some(result) = self.skips(&plan) {
+            return done.settle(result);
+        }
+        let plan = match Self::unwrapped(&plan) {
+            Ok(plan) => plan,
+            Err(error) => return done.settle(Err(error)),
+        };
+        if self.fault == Some(Fault::BlockInPost) {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        let (fault, gate, turns, ours) =
+            (self.fault, self.gate.clone(), Arc::clone(&self.turns), Arc::clone(&plan));
+        let damage = Damage::before(fault, &plan);
+        let through = Ticket::new(move |result| gate.pass(Of::Transfers, done, result));
+        let ticket = Ticket::new(move |result: Result<()>| {
+            let result = match damage {
+                Some(damage) if result.is_ok() => damage.done(&ours),
+                _ => result,
+            };
+            Self::settle(fault, &turns, &ours, through, result);
+        });
+        self.inner.post(plan, id, ticket);
+    }
+
+    fn notify(&self, bytes: &[u8], done: Ticket) {
+        self.inner.notify(bytes, done);
+    }
+
+    fn cancel(&self, id: TransferId) {
+        if self.fault != Some(Fault::IgnoreCancel) {
+            self.inner.cancel(id);
+        }
+    }
+
+    fn drive(&self) -> bool {
+        self.inner.drive()
+    }
+
+    fn close(&self) {
+        self.inner.close();
+    }
+}

@@ -22,7 +22,7 @@ Prints the merged JSON, every value and where it came from, the backends it woul
 Exit status: 0, or 2 if the arguments are not valid.";
 
 /// Runs the command with what stands behind `config` on the command line.
-pub fn run(args: Vec<String>) -> ExitCode {
+pub(crate) fn run(args: Vec<String>) -> ExitCode {
     if matches!(args.first().map(String::as_str), Some("--help" | "-h")) {
         println!("{USAGE}");
         return ExitCode::SUCCESS;

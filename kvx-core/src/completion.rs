@@ -159,10 +159,10 @@ impl<T: Send> Expire for Timed<T> {
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {
-        if matches!(reason, Reason::Shutdown) {
-            if let Some(shot) = self.shot.upgrade() {
-                shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
-            }
+        if matches!(reason, Reason::Shutdown)
+            && let Some(shot) = self.shot.upgrade()
+        {
+            shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{Error, Kind, Result};
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod imp {
     use std::sync::Once;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +24,7 @@ mod imp {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), kvx_portable))]
 mod imp {
     pub(crate) fn count() -> u64 {
         0

@@ -116,7 +116,7 @@ pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     Ok(name.into())
 }
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
 fn random_bytes() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
@@ -127,7 +127,7 @@ fn random_bytes() -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), kvx_portable))]
 fn random_bytes() -> Result<[u8; 16]> {
     use std::io::Read as _;
     let mut bytes = [0; 16];

@@ -13,6 +13,8 @@ mod fork;
 mod grid;
 mod identity;
 mod inbox;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub mod loader;
 pub mod memory;
 mod metadata;
 mod names;
@@ -21,12 +23,13 @@ mod overlap;
 mod peer;
 mod plan;
 mod quarantine;
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub mod reactor;
 mod region;
 mod registry;
 mod route;
 mod segments;
+pub mod staging;
 mod sync;
 mod telemetry;
 mod ticket;

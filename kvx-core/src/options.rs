@@ -69,11 +69,11 @@ impl Options {
         for key in object.into_iter().flat_map(Map::keys) {
             if !known.contains(&key.as_str()) {
                 let hint = nearest(key, known.iter().copied())
-                    .map_or_else(String::new, |near| format!("; did you mean \"{name}.{near}\"?"));
+                    .map_or_else(String::new, |near| format!("did you mean \"{name}.{near}\"? "));
                 let known = known.join(", ");
                 return Err(Error::new(
                     Kind::Invalid,
-                    format!("\"{name}.{key}\" is not an option{hint}; known: {known}"),
+                    format!("\"{name}.{key}\" is not an option; {hint}known: {known}"),
                 ));
             }
         }

@@ -164,12 +164,12 @@ impl Registry {
 
     /// The proper name for what a user wrote: any letter case, aliases. Errors: `UnknownBackend`.
     pub fn canonical(&self, written: &str) -> Result<&'static str> {
-        let is = |name: &&str| name.eq_ignore_ascii_case(written);
-        let known = self.known.iter().find(|known| is(&known.name) || known.aliases.iter().any(|alias| is(alias)));
+        let is = |name: &str| name.eq_ignore_ascii_case(written);
+        let known = self.known.iter().find(|known| is(known.name) || known.aliases.iter().any(|alias| is(alias)));
         if let Some(known) = known {
             return Ok(known.name);
         }
-        if let Some(name) = self.names().into_iter().find(|name| is(&name)) {
+        if let Some(name) = self.names().into_iter().find(|name| is(name)) {
             return Ok(name);
         }
         let aliases = self.known.iter().flat_map(|known| known.aliases.iter().copied());

@@ -1,7 +1,7 @@
 //! Memory that can be registered: kvx's own pools, adopted host memory, and device memory.
 
 mod device;
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod pool;
 
 use std::any::Any;
@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use device::{DeviceAccess, DeviceId, Direction, Piece};
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
 
 use crate::{Error, Kind, Result, fork};
@@ -77,7 +77,7 @@ pub struct Memory {
 }
 
 enum Backing {
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
     Pool(pool::Pool),
     Adopted {
         /// Keeps the memory alive; dropped when nobody can touch it any more.
@@ -109,7 +109,7 @@ impl Drop for Buffer {
 impl Memory {
     /// A pool of kvx's own: shared memory that other processes of this host read without a copy through a kernel,
     /// pre-touched. Says how to ask for huge pages and a NUMA node; `build` makes it.
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn pool(len: usize) -> PoolBuilder {
         PoolBuilder::new(len)
     }
@@ -196,7 +196,7 @@ impl Memory {
     }
 
     /// What was granted of what the builder asked for; `None` for memory that is no pool.
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn granted(&self) -> Option<&Granted> {
         match &self.backing {
             Backing::Pool(pool) => Some(pool.granted()),
@@ -205,7 +205,7 @@ impl Memory {
     }
 
     /// The sealed file behind a pool, to be passed to a process that may read it. Its bytes start at offset 0.
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn shared_file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         match &self.backing {
             Backing::Pool(pool) => Some(pool.file()),

@@ -157,10 +157,15 @@ impl Copier {
         }
         result.map_err(|errno| match errno {
             Errno::FAULT => Stopped::Failed(
-                Error::os("the peer's memory is not there any more: it was unmapped without being revoked", errno)
-                    .backend(super::error::NAME),
+                Error::os(
+                    "the peer's memory is not there any more: it was unmapped without being revoked",
+                    errno,
+                )
+                .backend(super::error::NAME),
             ),
-            errno => Stopped::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno)),
+            errno => {
+                Stopped::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno))
+            }
         })
     }
 }
@@ -179,7 +184,8 @@ unsafe fn readv(pid: i32, ours: &[libc::iovec], theirs: &[libc::iovec]) -> Resul
             0,
         )
     };
-    usize::try_from(got).map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
+    usize::try_from(got)
+        .map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
 /// Reads a few bytes of another process. `SRCH` for a process that is not visible (pid 0).
@@ -195,14 +201,15 @@ pub(crate) fn read_exactly(pid: i32, address: u64, into: &mut [u8]) -> Result<()
 }
 
 /// Whether this process may read memory of `pid`: reads bytes that are known to be there. Errors: `Unsupported`.
-pub(crate) fn probe(pid: i32, probe: &super::messages::Probe) -> Result<(), Error> {
-    let whom = "the peer's memory that is no kvx pool cannot be read";
+pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Result<(), Error> {
     let mut seen = [0; 32];
     read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
     if seen != probe.bytes {
         return Err(error(
             kvx_core::Kind::Unsupported,
-            format!("{whom}: process {pid} here is another one there; share the process namespace, use kvx pools, or TCP"),
+            format!(
+                "{whom}: process {pid} here is another one there; share the process namespace, use kvx pools, or TCP"
+            ),
         ));
     }
     Ok(())
@@ -293,7 +300,10 @@ mod tests {
         let source: Vec<u8> = (0..200_000u32).map(|at| (at * 31 % 251) as u8).collect();
         let mut target = vec![0u8; 200_000];
         // 96 bytes per index on both sides, cut differently.
-        let from = extents(&[Grid::packed(64, 1000), Grid { base: 70_000, stride: 48, length: 32, count: 1000 }], &[5, 6, 7, 900, 3]);
+        let from = extents(
+            &[Grid::packed(64, 1000), Grid { base: 70_000, stride: 48, length: 32, count: 1000 }],
+            &[5, 6, 7, 900, 3],
+        );
         let into = extents(&[Grid { base: 9, stride: 100, length: 96, count: 1000 }], &[1, 2, 999, 4, 8]);
         let mut expected = target.clone();
         let order = |mut extents: Extents| {
@@ -344,7 +354,11 @@ mod tests {
             unsafe { copier.turn(owner, &mut pieces, &places, &targets, u64::MAX) }
         };
         assert_eq!(run(source.as_ptr() as u64, &mut target).unwrap(), Turn { moved: 25_000, finished: true });
-        assert!(target.iter().zip(&source).enumerate().all(|(at, (a, b))| if at % 8 < 5 { a == b } else { *a == 0 }));
+        assert!(target.iter().zip(&source).enumerate().all(|(at, (a, b))| if at % 8 < 5 {
+            a == b
+        } else {
+            *a == 0
+        }));
         assert!(matches!(run(0x1000, &mut target), Err(Stopped::Failed(_))));
         drop(other);
         assert!(matches!(run(source.as_ptr() as u64, &mut target), Err(Stopped::OwnerGone)));
@@ -355,9 +369,13 @@ mod tests {
         let bytes = [42; 32];
         let there = super::super::messages::Probe { address: bytes.as_ptr() as u64, bytes };
         let us = std::process::id() as i32;
-        probe(us, &there).unwrap();
+        probe(us, &there, "").unwrap();
         let other = super::super::messages::Probe { bytes: [7; 32], ..there };
-        for refused in [probe(us, &other), probe(0, &there), probe(us, &super::super::messages::Probe { address: 16, ..there })] {
+        for refused in [
+            probe(us, &other, ""),
+            probe(0, &there, ""),
+            probe(us, &super::super::messages::Probe { address: 16, ..there }, ""),
+        ] {
             assert_eq!(refused.unwrap_err().kind(), kvx_core::Kind::Unsupported);
         }
     }

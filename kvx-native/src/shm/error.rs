@@ -51,7 +51,10 @@ pub(crate) fn peer_closed() -> Error {
 pub(crate) fn peer_silent(time: std::time::Duration) -> Error {
     error(
         Kind::PeerLost,
-        format!("the peer has not answered for {:.1} s: it is stopped or hangs; peer_timeout sets the limit", time.as_secs_f64()),
+        format!(
+            "the peer has not answered for {:.1} s: it is stopped or hangs; peer_timeout sets the limit",
+            time.as_secs_f64()
+        ),
     )
 }
 
@@ -91,13 +94,17 @@ pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
                 ),
             }
         }
-        Errno::SRCH => "the peer lives in another process namespace: share it (hostPID, --pid=host)".to_owned(),
-        Errno::NOSYS => "this kernel, or a seccomp filter, has no process_vm_readv: allow the call".to_owned(),
+        Errno::SRCH => {
+            "the peer lives in another process namespace: share it (hostPID, --pid=host)".to_owned()
+        }
+        Errno::NOSYS => {
+            "this kernel, or a seccomp filter, has no process_vm_readv: allow the call".to_owned()
+        }
         _ => "the call failed".to_owned(),
     };
     error(
         Kind::Unsupported,
-        format!("{whom}: process_vm_readv is refused, {cause}; or use kvx pools (Memory::pool), or TCP"),
+        format!("{whom}: process_vm_readv is refused; {cause}; or use kvx pools (Memory::pool), or TCP"),
     )
     .native(i64::from(errno.raw_os_error()), std::io::Error::from(errno).to_string())
 }

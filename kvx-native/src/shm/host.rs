@@ -30,7 +30,10 @@ impl Host {
     /// Whether a process there could be reached from here. Errors: `Unsupported`, with the reason and the cure.
     pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
         if self.boot != other.boot {
-            return Err(error(Kind::Unsupported, "the peer runs on another host: shared memory ends at this one"));
+            return Err(error(
+                Kind::Unsupported,
+                "the peer runs on another host: shared memory ends at this one",
+            ));
         }
         if self.network != 0 && other.network != 0 && self.network != other.network {
             return Err(error(
@@ -89,7 +92,11 @@ impl PeerProcess {
             let cause = std::io::Error::last_os_error();
             return Err(kvx_core::Error::os("the kernel does not tell who is at the other end", cause));
         }
-        Ok(PeerProcess { pid: who.pid, uid: who.uid, life: pidfd_behind(socket).or_else(|| pidfd_of(who.pid)) })
+        Ok(PeerProcess {
+            pid: who.pid,
+            uid: who.uid,
+            life: pidfd_behind(socket).or_else(|| pidfd_of(who.pid)),
+        })
     }
 
     /// Becomes readable when the process ends.
@@ -107,8 +114,10 @@ impl PeerProcess {
     /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
     /// ended nor replaced by another program.
     pub(crate) fn still_behind(&self, socket: BorrowedFd<'_>) -> bool {
-        let mut polled =
-            [PollFd::from_borrowed_fd(socket, PollFlags::empty()), PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+        let mut polled = [
+            PollFd::from_borrowed_fd(socket, PollFlags::empty()),
+            PollFd::from_borrowed_fd(socket, PollFlags::empty()),
+        ];
         let watched = match &self.life {
             Some(life) => {
                 polled[1] = PollFd::new(life, PollFlags::IN);
@@ -135,7 +144,13 @@ fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: `fd` and `len` are valid for the call, and `len` names the size of `fd`.
     let rc = unsafe {
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, (&raw mut fd).cast(), &raw mut len)
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &raw mut len,
+        )
     };
     if rc != 0 || fd < 0 {
         return None;

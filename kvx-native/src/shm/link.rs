@@ -7,7 +7,9 @@ use std::sync::{Arc, OnceLock};
 use kvx_core::transport::{
     INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
 };
-use kvx_core::{Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId};
+use kvx_core::{
+    Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId,
+};
 
 use super::error::error;
 use super::memory::Reach;
@@ -103,7 +105,10 @@ unsafe impl Link for ShmLink {
         if *peer.identity == self.wiring.peer {
             return Ok(()); // where the peer listens never changes within an incarnation
         }
-        Err(error(Kind::PeerRestarted, format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity)))
+        Err(error(
+            Kind::PeerRestarted,
+            format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity),
+        ))
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {

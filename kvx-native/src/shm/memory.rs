@@ -146,12 +146,18 @@ impl Mapping {
     /// Maps the first `len` bytes of a file that a peer passed. Errors: `Denied` for a file that is not sealed or too
     /// short, `Exhausted` when this process has no room for the mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
-        let unfit = |why: String| error(Kind::Denied, format!("the file that the peer passed for a region {why}: it is no kvx pool"));
+        let unfit = |why: String| {
+            error(
+                Kind::Denied,
+                format!("the file that the peer passed for a region {why}: it is no kvx pool"),
+            )
+        };
         let seals = rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is no memory file".into()))?;
         if !seals.contains(SEALS) {
             return Err(unfit(format!("lacks the seals {:?}", SEALS.difference(seals))));
         }
-        let stat = rustix::fs::fstat(file).map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
+        let stat =
+            rustix::fs::fstat(file).map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
         // Sealed: what is read here stays true.
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if len == 0 || size < len {
@@ -198,9 +204,8 @@ impl Mapping {
         }
         let len = step.min(self.mapped - from);
         // SAFETY: `from..from + len` lies in our own mapping, and the advice discards no content.
-        let touched = unsafe {
-            rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead)
-        };
+        let touched =
+            unsafe { rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead) };
         // Kernels before 5.14 do not know the advice: then the first transfer pays.
         touched.ok()?;
         Some(from + len)
@@ -272,7 +277,7 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
 
 /// The file to pass with [`reached`], if the memory has one.
 pub(crate) fn file(memory: &Memory) -> Option<std::os::fd::BorrowedFd<'_>> {
-    memory.shared_file().map(|file| file.as_fd())
+    memory.shared_file()
 }
 
 #[cfg(test)]
@@ -282,7 +287,8 @@ mod tests {
     use super::*;
 
     fn file(size: u64, seals: SealFlags) -> OwnedFd {
-        let file = rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let file =
+            rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&file, size).unwrap();
         rustix::fs::fcntl_add_seals(&file, seals).unwrap();
         file
@@ -313,7 +319,9 @@ mod tests {
         pool.copy_in(2 << 20, b"behind the mapping").unwrap();
         let mut seen = [0; 18];
         // SAFETY: 18 bytes inside the mapping, which has 3 MiB.
-        unsafe { std::ptr::copy_nonoverlapping((mapping.base() as *const u8).add(2 << 20), seen.as_mut_ptr(), 18) };
+        unsafe {
+            std::ptr::copy_nonoverlapping((mapping.base() as *const u8).add(2 << 20), seen.as_mut_ptr(), 18)
+        };
         assert_eq!(&seen, b"behind the mapping");
     }
 
@@ -322,7 +330,8 @@ mod tests {
         let regions = Regions::default();
         let memory = Arc::new(Memory::owned(vec![0; 16]));
         regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory });
-        let kind = |id, key| regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err();
+        let kind =
+            |id, key| regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err();
         assert_eq!(kind(1, 1), None);
         assert_eq!(kind(1, 2), Some(Kind::WrongKey));
         assert_eq!(kind(2, 1), Some(Kind::Unregistered));
@@ -334,10 +343,9 @@ mod tests {
 
     #[test]
     fn exports_say_how_memory_is_reached() {
-        for (memory, reach) in [
-            (Memory::owned(vec![0; 16]), Reach::Foreign),
-            (Memory::pool(4096).build().unwrap(), Reach::Pool),
-        ] {
+        for (memory, reach) in
+            [(Memory::owned(vec![0; 16]), Reach::Foreign), (Memory::pool(4096).build().unwrap(), Reach::Pool)]
+        {
             assert_eq!(Reach::of(&memory), reach);
             assert_eq!(Reach::import(&reach.export()).unwrap(), reach);
             readable_by_others(&memory).unwrap();

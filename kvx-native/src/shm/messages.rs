@@ -312,7 +312,8 @@ fn reached(reader: &mut Reader<'_>) -> Result<Reached> {
         other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
     };
     // No process has addresses beyond 63 bits: ends and sums of offsets below stay numbers.
-    if len > i64::MAX as u64 || address.unwrap_or(0).checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
+    if len > i64::MAX as u64 || address.unwrap_or(0).checked_add(len).is_none_or(|end| end > i64::MAX as u64)
+    {
         return Err(reader.malformed("memory beyond the address space"));
     }
     Ok(Reached { len, address })
@@ -325,7 +326,8 @@ fn put_refusal(out: &mut Vec<u8>, refusal: &Refusal) {
 
 fn refusal(reader: &mut Reader<'_>) -> Result<Refusal> {
     let kind = kind_from_wire(reader.u8()?);
-    let text = std::str::from_utf8(reader.block(MAX_TEXT)?).map_err(|_| reader.malformed("a text that is not UTF-8"))?;
+    let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
+        .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
     // It ends up in logs and terminals.
     Ok(Refusal { kind, text: text.chars().filter(|character| !character.is_control()).collect() })
 }
@@ -411,9 +413,8 @@ mod tests {
 
     #[test]
     fn the_longest_messages_fit_into_a_packet() {
-        let grids: std::sync::Arc<[Placed]> = (0..MAX_GRIDS as u32)
-            .map(|region| Placed { region, grid: Grid::packed(64, 100) })
-            .collect();
+        let grids: std::sync::Arc<[Placed]> =
+            (0..MAX_GRIDS as u32).map(|region| Placed { region, grid: Grid::packed(64, 100) }).collect();
         let described = Described {
             regions: vec![(RegionId(3), RegionKey([5; 16])); MAX_GRIDS],
             grids,

@@ -1,3 +1,25 @@
-//! draft
-/// draft
-pub struct Shm;
+//! Shared memory between processes of one host and one user.
+//!
+//! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's memory into its
+//! own, and a write is pulled by the target's own thread. [`messages`] describes the protocol.
+
+mod config;
+mod connection;
+mod copy;
+mod ending;
+mod error;
+mod granting;
+mod handshake;
+mod host;
+mod link;
+mod memory;
+mod messages;
+mod notices;
+mod progress;
+mod pulls;
+mod reads;
+mod socket;
+mod transport;
+mod writes;
+
+pub use transport::Shm;

@@ -45,10 +45,19 @@ impl Pull {
 impl Machine {
     /// A peer asks us to pull a part of a write. Errors: `Malformed`, which ends the connection; everything else is
     /// answered.
-    pub(crate) fn take_write(&mut self, at: usize, write: u64, into: Described, from: Described) -> Result<()> {
+    pub(crate) fn take_write(
+        &mut self,
+        at: usize,
+        write: u64,
+        into: Described,
+        from: Described,
+    ) -> Result<()> {
         let connection = &mut self.connections[at];
         if connection.pulls >= WINDOW {
-            return Err(error(Kind::Malformed, format!("malformed SHM message: more than {WINDOW} parts of writes at once")));
+            return Err(error(
+                Kind::Malformed,
+                format!("malformed SHM message: more than {WINDOW} parts of writes at once"),
+            ));
         }
         match self.checked(at, write, into, from) {
             Ok(pull) if pull.left > 0 => {

@@ -148,7 +148,8 @@ impl Machine {
     /// Stops a transfer as soon as it can be.
     pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
         let Some(&at) = self.links.get(&link.id) else { return };
-        let stopped = self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
+        let stopped =
+            self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
         for work in stopped {
             work.settle(super::error::cancelled(), out);
         }
@@ -188,7 +189,10 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(Imported::Wanted(import)) = connection.imports.get(&number) else {
-            return Err(error(kvx_core::Kind::Malformed, "malformed SHM message: an answer that nobody had asked for"));
+            return Err(error(
+                kvx_core::Kind::Malformed,
+                "malformed SHM message: an answer that nobody had asked for",
+            ));
         };
         let import = Arc::clone(import);
         connection.wanted -= 1;

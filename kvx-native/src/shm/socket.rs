@@ -61,10 +61,8 @@ pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], file: Option<BorrowedFd
         control.push(SendAncillaryMessage::ScmRights(files));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::io::retry_on_intr(|| {
-        rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
-    })
-    .map(|_| ())
+    rustix::io::retry_on_intr(|| rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags))
+        .map(|_| ())
 }
 
 /// What [`receive`] found.
@@ -122,7 +120,7 @@ pub(crate) fn finish(socket: BorrowedFd<'_>) {
 #[derive(Debug)]
 pub(crate) struct Poller {
     epoll: OwnedFd,
-    ready: Vec<rustix::event::epoll::Event>,
+    ready: Vec<(u64, Ready)>,
 }
 
 pub(crate) use rustix::event::epoll::EventFlags as Ready;
@@ -152,22 +150,32 @@ impl Poller {
         rustix::event::epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
     }
 
-    /// What is ready now, without waiting; at most a batch. Put it back with [`recycle`](Poller::recycle).
-    pub(crate) fn take(&mut self) -> Vec<rustix::event::epoll::Event> {
+    /// Which tokens are ready now and for what, without waiting; at most a batch. Put it back with
+    /// [`recycle`](Poller::recycle).
+    pub(crate) fn take(&mut self) -> Vec<(u64, Ready)> {
         let mut ready = std::mem::take(&mut self.ready);
         ready.clear();
-        ready.reserve(Self::BATCH);
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let room = rustix::buffer::spare_capacity(&mut ready);
-        if let Err(error) = rustix::event::epoll::wait(&self.epoll, room, Some(&now))
-            && error != Errno::INTR
-        {
-            tracing::error!(%error, "SHM: the readiness queue failed");
+        let mut events = [const { MaybeUninit::uninit() }; Self::BATCH];
+        match rustix::event::epoll::wait(&self.epoll, &mut events, Some(&now)) {
+            Ok((events, _)) => ready.extend(events.iter().map(|event| (event.data.u64(), event.flags))),
+            Err(Errno::INTR) => {}
+            Err(error) => tracing::error!(%error, "SHM: the readiness queue failed"),
         }
         ready
     }
 
-    pub(crate) fn recycle(&mut self, ready: Vec<rustix::event::epoll::Event>) {
+    /// Waits until something is ready, or for that long.
+    pub(crate) fn wait(&self, longest: std::time::Duration) {
+        let mut polled = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
+        let longest = rustix::time::Timespec {
+            tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: longest.subsec_nanos().into(),
+        };
+        rustix::event::poll(&mut polled, Some(&longest)).ok(); // who waits looks for itself what there is
+    }
+
+    pub(crate) fn recycle(&mut self, ready: Vec<(u64, Ready)>) {
         self.ready = ready;
     }
 }

@@ -10,8 +10,8 @@ use kvx_core::transport::{
 };
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
-    Capabilities, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, RegionId, Result, Revocation,
-    Ticket, Unavailable, WithoutAList,
+    Capabilities, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, RegionId, Result,
+    Revocation, Ticket, Unavailable, WithoutAList,
 };
 
 use super::config::Config;
@@ -53,7 +53,9 @@ impl Factory for Shm {
     }
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
-        Host::this().map_err(|why| Unavailable::because(why.sentence().to_owned(), "mount /proc in this container"))?;
+        Host::this().map_err(|why| {
+            Unavailable::because(why.sentence().to_owned(), "mount /proc in this container")
+        })?;
         Ok(Availability {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             library: None,
@@ -156,7 +158,10 @@ unsafe impl Transport for ShmTransport {
         if !memory.kind().is_host() {
             return Err(error(
                 Kind::Unsupported,
-                format!("SHM moves host memory, and this is {} memory: use a backend that reaches it", memory.kind()),
+                format!(
+                    "SHM moves host memory, and this is {} memory: use a backend that reaches it",
+                    memory.kind()
+                ),
             ));
         }
         let reach = Reach::of(memory);
@@ -223,9 +228,9 @@ pub(crate) fn random_socket_name() -> Result<Vec<u8>> {
 
 /// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
 pub(crate) fn name_socket_name(agent: &str) -> Vec<u8> {
-    let hash = agent.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    });
+    let hash = agent
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
 }
 
@@ -235,7 +240,8 @@ mod tests {
 
     #[test]
     fn addresses_travel_as_they_are_and_nothing_else_passes() {
-        let address = Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
+        let address =
+            Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes).unwrap(), address);
         for len in 0..bytes.len() {

@@ -91,7 +91,10 @@ impl Writes {
                 }
                 Ok(())
             }
-            _ => Err(error(Kind::Malformed, "malformed SHM message: an answer to a write that is not under way")),
+            _ => Err(error(
+                Kind::Malformed,
+                "malformed SHM message: an answer to a write that is not under way",
+            )),
         }
     }
 

@@ -1,12 +1,10 @@
-//! Peers: remote agents, the links to them, and the choice among those links.
+//! The links to a peer, and the choice among them for each plan.
 
 use std::collections::{HashMap, HashSet};
-use std::fmt;
 use std::sync::Arc;
 
 use crate::agent::AgentInner;
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
 use crate::deadline::Reason;
 use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId};
 use crate::metadata::Metadata;
@@ -14,15 +12,9 @@ use crate::plan::{Bindings, Bound, LocalSide, Plan, Released, RemoteSide};
 use crate::region::{PeerRegion, What};
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
-use crate::transfer::{Transfer, TransferState};
-use crate::transport::{ForeignRange, Link, LinkState, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec};
-use crate::{Deadline, Error, Kind, MemoryKind, Result, Ticket};
-
-/// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
-///
-/// Once lost, a handle stays lost: connect again with the peer's new metadata.
-#[derive(Clone)]
-pub struct Peer(pub(crate) Arc<PeerInner>);
+use crate::transfer::TransferState;
+use crate::transport::{Link, LinkState, PeerSection, RemoteRegion, RemoteSpec};
+use crate::{Error, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) agent: Arc<AgentInner>,
@@ -135,6 +127,29 @@ impl PeerInner {
         self.dispatch(Job::Ready(Ticket::new(|_| ())));
     }
 
+    /// What is known of the peer now.
+    pub(crate) fn about(&self) -> About {
+        self.state.lock().about.clone()
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        let state = self.state.lock();
+        let tried = state.candidates.iter().map(|candidate| Considered {
+            backend: candidate.backend,
+            verdict: match &candidate.stage {
+                Stage::Untried => Verdict::Standby,
+                Stage::Opening { .. } => Verdict::Opening,
+                Stage::Up { link, .. } => Verdict::Up(link.describe()),
+                Stage::Refused(error) => Verdict::Refused(error.clone()),
+            },
+        });
+        let excluded = state
+            .excluded
+            .iter()
+            .map(|(backend, error)| Considered { backend, verdict: Verdict::Refused(error.clone()) });
+        Route { considered: tried.chain(excluded).collect() }
+    }
+
     /// Why the peer is lost, if it is.
     pub(crate) fn lost(&self) -> Option<Error> {
         self.state.lock().lost.clone()
@@ -211,7 +226,9 @@ impl PeerInner {
                 *link = Some(opened);
                 let early = early.take();
                 drop(state);
-                early.map(|early| self.link_changed(id, early));
+                if let Some(early) = early {
+                    self.link_changed(id, early);
+                }
             }
             (Ok(opened), _) => {
                 drop(state);
@@ -284,7 +301,9 @@ impl PeerInner {
         };
         if let Some((id, link)) = probe {
             self.agent.forget_link(id);
-            link.map(|link| link.close());
+            if let Some(link) = link {
+                link.close();
+            }
         }
         for job in parked {
             match &error {
@@ -611,214 +630,3 @@ impl Drop for PeerInner {
     }
 }
 
-impl Peer {
-    /// Its name and incarnation.
-    pub fn identity(&self) -> &Identity {
-        &self.0.identity
-    }
-
-    /// A region by name. Errors: `Unregistered`, with the names there are.
-    pub fn region(&self, name: &str) -> Result<PeerRegion> {
-        let state = self.0.state.lock();
-        let About::Kvx(metadata) = &state.about else {
-            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
-        };
-        let found = metadata.regions.iter().find(|region| *region.name == *name);
-        let found = found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
-        match found {
-            Some(info) => Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info)))),
-            None => {
-                let names: Vec<_> = metadata.regions.iter().take(16).map(|region| &*region.name).collect();
-                Err(Error::new(
-                    Kind::Unregistered,
-                    format!(
-                        "the peer has no region {name:?} in generation {}; it has: {}. If it was registered later, \
-                         update the peer with newer metadata",
-                        metadata.generation.0,
-                        if names.is_empty() { "none".into() } else { names.join(", ") }
-                    ),
-                )
-                .peer(Arc::clone(&self.0.identity.name)))
-            }
-        }
-    }
-
-    /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
-    pub fn foreign(&self, address: u64, len: u64, kind: MemoryKind, device: u64) -> Result<PeerRegion> {
-        if matches!(self.0.state.lock().about, About::Kvx(_)) {
-            return Err(Error::new(Kind::Invalid, "this peer is a kvx agent: name its region instead of an address"));
-        }
-        let range = ForeignRange { address, len, kind, device };
-        Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
-    }
-
-    /// Takes newer metadata of the same incarnation: regions registered or revoked since. Says whether it was newer.
-    ///
-    /// # Errors
-    /// `PeerRestarted` for another incarnation, `Malformed`, `Incompatible`, `Invalid` for another agent's metadata.
-    pub fn update(&self, metadata: &[u8]) -> Result<bool> {
-        crate::fork::check()?;
-        self.0.update(Metadata::decode(metadata)?)
-    }
-
-    /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer) for more.
-    ///
-    /// Returns at once: what it waits for (a link, the network) is waited for by the transfer. Errors: `Busy`,
-    /// `Invalid`, `Revoked`, `Closed`, `Forked`; everything else is the transfer's result.
-    pub fn post(&self, plan: &Plan) -> Result<Transfer> {
-        self.transfer(plan).post()
-    }
-
-    /// A transfer with a deadline of its own, or with a notification that follows its data.
-    pub fn transfer(&self, plan: &Plan) -> Posting {
-        Posting { peer: Arc::clone(&self.0), plan: plan.clone(), deadline: None, notify: None }
-    }
-
-    /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.
-    pub fn notify(&self, bytes: &[u8], deadline: impl Into<Deadline>) -> Completion<()> {
-        if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
-            return Completion::ready(Err(error));
-        }
-        let shot = Shot::new();
-        let late = || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
-        shot.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(Job::Notify(bytes.into(), Ticket::of(Arc::clone(&shot) as _)));
-        Completion::of(shot)
-    }
-
-    /// Ends when a link to the peer is up; with the reasons when none comes up. Posting does not need it.
-    pub fn ready(&self, deadline: impl Into<Deadline>) -> Completion<()> {
-        if let Err(error) = self.0.agent.check_open() {
-            return Completion::ready(Err(error));
-        }
-        let shot = Shot::new();
-        let late = || Error::new(Kind::TimedOut, "no link to the peer came up by the deadline");
-        shot.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(Job::Ready(Ticket::of(Arc::clone(&shot) as _)));
-        Completion::of(shot)
-    }
-
-    /// Which backend serves the peer, and why not another.
-    pub fn route(&self) -> Route {
-        let state = self.0.state.lock();
-        let tried = state.candidates.iter().map(|candidate| Considered {
-            backend: candidate.backend,
-            verdict: match &candidate.stage {
-                Stage::Untried => Verdict::Standby,
-                Stage::Opening { .. } => Verdict::Opening,
-                Stage::Up { link, .. } => Verdict::Up(link.describe()),
-                Stage::Refused(error) => Verdict::Refused(error.clone()),
-            },
-        });
-        let excluded = state
-            .excluded
-            .iter()
-            .map(|(backend, error)| Considered { backend, verdict: Verdict::Refused(error.clone()) });
-        Route { considered: tried.chain(excluded).collect() }
-    }
-
-    /// Whether the peer is lost, and why.
-    pub fn lost(&self) -> Option<Error> {
-        self.0.lost()
-    }
-}
-
-impl fmt::Debug for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Peer({:?})", self.0.identity)
-    }
-}
-
-fn check_notification(bytes: &[u8]) -> Result<()> {
-    if bytes.len() <= MAX_NOTIFICATION {
-        return Ok(());
-    }
-    Err(Error::new(
-        Kind::Invalid,
-        format!("a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer", bytes.len()),
-    ))
-}
-
-/// A transfer about to be posted; see [`Peer::transfer`].
-#[must_use = "call post or post_wait"]
-pub struct Posting {
-    peer: Arc<PeerInner>,
-    plan: Plan,
-    deadline: Option<Deadline>,
-    notify: Option<Box<[u8]>>,
-}
-
-impl Posting {
-    /// When the transfer gives up; 30 seconds from the post if not said.
-    pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
-        self.deadline = Some(deadline.into());
-        self
-    }
-
-    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them.
-    pub fn notify(mut self, bytes: impl Into<Box<[u8]>>) -> Self {
-        self.notify = Some(bytes.into());
-        self
-    }
-
-    /// Starts the transfer; see [`Peer::post`].
-    pub fn post(self) -> Result<Transfer> {
-        self.try_post()
-    }
-
-    /// Starts the transfer, waiting while the budget is used up; by the deadline, which `TimedOut` ends.
-    pub async fn post_wait(self) -> Result<Transfer> {
-        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
-        loop {
-            match self.try_post() {
-                Err(error) if error.kind() == Kind::Busy => {}
-                other => return other,
-            }
-            let late = || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
-            if deadline.passed() {
-                return Err(late());
-            }
-            let shot = Shot::new();
-            shot.by(&self.peer.agent.clock, deadline, late);
-            self.peer.agent.budget.on_change(self.plan.size().description, Arc::clone(&shot));
-            Completion::of(shot).await?;
-        }
-    }
-
-    fn try_post(&self) -> Result<Transfer> {
-        let agent = &self.peer.agent;
-        agent.check_open()?;
-        if let Some(bytes) = &self.notify {
-            check_notification(bytes)?;
-        }
-        if self.plan.0.peer != self.peer.identity {
-            return Err(Error::new(
-                Kind::Invalid,
-                format!("the plan is for {:?}, this peer is {:?}", self.plan.0.peer, self.peer.identity),
-            ));
-        }
-        if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
-            return Err(Error::new(Kind::Invalid, "the plan's local regions belong to another agent"));
-        }
-        agent.budget.take(self.plan.size().description)?;
-        for (at, region) in self.plan.0.locals.iter().enumerate() {
-            if let Err(error) = region.core().pin() {
-                self.plan.0.locals[..at].iter().for_each(|region| region.core().unpin());
-                agent.budget.give_back(self.plan.size().description);
-                return Err(error);
-            }
-        }
-        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
-        let notify = self.notify.clone();
-        let empty = self.plan.size().bytes == 0 && notify.is_none();
-        let transfer =
-            TransferState::new(agent.new_transfer(), self.plan.clone(), Arc::clone(&self.peer), deadline, notify);
-        if empty && !broken("zero") {
-            transfer.end(Ok(())); // nothing to wait for, not even a link
-        } else {
-            self.peer.dispatch(Job::Transfer(Arc::clone(&transfer)));
-        }
-        transfer.posted();
-        Ok(Transfer(transfer))
-    }
-}

@@ -1,0 +1,142 @@
+//! Peers: remote agents.
+
+mod links;
+mod posting;
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::identity::Identity;
+use crate::metadata::Metadata;
+use crate::plan::Plan;
+use crate::region::{PeerRegion, What};
+use crate::route::Route;
+use crate::transfer::Transfer;
+use crate::transport::{ForeignRange, MAX_NOTIFICATION};
+use crate::{Deadline, Error, Kind, MemoryKind, Result, Ticket};
+
+use links::Job;
+pub(crate) use links::{About, PeerInner};
+pub use posting::Posting;
+
+/// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
+///
+/// Once lost, a handle stays lost: connect again with the peer's new metadata.
+#[derive(Clone)]
+pub struct Peer(pub(crate) Arc<PeerInner>);
+
+impl Peer {
+    /// Its name and incarnation.
+    pub fn identity(&self) -> &Identity {
+        &self.0.identity
+    }
+
+    /// A region by name. Errors: `Unregistered`, with the names there are.
+    pub fn region(&self, name: &str) -> Result<PeerRegion> {
+        let About::Kvx(metadata) = self.0.about() else {
+            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+        };
+        let found = metadata.regions.iter().find(|region| *region.name == *name);
+        let found = found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
+        match found {
+            Some(info) => Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info)))),
+            None => {
+                let names: Vec<_> = metadata.regions.iter().take(16).map(|region| &*region.name).collect();
+                Err(Error::new(
+                    Kind::Unregistered,
+                    format!(
+                        "the peer has no region {name:?} in generation {}; it has: {}. If it was registered later, \
+                         update the peer with newer metadata",
+                        metadata.generation.0,
+                        if names.is_empty() { "none".into() } else { names.join(", ") }
+                    ),
+                )
+                .peer(Arc::clone(&self.0.identity.name)))
+            }
+        }
+    }
+
+    /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
+    pub fn foreign(&self, address: u64, len: u64, kind: MemoryKind, device: u64) -> Result<PeerRegion> {
+        if matches!(self.0.about(), About::Kvx(_)) {
+            return Err(Error::new(Kind::Invalid, "this peer is a kvx agent: name its region instead of an address"));
+        }
+        let range = ForeignRange { address, len, kind, device };
+        Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
+    }
+
+    /// Takes newer metadata of the same incarnation: regions registered or revoked since. Says whether it was newer.
+    ///
+    /// # Errors
+    /// `PeerRestarted` for another incarnation, `Malformed`, `Incompatible`, `Invalid` for another agent's metadata.
+    pub fn update(&self, metadata: &[u8]) -> Result<bool> {
+        crate::fork::check()?;
+        self.0.update(Metadata::decode(metadata)?)
+    }
+
+    /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer) for more.
+    ///
+    /// Returns at once: what it waits for (a link, the network) is waited for by the transfer. Errors: `Busy`,
+    /// `Invalid`, `Revoked`, `Closed`, `Forked`; everything else is the transfer's result.
+    pub fn post(&self, plan: &Plan) -> Result<Transfer> {
+        self.transfer(plan).post()
+    }
+
+    /// A transfer with a deadline of its own, or with a notification that follows its data.
+    pub fn transfer(&self, plan: &Plan) -> Posting {
+        Posting { peer: Arc::clone(&self.0), plan: plan.clone(), deadline: None, notify: None }
+    }
+
+    /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.
+    pub fn notify(&self, bytes: &[u8], deadline: impl Into<Deadline>) -> Completion<()> {
+        if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
+            return Completion::ready(Err(error));
+        }
+        let shot = Shot::new();
+        let late = || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
+        shot.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(Job::Notify(bytes.into(), Ticket::of(Arc::clone(&shot) as _)));
+        Completion::of(shot)
+    }
+
+    /// Ends when a link to the peer is up; with the reasons when none comes up. Posting does not need it.
+    pub fn ready(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        if let Err(error) = self.0.agent.check_open() {
+            return Completion::ready(Err(error));
+        }
+        let shot = Shot::new();
+        let late = || Error::new(Kind::TimedOut, "no link to the peer came up by the deadline");
+        shot.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(Job::Ready(Ticket::of(Arc::clone(&shot) as _)));
+        Completion::of(shot)
+    }
+
+    /// Which backend serves the peer, and why not another.
+    pub fn route(&self) -> Route {
+        self.0.route()
+    }
+
+    /// Whether the peer is lost, and why.
+    pub fn lost(&self) -> Option<Error> {
+        self.0.lost()
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Peer({:?})", self.0.identity)
+    }
+}
+
+fn check_notification(bytes: &[u8]) -> Result<()> {
+    if bytes.len() <= MAX_NOTIFICATION {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Invalid,
+        format!("a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer", bytes.len()),
+    ))
+}
+

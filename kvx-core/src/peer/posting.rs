@@ -1,0 +1,95 @@
+//! Transfers about to be posted.
+
+use std::sync::Arc;
+
+use super::check_notification;
+use super::links::{Job, PeerInner};
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::plan::Plan;
+use crate::transfer::{Transfer, TransferState};
+use crate::{Deadline, Error, Kind, Result};
+
+/// A transfer about to be posted; see [`Peer::transfer`].
+#[must_use = "call post or post_wait"]
+pub struct Posting {
+    pub(super) peer: Arc<PeerInner>,
+    pub(super) plan: Plan,
+    pub(super) deadline: Option<Deadline>,
+    pub(super) notify: Option<Box<[u8]>>,
+}
+
+impl Posting {
+    /// When the transfer gives up; 30 seconds from the post if not said.
+    pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
+        self.deadline = Some(deadline.into());
+        self
+    }
+
+    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them.
+    pub fn notify(mut self, bytes: impl Into<Box<[u8]>>) -> Self {
+        self.notify = Some(bytes.into());
+        self
+    }
+
+    /// Starts the transfer; see [`Peer::post`].
+    pub fn post(self) -> Result<Transfer> {
+        self.try_post()
+    }
+
+    /// Starts the transfer, waiting while the budget is used up; by the deadline, which `TimedOut` ends.
+    pub async fn post_wait(self) -> Result<Transfer> {
+        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
+        loop {
+            match self.try_post() {
+                Err(error) if error.kind() == Kind::Busy => {}
+                other => return other,
+            }
+            let late = || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
+            if deadline.passed() {
+                return Err(late());
+            }
+            let shot = Shot::new();
+            shot.by(&self.peer.agent.clock, deadline, late);
+            self.peer.agent.budget.on_change(self.plan.size().description, Arc::clone(&shot));
+            Completion::of(shot).await?;
+        }
+    }
+
+    fn try_post(&self) -> Result<Transfer> {
+        let agent = &self.peer.agent;
+        agent.check_open()?;
+        if let Some(bytes) = &self.notify {
+            check_notification(bytes)?;
+        }
+        if self.plan.0.peer != self.peer.identity {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("the plan is for {:?}, this peer is {:?}", self.plan.0.peer, self.peer.identity),
+            ));
+        }
+        if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
+            return Err(Error::new(Kind::Invalid, "the plan's local regions belong to another agent"));
+        }
+        agent.budget.take(self.plan.size().description)?;
+        for (at, region) in self.plan.0.locals.iter().enumerate() {
+            if let Err(error) = region.core().pin() {
+                self.plan.0.locals[..at].iter().for_each(|region| region.core().unpin());
+                agent.budget.give_back(self.plan.size().description);
+                return Err(error);
+            }
+        }
+        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
+        let notify = self.notify.clone();
+        let empty = self.plan.size().bytes == 0 && notify.is_none();
+        let transfer =
+            TransferState::new(agent.new_transfer(), self.plan.clone(), Arc::clone(&self.peer), deadline, notify);
+        if empty && !broken("zero") {
+            transfer.end(Ok(())); // nothing to wait for, not even a link
+        } else {
+            self.peer.dispatch(Job::Transfer(Arc::clone(&transfer)));
+        }
+        transfer.posted();
+        Ok(Transfer(transfer))
+    }
+}

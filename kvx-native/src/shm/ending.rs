@@ -1,0 +1,246 @@
+//! The end of connections: lost, closed, silent; and the clock that notices silence.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::reactor::Outbox;
+use kvx_core::transport::LinkState;
+use kvx_core::{Error, Kind, LinkId};
+
+use super::connection::Phase;
+use super::error::{error, peer_closed, peer_died, peer_silent};
+use super::messages::Message;
+use super::progress::{Machine, Work};
+use super::socket;
+
+/// How long a machine that ends waits for peers to let go.
+const LAST_PATIENCE: Duration = Duration::from_millis(300);
+
+/// How a connection ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The other end is known to hold nothing of ours: its process has ended, or it has said that it sends no more,
+    /// which it does last of all.
+    Proven,
+    /// We end it; what the other end holds, it holds until it sees that.
+    Ours,
+}
+
+impl Machine {
+    /// Ends a connection: fails what is in flight and lets go of all that is the peer's. The rest, what the peer may
+    /// still read, ends when that is known.
+    pub(crate) fn end(
+        &mut self,
+        at: usize,
+        reason: Error,
+        end: End,
+        report: Option<LinkState>,
+        out: &mut Outbox,
+    ) {
+        if !self.connections[at].is_leaving() {
+            self.let_go(at, &reason, out);
+            let link = self.connections[at].link.clone();
+            if let Some(link) = link
+                && self.links.remove(&link.id).is_some()
+            {
+                link.gone.set(reason.clone()).ok(); // the first reason stays
+                if let Some(state) = report {
+                    out.link(link.id, state);
+                }
+            }
+        }
+        let connection = &mut self.connections[at];
+        let proven = end == End::Proven;
+        for (done, result) in connection.writes.fail_all(&reason, proven) {
+            out.settle(done, result);
+        }
+        if proven || connection.writes.is_empty() && connection.granted.is_empty() {
+            connection.granted.clear();
+            connection.unwatch(&self.poller);
+            drop(self.connections.remove(at));
+            self.confirm(at, None, out);
+        } else if !connection.is_leaving() {
+            connection.clear_queue();
+            connection.flush(&self.poller);
+            connection.phase = Phase::Leaving;
+            socket::finish(std::os::fd::AsFd::as_fd(&connection.socket));
+        }
+    }
+
+    fn let_go(&mut self, at: usize, reason: &Error, out: &mut Outbox) {
+        for work in self.turns.extract(|work| work.connection() == at) {
+            work.settle(reason.clone(), out);
+        }
+        let connection = &mut self.connections[at];
+        for waiting in connection.waiting.drain(..) {
+            out.settle(waiting.done, Err(reason.clone()));
+        }
+        for (_, done) in connection.sent.drain() {
+            out.settle(done, Err(reason.clone()));
+        }
+        for notice in connection.notices.drain(..) {
+            out.settle(notice.done, Err(reason.clone()));
+        }
+        connection.notice_bytes = 0;
+        connection.wanted = 0;
+        connection.imports.clear();
+        connection.lent.clear();
+        connection.parked.clear();
+        connection.pulls = 0;
+    }
+
+    /// The peer is gone, or has closed: takes what it had sent before, then ends the connection.
+    pub(crate) fn other_end_gone(&mut self, at: usize, out: &mut Outbox) {
+        self.receive(at, usize::MAX, out);
+        if self.connections.contains(at) {
+            let reason = if self.connections[at].process.ended() { peer_died() } else { peer_closed() };
+            self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
+        }
+    }
+
+    /// The peer broke the protocol: nothing more is read from it.
+    pub(crate) fn cut_off(&mut self, at: usize, reason: Error, out: &mut Outbox) {
+        let connection = &self.connections[at];
+        let (pid, peer) = (connection.process.pid, connection.peer.as_ref());
+        tracing::warn!(pid, ?peer, %reason, "SHM: a connection is closed");
+        let reason = error(reason.kind(), format!("the link was closed: {}", reason.sentence()));
+        self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
+    }
+
+    /// Core closes a link.
+    pub(crate) fn close(&mut self, link: LinkId, out: &mut Outbox) {
+        if let Some(&at) = self.links.get(&link) {
+            self.end(at, super::error::closed(), End::Ours, None, out);
+        }
+        self.connecting.retain(|connecting| connecting.link.id != link);
+    }
+
+    /// Has the clock look again by `at`.
+    pub(crate) fn look_by(&mut self, at: Instant) {
+        self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
+    }
+
+    /// After what is in flight on a connection changed: the clock watches it while an answer is awaited.
+    pub(crate) fn note_awaiting(&mut self, at: usize) {
+        if self.connections[at].note_awaiting() {
+            self.look_by(Instant::now() + self.pace());
+        }
+    }
+
+    /// How often to look at peers that owe an answer.
+    fn pace(&self) -> Duration {
+        (self.peer_timeout / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))
+    }
+
+    /// Looks at the clock, if it is time.
+    pub(crate) fn look(&mut self, out: &mut Outbox) -> usize {
+        let Some(next) = self.next_look else { return 0 };
+        let now = Instant::now();
+        if now < next {
+            return 0;
+        }
+        self.next_look = None;
+        self.accept_again();
+        self.connect_again(now, out);
+        let pace = self.pace();
+        let mut late = Vec::new();
+        let mut again: Option<Instant> = None;
+        for (at, connection) in &mut self.connections {
+            match connection.phase {
+                Phase::Hello(until) if until <= now => late.push(at),
+                Phase::Hello(until) => again = Some(again.map_or(until, |next| next.min(until))),
+                Phase::Leaving => {}
+                Phase::Up => {
+                    let Some(awaited) = connection.life.awaited else { continue };
+                    let silent = now.saturating_duration_since(awaited.max(connection.life.heard));
+                    // Whoever was stopped himself must not blame the peer: it has had the time since the ping.
+                    let pinged = connection.life.pinged.map(|pinged| now.saturating_duration_since(pinged));
+                    if silent >= self.peer_timeout && pinged.is_some_and(|time| time >= self.peer_timeout / 2)
+                    {
+                        late.push(at);
+                        continue;
+                    }
+                    if silent >= pace && pinged.is_none() {
+                        connection.life.pinged = Some(now);
+                        connection.send(&self.poller, &Message::Ping);
+                    }
+                    let next = now + pace;
+                    again = Some(again.map_or(next, |again| again.min(next)));
+                }
+            }
+        }
+        if let Some(again) = again {
+            self.look_by(again);
+        }
+        for at in late {
+            match self.connections[at].phase {
+                Phase::Up => {
+                    let silent = self.connections[at].life.heard.elapsed();
+                    let reason = peer_silent(silent.min(self.peer_timeout));
+                    self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
+                }
+                _ => {
+                    let reason = error(
+                        Kind::PeerLost,
+                        "the peer has not answered the handshake: it is stopped or hangs",
+                    );
+                    self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
+                }
+            }
+        }
+        1
+    }
+
+    /// The machine's last breath: ends every connection, gives peers a moment to let go, and never frees what they
+    /// have not let go of.
+    pub(crate) fn end_all(&mut self, out: &mut Outbox) {
+        let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();
+        for at in all {
+            self.end(
+                at,
+                super::error::closed(),
+                End::Ours,
+                Some(LinkState::Lost(super::error::closed())),
+                out,
+            );
+        }
+        for connecting in std::mem::take(&mut self.connecting) {
+            out.link(connecting.link.id, LinkState::Lost(super::error::closed()));
+        }
+        let until = Instant::now() + LAST_PATIENCE;
+        while !self.connections.is_empty() && Instant::now() < until {
+            if self.handle_events(out) == 0 {
+                self.poller.wait(until.saturating_duration_since(Instant::now()));
+            }
+        }
+        self.keep_unproven(out);
+        for (_, mut connection) in std::mem::take(&mut self.connections) {
+            let count = connection.writes.forget_all();
+            if count > 0 {
+                let peer = connection.peer.as_ref();
+                tracing::error!(
+                    ?peer,
+                    count,
+                    "SHM: a peer may still read the memory of writes: it is quarantined"
+                );
+            }
+        }
+    }
+}
+
+impl Work {
+    /// The connection it belongs to.
+    pub(crate) fn connection(&self) -> usize {
+        match self {
+            Work::Read(read) => read.at,
+            Work::Pull(pull) => pull.at,
+            Work::Populate(populate) => populate.at,
+        }
+    }
+
+    /// Ends it; a pull and a mapping have nobody here who waits.
+    pub(crate) fn settle(self, reason: Error, out: &mut Outbox) {
+        if let Work::Read(read) = self {
+            out.settle(read.done, Err(reason));
+        }
+    }
+}

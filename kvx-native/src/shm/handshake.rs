@@ -1,0 +1,331 @@
+//! How connections begin.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::reactor::Outbox;
+use kvx_core::transport::LinkState;
+use kvx_core::{Error, Identity, Kind, Result};
+use rustix::io::Errno;
+
+use super::connection::{Connection, Phase};
+use super::copy;
+use super::ending::End;
+use super::error::{error, foreign_off};
+use super::host::{PeerProcess, our_uid};
+use super::link::{Sight, Wiring};
+use super::messages::{Message, Probe, Refusal, VERSIONS};
+use super::progress::{LISTENERS, Machine, token};
+use super::socket::{self, Ready};
+use super::transport::name_socket_name;
+
+/// How long a handshake may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How soon to try again when too many wait to be accepted.
+const AGAIN: Duration = Duration::from_millis(10);
+/// The most connections that were accepted.
+const MAX_ACCEPTED: usize = 4096;
+/// The most of them whose handshake is not done.
+const MAX_HALF_OPEN: usize = 256;
+/// The most clients accepted in one turn.
+const ACCEPT_BATCH: usize = 16;
+
+/// A link that waits for room in the peer's queue of clients.
+pub(crate) struct Connecting {
+    pub(crate) link: Arc<Wiring>,
+    socket: Vec<u8>,
+    until: Instant,
+}
+
+impl Machine {
+    /// Begins a link.
+    pub(crate) fn connect(&mut self, link: Arc<Wiring>, socket: Vec<u8>, out: &mut Outbox) {
+        let until = Instant::now() + PATIENCE;
+        self.try_connect(Connecting { link, socket, until }, out);
+    }
+
+    pub(crate) fn connect_again(&mut self, now: Instant, out: &mut Outbox) {
+        for connecting in std::mem::take(&mut self.connecting) {
+            if connecting.until <= now {
+                let reason = error(Kind::PeerLost, "the peer accepts no connection: it is stopped or hangs");
+                lost(&connecting.link, reason, out);
+            } else {
+                self.try_connect(connecting, out);
+            }
+        }
+    }
+
+    fn try_connect(&mut self, connecting: Connecting, out: &mut Outbox) {
+        let link = Arc::clone(&connecting.link);
+        let mut found = socket::connect(&connecting.socket);
+        if matches!(found, Err(Errno::CONNREFUSED)) {
+            // Nobody has that name any more. If the agent was restarted here, its next life says so under its name.
+            found = socket::connect(&name_socket_name(&link.peer.name));
+        }
+        let begun = match found {
+            Ok(socket) => self.begin(socket, link.clone()),
+            Err(Errno::AGAIN) => {
+                self.connecting.push(connecting);
+                return self.look_by(Instant::now() + AGAIN);
+            }
+            Err(Errno::CONNREFUSED) => Err(error(
+                Kind::PeerLost,
+                "nobody listens at the peer's address any more: its agent has ended; connect with new metadata",
+            )),
+            Err(cause) => Err(Error::os("no connection to the peer", cause)),
+        };
+        if let Err(reason) = begun {
+            lost(&link, reason, out);
+        }
+    }
+
+    fn begin(&mut self, socket: std::os::fd::OwnedFd, link: Arc<Wiring>) -> Result<()> {
+        let process = PeerProcess::behind(socket.as_fd())?;
+        check_user(&process)?;
+        let now = Instant::now();
+        let hello = Message::Hello {
+            versions: VERSIONS,
+            from: self.me.clone(),
+            to: link.peer.clone(),
+            probe: self.probe(),
+        };
+        let id = link.id;
+        let connection = Connection::new(socket, process, Some(link), now, PATIENCE);
+        let at = self.admit(connection)?;
+        self.links.insert(id, at);
+        self.connections[at].send(&self.poller, &hello);
+        Ok(())
+    }
+
+    fn admit(&mut self, mut connection: Connection) -> Result<usize> {
+        let entry = self.connections.vacant_entry();
+        let at = entry.key();
+        connection.watch(&self.poller, token::socket(at), token::life(at)).map_err(|cause| {
+            Error::os("a connection cannot be watched: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+        })?;
+        entry.insert(connection);
+        self.look_by(Instant::now() + PATIENCE);
+        Ok(at)
+    }
+
+    /// Takes the clients that wait on a listener.
+    pub(crate) fn accept(&mut self, listener: usize, out: &mut Outbox) {
+        for _ in 0..ACCEPT_BATCH {
+            let Some(socket) = &self.listeners[listener] else { return };
+            match socket::accept(socket.as_fd()) {
+                Ok(Some(socket)) => self.greet(socket, out),
+                Ok(None) => return,
+                Err(cause) => {
+                    // No file left for a new client: those there are go on, and it is tried again in a second.
+                    tracing::warn!(error = %cause, "SHM: clients cannot be accepted; raise ulimit -n");
+                    self.pause_accepting();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn pause_accepting(&mut self) {
+        for (token, listener) in self.listeners.iter().enumerate() {
+            if let Some(listener) = listener {
+                self.poller.change(listener.as_fd(), token as u64, Ready::empty()).ok(); // it was added
+            }
+        }
+        self.accepting = false;
+        self.look_by(Instant::now() + Duration::from_secs(1));
+    }
+
+    pub(crate) fn accept_again(&mut self) {
+        if !std::mem::replace(&mut self.accepting, true) {
+            for (token, listener) in self.listeners.iter().enumerate() {
+                if let Some(listener) = listener {
+                    self.poller.change(listener.as_fd(), token as u64, Ready::IN).ok(); // it was added
+                }
+            }
+        }
+    }
+
+    fn greet(&mut self, socket: std::os::fd::OwnedFd, out: &mut Outbox) {
+        let process = match PeerProcess::behind(socket.as_fd()) {
+            Ok(process) => process,
+            Err(reason) => return tracing::warn!(%reason, "SHM: a client is turned away"),
+        };
+        if let Err(reason) = check_user(&process) {
+            let refuse = Message::Refuse { from: self.me.clone(), why: Refusal::from(&reason) };
+            socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
+            return tracing::warn!(
+                pid = process.pid,
+                uid = process.uid,
+                "SHM: a client of another user is turned away"
+            );
+        }
+        self.make_room(out);
+        if self.connections.len() >= MAX_ACCEPTED {
+            return tracing::warn!(
+                pid = process.pid,
+                "SHM: a client is turned away: {MAX_ACCEPTED} are connected"
+            );
+        }
+        let connection = Connection::new(socket, process, None, Instant::now(), PATIENCE);
+        if let Err(reason) = self.admit(connection) {
+            tracing::warn!(%reason, "SHM: a client is turned away");
+        }
+    }
+
+    /// Half-open connections make room for new ones, the oldest first.
+    fn make_room(&mut self, out: &mut Outbox) {
+        let half_open = self.connections.iter().filter_map(|(at, connection)| match connection.phase {
+            Phase::Hello(until) if connection.link.is_none() => Some((until, at)),
+            _ => None,
+        });
+        let half_open: Vec<_> = half_open.collect();
+        if half_open.len() < MAX_HALF_OPEN {
+            return;
+        }
+        if let Some((_, oldest)) = half_open.into_iter().min() {
+            self.end(
+                oldest,
+                error(Kind::Exhausted, "too many clients did not finish the handshake"),
+                End::Ours,
+                None,
+                out,
+            );
+        }
+    }
+
+    /// A client says who it is and whom it wants. Errors: what it is refused with, and cut off.
+    pub(crate) fn take_hello(
+        &mut self,
+        at: usize,
+        versions: (u16, u16),
+        from: Identity,
+        to: &Identity,
+        probe: &Probe,
+    ) -> Result<()> {
+        let refused = if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
+            Some(error(
+                Kind::Incompatible,
+                format!(
+                    "SHM versions {} to {} meet {} to {}: update the older end",
+                    versions.0, versions.1, VERSIONS.0, VERSIONS.1
+                ),
+            ))
+        } else if *to != self.me {
+            Some(error(Kind::PeerRestarted, format!("{to:?} was expected, and this is {:?}", self.me)))
+        } else {
+            None
+        };
+        let own_probe = self.probe();
+        let connection = &mut self.connections[at];
+        if let Some(reason) = refused {
+            let refuse = Message::Refuse { from: self.me.clone(), why: Refusal::from(&reason) };
+            connection.send(&self.poller, &refuse);
+            return Err(reason);
+        }
+        let sight = see(
+            self.config.foreign_memory,
+            connection,
+            probe,
+            "the initiator's memory is no kvx pool, and the target cannot read it",
+        );
+        connection.peer = Some(from);
+        connection.phase = Phase::Up;
+        let welcome = Message::Welcome {
+            version: VERSIONS.1.min(versions.1),
+            from: self.me.clone(),
+            probe: own_probe,
+            reads_us: sight.as_ref().map(|()| ()).map_err(Refusal::from),
+        };
+        connection.send(&self.poller, &welcome);
+        Ok(())
+    }
+
+    /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.
+    pub(crate) fn take_welcome(
+        &mut self,
+        at: usize,
+        from: Identity,
+        probe: &Probe,
+        reads_us: Result<(), Refusal>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let connection = &mut self.connections[at];
+        let Some(link) = connection.link.clone() else { return Ok(()) };
+        if from != link.peer {
+            return Err(error(Kind::Malformed, format!("{from:?} answers for {:?}", link.peer)));
+        }
+        let ours = see(
+            self.config.foreign_memory,
+            connection,
+            probe,
+            "the peer's memory is no kvx pool, and cannot be read from here",
+        );
+        let theirs = reads_us.map_err(Refusal::into_error);
+        link.sight.set(Sight { ours, theirs }).ok(); // a handshake ends once
+        connection.peer = Some(from);
+        connection.phase = Phase::Up;
+        out.link(link.id, LinkState::Up);
+        Ok(())
+    }
+
+    /// The target turns us away.
+    pub(crate) fn take_refuse(&mut self, at: usize, from: &Identity, why: Refusal, out: &mut Outbox) {
+        let Some(link) = self.connections[at].link.clone() else { return };
+        let (reason, state) = if why.kind != Kind::PeerRestarted {
+            let reason = why.into_error();
+            (reason.clone(), LinkState::Lost(reason))
+        } else if from.name == link.peer.name && from.incarnation != link.peer.incarnation {
+            let reason = error(
+                Kind::PeerRestarted,
+                format!("{:?} answers for {:?}: connect with its new metadata", from, link.peer),
+            );
+            (reason, LinkState::Restarted(from.incarnation))
+        } else {
+            let reason =
+                error(Kind::PeerLost, "another agent answers at the peer's address: the peer has ended");
+            (reason.clone(), LinkState::Lost(reason))
+        };
+        self.end(at, reason, End::Proven, Some(state), out);
+    }
+
+    fn probe(&self) -> Probe {
+        let address = if self.config.foreign_memory { self.probe_bytes.as_ptr() as u64 } else { 0 };
+        Probe { address, bytes: *self.probe_bytes }
+    }
+}
+
+/// Whether we can read the memory of the process at the other end.
+fn see(allowed: bool, connection: &Connection, probe: &Probe, whom: &str) -> Result<()> {
+    match (allowed, probe.address) {
+        (false, _) => Err(foreign_off("in this process")),
+        (true, 0) => Err(foreign_off("in the peer's process")),
+        _ => copy::probe(connection.process.pid, probe, whom),
+    }
+}
+
+fn check_user(process: &PeerProcess) -> Result<()> {
+    if process.uid == our_uid() {
+        return Ok(());
+    }
+    Err(error(
+        Kind::Denied,
+        format!(
+            "SHM trusts processes of the same user, and user {} meets user {}: use TCP",
+            process.uid,
+            our_uid()
+        ),
+    ))
+}
+
+fn lost(link: &Arc<Wiring>, reason: Error, out: &mut Outbox) {
+    link.gone.set(reason.clone()).ok(); // the first reason stays
+    out.link(link.id, LinkState::Lost(reason));
+}
+
+/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
+pub(crate) fn listen(random: &[u8], name: &[u8]) -> Result<[Option<std::os::fd::OwnedFd>; LISTENERS]> {
+    let main = socket::listen(random).map_err(|cause| Error::os("no Unix socket: raise ulimit -n", cause))?;
+    // Another living agent of this name has it: then it is the one to answer.
+    Ok([Some(main), socket::listen(name).ok()])
+}

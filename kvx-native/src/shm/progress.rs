@@ -1,0 +1,419 @@
+//! The machine behind the reactor's thread: commands, events, turns.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use kvx_core::reactor::{Armed, Outbox, Progress, SLICE, Turns};
+use kvx_core::transport::{Context, Events, LinkState};
+use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
+use slab::Slab;
+
+use super::config::Config;
+use super::connection::{Connection, Phase, Waiting};
+use super::copy::Copier;
+use super::ending::End;
+use super::error::{closed, error, peer_closed, peer_died};
+use super::granting::{Populate, Recall};
+use super::handshake::{self, Connecting};
+use super::host;
+use super::link::{Import, Wiring};
+use super::memory::{Regions, Revoked};
+use super::messages::{MAX_MESSAGE, Message, Refusal};
+use super::pulls::Pull;
+use super::reads::Read;
+use super::socket::{self, Poller, Ready, Received};
+use super::transport::{name_socket_name, random_socket_name};
+
+/// How many sockets a transport listens on.
+pub(crate) const LISTENERS: usize = 2;
+/// The most messages taken from one connection in a turn.
+const MESSAGES: usize = 32;
+/// The most pieces of work done in a turn.
+const WORKS: usize = 32;
+
+/// Which descriptor an event speaks of.
+pub(crate) mod token {
+    use super::LISTENERS;
+
+    pub(crate) fn socket(at: usize) -> u64 {
+        (LISTENERS + 2 * at) as u64
+    }
+
+    pub(crate) fn life(at: usize) -> u64 {
+        socket(at) + 1
+    }
+
+    pub(super) enum Which {
+        Listener(usize),
+        Socket(usize),
+        Life(usize),
+    }
+
+    pub(super) fn which(token: u64) -> Which {
+        let token = token as usize;
+        match token.checked_sub(LISTENERS) {
+            None => Which::Listener(token),
+            Some(rest) if rest % 2 == 0 => Which::Socket(rest / 2),
+            Some(rest) => Which::Life(rest / 2),
+        }
+    }
+}
+
+/// What other threads ask of the machine.
+pub(crate) enum Command {
+    Connect {
+        link: Arc<Wiring>,
+        socket: Vec<u8>,
+    },
+    Import {
+        link: Arc<Wiring>,
+        import: Arc<Import>,
+    },
+    /// `here`: on this thread a small read may be done at once.
+    Post {
+        link: Arc<Wiring>,
+        plan: Arc<Bound>,
+        id: TransferId,
+        done: Ticket,
+        here: Option<ThreadId>,
+    },
+    Notify {
+        link: Arc<Wiring>,
+        bytes: Box<[u8]>,
+        done: Ticket,
+    },
+    Cancel {
+        link: Arc<Wiring>,
+        id: TransferId,
+    },
+    Close {
+        link: Arc<Wiring>,
+    },
+    Revoke {
+        region: Revoked,
+        done: Ticket,
+    },
+    Resume,
+    Shutdown {
+        done: Ticket,
+    },
+}
+
+/// Work that takes turns.
+pub(crate) enum Work {
+    Read(Box<Read>),
+    Pull(Box<Pull>),
+    Populate(Populate),
+}
+
+pub(crate) struct Machine {
+    pub(crate) me: Identity,
+    pub(crate) config: Config,
+    pub(crate) events: Arc<dyn Events>,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) regions: Arc<Regions>,
+    /// What peers read to find out whether they may.
+    pub(crate) probe_bytes: Box<[u8; 32]>,
+    socket_name: Vec<u8>,
+    pub(crate) listeners: [Option<OwnedFd>; LISTENERS],
+    pub(crate) accepting: bool,
+    pub(crate) poller: Poller,
+    fds: [RawFd; 1],
+    pub(crate) connections: Slab<Connection>,
+    pub(crate) links: HashMap<LinkId, usize>,
+    pub(crate) connecting: Vec<Connecting>,
+    pub(crate) recalls: Vec<Recall>,
+    pub(crate) turns: Turns<Work>,
+    pub(crate) copier: Copier,
+    buffer: Vec<u8>,
+    /// When to look at the clock; `None`: nothing depends on it.
+    pub(crate) next_look: Option<Instant>,
+    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done on it.
+    pub(crate) lent_turn: bool,
+    shutdown: Vec<Ticket>,
+}
+
+impl Machine {
+    pub(crate) fn new(context: Context, config: Config, regions: Arc<Regions>) -> Result<Self> {
+        let socket_name = random_socket_name()?;
+        let listeners = handshake::listen(&socket_name, &name_socket_name(&context.agent.name))?;
+        let no_poller =
+            |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
+        let poller = Poller::new().map_err(no_poller)?;
+        for (token, listener) in listeners.iter().enumerate() {
+            if let Some(listener) = listener {
+                poller.add(listener.as_fd(), token as u64, Ready::IN).map_err(no_poller)?;
+            }
+        }
+        let mut probe_bytes = Box::new([0; 32]);
+        probe_bytes[..16].copy_from_slice(&host::random()?);
+        probe_bytes[16..].copy_from_slice(&host::random()?);
+        Ok(Machine {
+            me: context.agent,
+            config,
+            events: context.events,
+            peer_timeout: context.peer_timeout,
+            regions,
+            probe_bytes,
+            socket_name,
+            listeners,
+            accepting: true,
+            fds: [poller.fd().as_raw_fd()],
+            poller,
+            connections: Slab::new(),
+            links: HashMap::new(),
+            connecting: Vec::new(),
+            recalls: Vec::new(),
+            turns: Turns::default(),
+            copier: Copier::new(),
+            buffer: vec![0; MAX_MESSAGE],
+            next_look: None,
+            lent_turn: false,
+            shutdown: Vec::new(),
+        })
+    }
+
+    /// Where it listens.
+    pub(crate) fn socket_name(&self) -> Vec<u8> {
+        self.socket_name.clone()
+    }
+
+    /// Takes what the sockets have. Says how many events there were.
+    pub(crate) fn handle_events(&mut self, out: &mut Outbox) -> usize {
+        let ready = self.poller.take();
+        for (token, flags) in &ready {
+            match token::which(*token) {
+                token::Which::Listener(listener) => self.accept(listener, out),
+                token::Which::Socket(at) => {
+                    if flags.contains(Ready::OUT)
+                        && let Some(connection) = self.connections.get_mut(at)
+                    {
+                        connection.flush(&self.poller);
+                        self.pump(at, out);
+                    }
+                    self.receive(at, MESSAGES, out);
+                }
+                // Another connection may have this place by now: only its own process's end counts.
+                token::Which::Life(at) => {
+                    if self.connections.get(at).is_some_and(|connection| connection.process.ended()) {
+                        self.other_end_gone(at, out);
+                    }
+                }
+            }
+        }
+        let count = ready.len();
+        self.poller.recycle(ready);
+        count
+    }
+
+    /// Takes up to `most` messages of a connection.
+    pub(crate) fn receive(&mut self, at: usize, most: usize, out: &mut Outbox) {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        for _ in 0..most {
+            let Some(connection) = self.connections.get_mut(at) else { break };
+            let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
+                Ok(Received::Message(len, file)) => {
+                    (connection.life.heard, connection.life.pinged) = (Instant::now(), None);
+                    Message::decode(&buffer[..len]).and_then(|message| self.take(at, message, file, out))
+                }
+                Ok(Received::Nothing) => break,
+                Ok(Received::TooLong) => Err(error(
+                    Kind::Malformed,
+                    format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
+                )),
+                Ok(Received::End) => {
+                    let reason = if connection.process.ended() { peer_died() } else { peer_closed() };
+                    self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
+                    break;
+                }
+                Err(cause) => Err(Error::os("a connection failed", cause).kind_is(Kind::PeerLost)),
+            };
+            if let Err(reason) = received {
+                if self.connections.get(at).is_some_and(|connection| !connection.is_leaving()) {
+                    self.cut_off(at, reason, out);
+                }
+                break;
+            }
+        }
+        self.buffer = buffer;
+    }
+
+    /// Acts on a message. Errors end the connection.
+    fn take(
+        &mut self,
+        at: usize,
+        message: Message<'_>,
+        file: Option<OwnedFd>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let connection = &self.connections[at];
+        if connection.is_leaving() {
+            // Only what brings the end of what is left matters.
+            return match message {
+                Message::Done { write, .. } => {
+                    self.connections[at].writes.answered(write, Ok(()))?;
+                    self.pump(at, out);
+                    self.leave_if_done(at, out);
+                    Ok(())
+                }
+                Message::Released { id } => {
+                    self.take_released(at, id, out)?;
+                    self.leave_if_done(at, out);
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+        }
+        let (up, initiator) = (connection.is_up(), connection.link.is_some());
+        match message {
+            Message::Hello { versions, from, to, probe } if !up && !initiator => {
+                self.take_hello(at, versions, from, &to, &probe)
+            }
+            Message::Welcome { from, probe, reads_us, .. } if !up && initiator => {
+                self.take_welcome(at, from, &probe, reads_us, out)
+            }
+            Message::Refuse { from, why } if !up && initiator => {
+                self.take_refuse(at, &from, why, out);
+                Ok(())
+            }
+            Message::Want { import, id, key } if up && !initiator => {
+                self.take_want(at, import, id, &key);
+                self.connections[at].check_queue()
+            }
+            Message::Grant { import, reached } if up && initiator => {
+                self.take_grant(at, import, Ok(reached), file, out)
+            }
+            Message::Deny { import, why } if up && initiator => {
+                self.take_grant(at, import, Err(why.into_error()), None, out)
+            }
+            Message::Lend { id, reached } if up && !initiator => {
+                self.take_lend(at, id, reached, file.as_ref())
+            }
+            Message::Write { write, into, from } if up && !initiator => {
+                self.take_write(at, write, into, from)?;
+                self.connections[at].check_queue()
+            }
+            Message::Done { write, result } if up && initiator => {
+                let result = result.map_err(Refusal::into_error);
+                self.connections[at].writes.answered(write, result)?;
+                self.pump(at, out);
+                Ok(())
+            }
+            Message::Cancel { write } if up && !initiator => {
+                self.stop_pulls(|pull| pull.at == at && pull.write == write, &super::error::cancelled());
+                Ok(())
+            }
+            Message::Recall { id } if up => {
+                self.take_recall(at, id, out);
+                self.connections[at].check_queue()
+            }
+            Message::Released { id } if up => self.take_released(at, id, out),
+            Message::Notify { id, bytes } if up && !initiator => {
+                self.take_notice(at, id, bytes)?;
+                self.connections[at].check_queue()
+            }
+            Message::Ack { id } if up && initiator => self.take_ack(at, id, out),
+            Message::Ping if up => {
+                self.connections[at].send(&self.poller, &Message::Alive);
+                self.connections[at].check_queue()
+            }
+            Message::Alive if up => Ok(()),
+            _ => Err(error(Kind::Malformed, "malformed SHM message: out of place")),
+        }
+    }
+
+    fn leave_if_done(&mut self, at: usize, out: &mut Outbox) {
+        let connection = &self.connections[at];
+        if connection.writes.is_empty() && connection.granted.is_empty() {
+            self.end(at, closed(), End::Ours, None, out);
+        }
+    }
+
+    /// Sends the parts of writes that there is room for, and settles the writes that are done.
+    pub(crate) fn pump(&mut self, at: usize, out: &mut Outbox) {
+        let mut settled = Vec::new();
+        self.connections[at].pump(&self.poller, &mut settled);
+        for (done, result) in settled {
+            out.settle(done, result);
+        }
+        self.note_awaiting(at);
+    }
+
+    fn work(&mut self, out: &mut Outbox) -> usize {
+        let (mut moved, mut works) = (0, 0);
+        while moved < SLICE && works < WORKS {
+            let Some(work) = self.turns.next_turn() else { break };
+            works += 1;
+            moved += match work {
+                Work::Read(read) => self.read_turn(read, out),
+                Work::Pull(pull) => self.pull_turn(pull, out),
+                Work::Populate(populate) => self.populate_turn(populate),
+            };
+        }
+        works
+    }
+}
+
+impl Progress for Machine {
+    type Command = Command;
+
+    fn command(&mut self, command: Command, out: &mut Outbox) {
+        match command {
+            Command::Connect { link, socket } => self.connect(link, socket, out),
+            Command::Import { link, import } => self.import(&link, import),
+            Command::Post { link, plan, id, done, here } => {
+                self.post(&link, Waiting { plan, id, done }, here, out)
+            }
+            Command::Notify { link, bytes, done } => self.notify(&link, bytes, done, out),
+            Command::Cancel { link, id } => self.cancel(&link, id, out),
+            Command::Close { link } => self.close(link.id, out),
+            Command::Revoke { region, done } => self.revoke(region, done, out),
+            Command::Resume => self.resume(),
+            Command::Shutdown { done } => self.shutdown.push(done),
+        }
+    }
+
+    fn progress(&mut self, out: &mut Outbox) -> usize {
+        if std::mem::take(&mut self.lent_turn) {
+            return 0;
+        }
+        self.handle_events(out) + self.look(out) + self.work(out)
+    }
+
+    fn arm(&mut self) -> Result<Armed> {
+        if !self.turns.is_empty() {
+            return Ok(Armed::Again);
+        }
+        Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(Instant::now()))))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn stop(&mut self, out: &mut Outbox) {
+        self.listeners = [None, None];
+        self.end_all(out);
+        for done in self.shutdown.drain(..) {
+            out.settle(done, Ok(()));
+        }
+    }
+
+    fn late(command: Command) {
+        match command {
+            Command::Post { link, done, .. } | Command::Notify { link, done, .. } => {
+                done.settle(Err(link.gone()))
+            }
+            // Peers that had not let go of their regions when the machine ended are known to the table of regions.
+            Command::Revoke { done, .. } | Command::Shutdown { done } => done.settle(Ok(())),
+            Command::Connect { .. }
+            | Command::Import { .. }
+            | Command::Cancel { .. }
+            | Command::Close { .. }
+            | Command::Resume => {}
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Transfers between one region at each end, checked byte by byte: how a clause sees that a link works.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Grid, Metadata, Op, Peer, Place as _, Plan, Region, Transfer};
+
+use crate::check::{Check, Failure, ensure};
+use crate::far::Far;
+use crate::pattern::{bytes, checksum, fill};
+use crate::setup::{CUT_OFF, Pair};
+
+/// Both operations.
+pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
+/// How late an answer may be that is promised for a point in time.
+pub(crate) const GRACE: Duration = Duration::from_millis(100);
+/// Bytes of a block.
+const BLOCK: u64 = 4096;
+
+/// A region here and one of the same length and name at the far end.
+pub(crate) struct Traffic {
+    pub(crate) name: String,
+    pub(crate) near: Region,
+    /// Its number at the far end.
+    pub(crate) far: usize,
+}
+
+impl Traffic {
+    /// Registers both.
+    pub(crate) fn new(pair: &mut Pair, name: &str, len: usize) -> Result<Self, Failure> {
+        let near = pair.near_region(name, len, 1)?;
+        let far = pair.far_region(name, len, 2)?;
+        Ok(Traffic { name: name.to_owned(), near, far })
+    }
+
+    /// Content that no other call has given.
+    pub(crate) fn seed() -> u64 {
+        static NEXT: AtomicU64 = AtomicU64::new(1000);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// All blocks, each paired with the one at the same place in reverse order: nothing is merged.
+    pub(crate) fn plan(&self, op: Op, peer: &Peer) -> kvx_core::Result<Plan> {
+        let count = (self.near.len() / BLOCK) as u32;
+        let grid = Grid::packed(BLOCK, count);
+        let local: Vec<u32> = (0..count).rev().collect();
+        let remote: Vec<u32> = (0..count).rev().collect();
+        Plan::of(op, [(self.near.grid(grid)?.blocks(local), peer.region(&self.name)?.grid(grid)?.blocks(remote))])
+    }
+
+    /// Posts all blocks.
+    pub(crate) fn post(&self, op: Op, peer: &Peer, deadline: Duration) -> kvx_core::Result<Transfer> {
+        peer.transfer(&self.plan(op, peer)?).deadline(deadline).post()
+    }
+
+    /// Posts all blocks and waits.
+    pub(crate) async fn run(&self, op: Op, peer: &Peer, deadline: Duration) -> kvx_core::Result<()> {
+        self.post(op, peer, deadline)?.await.map(|_| ())
+    }
+
+    /// Fails unless the region here holds content `seed`.
+    pub(crate) fn check_near(&self, seed: u64, when: &str) -> Check {
+        let mut content = vec![0; self.near.len() as usize];
+        self.near.copy_out(0, &mut content)?;
+        ensure!(content == bytes(seed, 0, content.len()), "{when}: the local region holds other bytes than it should");
+        Ok(())
+    }
+
+    /// Fails unless the region at the far end holds content `seed`.
+    pub(crate) fn check_far(&self, far: &mut Far, seed: u64, when: &str) -> Check {
+        let wanted = checksum(&bytes(seed, 0, self.near.len() as usize));
+        ensure!(far.sum(self.far)? == wanted, "{when}: the remote region holds other bytes than it should");
+        Ok(())
+    }
+
+    /// New content at the far end.
+    pub(crate) fn fill_far(&self, far: &mut Far) -> Result<u64, Failure> {
+        let seed = Self::seed();
+        far.fill(self.far, seed)?;
+        Ok(seed)
+    }
+
+    /// New content here.
+    pub(crate) fn fill_near(&self) -> Result<u64, Failure> {
+        let seed = Self::seed();
+        fill(self.near.memory(), seed)?;
+        Ok(seed)
+    }
+
+    /// Reads and writes over `peer`, and compares every byte.
+    pub(crate) async fn works(&self, far: &mut Far, peer: &Peer, when: &str) -> Check {
+        let said = |error| Failure::new(format!("{when}: {error:?}"));
+        let seed = self.fill_far(far)?;
+        self.run(Op::Read, peer, CUT_OFF).await.map_err(said)?;
+        self.check_near(seed, when)?;
+        let seed = self.fill_near()?;
+        self.run(Op::Write, peer, CUT_OFF).await.map_err(said)?;
+        self.check_far(far, seed, when)
+    }
+}
+
+/// Metadata, changed and put together again.
+pub(crate) fn altered(metadata: &[u8], change: impl FnOnce(&mut Metadata)) -> Result<Vec<u8>, Failure> {
+    let mut taken_apart = Metadata::decode(metadata)?;
+    change(&mut taken_apart);
+    Ok(taken_apart.encode()?)
+}
+
+/// The result of a future, if it has one by now.
+pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    match Pin::new(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(output) => Some(output),
+        Poll::Pending => None,
+    }
+}
+
+/// Waits until `condition` holds, for what no future tells.
+pub(crate) fn until(what: &str, patience: Duration, mut condition: impl FnMut() -> Result<bool, Failure>) -> Check {
+    let end = Instant::now() + patience;
+    while !condition()? {
+        ensure!(Instant::now() < end, "{what}: not so within {patience:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// Looks for a while whether `condition` stays true: there is no other way to see that something does not happen.
+pub(crate) fn stays(what: &str, time: Duration, mut condition: impl FnMut() -> Result<bool, Failure>) -> Check {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        ensure!(condition()?, "{what}: not so any more");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}

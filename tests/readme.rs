@@ -32,7 +32,9 @@ fn the_table_of_backends_names_each_with_its_feature() {
         let row = row.unwrap_or_else(|| panic!("README.md has no row for {name}"));
         assert!(known.aliases.iter().all(|alias| row.contains(&format!("`{alias}`"))), "{row}");
         match known.feature {
-            Some(feature) => assert!(row.contains(&format!("`{feature}`")) && row.ends_with("| yes |"), "{row}"),
+            Some(feature) => {
+                assert!(row.contains(&format!("`{feature}`")) && row.ends_with("| yes |"), "{row}")
+            }
             None => assert!(row.ends_with("| not in this release |"), "{row}"),
         }
     }

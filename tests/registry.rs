@@ -16,7 +16,9 @@ fn every_known_name_has_a_standing_and_its_features_decide_which() {
         };
         match standing {
             Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => assert!(compiled, "{name}"),
-            Standing::NotCompiled { feature } => assert!(!compiled && Some(feature) == known.feature, "{name}"),
+            Standing::NotCompiled { feature } => {
+                assert!(!compiled && Some(feature) == known.feature, "{name}")
+            }
             Standing::NotReleased => assert!(known.feature.is_none(), "{name}"),
         }
     }

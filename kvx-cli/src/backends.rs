@@ -73,8 +73,9 @@ impl Row {
                 row.library = found.library.map(|path| path.display().to_string());
                 row.next_step = found.caution;
                 let capabilities = found.capabilities.rows();
-                row.capabilities =
-                    Some(capabilities.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect());
+                row.capabilities = Some(
+                    capabilities.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
+                );
             }
             Standing::Unavailable(why) => {
                 row.reason = Some(why.reason());
@@ -136,7 +137,8 @@ impl Row {
 const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
 
 fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
-    let lines: Vec<_> = std::iter::once(HEADINGS.map(str::to_owned)).chain(rows.iter().map(Row::cells)).collect();
+    let lines: Vec<_> =
+        std::iter::once(HEADINGS.map(str::to_owned)).chain(rows.iter().map(Row::cells)).collect();
     let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
     let widths = [width(0), width(1), width(2)];
     for [name, available, version, why] in &lines {
@@ -170,8 +172,8 @@ mod tests {
 
     use kvx::transport::{Availability, Context, Factory, Transport};
     use kvx::{
-        Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation, Unavailable,
-        WithoutAList,
+        Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation,
+        Unavailable, WithoutAList,
     };
 
     use super::*;
@@ -277,7 +279,10 @@ mod tests {
             })
         );
         assert_eq!((&rows[1]["compiled"], &rows[1]["reason"]), (&json!(false), &json!("not in this build")));
-        assert_eq!((&rows[2]["next_step"], &rows[2]["reason"]), (&Value::Null, &json!("not in this release")));
+        assert_eq!(
+            (&rows[2]["next_step"], &rows[2]["reason"]),
+            (&Value::Null, &json!("not in this release"))
+        );
         assert_eq!((&rows[3]["version"], &rows[3]["library"]), (&json!("7.1"), &json!("/lib/libwire.so.7")));
         assert_eq!(rows[3]["capabilities"]["isolation"], "nic");
     }
@@ -301,17 +306,17 @@ mod tests {
             ),
         ];
         for (name, sentence) in sentences {
-            let error = output(&Arguments { require: Some(name.into()), ..Arguments::default() }).unwrap_err();
+            let error =
+                output(&Arguments { require: Some(name.into()), ..Arguments::default() }).unwrap_err();
             assert_eq!(error.to_string(), sentence);
         }
     }
 
     #[test]
     fn a_library_that_was_found_is_the_next_step_of_what_lacks_it() {
-        let found =
-            [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")].map(
-                |(backend, variable)| Found { backend, variable, path: PathBuf::from(format!("/env/{backend}")) },
-            );
+        let found = [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")].map(
+            |(backend, variable)| Found { backend, variable, path: PathBuf::from(format!("/env/{backend}")) },
+        );
         let options = Options::new();
         let row = |name| Row::of(name, &registry(), &options).unwrap().with(&found);
         assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));

@@ -5,7 +5,8 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// Where [`find`] looks, for people.
-pub(crate) const PLACES: &str = "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
+pub(crate) const PLACES: &str =
+    "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
 
 /// Places below a folder of packages (`site-packages`).
 const IN_WHEELS: &[Place] = &[
@@ -58,7 +59,8 @@ pub(crate) struct Environments {
 impl Environments {
     /// Those that this process's environment and the usual places lead to.
     pub(crate) fn of_process() -> Self {
-        let named = |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let named =
+            |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
         let conda = named("CONDA_PREFIX");
         let mut roots = Vec::from_iter(named("VIRTUAL_ENV"));
         roots.extend(conda.clone());
@@ -108,7 +110,9 @@ fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
                 let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
                 let fits = |name: &OsStr| {
                     name.to_str().is_some_and(|name| {
-                        name.len() >= start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
+                        name.len() >= start.len() + end.len()
+                            && name.starts_with(start)
+                            && name.ends_with(end)
                     })
                 };
                 let mut paths: Vec<_> =
@@ -150,7 +154,10 @@ mod tests {
 
     fn found(environments: &Environments, root: &Path) -> Vec<(&'static str, &'static str, String)> {
         let below = |path: PathBuf| path.strip_prefix(root).unwrap().display().to_string();
-        find(environments).into_iter().map(|found| (found.backend, found.variable, below(found.path))).collect()
+        find(environments)
+            .into_iter()
+            .map(|found| (found.backend, found.variable, below(found.path)))
+            .collect()
     }
 
     #[test]

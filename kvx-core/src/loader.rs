@@ -55,7 +55,13 @@ impl Search {
         names: &'static [&'static str],
         cure: impl Into<Cow<'static, str>>,
     ) -> Self {
-        Search { variable, names, files: Vec::new(), flags: native::RTLD_NOW | native::RTLD_LOCAL, cure: cure.into() }
+        Search {
+            variable,
+            names,
+            files: Vec::new(),
+            flags: native::RTLD_NOW | native::RTLD_LOCAL,
+            cure: cure.into(),
+        }
     }
 
     /// Looks at these files after the names.
@@ -92,12 +98,13 @@ impl Search {
                 self.names.iter().map(OsStr::new).chain(files).collect()
             }
         };
-        let origin = Origin { variable: self.variable, value: value.as_ref().map(|v| v.to_string_lossy().into()) };
+        let origin =
+            Origin { variable: self.variable, value: value.as_ref().map(|v| v.to_string_lossy().into()) };
         let (mut tried, mut broken) = (Vec::new(), None);
         for candidate in &candidates {
             // SAFETY: the library's initialisers run. That they may is what naming a library means; what they do to
             // signal handlers is undone.
-            let opened = with_signals_kept(|| unsafe { native::Library::open(Some(candidate), self.flags) });
+            let opened = with_signals_kept(|| unsafe { native::Library::open(Some(*candidate), self.flags) });
             match opened {
                 Ok(library) => {
                     let handle = library.into_raw(); // nobody closes it
@@ -114,7 +121,11 @@ impl Search {
                     if !absent && broken.is_none() {
                         broken = Some(shown.clone().into_owned());
                     }
-                    tried.push(if reason.starts_with(&*shown) { reason } else { format!("{shown}: {reason}") });
+                    tried.push(if reason.starts_with(&*shown) {
+                        reason
+                    } else {
+                        format!("{shown}: {reason}")
+                    });
                 }
             }
         }
@@ -124,7 +135,13 @@ impl Search {
             (None, None) => format!("no library is known to look for and {} is unset", self.variable),
         };
         let Origin { variable, value } = origin;
-        Err(Unavailable { missing, variable: Some(variable), value, tried, cure: self.cure.clone().into_owned() })
+        Err(Unavailable {
+            missing,
+            variable: Some(variable),
+            value,
+            tried,
+            cure: self.cure.clone().into_owned(),
+        })
     }
 }
 
@@ -382,7 +399,9 @@ mod tests {
         assert_eq!(why.missing, "libkvx-nowhere.so.2 not found");
         assert_eq!((why.variable, &why.value), (Some("KVX_NOWHERE_LIB"), &None));
         assert_eq!(why.tried.len(), 3);
-        for (tried, name) in why.tried.iter().zip(["libkvx-nowhere.so.2", "libkvx-nowhere.so.1", "/nowhere/a.so"]) {
+        for (tried, name) in
+            why.tried.iter().zip(["libkvx-nowhere.so.2", "libkvx-nowhere.so.1", "/nowhere/a.so"])
+        {
             assert!(tried.starts_with(&format!("{name}: ")) && tried.contains("No such file"), "{tried}");
         }
         assert_eq!(why.cure, "apt install nowhere");

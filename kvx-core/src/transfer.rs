@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
-use crate::peer::PeerInner;
+use crate::peer::{Job, PeerInner};
 use crate::plan::{Bound, Plan, Size};
 use crate::sync::{Condvar, Mutex};
 use crate::ticket::Settle;
@@ -64,6 +64,8 @@ struct State {
     settled: Vec<Arc<Shot<()>>>,
     post_time: Duration,
     cancelled: bool,
+    /// Backends that had a link to the peer but could not carry this transfer, and why.
+    refused: Vec<(&'static str, Error)>,
 }
 
 enum Outcome {
@@ -117,6 +119,7 @@ impl TransferState {
                 settled: Vec::new(),
                 post_time: Duration::ZERO,
                 cancelled: false,
+                refused: Vec::new(),
             }),
             finished: Condvar::new(),
             span,
@@ -270,6 +273,30 @@ impl TransferState {
         }
     }
 
+    /// Why a backend could not carry it, if it was tried.
+    pub(crate) fn refusal(&self, backend: &'static str) -> Option<Error> {
+        let state = self.state.lock();
+        state.refused.iter().find(|(refused, _)| *refused == backend).map(|(_, error)| error.clone())
+    }
+
+    /// After a link answered `Unsupported`, which says that it has moved nothing: goes back to the choice of a link.
+    /// Says whether it did.
+    fn try_another(self: &Arc<Self>, error: &Error) -> bool {
+        {
+            let mut state = self.state.lock();
+            let open = matches!(state.outcome, Outcome::Pending)
+                && state.stage == Stage::InFlight
+                && !state.cancelled;
+            let Some((_, backend)) = state.on.take_if(|_| open) else {
+                return false;
+            };
+            state.refused.push((backend, error.clone()));
+            state.stage = Stage::Parked;
+        }
+        self.peer.dispatch(Job::Transfer(Arc::clone(self)));
+        true
+    }
+
     /// Whether it has ended, so that nobody need start it.
     pub(crate) fn has_ended(&self) -> bool {
         self.state.lock().stage != Stage::Parked
@@ -300,6 +327,12 @@ impl TransferState {
 
 impl Settle for TransferState {
     fn settled(self: Arc<Self>, result: Result<()>) {
+        if let Err(error) = &result
+            && error.kind() == Kind::Unsupported
+            && self.try_another(error)
+        {
+            return;
+        }
         let (report, notify, on, watch, waiting) = {
             let mut state = self.state.lock();
             if state.stage == Stage::Settled {

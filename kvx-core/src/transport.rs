@@ -214,8 +214,8 @@ pub unsafe trait Link: Send + Sync {
     }
 
     /// Starts a transfer. Never blocks; may do a little at once ([`INLINE_BYTES`] and [`INLINE_SEGMENTS`] in all).
-    /// `Ok` of a write says that the data is visible at the target: core sends notifications after it. Let go of
-    /// `plan` before settling.
+    /// `Ok` of a write says that the data is visible at the target: core sends notifications after it. `Unsupported`
+    /// says that nothing was moved: core tries the next backend. Let go of `plan` before settling.
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket);
 
     /// Sends a notification; `done` settles when the peer's agent has it (a foreign agent's: when the library has taken

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{
-    Agent, Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, Options, PerOp, Placement, Registry,
-    Result, Revocation, Standing, Unavailable, WithoutAList,
+    Agent, Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, Options, PerOp, Placement,
+    Registry, Result, Revocation, Standing, Unavailable, WithoutAList,
 };
 
 const KNOWN: &[Known] = &[

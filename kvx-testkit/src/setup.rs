@@ -1,10 +1,12 @@
 //! A pair of agents over one backend, in one process or in two.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry};
 
+use crate::chaos::{Chaos, Gate};
 use crate::check::Failure;
 use crate::far::{AgentSpec, Far};
 use crate::pattern;
@@ -93,6 +95,18 @@ impl Setup {
         Ok(memory)
     }
 
+    /// The registry of this process, whose transports give their tickets back as `gate` allows.
+    pub fn gated_registry(&self, gate: &Gate) -> Registry {
+        self.registry().wrapped(|factory| Arc::new(Chaos::gated(factory, gate)))
+    }
+
+    /// A pair whose agent here has a gate: with it a clause decides when transfers and revocations settle.
+    pub fn gated_pair(&self) -> Result<(Pair, Gate), Failure> {
+        let gate = Gate::new();
+        let near = self.builder(&unique("near"))?.build(&self.gated_registry(&gate))?;
+        Ok((Pair { near, ..self.pair()? }, gate))
+    }
+
     fn spec(&self, name: &str) -> AgentSpec {
         AgentSpec {
             name: name.to_owned(),
@@ -102,6 +116,14 @@ impl Setup {
             peer_timeout: self.peer_timeout,
             inbox: self.inbox,
         }
+    }
+
+    /// The same setup with one more option.
+    pub(crate) fn with_option(&self, table: &str, key: &str, value: u16) -> Result<Setup, Failure> {
+        let wrong = |error: serde_json::Error| Failure::new(format!("options {:?}: {error}", self.options));
+        let mut options: serde_json::Value = serde_json::from_str(&self.options).map_err(wrong)?;
+        options[table][key] = value.into();
+        Ok(Setup { options: options.to_string(), ..self.clone() })
     }
 
     /// A far end without agents.
@@ -129,6 +151,11 @@ impl Setup {
 pub(crate) fn unique(name: &str) -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A port that nobody listens on.
+pub(crate) fn free_port() -> Result<u16, Failure> {
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
 /// Two agents that may talk.

@@ -164,7 +164,8 @@ mod tests {
             assert!(list.iter().all(|index| *index < below));
         }
         let pairs: Vec<_> = blocks.from.iter().zip(&blocks.to).collect();
-        let adjacent = pairs.windows(2).filter(|pair| *pair[1].0 == pair[0].0 + 1 && *pair[1].1 == pair[0].1 + 1);
+        let adjacent =
+            pairs.windows(2).filter(|pair| *pair[1].0 == pair[0].0 + 1 && *pair[1].1 == pair[0].1 + 1);
         assert_eq!(adjacent.count(), 0);
     }
 

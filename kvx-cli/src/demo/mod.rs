@@ -77,7 +77,8 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
     for (name, cost) in names.zip(costs) {
         let rate = blocks.read_bytes() as f64 / cost.as_secs_f64() / 1e9;
         let times = cost.as_secs_f64() / bare.as_secs_f64();
-        let beside = if name == "bare copy" { String::new() } else { format!("  {times:.2} times the bare copy") };
+        let beside =
+            if name == "bare copy" { String::new() } else { format!("  {times:.2} times the bare copy") };
         writeln!(out, "  {name:<10} {:>10}  {rate:>6.2} GB/s{beside}", seconds(cost))?;
     }
 
@@ -87,7 +88,9 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         let (after, error) = reader.read_until_told(&blocks)?;
         writeln!(out, "  {} after {}: {error}", reader.backend, seconds(after))?;
         if error.kind() != Kind::PeerLost {
-            return Err(format!("this should have been {:?}, and was {:?}", Kind::PeerLost, error.kind()).into());
+            return Err(
+                format!("this should have been {:?}, and was {:?}", Kind::PeerLost, error.kind()).into()
+            );
         }
     }
     for reader in readers {

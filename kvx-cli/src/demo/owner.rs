@@ -64,7 +64,9 @@ impl Owner {
             let mut text = String::new();
             send.send(BufReader::new(stdout).read_line(&mut text).map(|_| text)).ok();
         });
-        let text = line.recv_timeout(START).map_err(|_| format!("the owner did not publish its pool within {START:?}"))??;
+        let text = line
+            .recv_timeout(START)
+            .map_err(|_| format!("the owner did not publish its pool within {START:?}"))??;
         if text.is_empty() {
             let status = owner.ended(Duration::from_secs(5))?;
             return Err(format!("the owner ended before it had published its pool: {status}").into());

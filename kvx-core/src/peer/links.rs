@@ -78,6 +78,14 @@ pub(crate) enum Job {
 }
 
 impl Job {
+    /// Why a backend cannot do this job, if it has said so.
+    fn refusal(&self, backend: &'static str) -> Option<Error> {
+        match self {
+            Job::Transfer(transfer) => transfer.refusal(backend),
+            Job::Notify(..) | Job::Ready(_) => None,
+        }
+    }
+
     fn fail(self, error: Error) {
         match self {
             Job::Transfer(transfer) => transfer.fail(error),
@@ -175,6 +183,7 @@ impl PeerInner {
                     (Some(error), _) => Step::Lost(error),
                     (None, None) => Step::Nowhere,
                     (None, Some(candidate)) => match &candidate.stage {
+                        _ if let Some(error) = job.refusal(candidate.backend) => Step::Skip(error),
                         Stage::Untried => {
                             let id = self.agent.new_link(self);
                             candidate.stage = Stage::Opening { id, link: None, early: None };

@@ -17,8 +17,7 @@ use crate::transfer::Transfer;
 use crate::transport::{ForeignRange, MAX_NOTIFICATION};
 use crate::{Deadline, Error, Kind, MemoryKind, Result, Ticket};
 
-use links::Job;
-pub(crate) use links::{About, PeerInner};
+pub(crate) use links::{About, Job, PeerInner};
 pub use posting::Posting;
 
 /// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.

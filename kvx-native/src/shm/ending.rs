@@ -56,7 +56,7 @@ impl Machine {
         if proven || connection.writes.is_empty() && connection.granted.is_empty() {
             connection.granted.clear();
             connection.unwatch(&self.poller);
-            drop(self.connections.remove(at));
+            socket::close(self.connections.remove(at).socket);
             self.confirm(at, None, out);
         } else if !connection.is_leaving() {
             connection.clear_queue();
@@ -174,8 +174,7 @@ impl Machine {
         for at in late {
             match self.connections[at].phase {
                 Phase::Up => {
-                    let silent = self.connections[at].life.heard.elapsed();
-                    let reason = peer_silent(silent.min(self.peer_timeout));
+                    let reason = peer_silent(self.peer_timeout);
                     self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
                 }
                 _ => {

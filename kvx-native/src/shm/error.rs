@@ -52,7 +52,7 @@ pub(crate) fn peer_silent(time: std::time::Duration) -> Error {
     error(
         Kind::PeerLost,
         format!(
-            "the peer has not answered for {:.1} s: it is stopped or hangs; peer_timeout sets the limit",
+            "the peer has not answered for {} s: it is stopped or hangs; peer_timeout sets the limit",
             time.as_secs_f64()
         ),
     )

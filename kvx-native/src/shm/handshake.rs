@@ -20,7 +20,7 @@ use super::progress::{LISTENERS, Machine, token};
 use super::socket::{self, Ready};
 use super::transport::name_socket_name;
 
-/// How long a handshake may take.
+/// How long a handshake may take, unless peers are to be lost earlier.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How soon to try again when too many wait to be accepted.
 const AGAIN: Duration = Duration::from_millis(10);
@@ -41,7 +41,7 @@ pub(crate) struct Connecting {
 impl Machine {
     /// Begins a link.
     pub(crate) fn connect(&mut self, link: Arc<Wiring>, socket: Vec<u8>, out: &mut Outbox) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience();
         self.try_connect(Connecting { link, socket, until }, out);
     }
 
@@ -69,10 +69,7 @@ impl Machine {
                 self.connecting.push(connecting);
                 return self.look_by(Instant::now() + AGAIN);
             }
-            Err(Errno::CONNREFUSED) => Err(error(
-                Kind::PeerLost,
-                "nobody listens at the peer's address any more: its agent has ended; connect with new metadata",
-            )),
+            Err(Errno::CONNREFUSED) => Err(nobody_listens()),
             Err(cause) => Err(Error::os("no connection to the peer", cause)),
         };
         if let Err(reason) = begun {
@@ -80,9 +77,16 @@ impl Machine {
         }
     }
 
+    fn patience(&self) -> Duration {
+        PATIENCE.min(self.peer_timeout)
+    }
+
     fn begin(&mut self, socket: std::os::fd::OwnedFd, link: Arc<Wiring>) -> Result<()> {
         let process = PeerProcess::behind(socket.as_fd())?;
         check_user(&process)?;
+        if process.ended() {
+            return Err(nobody_listens()); // a forked child of the peer keeps its socket open
+        }
         let now = Instant::now();
         let hello = Message::Hello {
             versions: VERSIONS,
@@ -91,7 +95,7 @@ impl Machine {
             probe: self.probe(),
         };
         let id = link.id;
-        let connection = Connection::new(socket, process, Some(link), now, PATIENCE);
+        let connection = Connection::new(socket, process, Some(link), now, self.patience());
         let at = self.admit(connection)?;
         self.links.insert(id, at);
         self.connections[at].send(&self.poller, &hello);
@@ -105,7 +109,7 @@ impl Machine {
             Error::os("a connection cannot be watched: raise ulimit -n", cause).kind_is(Kind::Exhausted)
         })?;
         entry.insert(connection);
-        self.look_by(Instant::now() + PATIENCE);
+        self.look_by(Instant::now() + self.patience());
         Ok(at)
     }
 
@@ -167,7 +171,7 @@ impl Machine {
                 "SHM: a client is turned away: {MAX_ACCEPTED} are connected"
             );
         }
-        let connection = Connection::new(socket, process, None, Instant::now(), PATIENCE);
+        let connection = Connection::new(socket, process, None, Instant::now(), self.patience());
         if let Err(reason) = self.admit(connection) {
             tracing::warn!(%reason, "SHM: a client is turned away");
         }
@@ -235,7 +239,7 @@ impl Machine {
             version: VERSIONS.1.min(versions.1),
             from: self.me.clone(),
             probe: own_probe,
-            reads_us: sight.as_ref().map(|()| ()).map_err(Refusal::from),
+            reads_us: sight.as_ref().copied().map_err(Refusal::from),
         };
         connection.send(&self.poller, &welcome);
         Ok(())
@@ -302,6 +306,13 @@ fn see(allowed: bool, connection: &Connection, probe: &Probe, whom: &str) -> Res
         (true, 0) => Err(foreign_off("in the peer's process")),
         _ => copy::probe(connection.process.pid, probe, whom),
     }
+}
+
+fn nobody_listens() -> Error {
+    error(
+        Kind::PeerLost,
+        "nobody listens at the peer's address any more: its agent has ended; connect with new metadata",
+    )
 }
 
 fn check_user(process: &PeerProcess) -> Result<()> {

@@ -66,8 +66,17 @@ pub(crate) struct PeerProcess {
     pub(crate) pid: i32,
     /// Its user, as our user namespace sees it.
     pub(crate) uid: u32,
+    life: Life,
+}
+
+#[derive(Debug)]
+enum Life {
     /// Readable once it has ended.
-    life: Option<OwnedFd>,
+    Watched(OwnedFd),
+    /// It had ended before it could be watched.
+    Ended,
+    /// Nobody can tell: the socket's end must do.
+    Unknown,
 }
 
 /// Kernel 6.5 and newer: a pidfd of the process that connected or listened.
@@ -95,20 +104,25 @@ impl PeerProcess {
         Ok(PeerProcess {
             pid: who.pid,
             uid: who.uid,
-            life: pidfd_behind(socket).or_else(|| pidfd_of(who.pid)),
+            life: pidfd_behind(socket).unwrap_or_else(|| pidfd_of(who.pid)),
         })
     }
 
     /// Becomes readable when the process ends.
     pub(crate) fn life(&self) -> Option<BorrowedFd<'_>> {
-        self.life.as_ref().map(OwnedFd::as_fd)
+        match &self.life {
+            Life::Watched(life) => Some(life.as_fd()),
+            Life::Ended | Life::Unknown => None,
+        }
     }
 
     /// Whether the process is known to have ended.
     pub(crate) fn ended(&self) -> bool {
-        let Some(life) = &self.life else { return false };
-        let mut polled = [PollFd::new(life, PollFlags::IN)];
-        matches!(poll_now(&mut polled), Ok(1..))
+        match &self.life {
+            Life::Watched(life) => matches!(poll_now(&mut [PollFd::new(life, PollFlags::IN)]), Ok(1..)),
+            Life::Ended => true,
+            Life::Unknown => false,
+        }
     }
 
     /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
@@ -119,11 +133,12 @@ impl PeerProcess {
             PollFd::from_borrowed_fd(socket, PollFlags::empty()),
         ];
         let watched = match &self.life {
-            Some(life) => {
+            Life::Watched(life) => {
                 polled[1] = PollFd::new(life, PollFlags::IN);
                 &mut polled[..]
             }
-            None => &mut polled[..1],
+            Life::Ended => return false,
+            Life::Unknown => &mut polled[..1],
         };
         matches!(poll_now(watched), Ok(0))
     }
@@ -139,7 +154,8 @@ fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {
     }
 }
 
-fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+/// `None`: this kernel does not know the option.
+fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<Life> {
     let mut fd: libc::c_int = -1;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: `fd` and `len` are valid for the call, and `len` names the size of `fd`.
@@ -153,15 +169,20 @@ fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
         )
     };
     if rc != 0 || fd < 0 {
-        return None;
+        let gone = std::io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
+        return gone.then_some(Life::Ended);
     }
     // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
-    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+    Some(Life::Watched(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-fn pidfd_of(pid: i32) -> Option<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(pid)?;
-    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+fn pidfd_of(pid: i32) -> Life {
+    let Some(pid) = rustix::process::Pid::from_raw(pid) else { return Life::Unknown };
+    match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
+        Ok(life) => Life::Watched(life),
+        Err(Errno::SRCH) => Life::Ended,
+        Err(_) => Life::Unknown,
+    }
 }
 
 /// The effective user of this process.

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -39,8 +39,8 @@ impl Reach {
     pub(crate) fn import(export: &[u8]) -> Result<Self> {
         match export {
             // Later versions may say more behind these two.
-            [1.., 0, ..] => Ok(Reach::Pool),
-            [1.., 1, ..] => Ok(Reach::Foreign),
+            [1..=u8::MAX, 0, ..] => Ok(Reach::Pool),
+            [1..=u8::MAX, 1, ..] => Ok(Reach::Foreign),
             _ => Err(error(Kind::Malformed, "malformed export of a region: the metadata was altered")),
         }
     }
@@ -169,7 +169,10 @@ impl Mapping {
         let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
         if huge && !filled {
             // A page that is missing when it is first read would kill this process if none is in reserve.
-            return Err(unfit("lies on huge pages that are not all there".into()));
+            return Err(error(
+                Kind::Unsupported,
+                "the peer's pool lies on huge pages that were never touched: its owner must build it with pre_touch",
+            ));
         }
         let no_room = |cause: Errno| {
             Error::os(format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"), cause)

@@ -12,7 +12,7 @@ use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId}
 use slab::Slab;
 
 use super::config::Config;
-use super::connection::{Connection, Phase, Waiting};
+use super::connection::{Connection, Waiting};
 use super::copy::Copier;
 use super::ending::End;
 use super::error::{closed, error, peer_closed, peer_died};
@@ -212,6 +212,7 @@ impl Machine {
     /// Takes up to `most` messages of a connection.
     pub(crate) fn receive(&mut self, at: usize, most: usize, out: &mut Outbox) {
         let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.resize(MAX_MESSAGE, 0);
         for _ in 0..most {
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {

@@ -29,10 +29,6 @@ pub(crate) struct Pull {
 }
 
 impl Pull {
-    pub(crate) fn left(&self) -> u64 {
-        self.left
-    }
-
     pub(crate) fn reads(&self, id: RegionId) -> bool {
         self.from.contains(&id)
     }

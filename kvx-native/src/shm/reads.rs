@@ -1,17 +1,19 @@
 //! Reads: our thread copies from the peer's memory into ours.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
 use kvx_core::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
-use kvx_core::{Bound, Op, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 
 use super::connection::{Connection, Imported, Waiting};
 use super::copy::{MAX_BATCH, Reading, Stopped};
-use super::error::{closed, error};
+use super::error::{cancelled, closed, error};
 use super::link::{Import, Wiring};
-use super::memory::Place;
+use super::memory::{Held, Place};
+use super::messages::{Message, Reached};
 use super::progress::{Machine, Work};
 
 /// A read under way.
@@ -139,6 +141,9 @@ impl Machine {
                 0
             }
             Err(Stopped::Failed(reason)) => {
+                // "Unsupported" would say that nothing has moved.
+                let begun = read.left < read.pieces.0.bound().size().bytes;
+                let reason = if begun { reason.kind_is(Kind::Native) } else { reason };
                 out.settle(read.done, Err(reason));
                 0
             }
@@ -151,17 +156,20 @@ impl Machine {
         let stopped =
             self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
         for work in stopped {
-            work.settle(super::error::cancelled(), out);
+            work.settle(cancelled(), out);
         }
         let connection = &mut self.connections[at];
         if let Some(position) = connection.waiting.iter().position(|waiting| waiting.id == id) {
             let waiting = connection.waiting.swap_remove(position);
-            out.settle(waiting.done, Err(super::error::cancelled()));
+            out.settle(waiting.done, Err(cancelled()));
         }
-        if connection.writes.fail(id.0, super::error::cancelled()) {
-            connection.send(&self.poller, &super::messages::Message::Cancel { write: id.0 });
+        if connection.writes.contains(id.0) {
+            match connection.writes.fail(id.0, cancelled()) {
+                Some((done, result)) => out.settle(done, result),
+                None => connection.send(&self.poller, &Message::Cancel { write: id.0 }),
+            }
+            self.note_awaiting(at);
         }
-        self.pump(at, out);
     }
 
     /// A region of the peer is to be used: asks for it.
@@ -171,7 +179,7 @@ impl Machine {
         if !connection.is_up() {
             return;
         }
-        let want = super::messages::Message::Want { import: import.number, id: import.id, key: import.key };
+        let want = Message::Want { import: import.number, id: import.id, key: import.key };
         connection.imports.insert(import.number, Imported::Wanted(import));
         connection.wanted += 1;
         connection.send(&self.poller, &want);
@@ -183,30 +191,27 @@ impl Machine {
         &mut self,
         at: usize,
         number: u64,
-        answer: Result<super::messages::Reached>,
-        file: Option<std::os::fd::OwnedFd>,
+        answer: Result<Reached>,
+        file: Option<OwnedFd>,
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(Imported::Wanted(import)) = connection.imports.get(&number) else {
-            return Err(error(
-                kvx_core::Kind::Malformed,
-                "malformed SHM message: an answer that nobody had asked for",
-            ));
+            return Err(error(Kind::Malformed, "malformed SHM message: an answer that nobody had asked for"));
         };
         let import = Arc::clone(import);
         connection.wanted -= 1;
         let held = answer.and_then(|reached| {
             if reached.len != import.len {
                 return Err(error(
-                    kvx_core::Kind::OutOfBounds,
+                    Kind::OutOfBounds,
                     format!(
                         "region {} has {} bytes, and its metadata says {}: take the peer's metadata again",
                         import.id, reached.len, import.len
                     ),
                 ));
             }
-            super::memory::Held::of(import.id, reached, file.as_ref())
+            Held::of(import.id, reached, file.as_ref())
         });
         let imported = match held {
             Ok(held) => {

@@ -116,6 +116,11 @@ pub(crate) fn finish(socket: BorrowedFd<'_>) {
     rustix::net::shutdown(socket, rustix::net::Shutdown::Write).ok(); // it may be gone already
 }
 
+/// Ends both directions, also where a forked child of ours keeps the descriptor open.
+pub(crate) fn close(socket: OwnedFd) {
+    rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).ok(); // it may be gone already
+}
+
 /// A readiness queue whose one descriptor stands for all in it.
 #[derive(Debug)]
 pub(crate) struct Poller {

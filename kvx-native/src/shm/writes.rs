@@ -34,6 +34,8 @@ struct Write {
     queued: bool,
     /// What it will settle with if not with success; no further part is sent.
     failed: Option<Error>,
+    /// Whether a part of it has been pulled.
+    moved: bool,
     done: Ticket,
 }
 
@@ -47,7 +49,10 @@ impl Writes {
 
     fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
         let parts = Parts::default();
-        self.open.insert(id.0, Write { plan, parts, unanswered: 0, queued: true, failed: None, done });
+        self.open.insert(
+            id.0,
+            Write { plan, parts, unanswered: 0, queued: true, failed: None, moved: false, done },
+        );
         self.turns.push_back(id.0);
     }
 
@@ -82,8 +87,11 @@ impl Writes {
             Some(write) if write.unanswered > 0 => {
                 write.unanswered -= 1;
                 self.unanswered -= 1;
-                if let Err(refused) = result {
-                    write.failed.get_or_insert(refused);
+                match result {
+                    Ok(()) => write.moved = true,
+                    Err(refused) => {
+                        write.failed.get_or_insert(refused);
+                    }
                 }
                 if !write.queued {
                     write.queued = true;
@@ -104,18 +112,26 @@ impl Writes {
             return None;
         }
         let write = self.open.remove(&id)?;
-        Some((write.done, write.failed.map_or(Ok(()), Err)))
+        let result = match write.failed {
+            None => Ok(()),
+            // "Unsupported" would say that nothing has moved.
+            Some(error) if write.moved && error.kind() == Kind::Unsupported => {
+                Err(error.kind_is(Kind::Native))
+            }
+            Some(error) => Err(error),
+        };
+        Some((write.done, result))
     }
 
-    /// Fails a write. Says whether parts of it are still under way; settles by [`Connection::pump`] once none is.
-    pub(crate) fn fail(&mut self, id: u64, error: Error) -> bool {
-        let Some(write) = self.open.get_mut(&id) else { return false };
-        write.failed.get_or_insert(error);
-        if write.unanswered == 0 && !write.queued {
-            write.queued = true;
-            self.turns.push_back(id);
-        }
-        write.unanswered > 0
+    /// Fails a write. `None`: parts of it are under way, and it settles when they are answered.
+    pub(crate) fn fail(&mut self, id: u64, error: Error) -> Option<Settled> {
+        self.open.get_mut(&id)?.failed.get_or_insert(error);
+        self.settled(id)
+    }
+
+    /// Whether a write has not settled.
+    pub(crate) fn contains(&self, id: u64) -> bool {
+        self.open.contains_key(&id)
     }
 
     /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the peer holds nothing.

@@ -23,10 +23,10 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
 }
 
 /// A handshake that was not finished in time.
-pub(super) fn no_answer(address: SocketAddr, seconds: u64) -> Error {
+pub(super) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
         Kind::PeerLost,
-        format!("no answer from {address} within {seconds} s: check that the peer runs and that a kvx agent listens there"),
+        format!("no answer from {address} in time: check that the peer runs and that a kvx agent listens there"),
     )
 }
 

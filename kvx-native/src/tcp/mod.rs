@@ -16,5 +16,6 @@ mod progress;
 mod serve;
 mod socket;
 mod transport;
+mod wake;
 
 pub use transport::Tcp;

@@ -59,6 +59,8 @@ pub(super) struct Peer {
     /// Connections, by lane; the small one first.
     pub(super) lanes: Vec<Option<usize>>,
     pub(super) lanes_up: usize,
+    /// When it must be up.
+    up_by: Instant,
     pub(super) standing: Arc<Standing>,
     transfers: HashMap<TransferId, Transfer>,
     small: VecDeque<TransferId>,
@@ -91,7 +93,7 @@ impl Peer {
         addresses: Vec<SocketAddr>,
         bulk_lanes: usize,
         standing: Arc<Standing>,
-        now: Instant,
+        up_by: Instant,
     ) -> Self {
         Peer {
             id,
@@ -100,6 +102,7 @@ impl Peer {
             address: 0,
             lanes: vec![None; bulk_lanes + 1],
             lanes_up: 0,
+            up_by,
             standing,
             transfers: HashMap::new(),
             small: VecDeque::new(),
@@ -108,7 +111,7 @@ impl Peer {
             unacknowledged: VecDeque::new(),
             unacknowledged_bytes: 0,
             next_notice: 0,
-            heard: now,
+            heard: up_by,
             busy_since: None,
             pinged: false,
         }
@@ -116,6 +119,14 @@ impl Peer {
 
     pub(super) fn is_up(&self) -> bool {
         self.lanes_up == self.lanes.len()
+    }
+
+    /// When a connection that is begun now must be up. The small lane leaves time for the addresses that follow.
+    pub(super) fn lane_by(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
+        let left = self.up_by.saturating_duration_since(now);
+        let addresses = self.addresses.len() - self.address;
+        let share = if lane == 0 { left / addresses as u32 } else { left };
+        now + share.min(longest)
     }
 
     /// Takes a transfer; `issue` follows.

@@ -10,6 +10,7 @@ use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 use super::conn::{Input, Output, Scope};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
 use super::payload::{Bin, Blocks, Chunk};
+use super::transport::Shared;
 use crate::described::Described;
 
 /// Reads that wait on one lane before it is not read any further.
@@ -79,10 +80,6 @@ impl Guest {
             parked: VecDeque::new(),
             parked_bytes: 0,
         }
-    }
-
-    pub(super) fn who(&self) -> &Identity {
-        &self.who
     }
 
     /// Bytes of all descriptions that it holds.
@@ -312,10 +309,10 @@ impl Guest {
     }
 
     /// The agent has room again. Says whether something was taken.
-    pub(super) fn resume(&mut self, output: &mut Output, scope: &Scope<'_>) -> bool {
+    pub(super) fn resume(&mut self, output: &mut Output, shared: &Shared) -> bool {
         let before = self.parked.len();
         while let Some((id, bytes)) = self.parked.front() {
-            if scope.shared.events.notification(self.who.as_sender(), bytes).is_err() {
+            if shared.events.notification(self.who.as_sender(), bytes).is_err() {
                 break;
             }
             put_bare(&mut output.control, Frame::Ack, *id);

@@ -42,7 +42,7 @@ impl Factory for Tcp {
         let devices = host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
-                "listens on {}: give the fleet a shared secret, and keep strangers off that network, because what \
+                "TCP listens on {}: give the fleet a shared secret, and keep strangers off that network, because what \
                  follows the handshake is not encrypted",
                 config.bind
             )
@@ -116,12 +116,6 @@ struct TcpTransport {
 fn open(context: Context) -> Result<TcpTransport> {
     let config = Config::read(&context.options)?;
     let listener = Listener::open(&config)?;
-    if !config.bind.is_loopback() && context.secret.is_none() {
-        tracing::warn!(
-            bind = %config.bind,
-            "TCP listens beyond this host without a shared secret: whoever learns a region's key may use it"
-        );
-    }
     let address = address::encode(&listener.addresses);
     let name = format!("kvx-tcp {}", context.agent.name);
     let events = Arc::clone(&context.events);
@@ -161,8 +155,10 @@ unsafe impl Transport for TcpTransport {
         let addresses =
             address::decode(peer.address).map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
         let standing = Arc::new(Standing::default());
-        let lanes = self.handle.shared.config.connections;
-        let peer = Peer::new(id, peer.identity.clone(), addresses, lanes, Arc::clone(&standing), Instant::now());
+        let Shared { config, peer_timeout, .. } = &*self.handle.shared;
+        let up_by = Instant::now() + *peer_timeout;
+        let who = peer.identity.clone();
+        let peer = Peer::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
         self.handle.submit(Command::Connect(Box::new(peer)));
         Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
     }

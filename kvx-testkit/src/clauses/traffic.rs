@@ -2,11 +2,12 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Grid, Metadata, Op, Peer, Place as _, Plan, Region, Transfer};
+use kvx_core::{Grid, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer};
 
 use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
@@ -102,11 +103,17 @@ impl Traffic {
     }
 }
 
-/// Metadata, changed and put together again.
-pub(crate) fn altered(metadata: &[u8], change: impl FnOnce(&mut Metadata)) -> Result<Vec<u8>, Failure> {
-    let mut taken_apart = Metadata::decode(metadata)?;
-    change(&mut taken_apart);
-    Ok(taken_apart.encode()?)
+/// Metadata in which one region is described otherwise.
+pub(crate) fn altered_region(
+    metadata: &[u8],
+    name: &str,
+    change: impl FnOnce(&mut RegionInfo),
+) -> Result<Vec<u8>, Failure> {
+    let mut metadata = Metadata::decode(metadata)?;
+    let region = metadata.regions.iter_mut().find(|region| *region.name == *name);
+    let region = region.ok_or_else(|| Failure::new(format!("the metadata has no region {name:?}")))?;
+    change(Arc::make_mut(region));
+    Ok(metadata.encode()?)
 }
 
 /// The result of a future, if it has one by now.

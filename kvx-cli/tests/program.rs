@@ -1,0 +1,149 @@
+//! The program as operators run it.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+fn program(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+fn kvx(arguments: &[&str]) -> Output {
+    program(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+const UNKNOWN: &str =
+    "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP\n";
+
+#[test]
+fn backends_has_a_line_for_every_known_one() {
+    let output = kvx(&["backends"]);
+    assert!(output.status.success());
+    let lines: Vec<_> = text(&output.stdout).lines().collect();
+    assert!(lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"), "{lines:?}");
+    let names: Vec<_> = lines[1..].iter().filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["UCX", "LIBFABRIC", "MOONCAKE", "RIXL", "SHM", "TCP"]);
+    assert!(lines[1].ends_with("not in this release"), "{}", lines[1]);
+}
+
+#[test]
+fn backends_json_is_one_array_with_the_capabilities_of_what_is_available() {
+    let output = kvx(&["backends", "--json"]);
+    let rows: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
+    assert_eq!((&row("TCP")["compiled"], &row("TCP")["available"]), (&true.into(), &true.into()));
+    assert!(row("TCP")["version"].is_string() && row("TCP")["reason"].is_null());
+    assert_eq!(row("TCP")["capabilities"]["isolation"], "owner");
+    assert_eq!((&row("RIXL")["compiled"], &row("RIXL")["capabilities"]), (&false.into(), &Value::Null));
+}
+
+#[test]
+fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
+    assert!(kvx(&["backends", "--require", "tcp"]).status.success());
+    for (name, sentence) in
+        [("UXC", UNKNOWN), ("nixl", "backend RIXL is not in this release: `kvx backends` lists what is\n")]
+    {
+        let output = kvx(&["backends", "--require", name]);
+        assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), sentence));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn every_command_that_takes_a_backend_says_the_same() {
+    for list in ["UXC", "SHM,UXC"] {
+        let output = kvx(&["demo", "--backend", list]);
+        assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN), "{list}");
+    }
+}
+
+#[test]
+fn find_prints_the_variable_of_what_a_python_environment_has() {
+    let environment = std::env::temp_dir().join(format!("kvx-program-{}", std::process::id()));
+    let library = environment.join("lib/python3.11/site-packages/libucx/lib/libucp.so.0");
+    std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+    std::fs::write(&library, "").unwrap();
+    let output = program(&["backends", "--find"]).env("VIRTUAL_ENV", &environment).output().unwrap();
+    std::fs::remove_dir_all(&environment).unwrap();
+    let line = format!("export KVX_UCX_LIB={}", library.display());
+    assert!(text(&output.stdout).lines().any(|found| found.starts_with(&line)), "{}", text(&output.stdout));
+}
+
+#[test]
+fn arguments_that_make_no_sense_exit_with_2() {
+    for arguments in [&["no-such-command"][..], &["backends", "--no-such"], &["demo", "--size", "big"], &[]] {
+        let output = kvx(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(!output.stderr.is_empty());
+    }
+    let output = kvx(&["demo", "--size", "1000"]);
+    let sentence = "kvx: --size 1000 bytes: write a multiple of 1 MiB\n";
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), sentence));
+}
+
+#[test]
+fn config_gets_what_stands_behind_it_as_it_is() {
+    let output = kvx(&["config", "--json", "--kv-transfer-config.kv_role", "kv_both"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(output.status.success() && report.to_string().contains("kv_both"), "{report}");
+    assert!(text(&kvx(&["config", "--help"]).stdout).contains("Usage: kvx config"));
+}
+
+#[test]
+fn the_demo_holds_and_leaves_no_process_behind() {
+    let output = kvx(&["demo", "--size", "4M"]);
+    let story = text(&output.stdout);
+    assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
+    assert_eq!(story.lines().last(), Some("All of it held."));
+    for backend in ["SHM", "TCP"] {
+        let lost = format!("  {backend} after ");
+        assert!(story.lines().any(|line| line.starts_with(&lost)), "{story}");
+        assert!(story.contains(&format!("Route: {backend}: chosen")), "{story}");
+    }
+    let owner = story.strip_prefix("Process ").and_then(|rest| rest.split(' ').next()).unwrap();
+    assert!(owner.parse::<u32>().is_ok(), "{story}");
+    assert!(!PathBuf::from("/proc").join(owner).exists(), "process {owner} is still there");
+}
+
+#[test]
+fn the_demo_runs_over_one_backend_too() {
+    let output = kvx(&["demo", "--size", "1M", "--backend", "tcp,TCP"]);
+    let story = text(&output.stdout);
+    assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
+    assert_eq!(story.matches("Route: ").count(), 1, "{story}");
+}
+
+#[test]
+fn the_owner_of_the_demo_ends_with_its_reader() {
+    let mut owner = program(&["demo-owner", "--backend", "TCP", "--size", "1048576"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut metadata = String::new();
+    BufReader::new(owner.stdout.take().unwrap()).read_line(&mut metadata).unwrap();
+    assert!(metadata.len() > 100, "{metadata:?}");
+    drop(owner.stdin.take()); // what the kernel does when the reader dies
+    let until = Instant::now() + Duration::from_secs(20);
+    let status = loop {
+        match owner.try_wait().unwrap() {
+            Some(status) => break status,
+            None if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+            None => {
+                owner.kill().unwrap();
+                owner.wait().unwrap();
+                panic!("the owner outlived its reader");
+            }
+        }
+    };
+    assert!(status.success());
+}

@@ -1,0 +1,111 @@
+//! What wakes the machine: one epoll of all its sockets, and a timer in it.
+//!
+//! The timer is a descriptor, not a longest sleep, because a turn on another thread (a post, a drive) may be the one
+//! that needs it while the machine's own thread sleeps already.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Error, Result};
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+
+const LISTENER: u64 = u64::MAX;
+const TIMER: u64 = u64::MAX - 1;
+/// Events taken at a time.
+const EVENTS: usize = 256;
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// Somebody connects.
+    Knock,
+    /// The timer.
+    Timer,
+    /// A connection.
+    Conn { key: usize, readable: bool, writable: bool, hung_up: bool },
+}
+
+pub(super) struct Wake {
+    epoll: OwnedFd,
+    fds: [RawFd; 1],
+    timer: OwnedFd,
+    armed: Option<Instant>,
+    events: Vec<epoll::Event>,
+}
+
+fn refused(errno: Errno) -> Error {
+    Error::os("no epoll or timer descriptor for TCP: raise the limit of open files", errno)
+}
+
+impl Wake {
+    pub(super) fn new(listener: &OwnedFd) -> Result<Self> {
+        let make = || {
+            let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+            let timer = rustix::time::timerfd_create(
+                TimerfdClockId::Monotonic,
+                TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+            )?;
+            epoll::add(&epoll, &timer, EventData::new_u64(TIMER), EventFlags::IN)?;
+            epoll::add(&epoll, listener, EventData::new_u64(LISTENER), EventFlags::IN | EventFlags::ET)?;
+            let fds = [epoll.as_raw_fd()];
+            Ok(Wake { epoll, fds, timer, armed: None, events: Vec::with_capacity(EVENTS) })
+        };
+        make().map_err(refused)
+    }
+
+    pub(super) fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    /// Watches a connection: each change is told once. Closing the socket ends it.
+    pub(super) fn watch(&self, key: usize, socket: impl AsFd) -> Result<()> {
+        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
+        epoll::add(&self.epoll, socket, EventData::new_u64(key as u64), flags).map_err(refused)
+    }
+
+    /// Tells what has happened, without waiting.
+    pub(super) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
+        self.events.clear();
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&now)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(refused(errno)),
+        }
+        for event in &self.events {
+            let (data, flags) = (event.data, event.flags);
+            tell(match data.u64() {
+                LISTENER => Event::Knock,
+                TIMER => {
+                    rustix::io::read(&self.timer, &mut [0; 8]).ok(); // empty if it was set again meanwhile
+                    self.armed = None;
+                    Event::Timer
+                }
+                key => Event::Conn {
+                    key: key as usize,
+                    readable: flags.contains(EventFlags::IN),
+                    writable: flags.contains(EventFlags::OUT),
+                    hung_up: flags.intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR),
+                },
+            });
+        }
+        Ok(())
+    }
+
+    /// The timer goes off at `at`, or earlier.
+    pub(super) fn by(&mut self, at: Instant, now: Instant) -> Result<()> {
+        if self.armed.is_some_and(|armed| armed <= at) {
+            return Ok(());
+        }
+        let wait = at.saturating_duration_since(now).max(Duration::from_nanos(1));
+        let it_value = Timespec {
+            tv_sec: wait.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: wait.subsec_nanos().into(),
+        };
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
+        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once).map_err(refused)?;
+        self.armed = Some(at);
+        Ok(())
+    }
+}

@@ -1,0 +1,361 @@
+//! O: who may touch memory, and until when.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Kind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes};
+
+use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
+use super::{Breaker, Clause, Runs, clauses};
+use crate::chaos::{Chaos, Fault};
+use crate::check::{Check, Failure, ensure, ensure_kind};
+use crate::clauses::ownership;
+use crate::far::PostSpec;
+use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+
+pub(super) const CLAUSES: &[Clause] = clauses!(ownership:
+    O1 a_ticket_settles_only_once, Compiler, [Breaker::CompileFail("kvx-core/src/ticket.rs")];
+    O2 settled_waits_for_the_transport, Both, [Breaker::Core("free-early")];
+    O3 a_dropped_transfer_frees_nothing_early, Both, [Breaker::Core("free-early")];
+    O4 a_forgotten_ticket_quarantines, OneProcess, [Breaker::Core("forget-is-fine")];
+    O5 nothing_is_written_after_settle, TwoProcesses, [Breaker::Chaos(Fault::WriteLate)];
+    O6 revoke_gives_the_memory_back, Both, [Breaker::Core("revoke-at-once"), Breaker::Chaos(Fault::IgnoreRevoke)];
+    O7 a_revoke_that_cannot_finish_quarantines, Both, [Breaker::Core("revoke-at-once")];
+    O8 a_dropped_region_never_blocks, Both, [Breaker::Core("drop-frees"), Breaker::Chaos(Fault::BlockInRevoke)];
+);
+
+/// O1: settling consumes the ticket: the compiler holds that, here is what is left to see at run time.
+pub async fn a_ticket_settles_only_once(_: &Setup) -> Check {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let count = || {
+        let calls = Arc::clone(&calls);
+        move |_| {
+            calls.fetch_add(1, Ordering::SeqCst);
+        }
+    };
+    Ticket::new(count()).settle(Ok(()));
+    drop(Ticket::new(count()));
+    let calls = calls.load(Ordering::SeqCst);
+    ensure!(calls == 1, "a settled ticket and a dropped one made {calls} calls");
+    Ok(())
+}
+
+/// Whether memory is still there.
+fn is_kept(memory: &Weak<Memory>) -> bool {
+    memory.strong_count() > 0
+}
+
+/// O2: `settled` comes when the ticket is back and not before, and then nothing touches the memory.
+pub async fn settled_waits_for_the_transport(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
+    let peer = pair.connect().await?;
+    for op in OPS {
+        gate.hold_transfers();
+        let transfer = traffic.post(op, &peer, Duration::from_millis(150))?;
+        let mut settled = transfer.settled();
+        let mut again = transfer.settled();
+        ensure_kind!(transfer.await, TimedOut);
+        until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
+        let pending = now(&mut settled).is_none() && now(&mut again).is_none();
+        ensure!(pending, "{op}: it counts as settled although the transport holds its ticket");
+        gate.open();
+        settled.await?;
+        again.await?;
+        let (mine, theirs) = (traffic.fill_near()?, traffic.fill_far(&mut pair.far)?);
+        stays("the local memory is left alone", Duration::from_millis(50), || {
+            traffic.check_near(mine, "after settling").map(|()| true)
+        })?;
+        traffic.check_far(&mut pair.far, theirs, "after settling")?;
+    }
+    // One that settles in time is settled for whoever asks later.
+    let mut transfer = traffic.post(Op::Read, &peer, CUT_OFF)?;
+    (&mut transfer).await?;
+    transfer.settled().await?;
+    Ok(())
+}
+
+/// O3: dropping a transfer keeps its memory until the ticket is back, whatever else is dropped.
+pub async fn a_dropped_transfer_frees_nothing_early(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
+    let peer = pair.connect().await?;
+    gate.hold_transfers();
+    // While somebody still holds the region, a revocation tells whether the memory counts as used.
+    drop(traffic.post(Op::Read, &peer, CUT_OFF)?);
+    until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
+    ensure_kind!(traffic.near.revoke(Duration::from_millis(150)).await, StillShared);
+    // When everything is dropped, the memory itself tells.
+    let other = Traffic::new(&mut pair, "other", 1 << 20)?;
+    peer.update(&pair.far.metadata()?)?;
+    let memory = Arc::downgrade(other.near.memory());
+    drop(other.post(Op::Read, &peer, CUT_OFF)?);
+    drop((other, peer));
+    until("the transport has finished with both", CUT_OFF, || Ok(gate.held() == 2))?;
+    stays("the memory is kept while the ticket is out", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
+    gate.open();
+    traffic.near.revoke(CUT_OFF).await?;
+    until("the memory is freed once the ticket is back", CUT_OFF, || Ok(!is_kept(&memory)))?;
+    if setup.mode == Mode::TwoProcesses {
+        dropped_while_stopped(setup, &mut pair).await?;
+    }
+    Ok(())
+}
+
+/// Drops a transfer and everything about it while the peer is stopped.
+async fn dropped_while_stopped(setup: &Setup, pair: &mut Pair) -> Check {
+    let capabilities = setup.capabilities()?;
+    for op in OPS {
+        let traffic = Traffic::new(pair, &format!("stopped-{op}"), 1 << 20)?;
+        let peer = pair.connect().await?;
+        let memory = Arc::downgrade(traffic.near.memory());
+        pair.far.process()?.stop()?;
+        let transfer = traffic.post(op, &peer, Duration::from_secs(30))?;
+        let mut settled = transfer.settled();
+        drop((transfer, peer, traffic));
+        if capabilities.settles_without_peer.of(op) {
+            let what = format!("a dropped {op} settles while the peer is stopped");
+            until(&what, Duration::from_secs(3), || Ok(now(&mut settled).is_some()))?;
+            if capabilities.revocation == Revocation::Owner {
+                until("its memory is freed", CUT_OFF, || Ok(!is_kept(&memory)))?;
+            }
+        } else {
+            ensure!(is_kept(&memory), "{op}: the memory was freed while a stopped peer may reach it");
+        }
+        pair.far.process()?.go_on()?;
+        if capabilities.revocation != Revocation::Never {
+            until("the memory is freed after the peer went on", CUT_OFF, || Ok(!is_kept(&memory)))?;
+        }
+    }
+    Ok(())
+}
+
+/// O4: a forgotten ticket fails its transfer, and the memory is kept for ever.
+pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
+    /// What this clause has put into quarantine in this process: it stays there.
+    static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
+    let forgetful = setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
+    let near = setup.builder(&unique("near"))?.build(&forgetful)?;
+    let mut pair = Pair { near, ..setup.pair()? };
+    let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
+    let peer = pair.connect().await?;
+    let mut transfer = traffic.post(Op::Read, &peer, CUT_OFF)?;
+    let settled = transfer.settled();
+    let result = (&mut transfer).await;
+    ensure_kind!(result, Forgotten);
+    ensure_kind!(settled.await, Forgotten);
+    ensure_kind!(transfer.settled().await, Forgotten);
+    let wanted = FORGOTTEN.fetch_add(1 << 20, Ordering::SeqCst) + (1 << 20);
+    let counted = quarantined_bytes();
+    ensure!(counted >= wanted, "{wanted} bytes are in quarantine for ever, {counted} are counted");
+    ensure_kind!(traffic.near.revoke(Duration::from_millis(150)).await, StillShared);
+    let memory = Arc::downgrade(traffic.near.memory());
+    drop((transfer, traffic, peer));
+    pair.near.shutdown(Duration::from_millis(300)).await.ok(); // what it says is another clause's matter
+    drop(pair);
+    stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))
+}
+
+/// O5: after a transfer has settled its memory is the program's, whatever a late peer does.
+pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
+    let alone = setup.capabilities()?.settles_without_peer.read;
+    let mut pair = setup.pair()?;
+    let traffic = Traffic::new(&mut pair, "kv", 16 << 20)?;
+    let peer = pair.connect().await?;
+    // The peer is stopped before the post; then in the middle of the transfer; then as it answers.
+    for round in 0..3 {
+        traffic.fill_near()?;
+        let theirs = traffic.fill_far(&mut pair.far)?;
+        if round == 0 {
+            pair.far.process()?.stop()?;
+        }
+        let transfer = traffic.post(Op::Read, &peer, Duration::from_millis(200))?;
+        if round == 2 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        pair.far.process()?.stop()?;
+        let mut settled = transfer.settled();
+        match transfer.await {
+            Ok(_) => traffic.check_near(theirs, "a read from a stopped peer")?,
+            Err(error) => ensure!(error.kind() == Kind::TimedOut, "a read from a stopped peer says {error:?}"),
+        }
+        if alone {
+            until("the read settles while the peer is stopped", CUT_OFF, || Ok(now(&mut settled).is_some()))?;
+        } else {
+            pair.far.process()?.go_on()?;
+            settled.await?;
+        }
+        let mine = traffic.fill_near()?;
+        pair.far.process()?.go_on()?;
+        stays("the memory holds what the program wrote", Duration::from_millis(500), || {
+            traffic.check_near(mine, "after the peer went on").map(|()| true)
+        })?;
+        ensure!(pair.far.metadata().is_ok(), "the peer does not go on");
+        traffic.check_near(mine, "after the peer has answered")?;
+    }
+    traffic.works(&mut pair.far, &peer, "after reads that were given up").await
+}
+
+/// Posts reads and writes of slices of 64 KiB and returns while they are in flight.
+fn in_flight(traffic: &Traffic, peer: &Peer) -> Result<Vec<Transfer>, Failure> {
+    let mut transfers = Vec::new();
+    for _ in 0..16 {
+        for op in OPS {
+            transfers.push(traffic.post(op, peer, CUT_OFF)?);
+        }
+    }
+    Ok(transfers)
+}
+
+/// O6: after a revoke no remote operation reaches the memory, and peers are told so.
+pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let theirs = Traffic::new(&mut pair, "theirs", 2 << 20)?;
+    let ours = Traffic::new(&mut pair, "ours", 2 << 20)?;
+    let peer = pair.connect().await?;
+    theirs.works(&mut pair.far, &peer, "before a revoke").await?;
+    // The peer revokes, with transfers of this agent in flight.
+    let transfers = in_flight(&theirs, &peer)?;
+    let revoked = pair.far.revoke(theirs.far, CUT_OFF)?;
+    if setup.capabilities()?.revocation == Revocation::Never {
+        ensure_kind!(revoked, StillShared);
+        return Ok(());
+    }
+    revoked?;
+    let content = theirs.fill_far(&mut pair.far)?;
+    for transfer in transfers {
+        if let Err(error) = transfer.await {
+            ensure!(error.kind() == Kind::Revoked, "a transfer whose region was revoked says {error:?}");
+        }
+    }
+    theirs.check_far(&mut pair.far, content, "after the revoke")?;
+    for op in OPS {
+        let mine = theirs.fill_near()?;
+        ensure_kind!(theirs.run(op, &peer, CUT_OFF).await, Revoked);
+        theirs.check_near(mine, "after a transfer with a revoked region")?;
+        theirs.check_far(&mut pair.far, content, "after a transfer with a revoked region")?;
+    }
+    // This agent revokes, with its own transfers in flight.
+    let transfers = in_flight(&ours, &peer)?;
+    let memory = ours.near.revoke(CUT_OFF).await?;
+    ensure!(Arc::ptr_eq(&memory, ours.near.memory()), "another memory was given back");
+    let mine = ours.fill_near()?;
+    for transfer in transfers {
+        if let Err(error) = transfer.await {
+            let kind = error.kind();
+            ensure!(matches!(kind, Kind::Revoked | Kind::Cancelled), "a transfer of a revoked region says {error:?}");
+        }
+    }
+    ensure_kind!(ours.post(Op::Read, &peer, CUT_OFF), Revoked);
+    ours.check_near(mine, "after the own revoke")?;
+    // Other regions of the pair work on, and the memory can be registered again.
+    let again = pair.near.register("again", memory)?;
+    let other = Traffic { near: again, ..Traffic::new(&mut pair, "other", 2 << 20)? };
+    peer.update(&pair.far.metadata()?)?;
+    other.works(&mut pair.far, &peer, "after revokes").await
+}
+
+/// A region of this agent that the far end has read over its link.
+fn known_to_the_peer(pair: &mut Pair, name: &str) -> Result<Region, Failure> {
+    let near = pair.near_region(name, 1 << 20, 1)?;
+    let far = pair.far_region(name, 1 << 20, 2)?;
+    let back = pair.connect_back()?;
+    let post = PostSpec {
+        write: false,
+        region: far,
+        theirs: name.to_owned(),
+        grid: (4096, 256),
+        local: vec![1, 7, 9],
+        remote: vec![0, 255, 3],
+        within: CUT_OFF,
+        notify: None,
+    };
+    pair.far.post(back, post)??;
+    Ok(near)
+}
+
+/// O7: a revocation that has not settled in time says `StillShared`, and the memory is kept.
+pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let revocation = setup.capabilities()?.revocation;
+    let mut latest = Duration::MAX;
+    for attempt in 0..3 {
+        let region = known_to_the_peer(&mut pair, &format!("held-{attempt}"))?;
+        let memory = Arc::downgrade(region.memory());
+        gate.hold_revocations();
+        let (clock, wanted) = (Instant::now(), Duration::from_millis(200));
+        let revoked = region.revoke(wanted).await;
+        let took = clock.elapsed();
+        ensure_kind!(revoked, StillShared);
+        ensure!(took >= wanted, "a revoke of {wanted:?} gave up after {took:?}");
+        let again = region.revoke(Duration::from_millis(20)).await;
+        ensure_kind!(again, StillShared);
+        drop(region);
+        stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))?;
+        let counted = quarantined_bytes();
+        ensure!(counted >= 1 << 20, "a region of 1 MiB that is still shared counts as {counted} quarantined bytes");
+        gate.open();
+        if revocation != Revocation::Never {
+            until("the memory is freed once it is no longer shared", CUT_OFF, || Ok(!is_kept(&memory)))?;
+        }
+        latest = latest.min(took - wanted);
+        if latest <= GRACE {
+            break;
+        }
+    }
+    ensure!(latest <= GRACE, "a revoke said `StillShared` {latest:?} after its deadline, three times");
+    if setup.mode == Mode::TwoProcesses {
+        let region = known_to_the_peer(&mut pair, "stopped")?;
+        pair.far.process()?.stop()?;
+        let revoked = region.revoke(Duration::from_millis(300)).await;
+        match revocation {
+            Revocation::Owner => drop(revoked?),
+            _ => ensure_kind!(revoked, StillShared),
+        }
+        pair.far.process()?.go_on()?;
+        if revocation != Revocation::Never {
+            region.revoke(CUT_OFF).await?;
+        }
+    }
+    Ok(())
+}
+
+/// O8: dropping a region returns at once; its memory is freed when remote access has ended.
+pub async fn a_dropped_region_never_blocks(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let revocation = setup.capabilities()?.revocation;
+    let dropped = |region: Region| -> Result<Weak<Memory>, Failure> {
+        let memory = Arc::downgrade(region.memory());
+        let clock = Instant::now();
+        drop(region);
+        let took = clock.elapsed();
+        ensure!(took < Duration::from_millis(300), "dropping a region took {took:?}");
+        Ok(memory)
+    };
+    let region = known_to_the_peer(&mut pair, "held")?;
+    gate.hold_revocations();
+    let memory = dropped(region)?;
+    stays("the memory is kept", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
+    gate.open();
+    if revocation == Revocation::Never {
+        return stays("the memory is kept", Duration::from_millis(100), || Ok(is_kept(&memory)));
+    }
+    until("the memory is freed", CUT_OFF, || Ok(!is_kept(&memory)))?;
+    let region = known_to_the_peer(&mut pair, "free")?;
+    let memory = dropped(region)?;
+    until("the memory is freed without being asked for", CUT_OFF, || Ok(!is_kept(&memory)))?;
+    if setup.mode == Mode::TwoProcesses {
+        let region = known_to_the_peer(&mut pair, "stopped")?;
+        pair.far.process()?.stop()?;
+        let memory = dropped(region)?;
+        if revocation == Revocation::Owner {
+            until("the memory is freed while the peer is stopped", CUT_OFF, || Ok(!is_kept(&memory)))?;
+        } else {
+            stays("the memory is kept", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
+        }
+        pair.far.process()?.go_on()?;
+        until("the memory is freed after the peer went on", CUT_OFF, || Ok(!is_kept(&memory)))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! P: peers that stop, die, or come back as somebody else.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Place as _, Plan};
+
+use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
+use super::{Breaker, Clause, Runs, clauses};
+use crate::chaos::Fault;
+use crate::check::{Check, Failure, ensure, ensure_kind};
+use crate::clauses::peers;
+use crate::pattern::bytes;
+use crate::setup::{CUT_OFF, Pair, Setup, free_port, unique};
+
+pub(super) const CLAUSES: &[Clause] = clauses!(peers:
+    P1 a_stopped_peer_costs_at_most_the_deadline, TwoProcesses, [Breaker::Core("deadline")];
+    P2 a_silent_peer_is_lost_after_peer_timeout, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
+    P3 a_peer_killed_before_a_post_is_reported, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
+    P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses, [Breaker::Chaos(Fault::Lie), Breaker::Chaos(Fault::DropPeerLoss)];
+    P5 a_lost_peer_stays_lost, TwoProcesses, [Breaker::Core("lost-again")];
+    P6 a_restarted_peer_is_recognised, TwoProcesses, [Breaker::Chaos(Fault::AnyIncarnation)];
+);
+
+/// Bytes of the regions: enough that a link's small and large ways are both taken.
+const LEN: usize = 512 << 10;
+/// `peer_timeout` where a clause waits for it.
+const SILENCE: Duration = Duration::from_millis(400);
+/// How long a lost handle may think about its answer.
+const AT_ONCE: Duration = Duration::from_millis(500);
+
+/// P1: while the peer is stopped a transfer ends by its deadline, and afterwards the handle works.
+pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
+    const DEADLINE: Duration = Duration::from_millis(300);
+    let needs = setup.capabilities()?.target_cpu;
+    let mut pair = setup.pair()?;
+    let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+    let peer = pair.connect().await?;
+    blocks.works(&mut pair.far, &peer, "before the stop").await?;
+    for op in OPS {
+        let seed = match op {
+            Op::Read => blocks.fill_far(&mut pair.far)?,
+            Op::Write => blocks.fill_near()?,
+        };
+        pair.far.process()?.stop()?;
+        let transfers = (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
+        let posted = Instant::now();
+        for transfer in transfers {
+            let result = transfer.await;
+            let took = posted.elapsed();
+            ensure!(took <= DEADLINE + GRACE, "a {op} with a deadline of {DEADLINE:?} ended after {took:?}");
+            match result {
+                Ok(_) if op == Op::Read => blocks.check_near(seed, "a read from a stopped peer")?,
+                Ok(_) => {}
+                Err(error) if needs.of(op) => ensure_kind!(Err::<(), _>(error), TimedOut),
+                Err(error) => return Err(Failure::new(format!("a {op} needs no CPU at the peer, but: {error:?}"))),
+            }
+        }
+        pair.far.process()?.go_on()?;
+        if op == Op::Write && !needs.of(op) {
+            blocks.check_far(&mut pair.far, seed, "a write to a stopped peer")?;
+        }
+        blocks.works(&mut pair.far, &peer, "after the peer went on").await?;
+    }
+    Ok(())
+}
+
+/// P2: silence with work in flight loses the peer after `peer_timeout`, silence without work does not.
+pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
+    let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
+    let needs = setup.capabilities()?.target_cpu;
+    let mut pair = setup.pair()?;
+    let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+    let peer = pair.connect().await?;
+    blocks.works(&mut pair.far, &peer, "before the stop").await?;
+
+    pair.far.process()?.stop()?;
+    stays("an idle peer that is silent is not lost", SILENCE * 3, || Ok(peer.lost().is_none()))?;
+    pair.far.process()?.go_on()?;
+    blocks.works(&mut pair.far, &peer, "after a silence without work").await?;
+
+    let seed = blocks.fill_far(&mut pair.far)?;
+    pair.far.process()?.stop()?;
+    let silent = Instant::now();
+    for op in OPS.into_iter().filter(|op| !needs.of(*op)) {
+        let result = blocks.run(op, &peer, CUT_OFF).await;
+        ensure!(result.is_ok(), "a {op} needs no CPU at the peer, but: {result:?}");
+        if op == Op::Read {
+            blocks.check_near(seed, "a read from a silent peer")?;
+        }
+    }
+    let begun = Instant::now();
+    let needing = OPS.into_iter().filter(|op| needs.of(*op));
+    let transfers = needing.map(|op| blocks.post(op, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
+    for transfer in transfers {
+        ensure_kind!(transfer.await, PeerLost);
+        // Its last word may be as old as the stop; and a link looks for silence in steps of a part of the time.
+        ensure!(silent.elapsed() + GRACE >= SILENCE, "it was lost after {:?} of silence", silent.elapsed());
+        ensure!(begun.elapsed() <= SILENCE * 2 + GRACE, "it was lost only after {:?}", begun.elapsed());
+    }
+    pair.far.process()?.go_on()
+}
+
+/// How soon the loss of a killed peer is promised, for transfers of this deadline; and whether `TimedOut` may say it.
+fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool) {
+    let within = capabilities.peer_loss_within;
+    (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
+}
+
+/// P3: a post to a killed peer says so promptly.
+pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
+    const DEADLINE: Duration = Duration::from_secs(8);
+    let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
+    let check = |result: kvx_core::Result<()>, took: Duration, what: &str| {
+        match result {
+            Err(error) if error.kind() == Kind::PeerLost => {}
+            Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
+            other => return Err(Failure::new(format!("{what} to a killed peer: PeerLost was wanted, not {other:?}"))),
+        }
+        ensure!(took <= promptly, "{what} to a killed peer was reported after {took:?}, promised were {promptly:?}");
+        Ok(())
+    };
+    for op in OPS {
+        let mut pair = setup.pair()?;
+        let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+        let metadata = pair.far.metadata()?;
+        let peer = pair.connect().await?;
+        blocks.works(&mut pair.far, &peer, "before the kill").await?;
+        let seed = blocks.fill_near()?;
+        pair.far.process()?.kill()?;
+        let begun = Instant::now();
+        check(blocks.run(op, &peer, DEADLINE).await, begun.elapsed(), "a post")?;
+        let begun = Instant::now();
+        check(peer.notify(b"hello", DEADLINE).await, begun.elapsed(), "a notification")?;
+        blocks.check_near(seed, "after a transfer that could not take place")?;
+
+        // The same for a handle that never had a link.
+        let stranger = setup.agent(&unique("near"))?.connect(&metadata)?;
+        let begun = Instant::now();
+        check(stranger.ready(DEADLINE).await, begun.elapsed(), "a first link")?;
+    }
+    Ok(())
+}
+
+/// P4: a kill in mid transfer is reported promptly, and success means right bytes.
+pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
+    const SLOTS: usize = 12;
+    const SLOT: usize = 2 << 20;
+    const DEADLINE: Duration = Duration::from_secs(8);
+    let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
+    let grid = Grid::packed(4096, (SLOT / 4096) as u32);
+    let order: Vec<u32> = (0..grid.count).rev().collect();
+    for first_arrives in [false, true] {
+        let mut pair = setup.pair()?;
+        let near = pair.near_region("slots", SLOTS * SLOT, 1)?;
+        pair.far_region("source", SLOT, 2)?;
+        pair.far_region("sink", SLOT, 3)?;
+        let peer = pair.connect().await?;
+        let remote = |name| Ok::<_, Failure>(peer.region(name)?.grid(grid)?.blocks(order.clone()));
+        // A first round, so that the links and regions are in use when the kill comes.
+        let first = Plan::read(near.grid(grid)?.blocks(order.clone()), remote("source")?)?;
+        peer.transfer(&first).deadline(CUT_OFF).post()?.await?;
+
+        let mut reads = Vec::new();
+        for slot in 0..SLOTS {
+            let local = near.grid(grid.at((slot * SLOT) as u64))?.blocks(order.clone());
+            reads.push((slot, peer.transfer(&Plan::read(local, remote("source")?)?).deadline(DEADLINE).post()?));
+        }
+        let spare = pair.near_region("spare", SLOT, 4)?;
+        let write = Plan::write(spare.grid(grid)?.blocks(order.clone()), remote("sink")?)?;
+        let writes = (0..4)
+            .map(|_| peer.transfer(&write).deadline(DEADLINE).post())
+            .collect::<kvx_core::Result<Vec<_>>>()?;
+        let mut arrived = Vec::new();
+        if first_arrives {
+            let (slot, mut transfer) = reads.remove(0);
+            until("the first of many transfers ends", CUT_OFF, || {
+                Ok(now(&mut transfer).is_some_and(|result| {
+                    arrived.push((slot, result));
+                    true
+                }))
+            })?;
+        }
+        pair.far.process()?.kill()?;
+        let killed = Instant::now();
+        for (slot, read) in reads {
+            arrived.push((slot, read.await));
+        }
+        let mut results = Vec::new();
+        for write in writes {
+            results.push(write.await.map(|_| ()));
+        }
+        let took = killed.elapsed();
+        ensure!(took <= promptly, "the kill was reported after {took:?}, promised were {promptly:?}");
+        let wanted = bytes(2, 0, SLOT);
+        for (slot, result) in arrived {
+            if result.is_ok() {
+                let mut content = vec![0; SLOT];
+                near.copy_out(slot * SLOT, &mut content)?;
+                ensure!(content == wanted, "read {slot} was reported as a success and its bytes are wrong");
+            }
+            results.push(result.map(|_| ()));
+        }
+        for error in results.into_iter().filter_map(Result::err) {
+            let fits = error.kind() == Kind::PeerLost || late_allowed && error.kind() == Kind::TimedOut;
+            ensure!(fits, "PeerLost was wanted of a transfer in flight at the kill, not {error:?}");
+        }
+        // The link is gone for good, and that is noticed without a post.
+        if !late_allowed {
+            until("the kill is noticed", promptly, || Ok(peer.lost().is_some()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Each later call on a lost handle says so, at once.
+async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
+    let begun = Instant::now();
+    ensure_kind!(blocks.run(Op::Read, peer, CUT_OFF).await, PeerLost);
+    ensure_kind!(blocks.run(Op::Write, peer, CUT_OFF).await, PeerLost);
+    ensure_kind!(peer.notify(b"hello", CUT_OFF).await, PeerLost);
+    ensure_kind!(peer.ready(CUT_OFF).await, PeerLost);
+    let took = begun.elapsed();
+    ensure!(took <= AT_ONCE, "{when}: four calls on a lost handle took {took:?}");
+    let kind = peer.lost().map(|error| error.kind());
+    ensure!(kind == Some(Kind::PeerLost), "{when}: the handle says {kind:?} of its peer");
+    Ok(())
+}
+
+/// P5: a lost handle stays lost; what had arrived stays, and other peers go on.
+pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
+    let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
+    let needs = setup.capabilities()?.target_cpu;
+    let mut pair = setup.pair()?;
+    let kept = Traffic::new(&mut pair, "kept", LEN)?;
+    let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+    let peer = pair.connect().await?;
+    let mut far = setup.far()?;
+    setup.far_agent(&mut far, &unique("far"))?;
+    let mut other = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let others = Traffic::new(&mut other, "other", LEN)?;
+    let other_peer = other.connect().await?;
+
+    let seed = kept.fill_far(&mut pair.far)?;
+    kept.run(Op::Read, &peer, CUT_OFF).await?;
+    pair.far.process()?.kill()?;
+    ensure_kind!(blocks.run(Op::Write, &peer, CUT_OFF).await, PeerLost);
+    stays_lost(&peer, &blocks, "after a kill").await?;
+    kept.check_near(seed, "what had arrived before the kill")?;
+    others.works(&mut other.far, &other_peer, "another peer, after a kill").await?;
+
+    // A peer that was lost by its silence and lives on: its handle stays lost as well.
+    let Some(op) = OPS.into_iter().find(|op| needs.of(*op)) else { return Ok(()) };
+    let metadata = other.far.metadata()?;
+    other.far.process()?.stop()?;
+    ensure_kind!(others.run(op, &other_peer, CUT_OFF).await, PeerLost);
+    other.far.process()?.go_on()?;
+    // When it answers this, it has seen all that was sent to it before.
+    other.far.metadata()?;
+    stays_lost(&other_peer, &others, "after a silence").await?;
+    let again = other.near.connect(&metadata)?;
+    others.works(&mut other.far, &again, "a new handle, after a silence").await
+}
+
+/// P6: a restarted peer is another incarnation, to old handles and to old metadata.
+pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
+    let name = unique("far");
+    let far_setup = setup.with_option("tcp", "ports", free_port()?)?;
+    let mut far = setup.far()?;
+    far_setup.far_agent(&mut far, &name)?;
+    let mut pair = Pair { near: setup.agent(&unique("near"))?, far, setup: setup.clone() };
+    let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+    let old = pair.far.metadata()?;
+    let peer = pair.connect().await?;
+    blocks.works(&mut pair.far, &peer, "before the restart").await?;
+    let other = setup.agent(&unique("near"))?.connect(&old)?;
+    other.ready(CUT_OFF).await?;
+
+    pair.far.process()?.kill()?;
+    let stranger = setup.agent(&unique("near"))?;
+    ensure_kind!(stranger.connect(&old)?.ready(CUT_OFF).await, PeerLost);
+
+    pair.far.restart()?;
+    far_setup.far_agent(&mut pair.far, &name)?;
+    let seed = Traffic::seed();
+    pair.far_region("kv", LEN, seed)?;
+    let new = pair.far.metadata()?;
+    let (was, is) = (Metadata::decode(&old)?, Metadata::decode(&new)?);
+    ensure!(was.identity.name == is.identity.name, "it has another name after its restart");
+    ensure!(was.identity.incarnation != is.identity.incarnation, "it has the same incarnation after its restart");
+
+    let ours = blocks.fill_near()?;
+    let late = stranger.connect(&old)?.ready(CUT_OFF).await;
+    // Where its address died with it nobody can tell that it restarted.
+    let answers = was.backends == is.backends || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
+    let mut said = vec![("connecting with old metadata", late)];
+    for op in OPS {
+        said.push(("a post on an old handle", blocks.run(op, &peer, CUT_OFF).await));
+    }
+    let sent = other.notify(b"for the one that was", CUT_OFF).await;
+    ensure!(sent.is_err(), "a notification on an old handle reached somebody");
+    let wanted = if answers { Kind::PeerRestarted } else { Kind::PeerLost };
+    for (what, result) in said {
+        let kind = result.as_ref().err().map(kvx_core::Error::kind);
+        ensure!(kind == Some(wanted), "{what}: {wanted:?} was wanted, it was {result:?}");
+    }
+    ensure_kind!(peer.update(&new), PeerRestarted);
+    blocks.check_near(ours, "after reads that the restarted peer must not serve")?;
+    blocks.check_far(&mut pair.far, seed, "after writes that were not for it")?;
+    let heard = pair.far.take_many(0, 1, GRACE)?;
+    ensure!(heard.is_empty(), "the new incarnation got a notification for the old one");
+
+    let again = pair.near.connect(&new)?;
+    blocks.works(&mut pair.far, &again, "a new handle, after the restart").await
+}

@@ -1,0 +1,391 @@
+//! T: what a post costs, and how a transfer ends.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Deadline, Grid, Indices, Kind, Limits, Op, Peer, Plan, Region, Transfer};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::traffic::{GRACE, OPS, Traffic, now, until};
+use super::{Breaker, Clause, Runs, clauses};
+use crate::chaos::{Fault, Gate};
+use crate::check::{Check, Failure, ensure, ensure_kind};
+use crate::clauses::posting;
+use crate::executor::run;
+use crate::pattern::bytes;
+use crate::setup::{CUT_OFF, Mode, Setup, unique};
+
+pub(super) const CLAUSES: &[Clause] = clauses!(posting:
+    T11 post_waits_for_nothing, TwoProcesses, [Breaker::Chaos(Fault::BlockInPost)];
+    T12 a_transfer_resolves_by_its_deadline, Both, [Breaker::Core("deadline")];
+    T13 cancel_ends_a_transfer_early, Both, [Breaker::Core("cancel"), Breaker::Chaos(Fault::IgnoreCancel)];
+    T14 a_full_budget_says_busy, OneProcess, [Breaker::Core("budget")];
+    T15 reports_say_what_moved, Both, [Breaker::Core("report")];
+    T16 waiting_needs_no_runtime, Both, [Breaker::Core("wake")];
+    T17 many_threads_share_one_link, Both, [Breaker::Chaos(Fault::Mix)];
+);
+
+/// A read of the first `count` blocks of 4 KiB of region `kv`.
+fn small_read(near: &Region, peer: &Peer, count: u32) -> kvx_core::Result<Plan> {
+    let grid = Grid::packed(4096, count);
+    Plan::read(near.grid(grid)?.blocks(0..count), peer.region("kv")?.grid(grid)?.blocks(0..count))
+}
+
+/// CPU time that this thread has used: a thread that was preempted has not waited.
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
+/// T11: a post to a stopped peer returns at once and moves little on the calling thread.
+pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let small = Traffic::new(&mut pair, "small", 1 << 16)?;
+    let large = Traffic::new(&mut pair, "large", 32 << 20)?;
+    let peer = pair.connect().await?;
+    for op in OPS {
+        small.run(op, &peer, CUT_OFF).await?; // what is made once per link and region is made
+        large.run(op, &peer, CUT_OFF).await?;
+    }
+    let metadata = pair.far.metadata()?;
+    pair.far.process()?.stop()?;
+    for op in OPS {
+        let (small, large) = (small.plan(op, &peer)?, large.plan(op, &peer)?);
+        let (mut waited, mut worked, mut transfers) = (Vec::new(), Vec::new(), Vec::new());
+        for turn in 0..40 {
+            let plan = if turn % 4 == 0 { &large } else { &small };
+            let (clock, cpu) = (Instant::now(), thread_time());
+            transfers.push(peer.transfer(plan).deadline(Duration::from_millis(500)).post()?);
+            waited.push(clock.elapsed());
+            if turn % 4 == 0 {
+                worked.push(thread_time() - cpu);
+            }
+        }
+        waited.sort();
+        worked.sort();
+        // A loaded machine takes the processor away now and then: most posts must be quick, and none may wait long.
+        let (most, worst) = (waited[waited.len() * 3 / 4], waited[waited.len() - 1]);
+        ensure!(most < Duration::from_millis(20), "{op}: three of four posts to a stopped peer took up to {most:?}");
+        ensure!(worst < Duration::from_secs(1), "{op}: a post to a stopped peer took {worst:?}");
+        // 32 MiB take milliseconds to move, 64 KiB take some ten microseconds.
+        let half = worked[worked.len() / 2];
+        ensure!(half < Duration::from_millis(2), "{op}: posting 32 MiB kept the calling thread busy for {half:?}");
+        for transfer in transfers {
+            transfer.await.ok();
+        }
+    }
+    // Also before there is a link.
+    let stranger = setup.agent(&unique("stranger"))?;
+    let near = stranger.register("near", setup.memory(1 << 16, 1)?)?;
+    let clock = Instant::now();
+    let peer = stranger.connect(&metadata)?;
+    let grid = Grid::packed(4096, 1);
+    let plan = Plan::read(near.grid(grid)?.blocks([0]), peer.region("small")?.grid(grid)?.blocks([0]))?;
+    let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
+    let took = clock.elapsed();
+    ensure!(took < Duration::from_secs(1), "connecting and posting to a stopped peer took {took:?}");
+    pair.far.process()?.go_on()?;
+    transfer.await?;
+    Ok(())
+}
+
+/// T12: a transfer whose ticket does not come back says `TimedOut` at its deadline, once.
+pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let near = pair.near_region("near", 1 << 16, 1)?;
+    pair.far_region("kv", 1 << 16, 2)?;
+    let peer = pair.connect().await?;
+    let plan = small_read(&near, &peer, 4)?;
+    let mut latest = Duration::MAX;
+    // A loaded machine may be late once; the agent must not be.
+    for _ in 0..3 {
+        gate.hold_transfers();
+        let wanted = Duration::from_millis(200);
+        let clock = Instant::now();
+        let mut transfer = peer.transfer(&plan).deadline(wanted).post()?;
+        let settled = transfer.settled();
+        let result = (&mut transfer).await;
+        let took = clock.elapsed();
+        ensure_kind!(result, TimedOut);
+        ensure!(took >= wanted, "a transfer with a deadline of {wanted:?} timed out after {took:?}");
+        let again = now(&mut transfer).ok_or_else(|| Failure::new("a resolved transfer is pending again"))?;
+        ensure!(matches!(&again, Err(error) if error.kind() != Kind::TimedOut), "a transfer resolved twice: {again:?}");
+        latest = latest.min(took - wanted);
+        until("the transport has finished", CUT_OFF, || Ok(gate.held() > 0))?;
+        gate.open();
+        settled.await?;
+        if latest <= GRACE {
+            break;
+        }
+    }
+    ensure!(latest <= GRACE, "a transfer resolved {latest:?} after its deadline, three times");
+    let said_nothing = Deadline::default_for_transfers().left();
+    let half_a_minute = Duration::from_secs(29)..=Duration::from_secs(30);
+    ensure!(half_a_minute.contains(&said_nothing), "the default deadline is {said_nothing:?}");
+    // What settles in time keeps its result.
+    peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
+    Ok(())
+}
+
+/// T13: after `cancel` a transfer settles, and says `Cancelled` or what came first.
+pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let traffic = Traffic::new(&mut pair, "kv", 8 << 20)?;
+    let peer = pair.near.connect(&pair.far.metadata()?)?;
+    // At once, perhaps before there is a link; then on a link that is up.
+    for round in 0..3 {
+        for op in OPS {
+            let before = traffic.fill_near()?;
+            let theirs = traffic.fill_far(&mut pair.far)?;
+            let mut transfer = traffic.post(op, &peer, CUT_OFF)?;
+            let settled = transfer.settled();
+            transfer.cancel();
+            settled.await?;
+            let result = (&mut transfer).await;
+            transfer.cancel();
+            match &result {
+                Ok(_) if op == Op::Read => traffic.check_near(theirs, "a read that was cancelled too late")?,
+                Ok(_) => traffic.check_far(&mut pair.far, before, "a write that was cancelled too late")?,
+                Err(error) if error.kind() == Kind::Cancelled => {}
+                Err(error) => return Err(Failure::new(format!("round {round}: a cancelled {op} says {error:?}"))),
+            }
+        }
+        peer.ready(CUT_OFF).await?;
+    }
+    if setup.mode == Mode::TwoProcesses {
+        cancelled_while_stopped(setup, &mut pair.far, &peer, &traffic).await?;
+    }
+    traffic.works(&mut pair.far, &peer, "after cancels").await
+}
+
+/// Cancels transfers to a peer that is stopped.
+async fn cancelled_while_stopped(setup: &Setup, far: &mut crate::Far, peer: &Peer, traffic: &Traffic) -> Check {
+    let alone = setup.capabilities()?.settles_without_peer;
+    for op in OPS {
+        far.process()?.stop()?;
+        let mut transfer = traffic.post(op, peer, Duration::from_secs(30))?;
+        let mut settled = transfer.settled();
+        transfer.cancel();
+        if alone.of(op) {
+            let what = format!("a cancelled {op} settles while the peer is stopped");
+            until(&what, Duration::from_secs(3), || Ok(now(&mut settled).is_some()))?;
+        }
+        far.process()?.go_on()?;
+        if !alone.of(op) {
+            settled.await?;
+        }
+        let result = (&mut transfer).await;
+        ensure!(
+            result.is_ok() || matches!(&result, Err(error) if error.kind() == Kind::Cancelled),
+            "a {op} that was cancelled while the peer was stopped says {result:?}"
+        );
+    }
+    Ok(())
+}
+
+/// T14: above the budget `post` says `Busy`; what has not settled counts.
+pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    pair.far_region("kv", 1 << 20, 2)?;
+    let gate = Gate::new();
+    let limits = Limits { transfers: 4, description_bytes: 4096 };
+    let agent = setup.builder(&unique("frugal"))?.budget(limits).build(&setup.gated_registry(&gate))?;
+    let near = agent.register("near", setup.memory(1 << 20, 1)?)?;
+    let peer = agent.connect(&pair.far.metadata()?)?;
+    peer.ready(CUT_OFF).await?;
+    let plan = small_read(&near, &peer, 4)?;
+    let post = |within| peer.transfer(&plan).deadline(within).post();
+    gate.hold_transfers();
+    let mut transfers = vec![post(CUT_OFF)?, post(Duration::from_millis(50))?, post(CUT_OFF)?, post(CUT_OFF)?];
+    ensure_kind!(post(CUT_OFF), Busy);
+    // One times out, one is dropped: neither has settled.
+    ensure_kind!(transfers.remove(1).await, TimedOut);
+    drop(transfers.pop());
+    ensure_kind!(post(CUT_OFF), Busy);
+    let mut waiting = Box::pin(peer.transfer(&plan).deadline(CUT_OFF).post_wait());
+    ensure!(now(&mut waiting).is_none(), "post_wait did not wait although the budget is used up");
+    let soon = peer.transfer(&plan).deadline(Duration::from_millis(50)).post_wait().await;
+    ensure_kind!(soon, TimedOut);
+    until("four transfers have been posted and no more", CUT_OFF, || Ok(gate.held() == 4))?;
+    gate.open();
+    waiting.await?.await?;
+    for transfer in transfers {
+        transfer.await?;
+    }
+    // Descriptions: index lists count, wherever they point.
+    gate.hold_transfers();
+    let grid = Grid::packed(512, 1000);
+    let many: Vec<u32> = (0..400).map(|at| at * 7 % 1000).collect();
+    let many = Indices::from(many);
+    let remote = peer.region("kv")?.grid(grid)?.blocks(many.clone());
+    let large = Plan::read(near.grid(grid)?.blocks(many), remote)?;
+    let first = peer.transfer(&large).deadline(CUT_OFF).post()?;
+    ensure_kind!(peer.transfer(&large).deadline(CUT_OFF).post(), Busy);
+    until("the first has been carried out", CUT_OFF, || Ok(gate.held() == 1))?;
+    gate.open();
+    first.await?;
+    peer.transfer(&large).deadline(CUT_OFF).post()?.await?;
+    Ok(())
+}
+
+/// T15: the report's counts are exact, its times are those of the transfer, and it names the backend.
+pub async fn reports_say_what_moved(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let near = pair.near_region("near", 1 << 20, 1)?;
+    pair.far_region("kv", 1 << 20, 2)?;
+    let peer = pair.connect().await?;
+    let grid = Grid::packed(1000, 1000);
+    let (ours, theirs) = (near.grid(grid)?, peer.region("kv")?.grid(grid)?);
+    let registry = setup.registry();
+    let backend = registry.canonical(&setup.backends[0])?;
+    for op in OPS {
+        for (local, remote, blocks, segments) in
+            [(vec![1, 2, 3, 9], vec![4, 5, 6, 8], 4, 2), (vec![0, 999], vec![999, 0], 2, 2), (vec![5], vec![5], 1, 1)]
+        {
+            let plan = Plan::of(op, [(ours.blocks(local), theirs.blocks(remote))])?;
+            let clock = Instant::now();
+            let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
+            let posted = clock.elapsed();
+            let report = transfer.await?;
+            let took = clock.elapsed();
+            let counts = (report.bytes, report.blocks, report.segments);
+            let wanted = (blocks * 1000, blocks, segments);
+            ensure!(counts == wanted, "{op}: bytes, blocks and segments are {counts:?}, they were {wanted:?}");
+            let size = plan.size();
+            ensure!(counts == (size.bytes, size.blocks, size.segments), "{op}: the plan's size says {size:?}");
+            let (post_time, transfer_time) = (report.post_time, report.transfer_time);
+            ensure!(post_time <= posted, "{op}: a post of at most {posted:?} was reported as {post_time:?}");
+            ensure!(
+                transfer_time <= took && !transfer_time.is_zero(),
+                "{op}: a transfer of at most {took:?} was reported as {transfer_time:?}"
+            );
+            ensure!(report.backend == backend, "{op}: {backend} carried it, the report says {}", report.backend);
+        }
+    }
+    Ok(())
+}
+
+/// Counts how often it was called.
+#[derive(Default)]
+struct Calls(AtomicUsize);
+
+impl Wake for Calls {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// T16: a transfer calls its waker, and `wait` needs no executor.
+pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
+    let (mut pair, gate) = setup.gated_pair()?;
+    let near = pair.near_region("near", 1 << 16, 1)?;
+    pair.far_region("kv", 1 << 16, 2)?;
+    let peer = pair.connect().await?;
+    let plan = small_read(&near, &peer, 16)?;
+    let post = || peer.transfer(&plan).deadline(CUT_OFF).post();
+    // A waker of the suite's own, called once the ticket is back.
+    gate.hold_transfers();
+    let mut transfer = post()?;
+    let calls = Arc::new(Calls::default());
+    let waker = Waker::from(Arc::clone(&calls));
+    let poll = |transfer: &mut Transfer| std::pin::Pin::new(transfer).poll(&mut Context::from_waker(&waker));
+    ensure!(poll(&mut transfer).is_pending(), "a transfer whose ticket is held has resolved");
+    until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
+    ensure!(calls.0.load(Ordering::SeqCst) == 0, "the waker was called before the transfer resolved");
+    gate.open();
+    until("the waker is called", CUT_OFF, || Ok(calls.0.load(Ordering::SeqCst) > 0))?;
+    ensure!(matches!(poll(&mut transfer), Poll::Ready(Ok(_))), "a transfer that woke its task has no result");
+    // Without an executor, on a thread of its own, with the wait's own deadline and without.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            post()?.wait(CUT_OFF)?;
+            gate.hold_transfers();
+            let clock = Instant::now();
+            let waited = post()?.wait(Duration::from_millis(100));
+            let took = clock.elapsed();
+            ensure_kind!(waited, TimedOut);
+            ensure!(
+                took >= Duration::from_millis(100) && took < Duration::from_secs(2),
+                "a wait of 100 ms took {took:?}"
+            );
+            until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
+            gate.open();
+            // Under another executor than the clause's, on this thread.
+            run(post()?)?;
+            Ok(())
+        })
+        .join()
+        .map_err(|_| Failure::new("waiting panicked"))?
+    })
+}
+
+/// T17: threads that use one link at once get their own results and their own bytes.
+pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
+    const THREADS: u64 = 16;
+    const ROUNDS: u64 = 24;
+    const SHARE: u64 = 64 << 10;
+    let mut pair = setup.pair()?;
+    let near = pair.near_region("near", (THREADS * SHARE) as usize, 1)?;
+    pair.far_region("kv", 1 << 20, 2)?;
+    let peer = pair.connect().await?;
+    let sent = AtomicUsize::new(0);
+    let one = |thread: u64| -> Check {
+        let grid = Grid::packed(4096, 16).at(thread * SHARE);
+        let source = Grid::packed(4096, 256);
+        for round in 0..ROUNDS {
+            let mine: Vec<u32> = (0..16).map(|at| (at * 5 + round as u32) % 16).collect();
+            let theirs: Vec<u32> = (0..16).map(|at| ((thread * 31 + round * 7 + at * 13) % 256) as u32).collect();
+            let remote = peer.region("kv")?.grid(source)?.blocks(theirs.clone());
+            let plan = Plan::read(near.grid(grid)?.blocks(mine.clone()), remote)?;
+            let posting = peer.transfer(&plan).deadline(CUT_OFF);
+            match (thread + round) % 4 {
+                0 => {
+                    let transfer = posting.post()?;
+                    let settled = transfer.settled();
+                    transfer.cancel();
+                    let result = transfer.wait(CUT_OFF);
+                    settled.wait(CUT_OFF)?;
+                    if let Err(error) = result {
+                        ensure!(error.kind() == Kind::Cancelled, "a cancelled transfer says {error:?}");
+                        continue;
+                    }
+                }
+                1 => {
+                    posting.notify(thread.to_le_bytes()).post()?.wait(CUT_OFF)?;
+                    sent.fetch_add(1, Ordering::SeqCst);
+                }
+                2 => {
+                    run(posting.post()?)?;
+                }
+                _ => {
+                    posting.post()?.wait(CUT_OFF)?;
+                }
+            }
+            for (here, there) in mine.iter().zip(&theirs) {
+                let mut block = [0; 4096];
+                near.copy_out(grid.offset(*here) as usize, &mut block)?;
+                let wanted = bytes(2, source.offset(*there), 4096);
+                ensure!(block[..] == wanted, "thread {thread}, round {round}: block {there} did not arrive at {here}");
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || one(thread))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Check>| {
+            thread.join().map_err(|_| Failure::new("a thread panicked"))?
+        };
+        threads.into_iter().try_for_each(join)
+    })?;
+    let sent = sent.load(Ordering::SeqCst);
+    let taken = pair.far.take_many(0, sent, CUT_OFF)?;
+    ensure!(taken.len() == sent, "{sent} notifications were sent with the data, {} came", taken.len());
+    for thread in 0..THREADS {
+        let count = taken.iter().filter(|one| one.bytes == thread.to_le_bytes()).count() as u64;
+        let wanted = (0..ROUNDS).filter(|round| (thread + round) % 4 == 1).count() as u64;
+        ensure!(count == wanted, "thread {thread} sent {wanted} notifications, {count} came");
+    }
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! S: safety against mistakes and against hostile peers.
+
+use kvx_core::{Grid, Isolation, Kind, Metadata, Op, Peer, Place as _, Plan, RegionId};
+
+use super::traffic::{OPS, Traffic, altered_region};
+use super::{Breaker, Clause, Runs, clauses};
+use crate::check::{Check, Failure, ensure, ensure_kind};
+use crate::clauses::safety;
+use crate::far::Far;
+use crate::pattern::{bytes, checksum, fill};
+use crate::setup::{CUT_OFF, Pair, Setup, unique};
+
+pub(super) const CLAUSES: &[Clause] = clauses!(safety:
+    S1 ranges_outside_a_region_are_refused, Both, [Breaker::Core("bounds")];
+    S2 a_wrong_key_moves_nothing, Both, [Breaker::Core("any-key")];
+    S3 an_unregistered_region_is_refused, Both, [Breaker::Core("unregistered")];
+    S4 a_hostile_peer_is_kept_out_as_declared, Both, [Breaker::Core("bounds")];
+);
+
+const LEN: usize = 256 << 10;
+const COUNT: u32 = (LEN / 4096) as u32;
+
+/// S1: what lies outside is refused before anything is sent.
+pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+    let peer = pair.connect().await?;
+    blocks.works(&mut pair.far, &peer, "at first").await?;
+    let (ours, theirs) = (blocks.fill_near()?, blocks.fill_far(&mut pair.far)?);
+    let remote = peer.region("kv")?;
+    let fits = Grid::packed(4096, COUNT);
+    let outside = [
+        ("one block too many", Grid { count: COUNT + 1, ..fits }),
+        ("a base beyond the end", fits.at(4096)),
+        ("a base one byte too far", Grid { count: COUNT - 1, ..fits }.at(4097)),
+        ("a block longer than the region", Grid::packed(LEN as u64 + 1, 1)),
+        ("a stride too wide", Grid { stride: 4097, ..fits }),
+        ("a base that overflows", fits.at(u64::MAX - 4096)),
+        ("a stride that overflows", Grid { stride: u64::MAX / 2, count: 3, ..fits }),
+        ("a product that wraps round to the region", Grid { stride: 1 << 63, count: 3, ..fits }),
+        ("a length that overflows", Grid { base: 8, stride: u64::MAX, length: u64::MAX, count: 1 }),
+    ];
+    for (what, grid) in outside {
+        let kinds = [blocks.near.grid(grid).err(), remote.grid(grid).err()].map(|error| error.map(|error| error.kind()));
+        ensure!(
+            kinds == [Some(Kind::OutOfBounds); 2],
+            "{what}: OutOfBounds was wanted, locally and remotely, it was {kinds:?}"
+        );
+    }
+    let (local, remote) = (blocks.near.grid(fits)?, remote.grid(fits)?);
+    for beyond in [COUNT, COUNT + 1, u32::MAX] {
+        for op in OPS {
+            let plan = |local_index: u32, remote_index: u32| {
+                Plan::of(op, [(local.blocks([0, local_index]), remote.blocks([1, remote_index]))])
+            };
+            ensure_kind!(plan(beyond, 2), OutOfBounds);
+            ensure_kind!(plan(2, beyond), OutOfBounds);
+        }
+    }
+    for op in OPS {
+        let range = [(local.blocks(COUNT - 1..COUNT + 1), remote.blocks(0..2))];
+        ensure_kind!(Plan::of(op, range), OutOfBounds);
+    }
+    blocks.check_near(ours, "after plans that were refused")?;
+    blocks.check_far(&mut pair.far, theirs, "after plans that were refused")?;
+    blocks.works(&mut pair.far, &peer, "after plans that were refused").await
+}
+
+/// A stranger that posts to a region as altered metadata describes it, and what became of it.
+struct Stranger {
+    blocks: Traffic,
+    peer: Peer,
+}
+
+impl Stranger {
+    /// An agent of its own, with a region like `like`, that believes `metadata`.
+    fn new(setup: &Setup, metadata: &[u8], like: &Traffic) -> Result<Self, Failure> {
+        let agent = setup.agent(&unique("stranger"))?;
+        let near = agent.register(&like.name, setup.memory(like.near.len() as usize, 1)?)?;
+        let blocks = Traffic { name: like.name.clone(), near, far: like.far };
+        Ok(Stranger { blocks, peer: agent.connect(metadata)? })
+    }
+
+    /// Posts all blocks both ways; fails unless both are refused with `kind` and move nothing.
+    async fn is_refused(&self, far: &mut Far, kind: Kind, what: &str) -> Check {
+        for op in OPS {
+            let (ours, theirs) = (self.blocks.fill_near()?, self.blocks.fill_far(far)?);
+            let result = self.blocks.run(op, &self.peer, CUT_OFF).await;
+            let is = result.as_ref().err().map(kvx_core::Error::kind);
+            ensure!(is == Some(kind), "{op} with {what}: {kind:?} was wanted, it was {result:?}");
+            self.blocks.check_near(ours, &format!("after a {op} with {what}"))?;
+            self.blocks.check_far(far, theirs, &format!("after a {op} with {what}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Two regions at each end, so that one can be refused while the other goes on over the same link.
+async fn two_regions(setup: &Setup) -> Result<(Pair, Traffic, Traffic, Peer), Failure> {
+    let mut pair = setup.pair()?;
+    let (forged, honest) = (Traffic::new(&mut pair, "forged", LEN)?, Traffic::new(&mut pair, "honest", LEN)?);
+    let peer = pair.connect().await?;
+    forged.works(&mut pair.far, &peer, "at first").await?;
+    honest.works(&mut pair.far, &peer, "at first").await?;
+    Ok((pair, forged, honest, peer))
+}
+
+/// S2: a wrong key is refused, and everything else goes on.
+pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
+    let (mut pair, forged, honest, peer) = two_regions(setup).await?;
+    let metadata = pair.far.metadata()?;
+    for (byte, what) in [(0, "a key whose first byte is wrong"), (15, "a key whose last byte is wrong")] {
+        let wrong = altered_region(&metadata, "forged", |region| region.key.0[byte] ^= 0xff)?;
+        let stranger = Stranger::new(setup, &wrong, &forged)?;
+        stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
+        // The same link goes on.
+        let near = stranger.blocks.near.clone();
+        let right = Traffic { name: "honest".into(), near, far: honest.far };
+        right.works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one").await?;
+        stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
+    }
+    // The key of another region of the same owner is a wrong one as well.
+    let other = Metadata::decode(&metadata)?;
+    let key = other.regions.iter().find(|region| *region.name == *"honest").map(|region| region.key);
+    let swapped = altered_region(&metadata, "forged", |region| region.key = key.unwrap_or(region.key))?;
+    let stranger = Stranger::new(setup, &swapped, &forged)?;
+    stranger.is_refused(&mut pair.far, Kind::WrongKey, "the key of another region").await?;
+    forged.works(&mut pair.far, &peer, "after strangers with wrong keys").await?;
+    honest.works(&mut pair.far, &peer, "after strangers with wrong keys").await
+}
+
+/// S3: a region that is not there is refused, by the initiator or by the owner.
+pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
+    let (mut pair, forged, honest, peer) = two_regions(setup).await?;
+    ensure_kind!(peer.region("nobody's"), Unregistered);
+    let metadata = pair.far.metadata()?;
+    for (number, what) in [(1 << 40, "a number that was never given"), (u64::MAX, "the largest number")] {
+        let wrong = altered_region(&metadata, "forged", |region| region.id = RegionId(number))?;
+        let stranger = Stranger::new(setup, &wrong, &forged)?;
+        stranger.is_refused(&mut pair.far, Kind::Unregistered, what).await?;
+        let near = stranger.blocks.near.clone();
+        let right = Traffic { name: "honest".into(), near, far: honest.far };
+        right.works(&mut pair.far, &stranger.peer, "a region that is there, beside one that is not").await?;
+    }
+    forged.works(&mut pair.far, &peer, "after strangers with wrong numbers").await?;
+    honest.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
+}
+
+/// S4: who claims more than a region has gets an error, and the bytes beside the region stay untouched and untold.
+pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
+    if setup.capabilities()?.isolation == Isolation::Cooperative {
+        return Ok(()); // nothing is promised: the declaration is the warning
+    }
+    let mut pair = setup.pair()?;
+    let region = pair.far.register_neighbours(["short", "secret"], LEN)?;
+    let secret = region + 1;
+    let honest = Traffic::new(&mut pair, "honest", LEN)?;
+    let peer = pair.connect().await?;
+    let metadata = pair.far.metadata()?;
+    let longer = altered_region(&metadata, "short", |region| region.len = 2 * LEN as u64)?;
+    let endless = altered_region(&metadata, "short", |region| region.len = u64::MAX)?;
+    let all = Grid::packed(4096, 2 * COUNT);
+    // Within the lie: the last honest block and the first that is none; only ones beyond; far beyond any mapping.
+    let attacks = [
+        ("the block after the region", &longer, Grid { count: COUNT + 1, ..all }, vec![COUNT - 1, COUNT]),
+        ("all that is not the region", &longer, all, (COUNT..2 * COUNT).collect()),
+        ("a block across the end", &longer, Grid { count: COUNT, ..all }.at(2048), vec![COUNT - 1]),
+        ("a block far away", &endless, all.at(1 << 44), vec![0]),
+        ("a block at the end of numbers", &endless, Grid::packed(4096, 1).at(u64::MAX - 8192), vec![0]),
+    ];
+    for (what, lie, grid, blocks) in attacks {
+        let agent = setup.agent(&unique("stranger"))?;
+        let near = agent.register("near", setup.memory(LEN, 1)?)?;
+        let hostile = agent.connect(lie)?;
+        let own = Grid::packed(4096, COUNT);
+        for op in OPS {
+            let (ours, theirs, beyond) = (Traffic::seed(), Traffic::seed(), Traffic::seed());
+            fill(near.memory(), ours)?;
+            pair.far.fill(region, theirs)?;
+            pair.far.fill(secret, beyond)?;
+            let local = near.grid(own)?.blocks(0..blocks.len() as u32);
+            let remote = hostile.region("short")?.grid(grid)?.blocks(blocks.clone());
+            let result = hostile.transfer(&Plan::of(op, [(local, remote)])?).deadline(CUT_OFF).post()?.await;
+            ensure!(result.is_err(), "a {op} of {what} succeeded");
+            let untouched = checksum(&bytes(beyond, 0, LEN));
+            ensure!(pair.far.sum(secret)? == untouched, "a {op} of {what} changed the bytes beside the region");
+            if op == Op::Read {
+                let told = bytes(beyond, 0, 4096);
+                let mut content = vec![0; LEN];
+                near.copy_out(0, &mut content)?;
+                ensure!(!content.windows(64).any(|seen| *seen == told[..64]), "a read of {what} told a secret");
+            }
+        }
+        honest.works(&mut pair.far, &peer, &format!("after an attack: {what}")).await?;
+    }
+    Ok(())
+}

@@ -14,11 +14,11 @@ fn program(arguments: &[&str]) -> Command {
 }
 
 fn kvx(arguments: &[&str]) -> Output {
-    program(arguments).output().unwrap()
+    program(arguments).output().expect("the program starts")
 }
 
 fn text(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).unwrap()
+    std::str::from_utf8(bytes).expect("the program speaks UTF-8")
 }
 
 const UNKNOWN: &str =

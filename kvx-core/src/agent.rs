@@ -53,6 +53,14 @@ pub(crate) struct AgentInner {
     shutting: Mutex<bool>,
 }
 
+impl Drop for AgentInner {
+    fn drop(&mut self) {
+        if fork::check().is_err() {
+            std::mem::forget(std::mem::take(&mut self.transports)); // in a fork nothing of a transport is dropped
+        }
+    }
+}
+
 /// A transport of this agent.
 pub(crate) struct Open {
     pub(crate) name: &'static str,
@@ -196,11 +204,11 @@ fn open(
             for factory in registry.factories() {
                 let wanted = match factory.placement().without_a_list {
                     WithoutAList::Open => true,
-                    WithoutAList::Skip => false,
+                    WithoutAList::Skip => broken("order"),
                     WithoutAList::OpenWithRdma => factory.available(&context.options).is_ok_and(|found| found.rdma),
                 };
                 if wanted {
-                    names.push(factory.name());
+                    names.insert(if broken("order") { 0 } else { names.len() }, factory.name());
                 }
             }
         }
@@ -534,6 +542,7 @@ impl Agent {
 
     /// The oldest notification, if there is one.
     pub fn try_notification(&self) -> Option<Notification> {
+        fork::check().ok()?;
         let (notification, resume) = self.0.inbox.take();
         if resume {
             self.0.resume_transports();

@@ -33,7 +33,14 @@ mod imp {
         "silent-fallback", // a list of backends does not restrict
         "sender",          // notifications lose their sender's incarnation
         "twice",           // notifications are delivered twice
-        "cancel",          // cancel does nothing
+        "wake",            // a transfer that resolves wakes nobody
+        "order",           // backends that must be named are opened without a list, the last first
+        "one-error",       // every backend that cannot be used is unavailable
+        "notify-anyway",   // the notification of a failed transfer is sent all the same
+        "any-key",         // every key fits every region
+        "no-update",       // newer metadata is not taken
+        "trust-lengths",   // a length in a message is believed
+        "critical",        // unknown sections are skipped even if they are critical
     ];
 
     /// Breaks `switches` and nothing else, until the next call.

@@ -75,6 +75,7 @@ impl<T> Shot<T> {
     }
 
     fn poll(&self, context: &mut Context<'_>) -> Poll<Result<T>> {
+        crate::fork::check()?;
         let mut state = self.state.lock();
         if state.done {
             return Poll::Ready(state.result.take().unwrap_or_else(|| Err(taken())));
@@ -105,6 +106,7 @@ impl<T> Completion<T> {
 
     /// Blocks until the operation ends or `deadline` passes (`TimedOut`; the operation goes on).
     pub fn wait(self, deadline: impl Into<Deadline>) -> Result<T> {
+        crate::fork::check()?;
         let until = deadline.into().instant();
         let mut state = self.0.state.lock();
         loop {

@@ -87,6 +87,9 @@ pub(crate) struct Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        if crate::fork::check().is_err() {
+            return; // the clock's lock may be held for ever
+        }
         let mut table = self.shared.table.lock();
         let entry = match table.entries.get(self.slot) {
             Some(entry) if entry.serial == self.serial => Some(table.entries.remove(self.slot)),

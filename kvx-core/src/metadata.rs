@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::breaks::broken;
 use crate::identity::{Generation, Identity, RegionId, RegionKey};
 use crate::memory::DeviceId;
 use crate::wire::{Reader, Writer};
@@ -164,7 +165,7 @@ impl Metadata {
                 }
                 REGION if regions.len() < MAX_REGIONS => regions.push(Arc::new(region(&mut value)?)),
                 IDENTITY | BACKEND | REGION => return Err(value.malformed("more sections of a kind than allowed")),
-                unknown if unknown & CRITICAL != 0 => {
+                unknown if unknown & CRITICAL != 0 && !broken("critical") => {
                     return Err(Error::new(
                         Kind::Incompatible,
                         format!("the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"),

@@ -11,7 +11,7 @@ use crate::region::{PeerRegion, Place, Region};
 use crate::segments::Segments;
 use crate::sync::Mutex;
 use crate::transport::{LocalRegion, RemoteRegion};
-use crate::{Error, Kind, LinkId, Memory, MemoryKind, RegionId, RegionKey, Result};
+use crate::{Error, Kind, LinkId, Memory, MemoryKind, RegionId, RegionKey, Result, fork};
 
 /// What a transfer does, as its initiator sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,6 +47,14 @@ pub(crate) struct PlanInner {
     pub(crate) size: Size,
     /// The binding to the link that carried it last. Held here, and dropped by the link when it closes.
     pub(crate) bound: Mutex<Option<(LinkId, Arc<Bound>)>>,
+}
+
+impl Drop for PlanInner {
+    fn drop(&mut self) {
+        if fork::check().is_err() {
+            std::mem::forget(self.bound.get_mut().take()); // in a fork nothing of a transport is dropped
+        }
+    }
 }
 
 /// How much a plan moves.
@@ -101,6 +109,7 @@ impl Plan {
 
     /// A plan of several pairs; at least one, which may name zero blocks. Errors as [`read`](Plan::read).
     pub fn of(op: Op, pairs: impl IntoIterator<Item = (Blocks<Region>, Blocks<PeerRegion>)>) -> Result<Plan> {
+        fork::check()?;
         let mut build = Build::default();
         for (local, remote) in pairs {
             build.pair(local, remote)?;

@@ -301,7 +301,10 @@ impl Settle for RegionCore {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if crate::fork::check().is_err() || broken("drop-frees") {
+        if crate::fork::check().is_err() {
+            return std::mem::forget(Arc::clone(&self.core)); // in a fork nothing of a transport is dropped
+        }
+        if broken("drop-frees") {
             return;
         }
         self.agent.forget_region(self.core.id);

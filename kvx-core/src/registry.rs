@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::breaks::broken;
 use crate::transport::{Availability, Factory};
 use crate::{Error, Kind, Options, Result, nearest};
 
@@ -210,6 +211,7 @@ impl Standing {
     /// The sentence for a backend that cannot be used.
     fn error(self, name: &'static str) -> Error {
         match self {
+            _ if broken("one-error") => Error::new(Kind::Unavailable, format!("backend {name} is unavailable")),
             Standing::Unavailable(why) => {
                 Error::new(Kind::Unavailable, format!("backend {name} is unavailable: {why}"))
             }

@@ -1,7 +1,9 @@
 //! A mutex without poisoning, and a fence around the program's code: a panic in user code that runs near a lock (a waker, a recorder) must not turn every
 //! later call into another panic.
 
-use std::sync::{self, MutexGuard, PoisonError, TryLockError};
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+use std::sync::TryLockError;
+use std::sync::{self, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// `std::sync::Mutex`, except that a panicked holder does not poison it.
@@ -17,6 +19,11 @@ impl<T> Mutex<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),

@@ -225,7 +225,7 @@ impl TransferState {
         drop(state);
         drop(watch);
         self.finished.notify_all();
-        if let Some(waker) = waker {
+        if let Some(waker) = waker.filter(|_| !broken("wake")) {
             waker.wake();
         }
         let _entered = self.span.enter();
@@ -247,7 +247,7 @@ impl TransferState {
         Report {
             bytes,
             blocks: blocks + u64::from(broken("report")),
-            segments,
+            segments: segments + u64::from(broken("report")),
             // A transfer that ends within its post has cost its caller all of its time.
             post_time: if state.post_time.is_zero() { self.posted.elapsed() } else { state.post_time },
             transfer_time: self.posted.elapsed(),
@@ -256,8 +256,8 @@ impl TransferState {
     }
 
     pub(crate) fn cancel(self: &Arc<Self>, error: Error) {
-        if broken("cancel") {
-            return;
+        if broken("free-early") {
+            return Arc::clone(self).settled(Err(error));
         }
         let link = {
             let mut state = self.state.lock();
@@ -302,10 +302,6 @@ impl TransferState {
         self.state.lock().stage != Stage::Parked
     }
 
-    fn is_settled(&self) -> bool {
-        self.state.lock().stage == Stage::Settled
-    }
-
     fn let_go(&self) {
         for region in &self.plan.0.locals {
             region.core().unpin();
@@ -340,7 +336,7 @@ impl Settle for TransferState {
             }
             state.stage = Stage::Settled;
             let open = matches!(state.outcome, Outcome::Pending);
-            let notify = state.notify.take().filter(|_| open && result.is_ok());
+            let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
             // The deadline still holds while the notification is under way.
             let watch = if notify.is_some() { None } else { state.watch.take() };
             let waiting = std::mem::take(&mut state.settled);
@@ -349,6 +345,9 @@ impl Settle for TransferState {
         drop(watch);
         self.let_go();
         match (result, notify, on) {
+            (Err(_), Some(bytes), Some((link, _))) if broken("notify-anyway") => {
+                link.notify(&bytes, Ticket::new(|_| ()));
+            }
             (Ok(()), Some(bytes), Some((link, _))) => {
                 let this = Arc::clone(&self);
                 // A lost ticket leaves the transfer to its deadline.
@@ -400,9 +399,6 @@ impl Expire for TransferState {
                 "the transfer did not end by its deadline: raise it, or see whether the peer still works",
             )
         };
-        if broken("free-early") && !self.is_settled() {
-            Arc::clone(&self).settled(Err(late()));
-        }
         self.resolve(Err(late()));
         self.cancel(late());
     }
@@ -435,6 +431,7 @@ impl Transfer {
     /// Blocks until it resolves, making progress on this thread where the link can. Past `deadline` it says
     /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
     pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Report> {
+        crate::fork::check()?;
         let until = deadline.into();
         let link = {
             let mut state = self.0.state.lock();
@@ -470,6 +467,9 @@ impl Transfer {
 
     /// Ends when the transfer has settled: nobody will read or write its local memory for it again.
     pub fn settled(&self) -> Completion<()> {
+        if let Err(error) = crate::fork::check() {
+            return Completion::ready(Err(error));
+        }
         let shot = Shot::new();
         let mut state = self.0.state.lock();
         match state.stage {
@@ -486,7 +486,9 @@ impl Transfer {
 
     /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same.
     pub fn cancel(&self) {
-        self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+        if crate::fork::check().is_ok() {
+            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+        }
     }
 }
 
@@ -494,6 +496,7 @@ impl Future for Transfer {
     type Output = Result<Report>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        crate::fork::check()?;
         let mut state = self.0.state.lock();
         if let Some(result) = self.0.take(&mut state) {
             return Poll::Ready(result);

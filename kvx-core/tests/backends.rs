@@ -171,7 +171,7 @@ fn a_backend_that_no_table_knows_is_added_at_run_time() {
     assert_eq!(order, ["HOMEMADE", "WIRE"], "by the order that they ask for");
     let (_, standing) = registry.standing("homemade", &Options::new()).unwrap();
     assert!(matches!(standing, Standing::Available(_)));
-    let taken = registry.add(Stub::working("WIRE", 3)).err().expect("the name is taken");
+    let taken = registry.add(Stub::working("WIRE", 3)).unwrap_err();
     assert_eq!(taken.kind(), Kind::Invalid);
 }
 

@@ -39,7 +39,8 @@ __asm__(".symver noisy_old,noisy_answer@NOISY_1.0");
 __asm__(".symver noisy_new,noisy_answer@@NOISY_2.0");
 "#;
 
-const VERSIONS: &str = "NOISY_1.0 { global: noisy_init; local: noisy_old; noisy_new; };\nNOISY_2.0 { } NOISY_1.0;\n";
+const VERSIONS: &str =
+    "NOISY_1.0 { global: noisy_init; local: noisy_old; noisy_new; };\nNOISY_2.0 { } NOISY_1.0;\n";
 
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
@@ -165,14 +166,19 @@ fn symbols_come_in_versions_and_may_be_missing() {
 fn a_library_that_is_there_but_does_not_load_says_why() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let text = folder().join("libtext.so.1");
-    std::fs::write(&text, "no library at all, but long enough for the dynamic linker to look at it closely\n").unwrap();
+    std::fs::write(
+        &text,
+        "no library at all, but long enough for the dynamic linker to look at it closely\n",
+    )
+    .unwrap();
     let why = at(&text).open().unwrap_err();
     assert_eq!(why.missing, format!("{} does not load", text.display()));
     assert!(why.tried[0].contains("invalid ELF header"), "{why}");
 
     // Its own dependency is what is missing.
     let needed = build("needed", "int needed(void) { return 1; }", &[]);
-    let needs = build("needs", "int needed(void); int needs(void) { return needed(); }", &[needed.to_str().unwrap()]);
+    let needs =
+        build("needs", "int needed(void); int needs(void) { return needed(); }", &[needed.to_str().unwrap()]);
     std::fs::remove_file(&needed).unwrap();
     let why = at(&needs).open().unwrap_err();
     assert_eq!(why.missing, format!("{} does not load", needs.display()));

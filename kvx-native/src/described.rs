@@ -66,7 +66,12 @@ pub(crate) struct Described {
 
 impl Described {
     /// One side of a part of a bound plan. Local regions carry no key of their own here: `key` says what to show.
-    pub(crate) fn of(bound: &Bound, part: &Part, side: Side, key: impl Fn(u32) -> (RegionId, RegionKey)) -> Self {
+    pub(crate) fn of(
+        bound: &Bound,
+        part: &Part,
+        side: Side,
+        key: impl Fn(u32) -> (RegionId, RegionKey),
+    ) -> Self {
         let pair = &bound.pairs()[part.pair];
         let (grids, indices) = match side {
             Side::Local => (&pair.local, &pair.local_indices),
@@ -143,10 +148,16 @@ impl Described {
         let grids = (0..count)
             .map(|_| {
                 let region = reader.u32()?;
-                let grid =
-                    Grid { base: reader.u64()?, stride: reader.u64()?, length: reader.u64()?, count: reader.u32()? };
+                let grid = Grid {
+                    base: reader.u64()?,
+                    stride: reader.u64()?,
+                    length: reader.u64()?,
+                    count: reader.u32()?,
+                };
                 if region as usize >= regions.len() {
-                    return Err(reader.malformed(format_args!("a grid on region {region} of {}", regions.len())));
+                    return Err(
+                        reader.malformed(format_args!("a grid on region {region} of {}", regions.len()))
+                    );
                 }
                 grid.check(u64::MAX).map_err(|error| reader.malformed(error))?;
                 smallest = smallest.min(grid.count);
@@ -163,15 +174,24 @@ impl Described {
             1 => {
                 let len = reader.u32()? as usize;
                 if len > MAX_INDICES {
-                    return Err(reader.malformed(format_args!("{len} indices, at most {MAX_INDICES} are allowed")));
+                    return Err(
+                        reader.malformed(format_args!("{len} indices, at most {MAX_INDICES} are allowed"))
+                    );
                 }
                 let bytes = reader.bytes(len * 4)?;
-                bytes.as_chunks::<4>().0.iter().map(|index| u32::from_le_bytes(*index)).collect::<Vec<_>>().into()
+                bytes
+                    .as_chunks::<4>()
+                    .0
+                    .iter()
+                    .map(|index| u32::from_le_bytes(*index))
+                    .collect::<Vec<_>>()
+                    .into()
             }
             other => return Err(reader.malformed(format_args!("index list of kind {other}"))),
         };
         if indices.len() > MAX_INDICES {
-            return Err(reader.malformed(format_args!("{} indices, at most {MAX_INDICES} are allowed", indices.len())));
+            return Err(reader
+                .malformed(format_args!("{} indices, at most {MAX_INDICES} are allowed", indices.len())));
         }
         if indices.max().is_some_and(|max| max >= smallest) {
             return Err(reader.malformed("an index beyond its grid"));
@@ -187,7 +207,11 @@ impl Described {
         for placed in self.grids.iter() {
             let len = lengths.get(placed.region as usize).copied().unwrap_or(0);
             placed.grid.check(len).map_err(|error| {
-                if error.kind() == Kind::OutOfBounds { error } else { Error::new(Kind::Malformed, error.to_string()) }
+                if error.kind() == Kind::OutOfBounds {
+                    error
+                } else {
+                    Error::new(Kind::Malformed, error.to_string())
+                }
             })?;
         }
         Ok(())
@@ -240,7 +264,9 @@ mod tests {
             if let Ok(described) = Described::decode(&mut Reader::new("request", &flipped)) {
                 let max = described.indices.max().unwrap_or(0);
                 assert!(described.grids.iter().all(|placed| max < placed.grid.count));
-                assert!(described.grids.iter().all(|placed| (placed.region as usize) < described.regions.len()));
+                assert!(
+                    described.grids.iter().all(|placed| (placed.region as usize) < described.regions.len())
+                );
             }
         }
     }

@@ -3,7 +3,7 @@
 
 mod chaos;
 mod check;
-mod clauses;
+pub mod clauses;
 pub mod device;
 mod executor;
 mod far;
@@ -14,7 +14,7 @@ mod skip;
 mod suite;
 mod surroundings;
 
-pub use chaos::{Chaos, Fault};
+pub use chaos::{Chaos, Fault, Gate};
 pub use check::{Check, Failure};
 pub use clauses::{Breaker, CLAUSES, Clause, Runs};
 pub use device::TestDevice;

@@ -1,2 +1,247 @@
-//! Every clause of the suite must be seen to fail.
-fn main() {}
+//! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it must not hold; and
+//! unbroken, on the same ground, it must.
+//!
+//! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone. Arguments that do not
+//! begin with a dash choose: what is printed of a clause and its breaker must contain one of them.
+
+use std::collections::HashMap;
+use std::io::Read as _;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvx_core::Registry;
+use kvx_core::breaks::{BREAKS, break_only};
+use kvx_testkit::{Breaker, CLAUSES, Chaos, Clause, Fault, Mode, Runs, Setup, run, serve_if_asked};
+
+/// Tells a process which run it is: clause, backend, mode, variant.
+const VARIABLE: &str = "KVX_TESTKIT_CATCH";
+/// A broken clause that takes longer hangs, and so is caught.
+const BROKEN: Duration = Duration::from_secs(12);
+/// An unbroken one that takes longer fails.
+const UNBROKEN: Duration = Duration::from_secs(60);
+/// Runs at a time: broken clauses mostly wait, but unbroken ones measure time.
+const AT_ONCE: usize = 3;
+
+/// Backends to break, the cheapest to break first.
+const BACKENDS: [&str; 2] = ["TCP", "SHM"];
+
+/// The variants: nothing broken, a switch of core, or a fault in every backend.
+fn registry(variant: &str) -> Registry {
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
+    let switch = variant.strip_prefix("core switch ").map(|switch| {
+        *BREAKS
+            .iter()
+            .find(|known| **known == switch)
+            .unwrap_or_else(|| panic!("core has no switch {switch:?}"))
+    });
+    break_only(&Vec::from_iter(switch));
+    match variant.strip_prefix("chaos ") {
+        None => registry,
+        Some(name) => {
+            Chaos::registry(registry, Fault::named(name).unwrap_or_else(|| panic!("no fault {name:?}")))
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    serve_if_asked(registry);
+    if let Ok(asked) = std::env::var(VARIABLE) {
+        return answer(&asked);
+    }
+    let chosen: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    let jobs = jobs(&chosen);
+    let (begun, done) = (Instant::now(), Done::default());
+    let next = AtomicUsize::new(0);
+    println!("\nrunning {} tests", jobs.len());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    done.note(job, job.judge(&done));
+                }
+            });
+        }
+    });
+    let failed = done.failures.into_inner().expect("no thread panicked");
+    for line in &failed {
+        println!("\nfailed: {line}");
+    }
+    println!(
+        "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; 0 filtered out; finished in {:.2}s\n",
+        if failed.is_empty() { "ok" } else { "FAILED" },
+        jobs.len() - failed.len(),
+        failed.len(),
+        begun.elapsed().as_secs_f64()
+    );
+    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(101) }
+}
+
+/// One clause and one way to break it; without one, the clause fails for having none.
+struct Job {
+    clause: &'static Clause,
+    breaker: Option<&'static Breaker>,
+}
+
+fn jobs(chosen: &[String]) -> Vec<Job> {
+    let of = |clause: &'static Clause| {
+        let none = clause.breakers.is_empty().then_some(Job { clause, breaker: None });
+        clause.breakers.iter().map(move |breaker| Job { clause, breaker: Some(breaker) }).chain(none)
+    };
+    let all = CLAUSES.iter().copied().flatten().flat_map(of);
+    all.filter(|job| chosen.is_empty() || chosen.iter().any(|word| job.title().contains(word.as_str())))
+        .collect()
+}
+
+/// What the runs have shown so far.
+#[derive(Default)]
+struct Done {
+    failures: Mutex<Vec<String>>,
+    /// Unbroken runs: clause, backend and mode, and whether it held.
+    unbroken: Mutex<HashMap<(&'static str, &'static str, bool), Result<(), String>>>,
+}
+
+impl Done {
+    fn note(&self, job: &Job, verdict: Result<String, String>) {
+        let mut failures = self.failures.lock().expect("no thread panicked");
+        match verdict {
+            Ok(where_to) => println!("{}{where_to} … caught", job.title()),
+            Err(why) => {
+                println!("{} … NOT CAUGHT", job.title());
+                failures.push(format!("{}: {why}", job.title()));
+            }
+        }
+    }
+
+    /// Requires that the clause holds when nothing is broken.
+    fn holds(&self, clause: &'static Clause, backend: &'static str, mode: Mode) -> Result<(), String> {
+        let key = (clause.id, backend, mode == Mode::OneProcess);
+        if let Some(known) = self.unbroken.lock().expect("no thread panicked").get(&key) {
+            return known.clone();
+        }
+        let held = match Outcome::of(clause, backend, mode, "", UNBROKEN) {
+            Outcome::Holds => Ok(()),
+            Outcome::Fails(why) => Err(format!("it does not hold when nothing is broken: {why}")),
+        };
+        self.unbroken.lock().expect("no thread panicked").insert(key, held.clone());
+        held
+    }
+}
+
+impl Job {
+    fn title(&self) -> String {
+        let breaker = match self.breaker {
+            None => "nothing".to_owned(),
+            Some(Breaker::CompileFail(file)) => format!("what must not compile, a doc test of {file}"),
+            Some(breaker) => variant(breaker),
+        };
+        format!("clause {} {} broken by {breaker}", self.clause.id, self.clause.name)
+    }
+
+    /// Whether the clause fails when it is broken and holds when it is not; where it did, or why not.
+    fn judge(&self, done: &Done) -> Result<String, String> {
+        let breaker = self.breaker.ok_or("the clause has no breaker: nothing shows that it can fail")?;
+        if let Breaker::CompileFail(file) = breaker {
+            let path = format!("{}/../{file}", env!("CARGO_MANIFEST_DIR"));
+            let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+            let found = text.contains("```compile_fail");
+            return if found {
+                Ok(String::new())
+            } else {
+                Err(format!("{file} has no compile_fail doc test"))
+            };
+        }
+        let grounds = BACKENDS
+            .into_iter()
+            .flat_map(|backend| modes(self.clause.runs).iter().map(move |mode| (backend, *mode)));
+        for (backend, mode) in grounds {
+            if let Outcome::Fails(why) = Outcome::of(self.clause, backend, mode, &variant(breaker), BROKEN) {
+                done.holds(self.clause, backend, mode)?;
+                let place = if mode == Mode::OneProcess { "one process" } else { "two processes" };
+                if std::env::args().any(|argument| argument == "--nocapture") {
+                    println!("  {}: {why}", self.title());
+                }
+                return Ok(format!(" over {backend} in {place}"));
+            }
+        }
+        Err("the clause holds although it is broken".to_owned())
+    }
+}
+
+fn variant(breaker: &Breaker) -> String {
+    match breaker {
+        Breaker::Core(switch) => format!("core switch {switch}"),
+        Breaker::Chaos(fault) => format!("chaos {}", fault.name()),
+        Breaker::CompileFail(file) => (*file).to_owned(),
+    }
+}
+
+/// The cheapest first.
+fn modes(runs: Runs) -> &'static [Mode] {
+    match runs {
+        Runs::OneProcess => &[Mode::OneProcess],
+        Runs::TwoProcesses => &[Mode::TwoProcesses],
+        Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
+        Runs::Compiler => &[],
+    }
+}
+
+/// What one run showed.
+enum Outcome {
+    Holds,
+    Fails(String),
+}
+
+impl Outcome {
+    /// Runs a clause in a process of its own.
+    fn of(clause: &Clause, backend: &str, mode: Mode, variant: &str, patience: Duration) -> Self {
+        let place = if mode == Mode::OneProcess { "one" } else { "two" };
+        let asked = format!("{}/{backend}/{place}/{variant}", clause.id);
+        let mut command = Command::new(std::env::current_exe().expect("a program knows its file"));
+        command.env(VARIABLE, asked).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("this program can be started again");
+        let end = Instant::now() + patience;
+        let status = loop {
+            match child.try_wait().expect("a child can be waited for") {
+                Some(status) => break status,
+                None if Instant::now() >= end => return Outcome::Fails(cut_off(child, patience)),
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let mut said = String::new();
+        child.stdout.take().expect("it is piped").read_to_string(&mut said).ok();
+        match said.lines().find_map(|line| line.strip_prefix("clause fails: ")) {
+            Some(why) => Outcome::Fails(why.to_owned()),
+            None if status.success() => Outcome::Holds,
+            None => Outcome::Fails(format!("its process ended with {status}")),
+        }
+    }
+}
+
+fn cut_off(mut child: Child, patience: Duration) -> String {
+    child.kill().ok();
+    child.wait().ok();
+    format!("it did not end within {patience:?}")
+}
+
+/// Runs the clause that this process was started for.
+fn answer(asked: &str) -> ExitCode {
+    let mut parts = asked.splitn(4, '/');
+    let [Some(id), Some(backend), Some(place), Some(variant)] = [(); 4].map(|()| parts.next()) else {
+        panic!("{VARIABLE} is clause/backend/mode/variant, not {asked:?}");
+    };
+    let clause =
+        CLAUSES.iter().copied().flatten().find(|clause| clause.id == id).expect("the clause is known");
+    let mode = if place == "one" { Mode::OneProcess } else { Mode::TwoProcesses };
+    let mut setup = Setup::new(registry, variant, backend, mode);
+    setup.quick = true;
+    let check = run((clause.test)(&setup));
+    if let Err(failure) = &check {
+        println!("clause fails: {}", failure.to_string().replace('\n', " "));
+    }
+    // What a broken clause leaves behind is nobody's business.
+    std::process::exit(i32::from(check.is_err()));
+}

@@ -13,6 +13,10 @@ const CORE: &str = "kvx-core";
 /// Async runtimes, by crate name.
 const RUNTIMES: &[&str] = &["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
 
+/// What core is compiled with to be, on Linux, what it is on other systems: it then has neither Linux's modules nor
+/// the dependencies that only those need.
+const PORTABLE: &str = "--cfg kvx_portable -D warnings";
+
 /// The facade with this feature alone stays under this number of crates, itself included.
 const SMALL: (&str, usize) = ("tcp", 40);
 
@@ -31,6 +35,7 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
     let metadata = Metadata::of_everything()?;
     let mut failures = builds_alone(&metadata, until)?;
     failures.extend(core_has_no_runtime(until)?);
+    failures.extend(core_is_portable(&metadata, until)?);
     failures.extend(stays_small(&metadata, until)?);
     failures.extend(rust_version_is_enough(&metadata)?);
     Ok(failures)
@@ -63,6 +68,18 @@ fn core_has_no_runtime(until: Instant) -> Result<Option<String>> {
     println!("{CORE}: {} crates with all features", crates.len());
     let runtimes = runtimes(&crates);
     Ok((!runtimes.is_empty()).then(|| format!("{CORE} depends on an async runtime: {}", runtimes.join(", "))))
+}
+
+/// Core compiles as it does on other systems, without a warning.
+fn core_is_portable(metadata: &Metadata, until: Instant) -> Result<Option<String>> {
+    let shown = format!("RUSTFLAGS=\"{PORTABLE}\" cargo check -p {CORE}");
+    println!("{shown}");
+    let mut check = process::cargo(["check", "-p", CORE]);
+    // Other flags are another build of everything: it leaves the usual one alone. The encoded flags would win.
+    let target = metadata.target_directory()?.join("xtask").join("portable");
+    check.env("RUSTFLAGS", PORTABLE).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
+    let finished = process::run(check, left(until), Output::Shown)?;
+    Ok((!finished.succeeded()).then(|| format!("{shown}: {}", finished.end)))
 }
 
 fn stays_small(metadata: &Metadata, until: Instant) -> Result<Option<String>> {

@@ -435,6 +435,7 @@ impl PeerInner {
                 }
                 LinkState::Up if broken("lost-again") => {
                     state.lost = None;
+                    state.candidates.iter_mut().for_each(|candidate| candidate.stage = Stage::Untried);
                     drop(state);
                     self.probed(id, None);
                 }
@@ -554,7 +555,8 @@ impl PeerInner {
             let About::Kvx(known) = &state.about else {
                 return Err(Error::new(Kind::Invalid, "a foreign peer has no kvx metadata to update"));
             };
-            if metadata.generation <= known.generation && !broken("stale-metadata") {
+            let older = metadata.generation <= known.generation && !broken("stale-metadata");
+            if older || broken("no-update") {
                 return Ok(false);
             }
             state.about = About::Kvx(Arc::clone(&metadata));
@@ -625,7 +627,9 @@ fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Erro
 impl Drop for PeerInner {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
-            return;
+            // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
+            let State { candidates, parked, probe, .. } = self.state.get_mut();
+            return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
         }
         let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
         let (links, parked) = {

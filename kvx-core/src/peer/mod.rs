@@ -34,6 +34,7 @@ impl Peer {
 
     /// A region by name. Errors: `Unregistered`, with the names there are.
     pub fn region(&self, name: &str) -> Result<PeerRegion> {
+        crate::fork::check()?;
         let About::Kvx(metadata) = self.0.about() else {
             return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
         };

@@ -156,6 +156,8 @@ impl Copier {
             return Err(Stopped::OwnerGone);
         }
         result.map_err(|errno| match errno {
+            // It was there for the handshake: it is ending, and its memory has gone before its sockets.
+            Errno::SRCH if owner.process.pid > 0 => Stopped::OwnerGone,
             Errno::FAULT => Stopped::Failed(
                 Error::os(
                     "the peer's memory is not there any more: it was unmapped without being revoked",

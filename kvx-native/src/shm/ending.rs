@@ -1,5 +1,6 @@
 //! The end of connections: lost, closed, silent; and the clock that notices silence.
 
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use kvx_core::reactor::Outbox;
@@ -62,7 +63,7 @@ impl Machine {
             connection.clear_queue();
             connection.flush(&self.poller);
             connection.phase = Phase::Leaving;
-            socket::finish(std::os::fd::AsFd::as_fd(&connection.socket));
+            socket::finish(connection.socket.as_fd());
         }
     }
 
@@ -91,10 +92,13 @@ impl Machine {
     /// The peer is gone, or has closed: takes what it had sent before, then ends the connection.
     pub(crate) fn other_end_gone(&mut self, at: usize, out: &mut Outbox) {
         self.receive(at, usize::MAX, out);
-        if self.connections.contains(at) {
-            let reason = if self.connections[at].process.ended() { peer_died() } else { peer_closed() };
-            self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
-        }
+        let Some(connection) = self.connections.get(at) else { return };
+        let ended = connection.process.ended();
+        // A process that is ending loses its memory first, and may still copy until its last thread has ended.
+        let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
+        let reason = if ended || !proven { peer_died() } else { peer_closed() };
+        let end = if proven { End::Proven } else { End::Ours };
+        self.end(at, reason.clone(), end, Some(LinkState::Lost(reason)), out);
     }
 
     /// The peer broke the protocol: nothing more is read from it.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
+    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
 };
 use kvx_core::{
     Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId,
@@ -50,6 +50,7 @@ pub(crate) struct Import {
     pub(crate) id: RegionId,
     pub(crate) key: RegionKey,
     pub(crate) len: u64,
+    pub(crate) reach: Reach,
 }
 
 impl RemoteRegion for Import {}
@@ -66,18 +67,25 @@ impl ShmLink {
         ShmLink { opened, wiring, imports: AtomicU64::new(0) }
     }
 
-    /// Whether the peer can read the local memory that this write takes its bytes from.
-    fn peer_reads(&self, plan: &Bound) -> Result<()> {
-        let foreign = |region: &Arc<dyn LocalRegion>| {
-            let any: &dyn Any = &**region;
-            any.downcast_ref::<ShmRegion>().is_none_or(|region| region.reach == Reach::Foreign)
+    /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for a write.
+    fn check_sight(&self, plan: &Bound) -> Result<()> {
+        let foreign = match plan.op() {
+            Op::Read => plan.remotes().iter().any(|remote| {
+                let any: &dyn Any = &*remote.region;
+                any.downcast_ref::<Import>().is_none_or(|import| import.reach == Reach::Foreign)
+            }),
+            Op::Write => plan.locals().iter().any(|local| {
+                let any: &dyn Any = &*local.region;
+                any.downcast_ref::<ShmRegion>().is_none_or(|region| region.reach == Reach::Foreign)
+            }),
         };
-        if !plan.locals().iter().any(|local| foreign(&local.region)) {
-            return Ok(());
-        }
-        match self.wiring.sight.get() {
-            Some(sight) => sight.theirs.clone(),
-            None => Err(self.wiring.gone()),
+        match (foreign, self.wiring.sight.get()) {
+            (false, _) => Ok(()),
+            (true, None) => Err(self.wiring.gone()),
+            (true, Some(sight)) => match plan.op() {
+                Op::Read => sight.ours.clone(),
+                Op::Write => sight.theirs.clone(),
+            },
         }
     }
 }
@@ -90,14 +98,19 @@ unsafe impl Link for ShmLink {
     }
 
     fn describe(&self) -> String {
-        let word = |sight: &Result<()>| if sight.is_ok() { "yes" } else { "no" };
         match self.wiring.sight.get() {
             None => "shared memory, not up".to_owned(),
-            Some(sight) => format!(
-                "shared memory: pools mapped; other memory by process_vm_readv: read {}, write {}",
-                word(&sight.ours),
-                word(&sight.theirs)
-            ),
+            Some(Sight { ours: Ok(()), theirs: Ok(()) }) => {
+                "shared memory: pools mapped, other memory by process_vm_readv".to_owned()
+            }
+            Some(sight) => {
+                let refused = |op, sight: &Result<()>| match sight {
+                    Ok(()) => String::new(),
+                    Err(reason) => format!("; no {op} of other memory: {}", reason.sentence()),
+                };
+                let (reads, writes) = (refused("reads", &sight.ours), refused("writes", &sight.theirs));
+                format!("shared memory: pools mapped{reads}{writes}")
+            }
         }
     }
 
@@ -118,23 +131,18 @@ unsafe impl Link for ShmLink {
                 format!("SHM moves host memory, and the peer's region is {} memory", region.kind),
             ));
         }
-        if Reach::import(region.export)? == Reach::Foreign {
-            match self.wiring.sight.get() {
-                Some(sight) => sight.ours.clone()?,
-                None => return Err(self.wiring.gone()),
-            }
-        }
+        // Whether foreign memory can be read matters for reads only: a post says so.
+        let reach = Reach::import(region.export)?;
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
-        let import = Arc::new(Import { number, id: region.id, key: region.key, len: region.len });
+        let import = Arc::new(Import { number, id: region.id, key: region.key, len: region.len, reach });
         let link = Arc::clone(&self.wiring);
         self.opened.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
         Ok(import)
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
-        if plan.op() == Op::Write
-            && let Err(reason) = self.peer_reads(&plan)
-        {
+        if let Err(reason) = self.check_sight(&plan) {
+            drop(plan);
             return done.settle(Err(reason));
         }
         let size = plan.size();

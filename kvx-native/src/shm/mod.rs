@@ -11,6 +11,8 @@ mod error;
 mod granting;
 mod handshake;
 mod host;
+#[cfg(test)]
+mod hostile;
 mod link;
 mod memory;
 mod messages;

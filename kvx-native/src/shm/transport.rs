@@ -49,7 +49,7 @@ impl Factory for Shm {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 100, without_a_list: WithoutAList::Open, speaks_for: &[] }
+        Placement { order: 10, without_a_list: WithoutAList::Open, speaks_for: &[] }
     }
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {

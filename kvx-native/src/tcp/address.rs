@@ -53,7 +53,10 @@ pub(super) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
         })
         .collect::<Result<Vec<_>>>()?;
     if let Some(bad) = addresses.iter().find(|address| address.port() == 0 || address.ip().is_unspecified()) {
-        return Err(Error::new(Kind::Malformed, format!("malformed TCP address: nobody can connect to {bad}")));
+        return Err(Error::new(
+            Kind::Malformed,
+            format!("malformed TCP address: nobody can connect to {bad}"),
+        ));
     }
     if version == VERSION {
         reader.end()?;

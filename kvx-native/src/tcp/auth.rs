@@ -48,7 +48,8 @@ impl Transcript {
 
     fn mac(&self, label: Label) -> Option<Hmac<Sha256>> {
         let secret = self.secret.as_ref()?;
-        let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+        let mut mac =
+            <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
         mac.update(label.bytes());
         mac.update(&self.said);
         Some(mac)
@@ -69,7 +70,9 @@ impl Transcript {
                 Error::new(Kind::Denied, "the shared secrets of the two agents differ: give both the same")
             }),
             None if proof.is_empty() => Ok(()),
-            None => Err(Error::new(Kind::Malformed, "malformed handshake: a proof where nobody has a secret")),
+            None => {
+                Err(Error::new(Kind::Malformed, "malformed handshake: a proof where nobody has a secret"))
+            }
         }
     }
 }
@@ -147,7 +150,12 @@ impl Knock {
     }
 
     /// Takes a frame of the owner's. `Some`: the end. An error ends the connection; `out` may hold a last word.
-    pub(super) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Option<Verdict>> {
+    pub(super) fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<Option<Verdict>> {
         match (header.frame, self.challenged) {
             (Frame::Refuse, _) => Err(read_refuse(body)),
             (Frame::Challenge, false) => {
@@ -346,7 +354,9 @@ mod tests {
         for secret in [None, secret("sixteen bytes ok")] {
             let done = converse(secret.clone(), secret, who("p0", 2));
             assert_eq!(done.initiator.unwrap(), Verdict::Welcome);
-            assert!(matches!(done.owner.unwrap(), Step::Guest { who: guest, lane: 3 } if guest == who("d0", 1)));
+            assert!(
+                matches!(done.owner.unwrap(), Step::Guest { who: guest, lane: 3 } if guest == who("d0", 1))
+            );
         }
     }
 
@@ -400,7 +410,8 @@ mod tests {
 
     #[test]
     fn no_common_version_names_both_ranges() {
-        let future = Hello { versions: Versions { min: 7, max: 9 }, secret: false, lane: 0, nonce: [0; 32] }.encode();
+        let future =
+            Hello { versions: Versions { min: 7, max: 9 }, secret: false, lane: 0, nonce: [0; 32] }.encode();
         let mut door = Door::new(None, who("p0", 2), None);
         let header = Header { frame: Frame::Hello, len: future.len(), id: 0 };
         let error = door.frame(header, &future, &mut Vec::new()).unwrap_err();

@@ -34,7 +34,8 @@ pub(super) struct Config {
 impl Config {
     /// Reads the table. Errors: `Invalid`, naming the option.
     pub(super) fn read(options: &Options) -> Result<Self> {
-        let table = options.table("tcp", &["bind", "advertise", "ports", "connections", "max_connections"])?;
+        let table =
+            options.table("tcp", &["bind", "advertise", "ports", "connections", "max_connections"])?;
         let bind = match table.text("bind")? {
             None => IpAddr::from([127, 0, 0, 1]),
             Some(text) => resolve("bind", text)?.ip(),
@@ -47,11 +48,15 @@ impl Config {
                 format!("option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"),
             ));
         }
-        let advertise = advertise.iter().map(|text| resolve("advertise", text)).collect::<Result<Vec<_>>>()?;
+        let advertise =
+            advertise.iter().map(|text| resolve("advertise", text)).collect::<Result<Vec<_>>>()?;
         if let Some(bad) = advertise.iter().find(|address| address.ip().is_unspecified()) {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("option \"tcp.advertise\" is {}: nobody can connect to that; write an address", bad.ip()),
+                format!(
+                    "option \"tcp.advertise\" is {}: nobody can connect to that; write an address",
+                    bad.ip()
+                ),
             ));
         }
         let ports = match table.text("ports") {
@@ -63,7 +68,8 @@ impl Config {
             advertise,
             ports,
             connections: table.number("connections", 1..=64)?.unwrap_or(CONNECTIONS) as usize,
-            max_connections: table.number("max_connections", 2..=1 << 20)?.unwrap_or(MAX_CONNECTIONS) as usize,
+            max_connections: table.number("max_connections", 2..=1 << 20)?.unwrap_or(MAX_CONNECTIONS)
+                as usize,
         })
     }
 }
@@ -75,7 +81,9 @@ fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
         (Ok(from), Ok(to)) if from > 0 && from <= to => Ok(from..=to),
         _ => Err(Error::new(
             Kind::Invalid,
-            format!("option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \"7000-7010\""),
+            format!(
+                "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \"7000-7010\""
+            ),
         )),
     }
 }
@@ -95,11 +103,14 @@ fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
     let wrong = |why: String| {
         Error::new(
             Kind::Invalid,
-            format!("option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that resolves"),
+            format!(
+                "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that resolves"
+            ),
         )
     };
     let port = port.ok_or_else(|| wrong("whose port is not a number".into()))?;
-    let mut found = (name, port).to_socket_addrs().map_err(|error| wrong(format!("which does not resolve ({error})")))?;
+    let mut found =
+        (name, port).to_socket_addrs().map_err(|error| wrong(format!("which does not resolve ({error})")))?;
     found.next().ok_or_else(|| wrong("which resolves to nothing".into()))
 }
 
@@ -131,13 +142,15 @@ mod tests {
 
     #[test]
     fn addresses_come_with_or_without_a_port_and_in_both_families() {
-        let config = read(r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#);
+        let config =
+            read(r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#);
         let config = config.unwrap();
         assert_eq!(config.bind, "::1".parse::<IpAddr>().unwrap());
         assert_eq!(config.advertise[0], "10.0.0.5:0".parse().unwrap());
         assert_eq!(config.advertise[1], "[fd00::1]:81".parse().unwrap());
         assert!(config.advertise[2].ip().is_loopback() && config.advertise[2].port() == 80);
-        for bad in [r#"{"bind": "no such host."}"#, r#"{"advertise": "0.0.0.0"}"#, r#"{"advertise": "a:b"}"#] {
+        for bad in [r#"{"bind": "no such host."}"#, r#"{"advertise": "0.0.0.0"}"#, r#"{"advertise": "a:b"}"#]
+        {
             let error = read(&format!(r#"{{"tcp": {bad}}}"#)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
         }

@@ -38,8 +38,8 @@ pub(super) enum Effect {
     Welcome { link: LinkId, lane: u8 },
     /// Another incarnation answered.
     Restarted { link: LinkId, incarnation: Incarnation },
-    /// A request of a transfer has ended.
-    Ended { link: LinkId, transfer: TransferId, result: Result<()> },
+    /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
+    Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
     /// A notification has arrived.
     Acked { link: LinkId, id: u64 },
     /// A peer got in.
@@ -159,7 +159,10 @@ impl Role {
 enum Change {
     Stay,
     /// The handshake is done.
-    Become { role: Role, lane: u8 },
+    Become {
+        role: Role,
+        lane: u8,
+    },
     /// To be closed when the output has gone.
     Close,
 }
@@ -239,7 +242,8 @@ impl Output {
     }
 
     fn pieces(&self, pieces: &mut Vec<libc::iovec>) {
-        let piece = |bytes: &[u8]| libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+        let piece =
+            |bytes: &[u8]| libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
         pieces.clear();
         if self.head_at < self.head.len() {
             pieces.push(piece(&self.head[self.head_at..]));

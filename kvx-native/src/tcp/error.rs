@@ -16,7 +16,9 @@ pub(super) fn of_peer(error: Error, peer: &Identity) -> Error {
 /// A connect that did not come about.
 pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     let hint = match errno {
-        Errno::CONNREFUSED => "nobody listens there: check that the peer runs and that its metadata is current",
+        Errno::CONNREFUSED => {
+            "nobody listens there: check that the peer runs and that its metadata is current"
+        }
         _ => "check the route and \"tcp.advertise\" of the peer",
     };
     Error::os(format!("no connection to {address}; {hint}"), errno).kind_is(Kind::PeerLost)
@@ -26,7 +28,9 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
 pub(super) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
         Kind::PeerLost,
-        format!("no answer from {address} in time: check that the peer runs and that a kvx agent listens there"),
+        format!(
+            "no answer from {address} in time: check that the peer runs and that a kvx agent listens there"
+        ),
     )
 }
 
@@ -34,8 +38,15 @@ pub(super) fn no_answer(address: SocketAddr) -> Error {
 pub(super) fn silent(seconds: f64) -> Error {
     Error::new(
         Kind::PeerLost,
-        format!("nothing was heard from the peer for {seconds} s with work in flight: check whether it is stopped"),
+        format!(
+            "nothing was heard from the peer for {seconds} s with work in flight: check whether it is stopped"
+        ),
     )
+}
+
+/// Work on a link that was lost before its user heard of it.
+pub(super) fn gone() -> Error {
+    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
 }
 
 /// Work on something that was closed.

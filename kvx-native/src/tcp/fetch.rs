@@ -80,7 +80,13 @@ impl Lane {
     }
 
     /// Sends out a part of a transfer.
-    pub(super) fn request(&mut self, plan: &Arc<Bound>, part: &Part, transfer: TransferId, output: &mut Output) {
+    pub(super) fn request(
+        &mut self,
+        plan: &Arc<Bound>,
+        part: &Part,
+        transfer: TransferId,
+        output: &mut Output,
+    ) {
         let remote = Described::of(plan, part, Side::Remote, |region| {
             let side = plan.remote(region);
             (side.id, side.key)
@@ -106,7 +112,15 @@ impl Lane {
         self.bytes += bytes;
         self.described += described;
         let blocks = Some(Blocks::local(Arc::clone(plan), cursor));
-        self.requests.insert(Request { id, op, transfer: Some(transfer), blocks, left: bytes, bytes, described });
+        self.requests.insert(Request {
+            id,
+            op,
+            transfer: Some(transfer),
+            blocks,
+            left: bytes,
+            bytes,
+            described,
+        });
     }
 
     fn find(&self, id: u64) -> Option<usize> {
@@ -133,8 +147,16 @@ impl Lane {
         }
     }
 
-    fn end(&mut self, id: u64, result: Result<()>, output: &mut Output, effects: &mut Vec<Effect>) -> Result<()> {
-        let Some(slot) = self.find(id) else { return Err(malformed(format_args!("an end of {id}, which is not open"))) };
+    fn end(
+        &mut self,
+        id: u64,
+        result: Result<()>,
+        output: &mut Output,
+        effects: &mut Vec<Effect>,
+    ) -> Result<()> {
+        let Some(slot) = self.find(id) else {
+            return Err(malformed(format_args!("an end of {id}, which is not open")));
+        };
         let request = self.requests.remove(slot);
         self.bytes -= request.bytes;
         self.described -= request.described;
@@ -142,12 +164,13 @@ impl Lane {
         if request.transfer.is_some() && result.is_ok() && (request.left > 0 || going_out) {
             return Err(malformed("a good end before the last byte"));
         }
-        if request.op == Op::Write && request.transfer.is_some() && self.stop_write(slot, request.left, output) {
+        if request.op == Op::Write
+            && request.transfer.is_some()
+            && self.stop_write(slot, request.left, output)
+        {
             put_bare(&mut output.control, Frame::Cancel, id);
         }
-        if let Some(transfer) = request.transfer {
-            effects.push(Effect::Ended { link: self.link, transfer, result });
-        }
+        effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
         Ok(())
     }
 
@@ -166,7 +189,13 @@ impl Lane {
     }
 
     /// Gives up all requests of a transfer: from here on, its memory is not touched.
-    pub(super) fn give_up(&mut self, transfer: TransferId, input: &mut Input, output: &mut Output, bin: &mut Bin) {
+    pub(super) fn give_up(
+        &mut self,
+        transfer: TransferId,
+        input: &mut Input,
+        output: &mut Output,
+        bin: &mut Bin,
+    ) {
         let slots = self.requests.iter().filter(|(_, request)| request.transfer == Some(transfer));
         for slot in slots.map(|(slot, _)| slot).collect::<Vec<_>>() {
             let request = &mut self.requests[slot];

@@ -169,7 +169,8 @@ pub(super) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
 pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
     let Some((kind, sentence)) = body.split_first() else { return Ok(Ok(())) };
     let reader = Reader::new("End", body);
-    let sentence = std::str::from_utf8(sentence).map_err(|_| reader.malformed("a sentence that is not UTF-8"))?;
+    let sentence =
+        std::str::from_utf8(sentence).map_err(|_| reader.malformed("a sentence that is not UTF-8"))?;
     let sentence = truncated(sentence).replace(char::is_control, " ");
     Ok(Err(Error::new(kind_from_wire(*kind), sentence)))
 }

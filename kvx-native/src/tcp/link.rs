@@ -59,7 +59,10 @@ unsafe impl Link for TcpLink {
         if !region.kind.is_host() {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("TCP moves host memory, and region {} of the peer is {} memory", region.id, region.kind),
+                format!(
+                    "TCP moves host memory, and region {} of the peer is {} memory",
+                    region.id, region.kind
+                ),
             ));
         }
         Ok(Arc::new(TcpRemote))

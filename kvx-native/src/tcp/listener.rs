@@ -89,11 +89,16 @@ fn refused(bind: IpAddr, errno: Errno) -> Error {
 }
 
 fn busy(bind: IpAddr, from: u16, to: u16) -> Error {
-    let free = bound(SocketAddr::new(bind, 0)).and_then(|socket| local_address(&socket)).map(|address| address.port());
+    let free = bound(SocketAddr::new(bind, 0))
+        .and_then(|socket| local_address(&socket))
+        .map(|address| address.port());
     let free = free.map_or_else(|_| "another range".into(), |port| format!("{port}, which is free now,"));
     let which = if from == to { format!("port {from} is") } else { format!("ports {from} to {to} are all") };
-    Error::os(format!("{which} in use on {bind} (\"tcp.ports\"): set it to {free} or leave it out"), Errno::ADDRINUSE)
-        .kind_is(Kind::Exhausted)
+    Error::os(
+        format!("{which} in use on {bind} (\"tcp.ports\"): set it to {free} or leave it out"),
+        Errno::ADDRINUSE,
+    )
+    .kind_is(Kind::Exhausted)
 }
 
 fn unspecified(bind: IpAddr) -> Error {
@@ -178,7 +183,8 @@ mod tests {
         assert!(sentence.contains(&format!("port {port} is in use")), "{sentence}");
         assert!(sentence.contains("tcp.ports"), "{sentence}");
         let words = sentence.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u16>().ok());
-        let free = words.filter(|number| *number > 1024 && *number != port).last().expect("a free port is named");
+        let free =
+            words.filter(|number| *number > 1024 && *number != port).last().expect("a free port is named");
         assert_eq!(open(&format!(r#"{{"tcp": {{"ports": {free}}}}}"#)).unwrap().addresses[0].port(), free);
     }
 

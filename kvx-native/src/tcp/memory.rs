@@ -59,7 +59,10 @@ impl Regions {
             .iter()
             .map(|(id, key)| match table.served.get(id) {
                 Some(served) if served.key.matches(key) => Ok(Arc::clone(served)),
-                Some(_) => Err(Error::new(Kind::WrongKey, format!("wrong key for region {id}: use its owner's metadata"))),
+                Some(_) => Err(Error::new(
+                    Kind::WrongKey,
+                    format!("wrong key for region {id}: use its owner's metadata"),
+                )),
                 None if table.revoked.contains(id) => {
                     Err(Error::new(Kind::Revoked, format!("region {id} was revoked by its owner")))
                 }
@@ -85,7 +88,9 @@ impl TcpRegion {
         if !kind.is_host() {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("TCP moves host memory, not {kind}: register a host pool, or use a backend that reaches the device"),
+                format!(
+                    "TCP moves host memory, not {kind}: register a host pool, or use a backend that reaches the device"
+                ),
             ));
         }
         Ok(TcpRegion { served: handle.shared.regions.add(spec), handle })
@@ -114,7 +119,11 @@ mod tests {
     use super::*;
 
     fn spec(id: u64, key: u8) -> RegionSpec {
-        RegionSpec { id: RegionId(id), key: RegionKey([key; 16]), memory: Arc::new(Memory::owned(vec![0; 8])) }
+        RegionSpec {
+            id: RegionId(id),
+            key: RegionKey([key; 16]),
+            memory: Arc::new(Memory::owned(vec![0; 8])),
+        }
     }
 
     #[test]

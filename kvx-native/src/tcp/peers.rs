@@ -138,7 +138,11 @@ impl Peer {
             return;
         }
         let is_small = size.bytes <= SMALL && size.blocks <= SMALL_BLOCKS;
-        if is_small { self.small.push_back(id) } else { self.bulk.push_back(id) }
+        if is_small {
+            self.small.push_back(id)
+        } else {
+            self.bulk.push_back(id)
+        }
         self.transfers.insert(id, Transfer { plan, done, parts, next: 0, out: 0 });
     }
 

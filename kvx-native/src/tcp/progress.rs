@@ -231,7 +231,8 @@ impl Machine {
             return 0;
         }
         let link = conn.role.lane().map(|(link, _)| link);
-        if let (Role::Connecting { link, lane }, Some(peer)) = (&conn.role, link.and_then(|link| self.peers.get(&link)))
+        if let (Role::Connecting { link, lane }, Some(peer)) =
+            (&conn.role, link.and_then(|link| self.peers.get(&link)))
         {
             let (link, lane) = (*link, *lane);
             if let Err(error) = greet(conn, link, lane, peer, &self.shared) {
@@ -295,7 +296,8 @@ impl Machine {
                 }
                 Effect::Ended { link, transfer, result } => {
                     let Some(peer) = self.peers.get_mut(&link) else { continue };
-                    if peer.ended(transfer, &result, out)
+                    if let Some(transfer) = transfer
+                        && peer.ended(transfer, &result, out)
                         && let Err(error) = result
                     {
                         self.give_up(link, transfer, error, out);
@@ -533,7 +535,7 @@ impl Progress for Machine {
                     peer.post(plan, id, done, out);
                     self.eager.push(link);
                 }
-                None => out.settle(done, Err(error::closed("the link"))),
+                None => out.settle(done, Err(error::gone())),
             },
             Command::Notify { link, bytes, done } => match self.peers.get_mut(&link) {
                 Some(peer) => {
@@ -541,7 +543,7 @@ impl Progress for Machine {
                     peer.notify(bytes, done);
                     self.eager.push(link);
                 }
-                None => out.settle(done, Err(error::closed("the link"))),
+                None => out.settle(done, Err(error::gone())),
             },
             Command::Cancel { link, id } => {
                 let why = Error::new(Kind::Cancelled, "the transfer was cancelled");

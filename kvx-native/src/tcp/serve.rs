@@ -281,7 +281,13 @@ impl Guest {
     }
 
     /// Ends all access to a region at once.
-    pub(super) fn revoke(&mut self, region: RegionId, input: &mut Input, output: &mut Output, scope: &mut Scope<'_>) {
+    pub(super) fn revoke(
+        &mut self,
+        region: RegionId,
+        input: &mut Input,
+        output: &mut Output,
+        scope: &mut Scope<'_>,
+    ) {
         let revoked = Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
         self.stop_reads(|reading| reading.blocks.touches(region), &revoked, output, scope.described);
         for (id, writing) in &mut self.writes {

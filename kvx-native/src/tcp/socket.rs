@@ -67,7 +67,9 @@ pub(super) unsafe fn receive(socket: &OwnedFd, pieces: &mut [libc::iovec]) -> Re
     // SAFETY: the pieces outlive the call; the caller vouches for what they name.
     let got = unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
-        Some(0) => Err(Error::new(Kind::PeerLost, "the peer closed the connection: check whether it still runs")),
+        Some(0) => {
+            Err(Error::new(Kind::PeerLost, "the peer closed the connection: check whether it still runs"))
+        }
         got => Ok(got),
     }
 }

@@ -8,8 +8,8 @@ use kvx_core::transport::{
     Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Error, Identity, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    Capabilities, Error, Identity, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
 use super::address;

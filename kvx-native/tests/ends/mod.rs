@@ -1,6 +1,8 @@
 //! Two ends of a link for the tests of SHM: agents, regions and plans in few words.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod child;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,7 +37,7 @@ pub(crate) enum On {
 pub(crate) const BOTH: [On; 2] = [On::Pool, On::Foreign];
 
 impl On {
-    pub fn memory(self, len: usize) -> Memory {
+    pub(crate) fn memory(self, len: usize) -> Memory {
         match self {
             On::Pool => Memory::pool(len).build().unwrap(),
             On::Foreign => Memory::owned(vec![0; len]),

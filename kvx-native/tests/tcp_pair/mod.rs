@@ -1,25 +1,28 @@
 //! Two agents over TCP, for the tests of this crate.
 #![allow(dead_code)] // each test binary uses its part
 
+pub(crate) mod raw;
+pub(crate) mod relay;
+
 use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry, Secret};
 use kvx_native::Tcp;
 
 /// Nothing here takes longer unless it hangs.
-pub const CUT_OFF: Duration = Duration::from_secs(10);
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
-pub fn registry() -> Registry {
+pub(crate) fn registry() -> Registry {
     let mut registry = Registry::new();
     registry.add(Tcp).unwrap();
     registry
 }
 
-pub fn agent(name: &str) -> Agent {
+pub(crate) fn agent(name: &str) -> Agent {
     Agent::builder(name).build(&registry()).unwrap()
 }
 
-pub fn agent_with(name: &str, options: &str, secret: Option<&str>) -> Agent {
+pub(crate) fn agent_with(name: &str, options: &str, secret: Option<&str>) -> Agent {
     let mut builder = Agent::builder(name).options(Options::parse(options).unwrap());
     if let Some(secret) = secret {
         builder = builder.secret(Secret::new(secret.as_bytes().to_vec()).unwrap());
@@ -28,7 +31,7 @@ pub fn agent_with(name: &str, options: &str, secret: Option<&str>) -> Agent {
 }
 
 /// Bytes that differ from place to place.
-pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let mut bytes = Vec::with_capacity(len + 8);
     while bytes.len() < len {
@@ -40,7 +43,7 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
 }
 
 /// A permutation of `0..count`.
-pub fn shuffled(count: u32, seed: u64) -> Vec<u32> {
+pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
     let mut list: Vec<u32> = (0..count).collect();
     let mut state = seed | 1;
     for at in (1..list.len()).rev() {
@@ -51,21 +54,21 @@ pub fn shuffled(count: u32, seed: u64) -> Vec<u32> {
 }
 
 /// An owner with a region `kv` and a reader that is connected to it.
-pub struct Pair {
-    pub owner: Agent,
-    pub theirs: Region,
-    pub reader: Agent,
-    pub ours: Region,
-    pub peer: Peer,
-    pub bytes: Vec<u8>,
+pub(crate) struct Pair {
+    pub(crate) owner: Agent,
+    pub(crate) theirs: Region,
+    pub(crate) reader: Agent,
+    pub(crate) ours: Region,
+    pub(crate) peer: Peer,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Pair {
-    pub fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         Self::of(agent("owner"), agent("reader"), len)
     }
 
-    pub fn of(owner: Agent, reader: Agent, len: usize) -> Self {
+    pub(crate) fn of(owner: Agent, reader: Agent, len: usize) -> Self {
         let bytes = pattern(len, 7);
         let theirs = owner.register("kv", Memory::owned(bytes.clone())).unwrap();
         let ours = reader.register("kv", Memory::owned(vec![0; len])).unwrap();
@@ -74,24 +77,24 @@ impl Pair {
         Pair { owner, theirs, reader, ours, peer, bytes }
     }
 
-    pub fn read(&self, grid: Grid, from: Vec<u32>, to: Vec<u32>) -> Plan {
+    pub(crate) fn read(&self, grid: Grid, from: Vec<u32>, to: Vec<u32>) -> Plan {
         let remote = self.peer.region("kv").unwrap().grid(grid).unwrap();
         Plan::read(self.ours.grid(grid).unwrap().blocks(to), remote.blocks(from)).unwrap()
     }
 
-    pub fn write(&self, grid: Grid, from: Vec<u32>, to: Vec<u32>) -> Plan {
+    pub(crate) fn write(&self, grid: Grid, from: Vec<u32>, to: Vec<u32>) -> Plan {
         let remote = self.peer.region("kv").unwrap().grid(grid).unwrap();
         Plan::write(self.ours.grid(grid).unwrap().blocks(from), remote.blocks(to)).unwrap()
     }
 
-    pub fn all(region: &Region) -> Vec<u8> {
+    pub(crate) fn all(region: &Region) -> Vec<u8> {
         let mut bytes = vec![0; region.memory().len()];
         region.copy_out(0, &mut bytes).unwrap();
         bytes
     }
 
     /// One small read through everything.
-    pub fn still_works(&self) {
+    pub(crate) fn still_works(&self) {
         let plan = self.read(Grid::packed(64, 4), vec![3], vec![1]);
         self.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
     }

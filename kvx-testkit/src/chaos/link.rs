@@ -104,7 +104,7 @@ unsafe impl Link for ChaosLink {
     }
 
     fn describe(&self) -> String {
-        self.inner.describe()
+        if self.fault == Some(Fault::Mute) { String::new() } else { self.inner.describe() }
     }
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {

@@ -106,6 +106,8 @@ faults! {
     AnyIncarnation "any incarnation",
     /// Newer metadata is ignored, and regions that only it names cannot be imported.
     IgnoreUpdate "ignore update",
+    /// A link does not say how it reaches the peer.
+    Mute "mute",
     /// An agent cannot link to itself.
     NoLoopback "no loopback",
     /// Shutting one transport down closes the links of all transports of the process.
@@ -119,6 +121,9 @@ faults! {
 }
 
 impl Fault {
+    /// Those that break nothing: every clause must hold under them.
+    pub const HARMLESS: &[Fault] = &[Fault::Delay, Fault::Reorder];
+
     /// The fault of this name.
     pub fn named(name: &str) -> Option<Fault> {
         Fault::ALL.iter().copied().find(|fault| fault.name() == name)

@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{
-    Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable, Verdict, WithoutAList,
+    Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable, Verdict,
+    WithoutAList,
 };
 
 use super::{Breaker, Clause, Runs, clauses};
+use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::backends;
 use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
@@ -17,7 +19,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(backends:
     B1 a_list_of_backends_restricts, Both, [Breaker::Core("silent-fallback")];
     B2 without_a_list_the_order_decides, Both, [Breaker::Core("order")];
     B3 missing_backends_are_three_errors, OneProcess, [Breaker::Core("one-error")];
-    B4 the_route_explains_itself, Both, [Breaker::Core("mute-route")];
+    B4 the_route_explains_itself, Both, [Breaker::Chaos(Fault::Mute)];
 );
 
 /// A backend by another name and at another place in the order.
@@ -160,7 +162,11 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     ensure!(sentence.contains("TWIN"), "it does not say why TWIN cannot be used: {sentence}");
     // One that cannot run is a reason, as long as another of the list can.
     let agent = choice.agent(setup, Some(&["absent", "tWiN", &lower]))?;
-    ensure!(agent.backends() == ["TWIN", choice.backend], "the order of the list became {:?}", agent.backends());
+    ensure!(
+        agent.backends() == ["TWIN", choice.backend],
+        "the order of the list became {:?}",
+        agent.backends()
+    );
     let (peer, near) = connect(&agent, setup, &metadata)?;
     let used = read(&peer, &near).await?;
     ensure!(used == choice.backend, "the list [absent, tWiN, {lower}] used {used}");
@@ -182,12 +188,20 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     let own = choice.inner.placement().without_a_list;
     let (peer, near) = connect(&agent, setup, &target.far.metadata()?)?;
     if own == WithoutAList::Open {
-        ensure!(agent.backends() == ["FIRST", choice.backend], "without a list {:?} are open", agent.backends());
+        ensure!(
+            agent.backends() == ["FIRST", choice.backend],
+            "without a list {:?} are open",
+            agent.backends()
+        );
         let used = read(&peer, &near).await?;
         ensure!(used == choice.backend, "the peer has {} alone, {used} was used", choice.backend);
     }
     let agent = choice.agent(setup, Some(&["NAMED"]))?;
-    ensure!(named_only.load(Ordering::SeqCst) == 1, "a backend that was named is not open: {:?}", agent.backends());
+    ensure!(
+        named_only.load(Ordering::SeqCst) == 1,
+        "a backend that was named is not open: {:?}",
+        agent.backends()
+    );
     // Two agents that both have all of them: the first in the order is used.
     if setup.mode == Mode::OneProcess && own == WithoutAList::Open {
         let mut choice = Choice::new(setup)?;
@@ -256,7 +270,11 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     peer.ready(CUT_OFF).await?;
     let used = read(&peer, &near).await?;
     let route = peer.route();
-    ensure!(route.chosen() == Some(choice.backend), "{} is connected, the route says {route}", choice.backend);
+    ensure!(
+        route.chosen() == Some(choice.backend),
+        "{} is connected, the route says {route}",
+        choice.backend
+    );
     ensure!(used == choice.backend, "the route says {route}, the transfer's result says {used}");
     let verdict = |backend: &str| {
         let found = route.considered.iter().find(|considered| considered.backend == backend);
@@ -265,7 +283,10 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     let Some(Verdict::Refused(why)) = verdict("ABSENT") else {
         return Err(Failure::new(format!("the route does not say why ABSENT does not carry: {route}")));
     };
-    ensure!(why.kind() == Kind::Unavailable && why.to_string().contains(CURE), "ABSENT does not carry because {why}");
+    ensure!(
+        why.kind() == Kind::Unavailable && why.to_string().contains(CURE),
+        "ABSENT does not carry because {why}"
+    );
     let Some(Verdict::Refused(why)) = verdict("TWIN") else {
         return Err(Failure::new(format!("the route does not say why TWIN does not carry: {route}")));
     };

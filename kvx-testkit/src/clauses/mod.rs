@@ -1,6 +1,16 @@
 //! Every clause of CONTRACT.md, as a public async function over a [`Setup`].
 
-mod transfers;
+pub mod agents;
+pub mod backends;
+pub mod metadata;
+pub mod notifications;
+pub mod ownership;
+pub mod peers;
+pub mod plans;
+pub mod posting;
+pub mod safety;
+mod traffic;
+pub mod transfers;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -62,4 +72,15 @@ macro_rules! clauses {
 pub(crate) use clauses;
 
 /// All clauses, by the groups of CONTRACT.md.
-pub const CLAUSES: &[&[Clause]] = &[transfers::CLAUSES];
+pub const CLAUSES: &[&[Clause]] = &[
+    transfers::CLAUSES,
+    plans::CLAUSES,
+    posting::CLAUSES,
+    peers::CLAUSES,
+    ownership::CLAUSES,
+    notifications::CLAUSES,
+    safety::CLAUSES,
+    metadata::CLAUSES,
+    agents::CLAUSES,
+    backends::CLAUSES,
+];

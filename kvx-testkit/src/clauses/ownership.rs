@@ -16,7 +16,7 @@ use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(ownership:
     O1 a_ticket_settles_only_once, Compiler, [Breaker::CompileFail("kvx-core/src/ticket.rs")];
-    O2 settled_waits_for_the_transport, Both, [Breaker::Core("free-early")];
+    O2 settled_waits_for_the_transport, Both, [Breaker::Core("free-early"), Breaker::Chaos(Fault::ForgetTicket)];
     O3 a_dropped_transfer_frees_nothing_early, Both, [Breaker::Core("free-early")];
     O4 a_forgotten_ticket_quarantines, OneProcess, [Breaker::Core("forget-is-fine")];
     O5 nothing_is_written_after_settle, TwoProcesses, [Breaker::Chaos(Fault::WriteLate)];
@@ -178,7 +178,9 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
         let mut settled = transfer.settled();
         match transfer.await {
             Ok(_) => traffic.check_near(theirs, "a read from a stopped peer")?,
-            Err(error) => ensure!(error.kind() == Kind::TimedOut, "a read from a stopped peer says {error:?}"),
+            Err(error) => {
+                ensure!(error.kind() == Kind::TimedOut, "a read from a stopped peer says {error:?}")
+            }
         }
         if alone {
             until("the read settles while the peer is stopped", CUT_OFF, || Ok(now(&mut settled).is_some()))?;
@@ -244,7 +246,10 @@ pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
     for transfer in transfers {
         if let Err(error) = transfer.await {
             let kind = error.kind();
-            ensure!(matches!(kind, Kind::Revoked | Kind::Cancelled), "a transfer of a revoked region says {error:?}");
+            ensure!(
+                matches!(kind, Kind::Revoked | Kind::Cancelled),
+                "a transfer of a revoked region says {error:?}"
+            );
         }
     }
     ensure_kind!(ours.post(Op::Read, &peer, CUT_OFF), Revoked);
@@ -294,7 +299,10 @@ pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
         drop(region);
         stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))?;
         let counted = quarantined_bytes();
-        ensure!(counted >= 1 << 20, "a region of 1 MiB that is still shared counts as {counted} quarantined bytes");
+        ensure!(
+            counted >= 1 << 20,
+            "a region of 1 MiB that is still shared counts as {counted} quarantined bytes"
+        );
         gate.open();
         if revocation != Revocation::Never {
             until("the memory is freed once it is no longer shared", CUT_OFF, || Ok(!is_kept(&memory)))?;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Place as _, Plan};
+use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Plan};
 
 use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
 use super::{Breaker, Clause, Runs, clauses};

@@ -53,17 +53,25 @@ pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check 
     let peer = pair.connect().await?;
     let grid = Grid::packed(LENGTH as u64, COUNT);
     // Both numbers are odd and no multiples of five: they permute the blocks, and no two neighbours stay together.
-    let scattered = |by: u32| -> Vec<u32> { (0..COUNT).map(|at| (u64::from(at) * u64::from(by) % 100_000) as u32).collect() };
+    let scattered = |by: u32| -> Vec<u32> {
+        (0..COUNT).map(|at| (u64::from(at) * u64::from(by) % 100_000) as u32).collect()
+    };
     let (local, remote) = (scattered(7_919), scattered(4_729));
     let ours = near.grid(grid)?.blocks(local.clone());
     let plan = Plan::read(ours, peer.region("kv")?.grid(grid)?.blocks(remote.clone()))?;
     let report = peer.transfer(&plan).deadline(3 * CUT_OFF).post()?.await?;
     let (blocks, segments) = (report.blocks, report.segments);
-    ensure!((blocks, segments) == (100_000, 100_000), "100,000 scattered blocks count as {blocks} in {segments} segments");
+    ensure!(
+        (blocks, segments) == (100_000, 100_000),
+        "100,000 scattered blocks count as {blocks} in {segments} segments"
+    );
     let mut block = [0; LENGTH];
     for (here, there) in local.iter().zip(&remote) {
         near.copy_out(grid.offset(*here) as usize, &mut block)?;
-        ensure!(block[..] == bytes(2, grid.offset(*there), LENGTH), "block {here} is not the block {there} of the peer");
+        ensure!(
+            block[..] == bytes(2, grid.offset(*there), LENGTH),
+            "block {here} is not the block {there} of the peer"
+        );
     }
     Ok(())
 }
@@ -89,8 +97,11 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
         let their_set = || GridSet::join([remote.grid(grid)?, remote.grid(last_byte)?]);
         ensure_kind!(Plan::of(op, [(set()?.blocks([0, 7]), their_set()?.blocks([0, 7]))]), Overlap);
         Plan::of(op, [(set()?.blocks([1, 2]), their_set()?.blocks([1, 2]))])?;
-        let first = || Ok::<_, kvx_core::Error>((near.grid(grid)?.blocks([7]), remote.grid(grid)?.blocks([7])));
-        let second = || Ok::<_, kvx_core::Error>((near.grid(last_byte)?.blocks([0]), remote.grid(last_byte)?.blocks([0])));
+        let first =
+            || Ok::<_, kvx_core::Error>((near.grid(grid)?.blocks([7]), remote.grid(grid)?.blocks([7])));
+        let second = || {
+            Ok::<_, kvx_core::Error>((near.grid(last_byte)?.blocks([0]), remote.grid(last_byte)?.blocks([0])))
+        };
         ensure_kind!(Plan::of(op, [first()?, second()?]), Overlap);
     }
     // The same memory under two names.
@@ -121,7 +132,10 @@ pub async fn a_plan_can_be_posted_again(setup: &Setup) -> Check {
         }
         let mut content = vec![0; near.len() as usize];
         near.copy_out(0, &mut content)?;
-        ensure!(content == bytes(seed, 0, len), "posted again, a read did not bring what the source holds now");
+        ensure!(
+            content == bytes(seed, 0, len),
+            "posted again, a read did not bring what the source holds now"
+        );
     }
     let (ours, theirs) = all();
     let write = Plan::write(ours?.blocks(0..256), theirs?.blocks(0..256))?;

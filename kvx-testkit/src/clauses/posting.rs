@@ -20,11 +20,11 @@ use crate::setup::{CUT_OFF, Mode, Setup, unique};
 pub(super) const CLAUSES: &[Clause] = clauses!(posting:
     T11 post_waits_for_nothing, TwoProcesses, [Breaker::Chaos(Fault::BlockInPost)];
     T12 a_transfer_resolves_by_its_deadline, Both, [Breaker::Core("deadline")];
-    T13 cancel_ends_a_transfer_early, Both, [Breaker::Core("cancel"), Breaker::Chaos(Fault::IgnoreCancel)];
+    T13 cancel_ends_a_transfer_early, Both, [Breaker::Chaos(Fault::IgnoreCancel)];
     T14 a_full_budget_says_busy, OneProcess, [Breaker::Core("budget")];
     T15 reports_say_what_moved, Both, [Breaker::Core("report")];
     T16 waiting_needs_no_runtime, Both, [Breaker::Core("wake")];
-    T17 many_threads_share_one_link, Both, [Breaker::Chaos(Fault::Mix)];
+    T17 many_threads_share_one_link, Both, [Breaker::Chaos(Fault::Mix), Breaker::Chaos(Fault::FailNth)];
 );
 
 /// A read of the first `count` blocks of 4 KiB of region `kv`.
@@ -67,11 +67,17 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
         worked.sort();
         // A loaded machine takes the processor away now and then: most posts must be quick, and none may wait long.
         let (most, worst) = (waited[waited.len() * 3 / 4], waited[waited.len() - 1]);
-        ensure!(most < Duration::from_millis(20), "{op}: three of four posts to a stopped peer took up to {most:?}");
+        ensure!(
+            most < Duration::from_millis(20),
+            "{op}: three of four posts to a stopped peer took up to {most:?}"
+        );
         ensure!(worst < Duration::from_secs(1), "{op}: a post to a stopped peer took {worst:?}");
         // 32 MiB take milliseconds to move, 64 KiB take some ten microseconds.
         let half = worked[worked.len() / 2];
-        ensure!(half < Duration::from_millis(2), "{op}: posting 32 MiB kept the calling thread busy for {half:?}");
+        ensure!(
+            half < Duration::from_millis(2),
+            "{op}: posting 32 MiB kept the calling thread busy for {half:?}"
+        );
         for transfer in transfers {
             transfer.await.ok();
         }
@@ -111,7 +117,10 @@ pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
         ensure_kind!(result, TimedOut);
         ensure!(took >= wanted, "a transfer with a deadline of {wanted:?} timed out after {took:?}");
         let again = now(&mut transfer).ok_or_else(|| Failure::new("a resolved transfer is pending again"))?;
-        ensure!(matches!(&again, Err(error) if error.kind() != Kind::TimedOut), "a transfer resolved twice: {again:?}");
+        ensure!(
+            matches!(&again, Err(error) if error.kind() != Kind::TimedOut),
+            "a transfer resolved twice: {again:?}"
+        );
         latest = latest.min(took - wanted);
         until("the transport has finished", CUT_OFF, || Ok(gate.held() > 0))?;
         gate.open();
@@ -146,10 +155,14 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
             let result = (&mut transfer).await;
             transfer.cancel();
             match &result {
-                Ok(_) if op == Op::Read => traffic.check_near(theirs, "a read that was cancelled too late")?,
+                Ok(_) if op == Op::Read => {
+                    traffic.check_near(theirs, "a read that was cancelled too late")?
+                }
                 Ok(_) => traffic.check_far(&mut pair.far, before, "a write that was cancelled too late")?,
                 Err(error) if error.kind() == Kind::Cancelled => {}
-                Err(error) => return Err(Failure::new(format!("round {round}: a cancelled {op} says {error:?}"))),
+                Err(error) => {
+                    return Err(Failure::new(format!("round {round}: a cancelled {op} says {error:?}")));
+                }
             }
         }
         peer.ready(CUT_OFF).await?;
@@ -161,7 +174,12 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
 }
 
 /// Cancels transfers to a peer that is stopped.
-async fn cancelled_while_stopped(setup: &Setup, far: &mut crate::Far, peer: &Peer, traffic: &Traffic) -> Check {
+async fn cancelled_while_stopped(
+    setup: &Setup,
+    far: &mut crate::Far,
+    peer: &Peer,
+    traffic: &Traffic,
+) -> Check {
     let alone = setup.capabilities()?.settles_without_peer;
     for op in OPS {
         far.process()?.stop()?;
@@ -198,7 +216,8 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     let plan = small_read(&near, &peer, 4)?;
     let post = |within| peer.transfer(&plan).deadline(within).post();
     gate.hold_transfers();
-    let mut transfers = vec![post(CUT_OFF)?, post(Duration::from_millis(50))?, post(CUT_OFF)?, post(CUT_OFF)?];
+    let mut transfers =
+        vec![post(CUT_OFF)?, post(Duration::from_millis(50))?, post(CUT_OFF)?, post(CUT_OFF)?];
     ensure_kind!(post(CUT_OFF), Busy);
     // One times out, one is dropped: neither has settled.
     ensure_kind!(transfers.remove(1).await, TimedOut);
@@ -241,9 +260,11 @@ pub async fn reports_say_what_moved(setup: &Setup) -> Check {
     let registry = setup.registry();
     let backend = registry.canonical(&setup.backends[0])?;
     for op in OPS {
-        for (local, remote, blocks, segments) in
-            [(vec![1, 2, 3, 9], vec![4, 5, 6, 8], 4, 2), (vec![0, 999], vec![999, 0], 2, 2), (vec![5], vec![5], 1, 1)]
-        {
+        for (local, remote, blocks, segments) in [
+            (vec![1, 2, 3, 9], vec![4, 5, 6, 8], 4, 2),
+            (vec![0, 999], vec![999, 0], 2, 2),
+            (vec![5], vec![5], 1, 1),
+        ] {
             let plan = Plan::of(op, [(ours.blocks(local), theirs.blocks(remote))])?;
             let clock = Instant::now();
             let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
@@ -252,16 +273,26 @@ pub async fn reports_say_what_moved(setup: &Setup) -> Check {
             let took = clock.elapsed();
             let counts = (report.bytes, report.blocks, report.segments);
             let wanted = (blocks * 1000, blocks, segments);
-            ensure!(counts == wanted, "{op}: bytes, blocks and segments are {counts:?}, they were {wanted:?}");
+            ensure!(
+                counts == wanted,
+                "{op}: bytes, blocks and segments are {counts:?}, they were {wanted:?}"
+            );
             let size = plan.size();
-            ensure!(counts == (size.bytes, size.blocks, size.segments), "{op}: the plan's size says {size:?}");
+            ensure!(
+                counts == (size.bytes, size.blocks, size.segments),
+                "{op}: the plan's size says {size:?}"
+            );
             let (post_time, transfer_time) = (report.post_time, report.transfer_time);
             ensure!(post_time <= posted, "{op}: a post of at most {posted:?} was reported as {post_time:?}");
             ensure!(
                 transfer_time <= took && !transfer_time.is_zero(),
                 "{op}: a transfer of at most {took:?} was reported as {transfer_time:?}"
             );
-            ensure!(report.backend == backend, "{op}: {backend} carried it, the report says {}", report.backend);
+            ensure!(
+                report.backend == backend,
+                "{op}: {backend} carried it, the report says {}",
+                report.backend
+            );
         }
     }
     Ok(())
@@ -299,25 +330,26 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     ensure!(matches!(poll(&mut transfer), Poll::Ready(Ok(_))), "a transfer that woke its task has no result");
     // Without an executor, on a thread of its own, with the wait's own deadline and without.
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            post()?.wait(CUT_OFF)?;
-            gate.hold_transfers();
-            let clock = Instant::now();
-            let waited = post()?.wait(Duration::from_millis(100));
-            let took = clock.elapsed();
-            ensure_kind!(waited, TimedOut);
-            ensure!(
-                took >= Duration::from_millis(100) && took < Duration::from_secs(2),
-                "a wait of 100 ms took {took:?}"
-            );
-            until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
-            gate.open();
-            // Under another executor than the clause's, on this thread.
-            run(post()?)?;
-            Ok(())
-        })
-        .join()
-        .map_err(|_| Failure::new("waiting panicked"))?
+        scope
+            .spawn(|| {
+                post()?.wait(CUT_OFF)?;
+                gate.hold_transfers();
+                let clock = Instant::now();
+                let waited = post()?.wait(Duration::from_millis(100));
+                let took = clock.elapsed();
+                ensure_kind!(waited, TimedOut);
+                ensure!(
+                    took >= Duration::from_millis(100) && took < Duration::from_secs(2),
+                    "a wait of 100 ms took {took:?}"
+                );
+                until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
+                gate.open();
+                // Under another executor than the clause's, on this thread.
+                run(post()?)?;
+                Ok(())
+            })
+            .join()
+            .map_err(|_| Failure::new("waiting panicked"))?
     })
 }
 
@@ -336,7 +368,8 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
         let source = Grid::packed(4096, 256);
         for round in 0..ROUNDS {
             let mine: Vec<u32> = (0..16).map(|at| (at * 5 + round as u32) % 16).collect();
-            let theirs: Vec<u32> = (0..16).map(|at| ((thread * 31 + round * 7 + at * 13) % 256) as u32).collect();
+            let theirs: Vec<u32> =
+                (0..16).map(|at| ((thread * 31 + round * 7 + at * 13) % 256) as u32).collect();
             let remote = peer.region("kv")?.grid(source)?.blocks(theirs.clone());
             let plan = Plan::read(near.grid(grid)?.blocks(mine.clone()), remote)?;
             let posting = peer.transfer(&plan).deadline(CUT_OFF);
@@ -367,7 +400,10 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                 let mut block = [0; 4096];
                 near.copy_out(grid.offset(*here) as usize, &mut block)?;
                 let wanted = bytes(2, source.offset(*there), 4096);
-                ensure!(block[..] == wanted, "thread {thread}, round {round}: block {there} did not arrive at {here}");
+                ensure!(
+                    block[..] == wanted,
+                    "thread {thread}, round {round}: block {there} did not arrive at {here}"
+                );
             }
         }
         Ok(())

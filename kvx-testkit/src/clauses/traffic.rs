@@ -103,6 +103,29 @@ impl Traffic {
     }
 }
 
+/// Moves all bytes of two regions of this process both ways over `peer`, and compares them.
+pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &str) -> Check {
+    let count = (near.len() / BLOCK) as u32;
+    let grid = Grid::packed(BLOCK, count);
+    let order: Vec<u32> = (0..count).rev().collect();
+    for op in OPS {
+        let (seed, other) = (Traffic::seed(), Traffic::seed());
+        let (from, to) = if op == Op::Read { (far, near) } else { (near, far) };
+        fill(from.memory(), seed)?;
+        fill(to.memory(), other)?;
+        let remote = peer.region(far.name())?.grid(grid)?.blocks(order.clone());
+        let plan = Plan::of(op, [(near.grid(grid)?.blocks(order.clone()), remote)])?;
+        let result = peer.transfer(&plan).deadline(CUT_OFF).post()?.await;
+        ensure!(result.is_ok(), "{when}: {op}: {result:?}");
+        for region in [from, to] {
+            let mut content = vec![0; region.len() as usize];
+            region.copy_out(0, &mut content)?;
+            ensure!(content == bytes(seed, 0, content.len()), "{when}: a {op} left wrong bytes in {}", region.name());
+        }
+    }
+    Ok(())
+}
+
 /// Metadata in which one region is described otherwise.
 pub(crate) fn altered_region(
     metadata: &[u8],

@@ -16,7 +16,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(transfers:
     T1 reads_move_exactly_the_named_blocks, Both, [Breaker::Chaos(Fault::WrongBytes)];
     T2 writes_move_exactly_the_named_blocks, Both, [Breaker::Chaos(Fault::Drop)];
     T3 scattered_blocks_land_where_they_are_paired, Both, [Breaker::Chaos(Fault::SwapBlocks)];
-    T4 adjacent_blocks_are_merged, Both, [Breaker::Core("merge"), Breaker::Chaos(Fault::CutSegments)];
+    T4 adjacent_blocks_are_merged, Both, [Breaker::Core("report"), Breaker::Chaos(Fault::CutSegments)];
     T5 several_grids_share_one_index_list, Both, [Breaker::Chaos(Fault::SkipGrid)];
     T6 strided_slices_leave_their_neighbours_alone, Both, [Breaker::Chaos(Fault::Smear)];
 );
@@ -30,7 +30,14 @@ impl Model {
     }
 
     /// What a transfer of these blocks does to the destination.
-    pub(crate) fn apply(&mut self, to: Grid, to_indices: &[u32], source: &Model, from: Grid, from_indices: &[u32]) {
+    pub(crate) fn apply(
+        &mut self,
+        to: Grid,
+        to_indices: &[u32],
+        source: &Model,
+        from: Grid,
+        from_indices: &[u32],
+    ) {
         for (to_index, from_index) in to_indices.iter().zip(from_indices) {
             let (to_at, from_at) = (to.offset(*to_index) as usize, from.offset(*from_index) as usize);
             let len = to.length as usize;
@@ -75,7 +82,12 @@ impl Ends {
     }
 
     /// The plan for these blocks.
-    pub(crate) fn plan(&self, op: Op, local: (Grid, &[u32]), remote: (Grid, &[u32])) -> Result<Plan, Failure> {
+    pub(crate) fn plan(
+        &self,
+        op: Op,
+        local: (Grid, &[u32]),
+        remote: (Grid, &[u32]),
+    ) -> Result<Plan, Failure> {
         let ours = self.near.grid(local.0)?.blocks(Arc::<[u32]>::from(local.1));
         let theirs = self.peer.region("kv")?.grid(remote.0)?.blocks(Arc::<[u32]>::from(remote.1));
         Ok(Plan::of(op, [(ours, theirs)])?)
@@ -93,7 +105,10 @@ impl Ends {
     /// Compares every byte of both regions.
     pub(crate) fn check(&mut self) -> Check {
         self.mine.check("the local region", &self.near)?;
-        ensure!(self.pair.far.sum(self.far)? == self.theirs.sum(), "the remote region differs from what it should be");
+        ensure!(
+            self.pair.far.sum(self.far)? == self.theirs.sum(),
+            "the remote region differs from what it should be"
+        );
         Ok(())
     }
 
@@ -172,7 +187,8 @@ pub async fn adjacent_blocks_are_merged(setup: &Setup) -> Check {
     }
     // A range is a list of neighbours.
     let peer = ends.peer.region("kv")?;
-    let plan = Plan::read(ends.near.grid(grid)?.blocks(5..100), peer.grid(grid)?.blocks(Indices::from(6..101)))?;
+    let plan =
+        Plan::read(ends.near.grid(grid)?.blocks(5..100), peer.grid(grid)?.blocks(Indices::from(6..101)))?;
     ensure!(plan.size().segments == 1, "a range of neighbours is {} segments", plan.size().segments);
     Ok(())
 }
@@ -198,8 +214,12 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
             other.grid(ours[2])?,
             other.grid(ours[3])?,
         ])?;
-        let remote =
-            GridSet::join([kv.grid(theirs[0])?, kv.grid(theirs[1])?, more.grid(theirs[2])?, more.grid(theirs[3])?])?;
+        let remote = GridSet::join([
+            kv.grid(theirs[0])?,
+            kv.grid(theirs[1])?,
+            more.grid(theirs[2])?,
+            more.grid(theirs[3])?,
+        ])?;
         let (here, there) = ([4, 5, 6, 90, 1, 33], [7, 8, 2, 99, 50, 51]);
         let (here_too, there_too) = ([0, 49, 7], [10, 11, 12]);
         let plan = Plan::of(
@@ -218,11 +238,13 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
             report.bytes
         );
         let [mine, mine_too, theirs_first, theirs_second] = &mut models;
-        let mut moved = |ours: &mut Model, grid: Grid, indices: &[u32], theirs: &mut Model, at: Grid, there: &[u32]| match op
-        {
-            Op::Read => ours.apply(grid, indices, theirs, at, there),
-            Op::Write => theirs.apply(at, there, ours, grid, indices),
-        };
+        let moved =
+            |ours: &mut Model, grid: Grid, indices: &[u32], theirs: &mut Model, at: Grid, there: &[u32]| {
+                match op {
+                    Op::Read => ours.apply(grid, indices, theirs, at, there),
+                    Op::Write => theirs.apply(at, there, ours, grid, indices),
+                }
+            };
         moved(mine, ours[0], &here, theirs_first, theirs[0], &there);
         moved(mine, ours[1], &here, theirs_first, theirs[1], &there);
         moved(mine_too, ours[2], &here, theirs_second, theirs[2], &there);

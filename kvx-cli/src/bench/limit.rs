@@ -1,0 +1,147 @@
+//! What this host does at best: the same list of blocks between the same memory, with no protocol.
+//!
+//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
+
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+
+/// The most vectors in one call: the kernel's own limit.
+const VECTORS: usize = 1024;
+/// The most bytes in one call on a socket.
+const CALL: usize = 1 << 20;
+
+/// Blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the destination.
+#[derive(Clone, Copy)]
+pub(crate) struct List<'a> {
+    pub(crate) length: usize,
+    pub(crate) from: &'a [u32],
+    pub(crate) to: &'a [u32],
+}
+
+/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
+pub(crate) fn map(process: u32, file: i32, len: usize) -> Result<u64> {
+    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
+    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+    if base == libc::MAP_FAILED { Err(Error::last_os_error()) } else { Ok(base as u64) }
+}
+
+/// Copies within this process.
+///
+/// # Safety
+/// All blocks of the list lie in valid memory at both addresses, and nobody holds references into the destination.
+pub(crate) unsafe fn copy(from: u64, to: u64, list: List<'_>) {
+    for (source, destination) in list.from.iter().zip(list.to) {
+        let source = (from as usize + *source as usize * list.length) as *const u8;
+        let destination = (to as usize + *destination as usize * list.length) as *mut u8;
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(source, destination, list.length) };
+    }
+}
+
+fn vector(base: u64, block: u32, length: usize, skipped: usize) -> libc::iovec {
+    let base = base as usize + block as usize * length + skipped;
+    libc::iovec { iov_base: base as *mut libc::c_void, iov_len: length - skipped }
+}
+
+/// Reads out of another process, on this thread.
+///
+/// # Safety
+/// As [`copy`], for the destination. The kernel checks the source.
+pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> Result<()> {
+    let (mut theirs, mut ours) = (Vec::with_capacity(VECTORS), Vec::with_capacity(VECTORS));
+    let some = VECTORS.min((1 << 30) / list.length).max(1);
+    for blocks in list.from.chunks(some).zip(list.to.chunks(some)) {
+        for (vectors, base, blocks) in [(&mut theirs, from, blocks.0), (&mut ours, to, blocks.1)] {
+            vectors.clear();
+            vectors.extend(blocks.iter().map(|block| vector(base, *block, list.length, 0)));
+        }
+        let n = ours.len() as libc::c_ulong;
+        // SAFETY: the lists live through the call; what is written to is the caller's promise.
+        let moved =
+            unsafe { libc::process_vm_readv(process as i32, ours.as_ptr(), n, theirs.as_ptr(), n, 0) };
+        if moved != (ours.len() * list.length) as isize {
+            return Err(Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// One end of a connection, and the blocks that go over it in this order.
+pub(crate) struct Lane {
+    pub(crate) socket: TcpStream,
+    /// Of memory that outlives the lane, and that nobody holds references into.
+    pub(crate) base: u64,
+    pub(crate) length: usize,
+    pub(crate) blocks: Vec<u32>,
+}
+
+impl Lane {
+    /// Sends its blocks, or receives them. False: the other end has closed instead of sending the first.
+    fn all(&self, send: bool) -> Result<bool> {
+        let mut vectors = Vec::with_capacity(VECTORS);
+        let (mut at, mut within) = (0, 0); // block of the list, byte of the block
+        while at < self.blocks.len() {
+            vectors.clear();
+            let (mut bytes, mut skipped) = (0, within);
+            for block in self.blocks[at..].iter().take(VECTORS) {
+                let mut piece = vector(self.base, *block, self.length, skipped);
+                piece.iov_len = piece.iov_len.min(CALL - bytes);
+                (bytes, skipped) = (bytes + piece.iov_len, 0);
+                vectors.push(piece);
+                if bytes == CALL {
+                    break;
+                }
+            }
+            let (socket, n) = (self.socket.as_raw_fd(), vectors.len());
+            // SAFETY: zeros are a message without name and control data.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            (message.msg_iov, message.msg_iovlen) = (vectors.as_mut_ptr(), n as _);
+            let moved = match send {
+                // SAFETY: the vectors live through the call, and lie in memory that outlives the lane.
+                true => unsafe { libc::sendmsg(socket, &message, 0) },
+                // SAFETY: as above, and nobody holds references into that memory.
+                false => unsafe { libc::readv(socket, vectors.as_ptr(), n as i32) },
+            };
+            match moved {
+                0 if at + within == 0 => return Ok(false),
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
+                moved if moved < 0 => return Err(Error::last_os_error()),
+                moved => within += moved as usize,
+            }
+            (at, within) = (at + within / self.length, within % self.length);
+        }
+        Ok(true)
+    }
+
+    /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a byte.
+    pub(crate) fn serve(&self, sends: bool) -> Result<()> {
+        let mut socket = &self.socket;
+        while (!sends || socket.read(&mut [0])? == 1) && self.all(sends)? {
+            socket.write_all(&[1][..usize::from(!sends)])?;
+        }
+        Ok(())
+    }
+
+    /// The end that asks, so many times.
+    fn ask(&self, sends: bool, times: u64) -> Result<()> {
+        let mut socket = &self.socket;
+        (0..times).try_for_each(|_| {
+            socket.write_all(&[1][..usize::from(!sends)])?;
+            self.all(sends)?;
+            socket.read_exact(&mut [0][..usize::from(sends)])
+        })
+    }
+}
+
+/// Moves the blocks of all lanes so many times, the first lane on this thread and each other on one of its own.
+pub(crate) fn ask(lanes: &[Lane], sends: bool, times: u64) -> Result<()> {
+    std::thread::scope(|scope| {
+        let others = lanes.iter().skip(1).map(|lane| scope.spawn(move || lane.ask(sends, times)));
+        let others: Vec<_> = others.collect();
+        lanes.iter().take(1).try_for_each(|lane| lane.ask(sends, times))?;
+        others.into_iter().try_for_each(|other| other.join().unwrap_or_else(|_| Err(ErrorKind::Other.into())))
+    })
+}

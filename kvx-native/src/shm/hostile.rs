@@ -1,0 +1,406 @@
+//! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody else notices.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{
+    Agent, Grid, Identity, Incarnation, Kind, Memory, Placed, Plan, Region, RegionId, RegionKey, Registry,
+};
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::messages::{Message, Probe, Reached, Refusal, VERSIONS};
+use super::socket::{self, Received};
+use crate::described::Described;
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const LEN: usize = 64 << 10;
+
+fn agent(name: &str) -> Agent {
+    let mut registry = Registry::new();
+    registry.add(super::Shm).unwrap();
+    Agent::builder(name).notifications(1, 64 << 10).build(&registry).unwrap()
+}
+
+/// The name of an agent's socket, out of its metadata.
+fn socket_of(metadata: &[u8]) -> std::ops::Range<usize> {
+    let at = metadata.windows(8).position(|window| window == b"kvx-shm-").unwrap();
+    at..at + 40
+}
+
+fn region_key(metadata: &[u8], region: &Region) -> RegionKey {
+    // A region's section begins with number and key, as they travel everywhere.
+    let id = region.id().0.to_le_bytes();
+    let known = kvx_core::Metadata::decode(metadata).unwrap();
+    known.regions.iter().find(|info| info.id.0.to_le_bytes() == id).unwrap().key
+}
+
+/// A raw end of a connection.
+struct Raw(OwnedFd);
+
+impl Raw {
+    fn to(agent: &Agent) -> Self {
+        let metadata = agent.metadata().unwrap();
+        Raw(socket::connect(&metadata[socket_of(&metadata)]).unwrap())
+    }
+
+    fn shaken(agent: &Agent) -> Self {
+        let raw = Raw::to(agent);
+        raw.send(&hello(agent.identity().clone()), None);
+        match Message::decode(&raw.next().unwrap()).unwrap() {
+            Message::Welcome { from, .. } => assert_eq!(from, *agent.identity()),
+            other => panic!("{other:?}"),
+        }
+        raw
+    }
+
+    fn send(&self, message: &Message<'_>, file: Option<&OwnedFd>) {
+        socket::send(self.0.as_fd(), &message.encode(), file.map(OwnedFd::as_fd)).unwrap();
+    }
+
+    /// The next packet; `None` once the other end has closed.
+    fn next(&self) -> Option<Vec<u8>> {
+        let mut buffer = vec![0; 1 << 20];
+        let until = Instant::now() + CUT_OFF;
+        loop {
+            match socket::receive(self.0.as_fd(), &mut buffer).unwrap() {
+                Received::Message(len, _) => return Some(buffer[..len].to_vec()),
+                Received::End => return None,
+                Received::TooLong => panic!("longer than any message"),
+                Received::Nothing => {
+                    assert!(Instant::now() < until, "the other end says nothing");
+                    let wait = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
+                    rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&wait)).unwrap();
+                }
+            }
+        }
+    }
+
+    fn answer(&self) -> Result<(), Refusal> {
+        match Message::decode(&self.next().expect("still connected")).unwrap() {
+            Message::Done { result, .. } => result,
+            Message::Deny { why, .. } => Err(why),
+            Message::Grant { .. } => Ok(()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn refusal(&self) -> Kind {
+        self.answer().unwrap_err().kind
+    }
+}
+
+fn hello(to: Identity) -> Message<'static> {
+    let from = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
+    Message::Hello { versions: VERSIONS, from, to, probe: Probe { address: 0, bytes: [0; 32] } }
+}
+
+fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
+    Described { regions: vec![(id, key)], grids: [Placed { region: 0, grid }].into(), indices: (0..1).into() }
+}
+
+fn memory_file(size: u64, seals: SealFlags) -> OwnedFd {
+    let file = rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, size).unwrap();
+    rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+fn sealed() -> SealFlags {
+    SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE
+}
+
+/// A well-behaved reader gets what it asks for.
+fn a_good_client_works(target: &Agent, region: &Region) {
+    let reader = agent("good client");
+    let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
+    let peer = reader.connect(&target.metadata().unwrap()).unwrap();
+    let theirs = peer.region(region.name()).unwrap();
+    let grid = Grid::packed(LEN as u64, 1);
+    let plan =
+        Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0])).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    let (mut ours, mut original) = (vec![0; LEN], vec![0; LEN]);
+    local.copy_out(0, &mut ours).unwrap();
+    region.copy_out(0, &mut original).unwrap();
+    assert!(ours == original);
+    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+fn target() -> (Agent, Region) {
+    let target = agent("target");
+    let memory = Memory::pool(LEN).build().unwrap();
+    memory.copy_in(0, &vec![0x77; LEN]).unwrap();
+    let region = target.register("kv", memory).unwrap();
+    (target, region)
+}
+
+fn untouched(region: &Region) {
+    let mut bytes = vec![0; LEN];
+    region.copy_out(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0x77));
+}
+
+#[test]
+fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
+    let (target, region) = target();
+    let identity = target.identity().clone();
+    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 3], &[1], &[255; 200], &Message::Ping.encode()] {
+        let raw = Raw::to(&target);
+        socket::send(raw.0.as_fd(), bytes, None).unwrap();
+        assert_eq!(raw.next(), None, "{bytes:?}");
+    }
+    let long = Raw::to(&target);
+    socket::send(long.0.as_fd(), &vec![7; 100 << 10], None).unwrap();
+    assert_eq!(long.next(), None);
+    // Twice a handshake; answers that nobody waits for; what only a target may say.
+    for message in [
+        hello(identity.clone()),
+        Message::Done { write: 1, result: Ok(()) },
+        Message::Ack { id: 3 },
+        Message::Released { id: region.id() },
+        Message::Grant { import: 0, reached: Reached { len: 1, address: None } },
+        Message::Alive.clone(),
+    ] {
+        let raw = Raw::shaken(&target);
+        raw.send(&message, None);
+        if matches!(message, Message::Alive) {
+            raw.send(&Message::Ping, None);
+            assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Alive)));
+        } else {
+            assert_eq!(raw.next(), None, "{message:?}");
+        }
+    }
+    // Silent clients, more than may wait at once.
+    let silent: Vec<Raw> = (0..300).map(|_| Raw::to(&target)).collect();
+    a_good_client_works(&target, &region);
+    drop(silent);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn a_handshake_for_another_life_or_in_another_version_is_refused_with_the_reason() {
+    let (target, _region) = target();
+    let refused = |message: Message<'_>| {
+        let raw = Raw::to(&target);
+        raw.send(&message, None);
+        match Message::decode(&raw.next().unwrap()).unwrap() {
+            Message::Refuse { from, why } => {
+                assert_eq!(from, *target.identity());
+                assert_eq!(raw.next(), None);
+                why.kind
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let earlier = Identity { incarnation: Incarnation([1; 16]), ..target.identity().clone() };
+    assert_eq!(refused(hello(earlier)), Kind::PeerRestarted);
+    let Message::Hello { from, to, probe, .. } = hello(target.identity().clone()) else { unreachable!() };
+    assert_eq!(refused(Message::Hello { versions: (7, 9), from, to, probe }), Kind::Incompatible);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
+    let (target, region) = target();
+    let (id, key) = (region.id(), region_key(&target.metadata().unwrap(), &region));
+    let raw = Raw::shaken(&target);
+    raw.send(&Message::Want { import: 1, id, key: RegionKey([0; 16]) }, None);
+    assert_eq!(raw.refusal(), Kind::WrongKey);
+    raw.send(&Message::Want { import: 2, id: RegionId(999), key }, None);
+    assert_eq!(raw.refusal(), Kind::Unregistered);
+    raw.send(&Message::Want { import: 3, id, key }, None);
+    assert_eq!(raw.answer(), Ok(()));
+
+    let ours = vec![1u8; LEN];
+    let (foreign, open, short, good) = (RegionId(1), RegionId(2), RegionId(3), RegionId(4));
+    let len = LEN as u64;
+    raw.send(
+        &Message::Lend { id: foreign, reached: Reached { len, address: Some(ours.as_ptr() as u64) } },
+        None,
+    );
+    raw.send(
+        &Message::Lend { id: open, reached: Reached { len, address: None } },
+        Some(&memory_file(len, SealFlags::GROW)),
+    );
+    raw.send(
+        &Message::Lend { id: short, reached: Reached { len, address: None } },
+        Some(&memory_file(4096, sealed())),
+    );
+    raw.send(
+        &Message::Lend { id: good, reached: Reached { len, address: None } },
+        Some(&memory_file(len, sealed())),
+    );
+    raw.send(&Message::Lend { id: RegionId(5), reached: Reached { len, address: None } }, None);
+    raw.send(&Message::Lend { id: RegionId(6), reached: Reached { len, address: Some(0x1000) } }, None);
+    let whole = Grid::packed(len, 1);
+    let beyond = Grid { base: 1, ..whole };
+    let none = RegionKey([0; 16]);
+    for (into, from, expected) in [
+        (block(id, none, whole), block(foreign, none, whole), Kind::WrongKey),
+        (block(RegionId(999), key, whole), block(foreign, none, whole), Kind::Unregistered),
+        (block(id, key, beyond), block(foreign, none, whole), Kind::OutOfBounds),
+        (block(id, key, whole), block(foreign, none, beyond), Kind::OutOfBounds),
+        (block(id, key, whole), block(RegionId(77), none, whole), Kind::Unregistered),
+        (block(id, key, whole), block(open, none, whole), Kind::Denied),
+        (block(id, key, whole), block(short, none, whole), Kind::Denied),
+        (block(id, key, whole), block(RegionId(5), none, whole), Kind::Exhausted),
+        (block(id, key, whole), block(RegionId(6), none, whole), Kind::Native),
+    ] {
+        raw.send(&Message::Write { write: 8, into, from }, None);
+        assert_eq!(raw.refusal(), expected);
+        untouched(&region);
+    }
+    a_good_client_works(&target, &region);
+    // The same connection still does what is right.
+    raw.send(&Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) }, None);
+    assert_eq!(raw.answer(), Ok(()));
+    let mut bytes = vec![1; LEN];
+    region.copy_out(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    drop(raw);
+    region.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn more_than_may_be_under_way_at_once_is_cut_off() {
+    let (target, region) = target();
+    // Two fit into the queue of notifications and its neighbour; sixteen are parked; one more is too many.
+    let raw = Raw::shaken(&target);
+    for id in 0..40 {
+        let notify = Message::Notify { id, bytes: &[7; 1000] }.encode();
+        if socket::send(raw.0.as_fd(), &notify, None).is_err() {
+            break;
+        }
+    }
+    while raw.next().is_some() {}
+    assert_eq!(target.notification(CUT_OFF).wait().unwrap().bytes.len(), 1000);
+    // A region lent twice.
+    let raw = Raw::shaken(&target);
+    for _ in 0..2 {
+        raw.send(
+            &Message::Lend { id: RegionId(1), reached: Reached { len: 1, address: Some(0x1000) } },
+            None,
+        );
+    }
+    assert_eq!(raw.next(), None);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+/// An owner that hands out files which would kill a reader that trusted them.
+#[test]
+fn an_owner_that_passes_unfit_files_is_refused() {
+    let (honest, region) = target();
+    let reader = agent("reader");
+    let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
+    let len = LEN as u64;
+    let good = Reached { len, address: None };
+    let cases: [(Reached, Option<OwnedFd>, Kind); 6] = [
+        (good, Some(memory_file(len, SealFlags::empty())), Kind::Denied),
+        (good, Some(memory_file(len, SealFlags::SHRINK | SealFlags::GROW)), Kind::Denied),
+        (good, Some(memory_file(len / 2, sealed())), Kind::Denied),
+        (good, Some(rustix::pipe::pipe().unwrap().0), Kind::Denied),
+        (good, None, Kind::Exhausted),
+        (Reached { len: len * 2, address: None }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
+    ];
+    for (reached, file, expected) in cases {
+        // The metadata of an honest agent, but for where it listens.
+        let mut metadata = honest.metadata().unwrap();
+        let name = super::transport::random_socket_name().unwrap();
+        let listener = socket::listen(&name).unwrap();
+        let place = socket_of(&metadata);
+        metadata[place].copy_from_slice(&name);
+        let peer = reader.connect(&metadata).unwrap();
+        let theirs = peer.region(region.name()).unwrap();
+        let grid = Grid::packed(len, 1);
+        let plan = Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0]))
+            .unwrap();
+        let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap();
+        let raw = loop {
+            if let Some(socket) = socket::accept(listener.as_fd()).unwrap() {
+                break Raw(socket);
+            }
+            std::thread::yield_now();
+        };
+        assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Hello { .. })));
+        let probe = Probe { address: 0, bytes: [0; 32] };
+        raw.send(
+            &Message::Welcome { version: 1, from: honest.identity().clone(), probe, reads_us: Ok(()) },
+            None,
+        );
+        let Ok(Message::Want { import, .. }) =
+            Message::decode(&raw.next().unwrap()).map(|message| match message {
+                Message::Want { import, id, key } => Message::Want { import, id, key },
+                other => panic!("{other:?}"),
+            })
+        else {
+            unreachable!()
+        };
+        raw.send(&Message::Grant { import, reached }, file.as_ref());
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), expected);
+        // The link is up all the same.
+        raw.send(&Message::Ping, None);
+        assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Alive)));
+    }
+    let mut bytes = vec![1; LEN];
+    local.copy_out(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    honest.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+/// Seeded garbage on live connections, on both ends at once: no panic, and good clients work on.
+#[test]
+fn mutated_messages_on_live_connections_harm_nobody() {
+    let (target, region) = target();
+    let (id, key) = (region.id(), RegionKey([1; 16]));
+    let seeds: Vec<Vec<u8>> = [
+        Message::Want { import: 1, id, key },
+        Message::Lend { id: RegionId(1), reached: Reached { len: 4096, address: Some(0x10_0000) } },
+        Message::Write {
+            write: 1,
+            into: block(id, key, Grid::packed(64, 4)),
+            from: block(RegionId(1), key, Grid::packed(64, 4)),
+        },
+        Message::Cancel { write: 1 },
+        Message::Recall { id },
+        Message::Released { id },
+        Message::Notify { id: 1, bytes: b"bytes" },
+        Message::Ping,
+    ]
+    .iter()
+    .map(Message::encode)
+    .collect();
+    let mut state = 0x1234_5678_9abc_def1_u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as usize
+    };
+    for _ in 0..200 {
+        let raw = Raw::shaken(&target);
+        for _ in 0..10 {
+            let mut bytes = seeds[random() % seeds.len()].clone();
+            if random() % 2 == 0 {
+                let at = random() % bytes.len();
+                bytes[at] = random() as u8;
+            }
+            if socket::send(raw.0.as_fd(), &bytes, None).is_err() {
+                break;
+            }
+        }
+        while target.try_notification().is_some() {}
+    }
+    untouched(&region);
+    while target.try_notification().is_some() {}
+    a_good_client_works(&target, &region);
+    let kept = Arc::clone(region.memory());
+    region.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    drop(kept);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}

@@ -1,0 +1,315 @@
+//! SHM between processes that stop, die, restart, or may not look into each other.
+#![cfg(feature = "shm")]
+
+mod ends;
+
+use std::time::{Duration, Instant};
+
+use ends::child::{self, Other};
+use ends::*;
+use kvx_core::{Agent, Kind, Region};
+
+const BLOCKS: u32 = 4096;
+
+/// What a child does: owns two regions and answers questions; or reads those of its parent.
+#[test]
+fn a_child_plays_its_role() {
+    let Some((role, mut line)) = child::role() else { return };
+    for word in role.split(' ').skip(1) {
+        match word {
+            "without-ptrace" => drop_ptrace(),
+            // SAFETY: no pointers are passed.
+            "undumpable" => assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0) }, 0),
+            // SAFETY: as above.
+            "nobody" => assert_eq!(unsafe { libc::setresuid(65534, 65534, 65534) }, 0),
+            other => panic!("no such word: {other}"),
+        }
+    }
+    let own = agent(role.split(' ').next().unwrap());
+    let regions = BOTH.map(|on| region(&own, &format!("{on:?}"), on, BLOCKS, 2));
+    line.say(&own.metadata().unwrap());
+    let mut readers = Vec::new();
+    while let Some(question) = line.hear() {
+        let text = String::from_utf8_lossy(&question).into_owned();
+        let words: Vec<&str> = text.split(' ').collect();
+        match words[0] {
+            "block" => {
+                let region = &regions[words[1].parse::<usize>().unwrap()];
+                line.say(filled_with(region, words[2].parse().unwrap()).to_string().as_bytes());
+            }
+            "quit" => {
+                shut_down(&[&own]);
+                line.say(b"done");
+            }
+            // Connects to the parent, whose metadata follows.
+            "connect" => {
+                let metadata = line.hear().unwrap();
+                readers.push(own.connect(&metadata).unwrap());
+                line.say(b"connected");
+            }
+            operation => {
+                let peer = readers.last().unwrap();
+                let theirs = peer.region(words[1]).unwrap();
+                let ours = &regions[words[2].parse::<usize>().unwrap()];
+                let plan = match operation {
+                    "read" => read(ours, &theirs, &[0], &[1]),
+                    _ => write(ours, &theirs, &[0], &[1]),
+                };
+                let answer = match run(peer, &plan) {
+                    Ok(_) => "ok".to_owned(),
+                    Err(error) => format!("{:?} {error}", error.kind()),
+                };
+                line.say(answer.as_bytes());
+            }
+        }
+    }
+}
+
+fn drop_ptrace() {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    let mut sets = capabilities(None).unwrap();
+    for set in [&mut sets.effective, &mut sets.permitted, &mut sets.inheritable] {
+        set.remove(CapabilitySet::SYS_PTRACE);
+    }
+    set_capabilities(None, sets).unwrap();
+}
+
+fn may_ptrace() -> bool {
+    let sets = rustix::thread::capabilities(None).unwrap();
+    sets.effective.contains(rustix::thread::CapabilitySet::SYS_PTRACE)
+}
+
+struct Scene {
+    own: Agent,
+    local: Region,
+    other: Other,
+    peer: kvx_core::Peer,
+}
+
+fn scene(name: &str, on: On) -> Scene {
+    let own = agent("parent");
+    let local = region(&own, "local", on, BLOCKS, 1);
+    let mut other = Other::start(name);
+    let peer = own.connect(&other.hear()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    Scene { own, local, other, peer }
+}
+
+fn all() -> Vec<u32> {
+    (0..BLOCKS).map(|at| (at * 2731 + 7) % BLOCKS).collect()
+}
+
+#[test]
+fn blocks_travel_between_processes() {
+    for ours in BOTH {
+        let Scene { own, local, mut other, peer } = scene("travel", ours);
+        for (number, theirs) in BOTH.iter().enumerate() {
+            let there = peer.region(&format!("{theirs:?}")).unwrap();
+            let (from, into) = (all(), (0..BLOCKS).collect::<Vec<_>>());
+            run(&peer, &read(&local, &there, &into, &from)).unwrap();
+            for (into, from) in into.iter().zip(&from) {
+                assert_eq!(filled_with(&local, *into), pattern(2, *from));
+            }
+            local.copy_in(5 * BLOCK as usize, &[0xee; BLOCK as usize]).unwrap();
+            run(&peer, &write(&local, &there, &[5], &[9])).unwrap();
+            assert_eq!(other.ask(&format!("block {number} 9")), 0xee.to_string());
+        }
+        other.ask("quit");
+        shut_down(&[&own]);
+    }
+}
+
+#[test]
+fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
+    for on in BOTH {
+        let Scene { own, local, mut other, peer } = scene("killed", on);
+        let there = peer.region("Foreign").unwrap();
+        let reading = read(&local, &there, &all(), &all());
+        let writing = write(&local, &there, &all(), &all());
+        run(&peer, &reading).unwrap();
+        let transfers: Vec<_> =
+            (0..40).map(|at| peer.post(if at % 2 == 0 { &reading } else { &writing }).unwrap()).collect();
+        other.kill();
+        let killed = Instant::now();
+        let settled: Vec<_> = transfers.iter().map(|transfer| transfer.settled()).collect();
+        for transfer in transfers {
+            if let Err(error) = transfer.wait(CUT_OFF) {
+                assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            }
+        }
+        for settled in settled {
+            settled.wait(CUT_OFF).unwrap();
+        }
+        assert!(killed.elapsed() < CUT_OFF);
+        assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerLost);
+        // Reads and writes carried the same bytes, so each block holds them whatever came through.
+        for block in 0..BLOCKS {
+            assert_eq!(filled_with(&local, block), pattern(2, block));
+        }
+        shut_down(&[&own]);
+    }
+}
+
+#[test]
+fn a_stopped_peer_is_still_read_and_its_writes_wait() {
+    for on in BOTH {
+        let own = Agent::builder("patient").peer_timeout(Duration::from_secs(30)).build(&registry()).unwrap();
+        let local = region(&own, "local", on, BLOCKS, 1);
+        let mut other = Other::start("stopped");
+        let peer = own.connect(&other.hear()).unwrap();
+        let there = peer.region(&format!("{on:?}")).unwrap();
+        let reading = read(&local, &there, &[0], &[7]);
+        let writing = write(&local, &there, &[1], &[8]);
+        run(&peer, &reading).unwrap();
+        run(&peer, &writing).unwrap();
+        other.stop();
+        local.copy_in(0, &[0; BLOCK as usize]).unwrap();
+        run(&peer, &reading).unwrap();
+        assert_eq!(filled_with(&local, 0), pattern(2, 7));
+        let late = peer.transfer(&writing).deadline(Duration::from_millis(100)).post().unwrap();
+        let settled = late.settled();
+        assert_eq!(late.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+        other.go_on();
+        settled.wait(CUT_OFF).unwrap();
+        run(&peer, &writing).unwrap();
+        other.ask("quit");
+        shut_down(&[&own]);
+    }
+}
+
+#[test]
+fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_lets_go() {
+    let Scene { own, local, other, peer } = scene("silent", On::Foreign);
+    let there = peer.region("Foreign").unwrap();
+    let writing = write(&local, &there, &all(), &all());
+    run(&peer, &writing).unwrap();
+    other.stop();
+    let transfer = peer.transfer(&writing).deadline(CUT_OFF).post().unwrap();
+    let settled = transfer.settled();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::PeerLost);
+    // The peer is stopped, not dead: it could still read what the write was to carry.
+    let revoked = local.revoke(Duration::from_millis(100)).wait(CUT_OFF);
+    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared);
+    other.go_on();
+    settled.wait(CUT_OFF).unwrap();
+    local.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    shut_down(&[&own]);
+}
+
+#[test]
+fn a_restarted_peer_is_recognised() {
+    let Scene { own, local, mut other, peer } = scene("restarted", On::Pool);
+    let reading = read(&local, &peer.region("Pool").unwrap(), &[0], &[7]);
+    run(&peer, &reading).unwrap();
+    other.kill();
+    // Once it is known to be gone, its successor is asked for.
+    while peer.lost().is_none() {
+        peer.ready(CUT_OFF).wait(CUT_OFF).ok();
+        std::thread::yield_now();
+    }
+    let mut again = Other::start("restarted");
+    let metadata = again.hear();
+    assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerRestarted);
+    let peer = own.connect(&metadata).unwrap();
+    let reading = read(&local, &peer.region("Pool").unwrap(), &[0], &[7]);
+    run(&peer, &reading).unwrap();
+    again.ask("quit");
+    shut_down(&[&own]);
+}
+
+#[test]
+fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
+    for on in BOTH {
+        for dies in [false, true] {
+            let own = agent("lender");
+            let lent = region(&own, "lent", on, BLOCKS, 5);
+            let mut other = Other::start("holder");
+            other.hear();
+            other.say(b"connect");
+            other.say(&own.metadata().unwrap());
+            assert_eq!(other.hear(), b"connected");
+            assert_eq!(other.ask("read lent 1"), "ok");
+            other.stop();
+            let refused = lent.revoke(Duration::from_millis(100)).wait(CUT_OFF).unwrap_err();
+            assert_eq!(refused.kind(), Kind::StillShared);
+            if dies {
+                other.kill()
+            } else {
+                other.go_on()
+            }
+            lent.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+            if !dies {
+                let answer = other.ask("read lent 1");
+                assert!(answer.starts_with("Revoked"), "{answer}");
+            }
+            shut_down(&[&own]);
+        }
+    }
+}
+
+/// As root, a child without CAP_SYS_PTRACE may not look into this process; as anybody else, this process may not
+/// look into a child that is not dumpable.
+#[test]
+fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_still_move() {
+    let own = agent("parent");
+    let regions = BOTH.map(|on| region(&own, &format!("{on:?}"), on, BLOCKS, 1));
+    let told = |refused: &str| {
+        assert!(refused.starts_with("Unsupported"), "{refused}");
+        assert!(refused.contains("process_vm_readv is refused"), "{refused}");
+    };
+    if may_ptrace() {
+        let mut other = Other::start("blind without-ptrace");
+        let metadata = other.hear();
+        other.say(b"connect");
+        other.say(&own.metadata().unwrap());
+        assert_eq!(other.hear(), b"connected");
+        assert_eq!(other.ask("read Pool 0"), "ok");
+        assert_eq!(other.ask("read Pool 1"), "ok");
+        told(&other.ask("read Foreign 0"));
+        // We may look into the child: it can write from any memory of its own, and so can be read.
+        for number in [0, 1] {
+            assert_eq!(other.ask(&format!("write Pool {number}")), "ok");
+            assert_eq!(other.ask(&format!("write Foreign {number}")), "ok");
+        }
+        // The child pulls our writes: from pools only.
+        let peer = own.connect(&metadata).unwrap();
+        let there = peer.region("Foreign").unwrap();
+        run(&peer, &write(&regions[0], &there, &[0], &[1])).unwrap();
+        let refused = run(&peer, &write(&regions[1], &there, &[0], &[1])).unwrap_err();
+        told(&format!("{:?} {refused}", refused.kind()));
+        assert!(peer.route().to_string().contains("no writes of other memory"), "{}", peer.route());
+        run(&peer, &read(&regions[1], &there, &[0], &[1])).unwrap();
+        other.ask("quit");
+    } else {
+        let mut other = Other::start("opaque undumpable");
+        let peer = own.connect(&other.hear()).unwrap();
+        run(&peer, &read(&regions[1], &peer.region("Pool").unwrap(), &[0], &[1])).unwrap();
+        let refused =
+            run(&peer, &read(&regions[1], &peer.region("Foreign").unwrap(), &[0], &[1])).unwrap_err();
+        told(&format!("{:?} {refused}", refused.kind()));
+        other.ask("quit");
+    }
+    shut_down(&[&own]);
+}
+
+#[test]
+fn a_process_of_another_user_is_turned_away() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: a_process_of_another_user_is_turned_away needs root to become another user");
+        return;
+    }
+    let own = agent("parent");
+    let _region = region(&own, "kv", On::Pool, 4, 1);
+    let mut other = Other::start("stranger nobody");
+    let metadata = other.hear();
+    let peer = own.connect(&metadata).unwrap();
+    let refused = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Denied, "{refused}");
+    other.say(b"connect");
+    other.say(&own.metadata().unwrap());
+    assert_eq!(other.hear(), b"connected");
+    let answer = other.ask("read kv 0");
+    assert!(answer.starts_with("Denied"), "{answer}");
+    other.ask("quit");
+    shut_down(&[&own]);
+}

@@ -1,0 +1,196 @@
+//! Peers that stall, vanish or take back: transfers resolve, settle, and touch nothing afterwards.
+#![cfg(feature = "tcp")]
+
+mod tcp_pair;
+
+use std::time::Duration;
+
+use kvx_core::{Agent, Grid, Kind, Options, Plan};
+use tcp_pair::relay::Relay;
+use tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry};
+
+const BIG: usize = 32 << 20;
+
+/// A pair with a middleman, and a plan that moves everything.
+fn relayed(relay: &Relay) -> Pair {
+    Pair::of(agent_with("owner", &relay.options(), None), agent("reader"), BIG)
+}
+
+fn everything(pair: &Pair, read: bool) -> Plan {
+    let (grid, all) = (Grid::packed(64 << 10, 512), (0..512).collect::<Vec<u32>>());
+    if read { pair.read(grid, all.clone(), all) } else { pair.write(grid, all.clone(), all) }
+}
+
+/// Shorter than a peer may be silent.
+fn impatient(name: &str, timeout: Duration) -> Agent {
+    Agent::builder(name).peer_timeout(timeout).build(&registry()).unwrap()
+}
+
+#[test]
+fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
+    let relay = Relay::new();
+    let pair = relayed(&relay);
+    // In the middle of a payload.
+    relay.stall_answers(3_000_001);
+    let transfer = pair.peer.post(&everything(&pair, true)).unwrap();
+    let settled = transfer.settled();
+    relay.wait_until_stuck();
+    transfer.cancel();
+    settled.wait(CUT_OFF).unwrap();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+    pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
+    relay.go_on();
+    // Whatever was on its way has passed when later work on the same lanes has.
+    for _ in 0..20 {
+        let grid = Grid::packed(1 << 20, 32);
+        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+    }
+    assert!(Pair::all(&pair.ours)[1 << 20..].iter().all(|byte| *byte == 0x5a));
+}
+
+#[test]
+fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
+    let relay = Relay::new();
+    let pair = relayed(&relay);
+    pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
+    relay.stall_requests(3_000_001);
+    let transfer = pair.peer.post(&everything(&pair, false)).unwrap();
+    let settled = transfer.settled();
+    relay.wait_until_stuck();
+    transfer.cancel();
+    settled.wait(CUT_OFF).unwrap();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+    // What comes later into this memory is nobody's business.
+    pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
+    relay.go_on();
+    let grid = Grid::packed(1 << 20, 32);
+    for _ in 0..20 {
+        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+    }
+    assert!(!Pair::all(&pair.theirs).windows(64).any(|bytes| bytes == [0x5a; 64]));
+}
+
+#[test]
+fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
+    for read in [true, false] {
+        let relay = Relay::new();
+        let owner = agent_with("owner", &relay.options(), None);
+        let pair = Pair::of(owner, impatient("reader", Duration::from_millis(400)), BIG);
+        relay.stall_answers(0);
+        relay.stall_requests(1_000_000);
+        let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
+        let settled = transfer.settled();
+        let error = transfer.wait(CUT_OFF).unwrap_err();
+        assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+        settled.wait(CUT_OFF).unwrap();
+        // The owner's side lives on.
+        let late = agent("late");
+        relay.go_on();
+        late.connect(&pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_is_busy_but_alive_is_not_lost() {
+    // The owner's agent takes no notifications, for several times the peer timeout.
+    let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
+    let pair = Pair::of(owner, impatient("reader", Duration::from_millis(100)), 4096);
+    let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify(&[number], CUT_OFF)).collect();
+    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_millis(600));
+    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    for _ in 0..5 {
+        pair.owner.notification(CUT_OFF).wait().unwrap();
+    }
+    for acknowledged in waiting {
+        acknowledged.wait(CUT_OFF).unwrap();
+    }
+    pair.still_works();
+}
+
+#[test]
+fn a_cut_connection_fails_what_is_in_flight_at_once() {
+    for read in [true, false] {
+        let relay = Relay::new();
+        let pair = relayed(&relay);
+        if read {
+            relay.stall_answers(2_000_000)
+        } else {
+            relay.stall_requests(2_000_000)
+        }
+        let transfers: Vec<_> = (0..3).map(|_| pair.peer.post(&everything(&pair, read)).unwrap()).collect();
+        relay.wait_until_stuck();
+        relay.cut();
+        for transfer in transfers {
+            let settled = transfer.settled();
+            let error = transfer.wait(CUT_OFF).unwrap_err();
+            assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            settled.wait(CUT_OFF).unwrap();
+        }
+        let late = agent("late");
+        late.connect(&pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    }
+}
+
+#[test]
+fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
+    for read in [true, false] {
+        let relay = Relay::new();
+        let pair = relayed(&relay);
+        pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
+        if read {
+            relay.stall_answers(2_000_001)
+        } else {
+            relay.stall_requests(2_000_001)
+        }
+        let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
+        relay.wait_until_stuck();
+        let memory = pair.theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+        memory.copy_in(0, &vec![0x5a; BIG]).unwrap();
+        relay.go_on();
+        let error = transfer.wait(CUT_OFF).unwrap_err();
+        assert_eq!(error.kind(), Kind::Revoked, "{error}");
+        let mut theirs = vec![0; BIG];
+        memory.copy_out(0, &mut theirs).unwrap();
+        assert!(theirs.iter().all(|byte| *byte == 0x5a), "nothing was written after the revocation");
+        if read {
+            assert!(
+                !Pair::all(&pair.ours).windows(64).any(|bytes| bytes == [0x5a; 64]),
+                "nothing was read after it"
+            );
+        }
+        let other = pair.owner.register("other", kvx_core::Memory::owned(vec![4; 4096])).unwrap();
+        pair.peer.update(&pair.owner.metadata().unwrap()).unwrap();
+        let grid = Grid::packed(4096, 1);
+        let remote = pair.peer.region("other").unwrap().grid(grid).unwrap();
+        let plan = Plan::read(pair.ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
+        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        assert_eq!(Pair::all(&pair.ours)[..4096], Pair::all(&other));
+    }
+}
+
+#[test]
+fn an_owner_that_is_shut_down_is_a_lost_peer() {
+    let pair = Pair::new(BIG);
+    let transfers: Vec<_> = (0..4).map(|_| pair.peer.post(&everything(&pair, true)).unwrap()).collect();
+    pair.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    for transfer in transfers {
+        if let Err(error) = transfer.wait(CUT_OFF) {
+            assert!(matches!(error.kind(), Kind::PeerLost | Kind::Revoked), "{error}");
+        }
+    }
+    let plan = everything(&pair, true);
+    let error = pair.peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
+    assert!(matches!(error.kind(), Kind::PeerLost | Kind::Revoked), "{error}");
+}
+
+#[test]
+fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let options = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, silent.local_addr().unwrap());
+    let owner =
+        Agent::builder("owner").options(Options::parse(&options).unwrap()).build(&registry()).unwrap();
+    let reader = impatient("reader", Duration::from_millis(300));
+    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert!(error.to_string().contains("no answer from"), "{error}");
+}

@@ -1,0 +1,367 @@
+//! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
+#![cfg(feature = "tcp")]
+
+mod tcp_pair;
+
+use std::io::{ErrorKind, Write};
+use std::net::TcpListener;
+
+use kvx_core::wire::Writer;
+use kvx_core::{Grid, Kind, RegionKey};
+use tcp_pair::raw::*;
+use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
+
+/// As END carries them.
+const UNREGISTERED: u8 = 1;
+const WRONG_KEY: u8 = 2;
+const OUT_OF_BOUNDS: u8 = 4;
+
+#[test]
+fn garbage_costs_a_connection() {
+    let pair = Pair::new(4096);
+    for seed in 0..50 {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&pattern(1 << (seed % 20), seed));
+        raw.0.shutdown(std::net::Shutdown::Write).ok();
+        assert!(raw.is_closed());
+    }
+    pair.still_works();
+}
+
+#[test]
+fn lengths_beyond_their_bound_cost_a_connection() {
+    let pair = Pair::new(4096);
+    for kind in [HELLO, PROOF, REFUSE, READ, DATA, NOTIFY, 0, 200] {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        let mut header = vec![kind, 0, 0, 0];
+        header.put_u32(u32::MAX);
+        header.put_u64(0);
+        raw.send(&header);
+        assert!(raw.is_closed());
+    }
+    for (kind, len) in
+        [(READ, 3 << 20), (WRITE, u32::MAX), (DATA, (1 << 20) + 1), (NOTIFY, (64 << 10) + 1), (PING, 1)]
+    {
+        let mut raw = Raw::lane(&pair.owner);
+        let mut header = vec![kind, 0, 0, 0];
+        header.put_u32(len);
+        header.put_u64(0);
+        raw.send(&header);
+        assert!(raw.is_closed(), "{kind}");
+    }
+    pair.still_works();
+}
+
+#[test]
+fn a_slow_handshake_ends_after_its_time_and_disturbs_nobody() {
+    let pair = Pair::new(4096);
+    let mut silent = Raw::connect(address_of(&pair.owner));
+    let mut half = Raw::connect(address_of(&pair.owner));
+    half.send(&hello(false, 0)[..20]);
+    let mut challenged = Raw::connect(address_of(&pair.owner));
+    challenged.send(&hello(false, 0));
+    assert_eq!(challenged.frame().unwrap().0, CHALLENGE);
+    pair.still_works();
+    for raw in [&mut silent, &mut half, &mut challenged] {
+        assert!(raw.is_closed());
+    }
+    pair.still_works();
+}
+
+#[test]
+fn half_open_connections_are_bounded_and_keep_nobody_out() {
+    let pair = Pair::new(4096);
+    let mut first = Raw::connect(address_of(&pair.owner));
+    let _crowd: Vec<_> = (0..600)
+        .map(|_| {
+            let mut raw = Raw::connect(address_of(&pair.owner));
+            raw.send(&hello(false, 0)[..10]);
+            raw
+        })
+        .collect();
+    assert!(first.is_closed(), "the oldest makes room");
+    Pair::of(agent("another owner"), agent("another reader"), 4096).still_works();
+    let late = agent("late");
+    let peer = late.connect(&pair.owner.metadata().unwrap()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn connections_beyond_the_limit_are_refused_with_the_setting() {
+    let owner = agent_with("owner", r#"{"tcp": {"max_connections": 4}}"#, None);
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    let late = agent("late");
+    let peer = late.connect(&pair.owner.metadata().unwrap()).unwrap();
+    let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert!(error.to_string().contains("tcp.max_connections"), "{error}");
+    pair.still_works();
+}
+
+#[test]
+fn a_stranger_without_the_secret_learns_and_touches_nothing() {
+    let secret = Some("a secret of the fleet");
+    let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
+    // Without a secret.
+    let mut raw = Raw::connect(address_of(&pair.owner));
+    raw.send(&hello(false, 0));
+    assert_eq!(raw.frame().unwrap().0, REFUSE);
+    assert!(raw.is_closed());
+    // With a made-up proof.
+    let mut raw = Raw::connect(address_of(&pair.owner));
+    raw.send(&hello(true, 0));
+    let (kind, _, challenge) = raw.frame().unwrap();
+    assert_eq!(kind, CHALLENGE);
+    assert!(!challenge.windows(5).any(|word| word == b"owner"));
+    let mut proof = Vec::new();
+    proof.put_identity(pair.reader.identity());
+    proof.put_identity(pair.owner.identity());
+    proof.put_block(&[3; 32]);
+    raw.send(&frame(PROOF, 0, &proof));
+    let (kind, _, refusal) = raw.frame().unwrap();
+    assert_eq!(kind, REFUSE);
+    assert!(!refusal.windows(5).any(|word| word == b"owner@"));
+    assert!(raw.is_closed());
+    // Straight to business.
+    let (region, key) = key_of(&pair.owner, "kv");
+    let mut raw = Raw::connect(address_of(&pair.owner));
+    raw.send(&frame(READ, 1, &blocks(region, key, 64, 64, &[0])));
+    assert!(raw.is_closed());
+    pair.still_works();
+}
+
+#[test]
+fn a_recorded_session_cannot_be_played_again() {
+    let secret = Some("a secret of the fleet");
+    let relay = tcp_pair::relay::Relay::new();
+    let owner = agent_with("owner", &relay.options(), secret);
+    let pair = Pair::of(owner, agent_with("reader", "{}", secret), 4096);
+    pair.ours.copy_in(0, &[0xaa; 4096]).unwrap();
+    let plan = pair.write(Grid::packed(4096, 1), vec![0], vec![0]);
+    pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+    assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0xaa));
+    pair.theirs.copy_in(0, &[0; 4096]).unwrap();
+    for recorded in relay.recorded() {
+        let mut raw = Raw::connect(relay.target());
+        raw.send(&recorded);
+        let first = raw.frame().map(|(kind, ..)| kind);
+        assert_eq!(first, Some(CHALLENGE));
+        assert_eq!(raw.frame().map(|(kind, ..)| kind), Some(REFUSE));
+        assert!(raw.is_closed());
+    }
+    assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "nothing was written again");
+    pair.still_works();
+}
+
+#[test]
+fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
+    let pair = Pair::new(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let wrong = RegionKey([0; 16]);
+    let mut raw = Raw::lane(&pair.owner);
+    let unknown = kvx_core::RegionId(region.0 + 1000);
+    let refused = [
+        (blocks(unknown, key, 64, 64, &[0]), UNREGISTERED),
+        (blocks(region, wrong, 64, 64, &[0]), WRONG_KEY),
+        (blocks(region, key, 64, 65, &[64]), OUT_OF_BOUNDS),
+        (blocks(region, key, 4097, 1, &[0]), OUT_OF_BOUNDS),
+        (blocks(region, key, 1 << 40, 2, &[1]), OUT_OF_BOUNDS),
+    ];
+    for (id, (request, kind)) in (1..).zip(&refused) {
+        raw.send(&frame(READ, id, request));
+        assert_eq!(raw.answer(id), Err(*kind));
+        raw.send(&frame(WRITE, id + 100, request));
+        assert_eq!(raw.answer(id + 100), Err(*kind));
+        raw.send(&frame(DATA, id + 100, &[0xee; 64]));
+        raw.send(&frame(CANCEL, id + 100, &[]));
+    }
+    assert!(Pair::all(&pair.theirs) == pair.bytes);
+    // The connection has lost nothing by that.
+    raw.send(&frame(READ, 77, &blocks(region, key, 64, 64, &[2])));
+    assert_eq!(raw.answer(77).unwrap(), pair.bytes[128..192]);
+    raw.send(&frame(WRITE, 78, &blocks(region, key, 64, 64, &[2])));
+    raw.send(&frame(DATA, 78, &[0xcc; 60]));
+    raw.send(&frame(DATA, 78, &[0xdd; 4]));
+    assert!(raw.answer(78).is_ok());
+    assert_eq!(Pair::all(&pair.theirs)[180..192], [[0xcc; 4], [0xcc; 4], [0xdd; 4]].concat());
+    raw.send(&frame(PING, 5, &[]));
+    assert_eq!(raw.frame().unwrap().0, ALIVE);
+    pair.still_works();
+}
+
+#[test]
+fn frames_out_of_order_cost_a_connection() {
+    let pair = Pair::new(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let good = blocks(region, key, 64, 64, &[0]);
+    let bad: Vec<Vec<u8>> = vec![
+        frame(DATA, 9, &[1; 10]),                                    // no such write
+        [frame(WRITE, 9, &good), frame(DATA, 9, &[1; 65])].concat(), // more than asked
+        [frame(WRITE, 9, &good), frame(WRITE, 9, &good)].concat(),   // twice
+        frame(DATA, 9, &[]),                                         // nothing
+        frame(END, 9, &[]),                                          // an owner's word
+        frame(ACK, 9, &[]),                                          // the same
+        frame(HELLO, 0, &hello(false, 0)[16..]),                     // again
+        frame(READ, 9, &good[..good.len() - 1]),                     // too short
+        frame(READ, 9, &[&good[..], &[0]].concat()),                 // too long
+        frame(READ, 9, &blocks(region, key, 64, 64, &[64])),         // beyond its own grid
+        frame(READ, 9, &blocks(region, key, 64, 64, &[])),           // no blocks
+        frame(READ, 9, &blocks(region, key, 0, 64, &[0])),           // no bytes
+        vec![PING, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],     // reserved bits
+    ];
+    for (case, bytes) in bad.iter().enumerate() {
+        let mut raw = Raw::lane(&pair.owner);
+        raw.send(bytes);
+        assert!(raw.is_closed(), "case {case}");
+    }
+    assert!(Pair::all(&pair.theirs)[64..] == pair.bytes[64..]);
+    pair.still_works();
+}
+
+#[test]
+fn mutated_requests_never_reach_beyond_the_region() {
+    let pair = Pair::new(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let stream = [
+        frame(READ, 1, &blocks(region, key, 64, 64, &[1, 2, 3])),
+        frame(NOTIFY, 2, b"hello"),
+        frame(WRITE, 3, &blocks(region, key, 64, 1, &[0])),
+        frame(DATA, 3, &[1; 64]),
+        frame(CANCEL, 1, &[]),
+        frame(PING, 0, &[]),
+    ]
+    .concat();
+    let mut state = 0x1234_5678_9abc_def1u64;
+    let mut draw = |below: usize| {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 33) as usize % below
+    };
+    for _ in 0..400 {
+        let mut mutated = stream.clone();
+        for _ in 0..1 + draw(4) {
+            match draw(3) {
+                0 => {
+                    let at = draw(mutated.len() * 8);
+                    mutated[at / 8] ^= 1 << (at % 8);
+                }
+                1 => mutated.truncate(1 + draw(mutated.len())),
+                _ => {
+                    let at = draw(mutated.len());
+                    mutated[at] = draw(256) as u8;
+                }
+            }
+        }
+        let mut raw = Raw::lane(&pair.owner);
+        raw.send(&mutated);
+        raw.0.shutdown(std::net::Shutdown::Write).ok();
+        assert!(raw.is_closed());
+        while pair.owner.try_notification().is_some() {}
+    }
+    pair.still_works();
+}
+
+#[test]
+fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
+    let pair = Pair::new(1 << 20);
+    let (region, key) = key_of(&pair.owner, "kv");
+    for request in [frame(READ, 1, &blocks(region, key, 1 << 20, 1, &[0])), frame(PING, 1, &[])] {
+        let mut raw = Raw::lane(&pair.owner);
+        raw.0.set_nonblocking(true).unwrap();
+        let crowd: Vec<u8> = request.iter().copied().cycle().take(request.len() * 1000).collect();
+        // The kernel's buffers and the owner's queue take some; they do not take 256 MiB.
+        let (mut taken, mut stuck) = (0usize, 0);
+        while stuck < 100 {
+            assert!(taken < 256 << 20, "the owner reads and reads");
+            match raw.0.write(&crowd[taken % crowd.len()..]) {
+                Ok(count) => (taken, stuck) = (taken + count, 0),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    pair.still_works(); // takes a moment, and shows that others are served
+                    stuck += 1;
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    pair.still_works();
+}
+
+#[test]
+fn too_many_notifications_at_once_cost_a_connection() {
+    let owner =
+        kvx_core::Agent::builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    let mut raw = Raw::lane(&pair.owner);
+    for id in 0..1000 {
+        raw.send(&frame(NOTIFY, id, b"again"));
+    }
+    assert!(raw.is_closed());
+    pair.still_works();
+}
+
+/// A reader that is connected to whatever `owner` does after the handshakes of all lanes.
+fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
+    let port = free_port();
+    let honest = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "127.0.0.1:{port}"}}}}"#), None);
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let lanes = (0..3).map(|_| {
+                let mut lane = Raw::of(listener.accept().unwrap().0);
+                lane.welcome();
+                lane
+            });
+            owner(lanes.collect());
+        });
+        reader(&Pair::of(honest, agent("reader"), 4096))
+    })
+}
+
+fn read_one(pair: &Pair) -> kvx_core::Result<kvx_core::Report> {
+    pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap().wait(CUT_OFF)
+}
+
+#[test]
+fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
+    let answers: [fn(u64) -> Vec<u8>; 7] = [
+        |id| frame(DATA, id, &[7; 1025]),           // more than asked
+        |id| frame(DATA, id + 1, &[7; 1024]),       // nobody asked
+        |id| frame(DATA, id | 1 << 40, &[7; 1024]), // an id of old
+        |id| [frame(DATA, id, &[7; 1000]), frame(END, id, &[])].concat(), // less than asked
+        |id| [frame(DATA, id, &[7; 1024]), frame(DATA, id, &[7; 1])].concat(), // one too many
+        |id| frame(READ, id, &[]),                  // an initiator's word
+        |id| frame(END, id, &[0xff; 1000]),         // no sentence
+    ];
+    for (case, answer) in answers.into_iter().enumerate() {
+        let owner = move |mut lanes: Vec<Raw>| {
+            let (kind, id, _) = lanes[0].frame().unwrap();
+            assert_eq!(kind, READ);
+            lanes[0].send(&answer(id));
+            assert!(lanes.iter_mut().all(Raw::is_closed));
+        };
+        with_owner(owner, |pair| {
+            let error = read_one(pair).unwrap_err();
+            assert_eq!(error.kind(), Kind::Malformed, "case {case}: {error}");
+            let got = Pair::all(&pair.ours);
+            assert!(got[..2048].iter().chain(&got[3072..]).all(|byte| *byte == 0), "case {case}");
+            let good = agent("good");
+            pair.reader.connect(&good.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
+    let owner = |mut lanes: Vec<Raw>| {
+        let (_, id, _) = lanes[0].frame().unwrap();
+        lanes[0].send(&frame(END, id, b"\x03taken back"));
+        let (_, id, _) = lanes[0].frame().unwrap();
+        lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
+        assert!(lanes.iter_mut().all(Raw::is_closed));
+    };
+    with_owner(owner, |pair| {
+        let error = read_one(pair).unwrap_err();
+        assert_eq!((error.kind(), error.sentence()), (Kind::Revoked, "taken back"));
+        assert_eq!((error.failed_backend(), error.failed_peer()), (Some("TCP"), Some("owner")));
+        read_one(pair).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    });
+}

@@ -33,7 +33,7 @@ pub(crate) fn run(args: Vec<String>) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("kvx config: {error}");
+            eprintln!("kvx: {error}");
             ExitCode::from(2)
         }
     }

@@ -123,6 +123,22 @@ fn the_demo_runs_over_one_backend_too() {
 }
 
 #[test]
+fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
+    // Nobody reads its output, so it ends at its first line, when its owner has just been started.
+    let mut demo =
+        program(&["demo", "--backend", "TCP", "--size", "3M"]).stdout(Stdio::piped()).spawn().unwrap();
+    drop(demo.stdout.take());
+    demo.wait().unwrap();
+    let size = (3 << 20).to_string();
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+        let arguments: Vec<_> = line.split(|byte| *byte == 0).collect();
+        let is_owner = arguments.contains(&&b"demo-owner"[..]) && arguments.contains(&size.as_bytes());
+        assert!(!is_owner, "{:?} is still there", process.path());
+    }
+}
+
+#[test]
 fn the_owner_of_the_demo_ends_with_its_reader() {
     let mut owner = program(&["demo-owner", "--backend", "TCP", "--size", "1048576"])
         .stdin(Stdio::piped())

@@ -341,10 +341,10 @@ impl AgentInner {
         }
         self.inbox.close();
         let left = self.budget.drained(deadline);
-        let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown(&self.clock, deadline)).collect();
+        let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown()).collect();
         let mut shared = 0;
         for revocation in revoked {
-            shared += usize::from(revocation.wait(Deadline::never()).is_err());
+            shared += usize::from(revocation.wait(deadline).is_err());
         }
         let again = std::mem::replace(&mut *transports_asked, true);
         let closing: Vec<_> = self

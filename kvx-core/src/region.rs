@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::agent::AgentInner;
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
-use crate::deadline::{Clock, Reason};
+use crate::deadline::Reason;
 use crate::grid::{Grid, GridSet};
 use crate::identity::{Identity, RegionId, RegionKey};
 use crate::metadata::RegionInfo;
@@ -249,9 +249,8 @@ impl RegionCore {
     }
 
     /// As [`Region::revoke`], for an agent that ends.
-    pub(crate) fn revoke_at_shutdown(self: &Arc<Self>, clock: &Clock, deadline: Deadline) -> Completion<Arc<Memory>> {
+    pub(crate) fn revoke_at_shutdown(self: &Arc<Self>) -> Completion<Arc<Memory>> {
         let shot = Shot::new();
-        shot.by(clock, deadline, still_shared);
         self.revoke(Some(Arc::clone(&shot)), None);
         Completion::of(shot)
     }

@@ -692,7 +692,8 @@ impl Fetch {
         self.slices().next().unwrap_or_default()
     }
 
-    /// All bytes that have come so far, in order, for a vectored send.
+    /// All bytes that have come so far, in order, for a vectored send. They stay in place until they are
+    /// [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
     pub fn slices(&self) -> impl Iterator<Item = &[u8]> {
         let mut sent = self.at;
         self.copied.iter().map(move |(len, bounce)| &bounce.bytes()[std::mem::take(&mut sent)..*len])
@@ -753,7 +754,8 @@ struct Filling {
 
 impl Store {
     /// Takes in copies that have ended, and says where to receive the next bytes. None, with some
-    /// [`left`](Store::left): wait for the stream's token.
+    /// [`wanted`](Store::wanted): wait for the stream's token. The room stays in place until bytes are
+    /// [`received`](Store::received) into it, or the stream is paused, stopped or dropped.
     ///
     /// # Errors
     /// As [`Fetch::resume`].

@@ -233,10 +233,12 @@ fn a_stream_without_a_buffer_gets_the_next_that_is_free() {
     }
     // One that is dropped, and one that is stopped, leave their place to the next.
     let mut last = waiting.pop().unwrap();
-    waiting.pop().unwrap().stop();
+    let mut stopped = waiting.pop().unwrap();
+    stopped.stop();
     drop(waiting);
     assert_eq!(machine.send(&mut first, BUFFER), pattern(2 * BUFFER, 1));
     assert_eq!(machine.send(&mut last, BUFFER), pattern(2 * BUFFER, 1));
+    assert_eq!(stopped.copies(), Copies::Settled);
 }
 
 #[test]
@@ -271,6 +273,22 @@ fn a_store_whose_socket_is_dry_gives_its_buffer_to_those_who_wait() {
     // It had planned more than it got: the rest finds its way.
     machine.receive(&mut dry, &wire[100..], 300);
     assert!(content(&slow) == wire && content(&fast) == other);
+}
+
+#[test]
+fn a_store_that_has_got_nothing_gives_its_buffer_back_as_it_was() {
+    let machine = machine(1, 4);
+    let (silent, busy) = (machine.memory(BUFFER, 1), machine.memory(BUFFER, 2));
+    let whole = Blocks::whole(BUFFER);
+    let mut first = machine.store(1, &silent, &whole);
+    assert!(first.room().unwrap().is_some());
+    let mut second = machine.store(2, &busy, &whole);
+    assert!(second.room().unwrap().is_none());
+    first.pause();
+    assert_eq!((first.wanted(), first.copies()), (BUFFER as u64, Copies::Settled));
+    machine.receive(&mut second, &pattern(BUFFER, 3), 300);
+    machine.receive(&mut first, &pattern(BUFFER, 4), 300);
+    assert!(content(&silent) == pattern(BUFFER, 4) && content(&busy) == pattern(BUFFER, 3));
 }
 
 #[test]
@@ -403,6 +421,12 @@ fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
         let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
         assert_eq!(refused.unwrap_err().kind(), Kind::Unsupported);
     }
+}
+
+#[test]
+fn a_machine_with_streams_can_move_to_its_thread() {
+    fn moves<T: Send>() {}
+    moves::<(Stager, Fetch, Store)>();
 }
 
 #[test]

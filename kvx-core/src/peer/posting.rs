@@ -10,7 +10,7 @@ use crate::plan::Plan;
 use crate::transfer::{Transfer, TransferState};
 use crate::{Deadline, Error, Kind, Result};
 
-/// A transfer about to be posted; see [`Peer::transfer`].
+/// A transfer about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
 #[must_use = "call post or post_wait"]
 pub struct Posting {
     pub(super) peer: Arc<PeerInner>,
@@ -32,7 +32,7 @@ impl Posting {
         self
     }
 
-    /// Starts the transfer; see [`Peer::post`].
+    /// Starts the transfer; see [`Peer::post`](crate::Peer::post).
     pub fn post(self) -> Result<Transfer> {
         self.try_post()
     }

@@ -273,11 +273,13 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     }
 
     // Cancelled, or faster than that: then it notifies.
+    let mut settled = Vec::new();
     for round in 0..20 {
         let this = next();
         let plan = blocks.plan(OPS[round % 2], &peer)?;
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(this)).post()?;
         transfer.cancel();
+        settled.push(transfer.settled());
         match transfer.await {
             Ok(_) => drop(allowed.insert(this)),
             Err(error) => ensure_kind!(Err::<(), _>(error), Cancelled),
@@ -290,12 +292,14 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             let plan = blocks.plan(op, &peer)?;
             pair.far.process()?.stop()?;
             let transfer = peer.transfer(&plan).deadline(LOOK).notify(numbered(next())).post()?;
+            settled.push(transfer.settled());
             let result = transfer.await;
             pair.far.process()?.go_on()?;
             ensure_kind!(result, TimedOut);
         }
-        blocks.works(&mut pair.far, &peer, "after the time-outs").await?;
     }
+    all(settled).await?;
+    blocks.works(&mut pair.far, &peer, "after those that were cancelled or timed out").await?;
 
     // Revoked before the post.
     if capabilities.revocation != Revocation::Never {

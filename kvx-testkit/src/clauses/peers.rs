@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Plan};
+use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Plan, Transfer};
 
 use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
@@ -44,6 +44,7 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
         pair.far.process()?.stop()?;
         let transfers = (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
         let posted = Instant::now();
+        let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
         for transfer in transfers {
             let result = transfer.await;
             let took = posted.elapsed();
@@ -56,6 +57,9 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
             }
         }
         pair.far.process()?.go_on()?;
+        for settled in settled {
+            settled.await?; // until then the regions may still change
+        }
         if op == Op::Write && !needs.of(op) {
             blocks.check_far(&mut pair.far, seed, "a write to a stopped peer")?;
         }

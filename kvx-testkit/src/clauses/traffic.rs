@@ -66,8 +66,15 @@ impl Traffic {
     pub(crate) fn check_near(&self, seed: u64, when: &str) -> Check {
         let mut content = vec![0; self.near.len() as usize];
         self.near.copy_out(0, &mut content)?;
-        ensure!(content == bytes(seed, 0, content.len()), "{when}: the local region holds other bytes than it should");
-        Ok(())
+        let wanted = bytes(seed, 0, content.len());
+        let differ = || content.iter().zip(&wanted).enumerate().filter(|(_, (is, wanted))| is != wanted).map(|(at, _)| at);
+        match differ().next() {
+            None => Ok(()),
+            Some(first) => Err(Failure::new(format!(
+                "{when}: {} bytes of the local region are not what they should be, the first of them at {first}",
+                differ().count()
+            ))),
+        }
     }
 
     /// Fails unless the region at the far end holds content `seed`.

@@ -1,0 +1,115 @@
+//! A program beside kvx: it moves the same bytes in rounds of its own, in turn with kvx's. `BESIDE.md` is its protocol.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::child::Child;
+use super::points::{Point, Shape, name};
+use super::rounds::Round;
+use super::{ANSWER_PATIENCE, PATIENCE};
+use crate::Result;
+
+/// Such a program.
+pub(crate) struct Beside {
+    child: Child,
+}
+
+/// How it answers a point.
+pub(crate) enum Standing {
+    /// It will take part, under this name.
+    Ready(String),
+    /// It does not know such a point, and why.
+    Skips(String),
+}
+
+impl Beside {
+    /// Starts it, as the shell understands it.
+    pub(crate) fn start(program: &str) -> Result<Self> {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("exec {program}")]);
+        Ok(Beside { child: Child::start("the program beside", command)? })
+    }
+
+    /// Announces a point.
+    pub(crate) fn announce(&mut self, point: &Point) -> Result<Standing> {
+        self.child.say(&announcement(point))?;
+        let answer = self.child.hear(PATIENCE)?;
+        match answer.split_once(' ').unwrap_or((&answer, "")) {
+            ("ready", name) if !name.trim().is_empty() => Ok(Standing::Ready(name.trim().to_owned())),
+            ("skip", why) => Ok(Standing::Skips(why.trim().to_owned())),
+            _ => Err(format!("the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`").into()),
+        }
+    }
+
+    /// One round of the announced point.
+    pub(crate) fn round(&mut self, bytes: u64, budget: Duration) -> Result<Round> {
+        let start = Instant::now();
+        self.child.say(&format!("go {:.6}", budget.as_secs_f64()))?;
+        let answer = self.child.hear(ANSWER_PATIENCE + budget)?;
+        let round = result(&answer, bytes).ok_or_else(|| {
+            format!("the program beside answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
+        })?;
+        // A program that reports less time than it took may be right; one that reports more cannot be.
+        let most = start.elapsed().as_secs_f64();
+        if answer.starts_with("moved") && round.seconds > most {
+            return Err(format!("the program beside reports {} s for a round of {most} s", round.seconds).into());
+        }
+        Ok(round)
+    }
+
+    /// Lets it end by itself.
+    pub(crate) fn end(self) {
+        self.child.end();
+    }
+}
+
+fn announcement(point: &Point) -> String {
+    let Shape { block, count, pattern, seed } = point.shape;
+    format!(
+        "point backend={} op={} block={block} count={count} pattern={} seed={seed} memory={} wait={}",
+        point.backend,
+        name(point.op),
+        name(pattern),
+        name(point.memory),
+        name(point.wait)
+    )
+}
+
+fn result(answer: &str, bytes: u64) -> Option<Round> {
+    let words: Vec<_> = answer.split_whitespace().collect();
+    let number = |word: &str| word.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
+    match words[..] {
+        ["moved", times, seconds] => {
+            let times = times.parse().ok().filter(|times| *times > 0)?;
+            Some(Round { times, seconds: number(seconds)?, ..Round::default() })
+        }
+        ["gbps", rate] => {
+            Some(Round { times: 1, seconds: bytes as f64 / 1e9 / number(rate)?, ..Round::default() })
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::points::{Backing, Op, Pattern, Wait};
+    use super::*;
+
+    #[test]
+    fn the_announcement_is_the_documented_one() {
+        let shape = Shape { block: 4096, count: 1024, pattern: Pattern::Scattered, seed: 1 };
+        let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let line = announcement(&point);
+        assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");
+    }
+
+    #[test]
+    fn results_are_times_and_seconds_or_a_rate() {
+        let round = result("moved 3 0.5", 1000).unwrap();
+        assert_eq!((round.times, round.seconds), (3, 0.5));
+        assert_eq!(result("gbps 2", 4_000_000_000).unwrap().pace(), 2.0);
+        for wrong in ["", "moved", "moved 0 1", "moved 1 0", "moved 1 -2", "moved 1 inf", "gbps 0", "fast 1 1"] {
+            assert!(result(wrong, 1).is_none(), "{wrong}");
+        }
+    }
+}

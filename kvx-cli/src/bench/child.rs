@@ -1,0 +1,96 @@
+//! A process that is asked in lines and answers in lines.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use crate::Result;
+
+/// Such a process. It is killed when this is dropped, and by the kernel when this process dies.
+pub(crate) struct Child {
+    name: String,
+    process: std::process::Child,
+    asked: Option<ChildStdin>,
+    answers: Receiver<String>,
+}
+
+impl Child {
+    /// Starts it. Call this on a thread that lives as long as the program: the kernel watches that thread.
+    pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
+        let us = std::process::id().cast_signed();
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
+        let die_with_us = move || {
+            // SAFETY: plain system calls, which may be made between fork and exec.
+            let watched = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0 };
+            // SAFETY: as above. A parent that has died meanwhile is not watched any more.
+            if watched && unsafe { libc::getppid() } == us { Ok(()) } else { Err(std::io::ErrorKind::Other.into()) }
+        };
+        // SAFETY: the closure makes system calls and allocates nothing.
+        unsafe { command.pre_exec(die_with_us) };
+        let mut process = command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
+        let (asked, output) = (process.stdin.take(), process.stdout.take());
+        let (send, answers) = mpsc::channel();
+        if let Some(output) = output {
+            std::thread::spawn(move || {
+                let lines = BufReader::new(output).lines().map_while(std::result::Result::ok);
+                lines.map(|line| send.send(line)).take_while(std::result::Result::is_ok).for_each(drop);
+            });
+        }
+        Ok(Child { name: name.to_owned(), process, asked, answers })
+    }
+
+    /// Its process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Sends a line.
+    pub(crate) fn say(&mut self, line: &str) -> Result<()> {
+        let Some(asked) = &mut self.asked else { return Err(format!("{} takes no lines", self.name).into()) };
+        Ok(writeln!(asked, "{line}").and_then(|()| asked.flush()).map_err(|error| format!("{}: {error}", self.name))?)
+    }
+
+    /// The next line it writes.
+    pub(crate) fn hear(&mut self, patience: Duration) -> Result<String> {
+        match self.answers.recv_timeout(patience) {
+            Ok(line) => Ok(line),
+            Err(RecvTimeoutError::Timeout) => Err(format!("{} did not answer within {patience:?}", self.name).into()),
+            Err(RecvTimeoutError::Disconnected) => {
+                self.asked = None;
+                let status = self.ended(Duration::from_secs(2)).map_or_else(String::new, |status| format!(": {status}"));
+                Err(format!("{} ended{status}", self.name).into())
+            }
+        }
+    }
+
+    /// Says that there will be no more lines, and gives it a moment to end by itself.
+    pub(crate) fn end(mut self) {
+        self.asked = None;
+        self.ended(Duration::from_secs(5));
+    }
+
+    fn ended(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
+        let until = Instant::now() + within;
+        loop {
+            match self.process.try_wait() {
+                Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
+                Ok(status) => return status,
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if let Ok(None) = self.process.try_wait() {
+            // SAFETY: plain system call. The process is not reaped, so the number is that of its group.
+            unsafe { libc::kill(-self.process.id().cast_signed(), libc::SIGKILL) };
+        }
+        // Errors: it has ended already.
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}

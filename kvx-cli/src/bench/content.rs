@@ -1,0 +1,123 @@
+//! What memory holds, and in what order blocks are moved: both known to every side from a few numbers.
+
+use kvx::Memory;
+
+use super::limit::List;
+use super::points::Shape;
+use crate::Result;
+
+/// Bytes that are written or compared at a time.
+const PIECE: usize = 256 << 10;
+
+/// The numbers below `count` in an order that depends only on `seed`. `BESIDE.md` says how.
+pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
+    let mut state = seed;
+    let mut random = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    };
+    let mut numbers: Vec<u32> = (0..count).collect();
+    for at in (1..numbers.len()).rev() {
+        numbers.swap(at, (random() % (at as u64 + 1)) as usize);
+    }
+    numbers
+}
+
+/// The word at `offset`, a multiple of 8, of a source; never zero within a memory that a machine has.
+fn word(offset: u64) -> u64 {
+    (offset / 8 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn write(memory: &Memory, bytes: u64, content: impl Fn(u64) -> u64) -> kvx::Result<()> {
+    let mut piece = vec![0; PIECE];
+    for start in (0..bytes).step_by(PIECE) {
+        let len = PIECE.min((bytes - start) as usize);
+        for (at, place) in piece[..len].chunks_exact_mut(8).enumerate() {
+            place.copy_from_slice(&content(start + 8 * at as u64).to_le_bytes());
+        }
+        memory.copy_in(start as usize, &piece[..len])?;
+    }
+    Ok(())
+}
+
+/// Makes the first `bytes` of memory a source.
+pub(crate) fn fill(memory: &Memory, bytes: u64) -> kvx::Result<()> {
+    write(memory, bytes, word)
+}
+
+/// Makes the first `bytes` of memory a destination that nothing has arrived in.
+pub(crate) fn wipe(memory: &Memory, bytes: u64) -> kvx::Result<()> {
+    write(memory, bytes, |_| 0)
+}
+
+/// Compares every byte of a destination with what belongs there.
+pub(crate) fn check(memory: &Memory, shape: Shape) -> Result<()> {
+    let mut piece = vec![0; PIECE.min(shape.block as usize)];
+    for (from, to) in shape.from().into_iter().zip(shape.to()) {
+        let (source, destination) = (shape.grid().offset(from), shape.grid().offset(to));
+        for start in (0..shape.block).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min((shape.block - start) as usize)];
+            memory.copy_out((destination + start) as usize, piece)?;
+            let mut expected = (source + start..).step_by(8).map(|offset| word(offset).to_le_bytes());
+            if !piece.chunks_exact(8).all(|word| expected.next().is_some_and(|expected| word == expected)) {
+                return Err(format!("block {to} of the destination does not hold block {from} of the source").into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The list of a shape, as the limit takes it.
+pub(crate) struct Blocks {
+    length: usize,
+    from: Vec<u32>,
+    to: Vec<u32>,
+}
+
+impl Blocks {
+    pub(crate) fn of(shape: Shape) -> Self {
+        Blocks { length: shape.block as usize, from: shape.from(), to: shape.to() }
+    }
+
+    pub(crate) fn list(&self) -> List<'_> {
+        List { length: self.length, from: &self.from, to: &self.to }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::limit;
+    use super::super::points::Pattern;
+    use super::*;
+
+    /// `BESIDE.md` has these numbers, so that other programs can be checked against them.
+    #[test]
+    fn the_order_is_the_documented_one() {
+        let document = include_str!("../../BESIDE.md");
+        for (count, seed) in [(8, 1), (8, 2)] {
+            let line = format!("shuffled({count}, {seed}) = {:?}", shuffled(count, seed));
+            assert!(document.contains(&line), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_copy_passes_the_check_and_a_changed_byte_does_not() {
+        let shape = Shape { block: 24, count: 50, pattern: Pattern::Scattered, seed: 9 };
+        let bytes = shape.bytes() as usize;
+        let (source, destination) = (Memory::owned(vec![0; bytes]), Memory::owned(vec![1; bytes]));
+        fill(&source, shape.bytes()).unwrap();
+        assert!(check(&destination, shape).is_err());
+        // SAFETY: both memories have all blocks of the shape, and nobody else touches them.
+        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list()) };
+        check(&destination, shape).unwrap();
+        let mut byte = [0];
+        destination.copy_out(700, &mut byte).unwrap();
+        destination.copy_in(700, &[byte[0] ^ 1]).unwrap();
+        assert!(check(&destination, shape).is_err());
+        wipe(&destination, shape.bytes()).unwrap();
+        assert!(check(&destination, shape).is_err());
+    }
+}

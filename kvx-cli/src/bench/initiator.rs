@@ -1,0 +1,121 @@
+//! The initiator: kvx's own side of what is measured.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
+
+use super::PATIENCE;
+use super::points::{Backing, Op, Shape, Wait, name};
+use super::pools::Pools;
+use super::rounds::Round;
+use super::target::Target;
+use crate::Result;
+
+/// One backend's agent, connected with the target's.
+pub(crate) struct Initiator {
+    agent: Agent,
+    pub(crate) peer: Peer,
+    regions: Vec<(Backing, Region)>,
+}
+
+impl Initiator {
+    /// Builds it and waits until its link is up.
+    pub(crate) fn connect(
+        label: &str,
+        backend: &str,
+        registry: &Registry,
+        options: &str,
+        pools: &Pools,
+        target: &Target,
+    ) -> Result<Self> {
+        let builder = Agent::builder(label).backends([backend]).options(Options::parse(options)?);
+        let agent = builder.build(registry)?;
+        let regions = pools.all().map(|(kind, memory)| Ok((kind, agent.register(&name(kind), memory.clone())?)));
+        let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
+        let peer = agent.connect(target.metadata(backend)?)?;
+        peer.ready(PATIENCE).wait(PATIENCE)?;
+        Ok(Initiator { agent, peer, regions })
+    }
+
+    pub(crate) fn region(&self, backing: Backing) -> Result<&Region> {
+        let found = self.regions.iter().find(|(kind, _)| *kind == backing);
+        Ok(found.map(|(_, region)| region).ok_or("this side has no memory of that kind")?)
+    }
+
+    /// The plan of a point, and how long it took to build once its lists were there.
+    pub(crate) fn plan(&self, op: Op, shape: Shape, memory: Backing) -> Result<(Plan, Duration)> {
+        let (from, to): (Arc<[u32]>, Arc<[u32]>) = (shape.from().into(), shape.to().into());
+        let (ours, theirs) = (self.region(memory)?.grid(shape.grid())?, self.peer.region(&name(memory))?);
+        let theirs = theirs.grid(shape.grid())?;
+        let start = Instant::now();
+        let plan = match op {
+            Op::Read => Plan::read(ours.blocks(to), theirs.blocks(from)),
+            Op::Write => Plan::write(ours.blocks(from), theirs.blocks(to)),
+        };
+        let took = start.elapsed();
+        Ok((plan?, took))
+    }
+
+    /// Posts the plan.
+    pub(crate) fn post(&self, plan: &Plan) -> Result<Transfer> {
+        Ok(self.peer.transfer(plan).deadline(PATIENCE).post()?)
+    }
+
+    /// Moves the plan's blocks again and again until `budget` has passed, at least once.
+    pub(crate) fn round(&self, plan: &Plan, wait: Wait, budget: Duration) -> Result<Round> {
+        let mut round = Round::default();
+        let start = Instant::now();
+        let mut now = start;
+        while round.times == 0 || now - start < budget {
+            let transfer = self.post(plan)?;
+            let posted = now.elapsed();
+            match wait {
+                Wait::Block => transfer.wait(PATIENCE)?,
+                Wait::Async => block_on(transfer)?,
+            };
+            let done = Instant::now();
+            round.posts.push(posted.as_secs_f64());
+            round.each.push((done - now).as_secs_f64());
+            round.times += 1;
+            now = done;
+        }
+        round.seconds = (now - start).as_secs_f64();
+        Ok(round)
+    }
+
+    /// Ends the agent.
+    pub(crate) fn end(self) -> Result<()> {
+        drop(self.regions);
+        Ok(self.agent.shutdown(PATIENCE).wait(PATIENCE)?)
+    }
+}
+
+/// Runs a future on this thread, which sleeps until the future's waker wakes it.
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.unpark();
+    }
+}

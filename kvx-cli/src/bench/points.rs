@@ -1,0 +1,152 @@
+//! What is measured: points, and the sweep that the command line asks for.
+
+use std::fmt;
+
+use clap::ValueEnum;
+use kvx::Grid;
+use serde::{Deserialize, Serialize};
+
+use super::Arguments;
+use super::content::shuffled;
+use crate::bytes;
+
+/// What a transfer does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Op {
+    /// From the target's memory into ours.
+    Read,
+    /// From our memory into the target's.
+    Write,
+}
+
+/// Which blocks are moved to which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Pattern {
+    /// All of them, in an order of their own on each side.
+    Scattered,
+    /// All of them in their order.
+    Adjacent,
+}
+
+/// What memory both sides have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Backing {
+    /// A pool of kvx's own.
+    Kvx,
+    /// Memory that the program brought along: anonymous pages.
+    Foreign,
+}
+
+/// How the initiator waits for a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Wait {
+    /// `Transfer::wait`, which lends the link this thread.
+    Block,
+    /// `.await`: this thread sleeps until it is woken.
+    Async,
+}
+
+/// Which bytes of the memory a point moves: enough to know the list of blocks on any side and in any program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Shape {
+    /// Bytes of a block.
+    pub(crate) block: u64,
+    /// Blocks.
+    pub(crate) count: u32,
+    pub(crate) pattern: Pattern,
+    /// Where the shuffle starts.
+    pub(crate) seed: u64,
+}
+
+impl Shape {
+    pub(crate) fn bytes(self) -> u64 {
+        self.block * u64::from(self.count)
+    }
+
+    pub(crate) fn grid(self) -> Grid {
+        Grid::packed(self.block, self.count)
+    }
+
+    /// The blocks of the source, in the order in which they are moved.
+    pub(crate) fn from(self) -> Vec<u32> {
+        self.order(self.seed)
+    }
+
+    /// The blocks of the destination: entry `i` gets entry `i` of the source.
+    pub(crate) fn to(self) -> Vec<u32> {
+        self.order(self.seed + 1)
+    }
+
+    fn order(self, seed: u64) -> Vec<u32> {
+        match self.pattern {
+            Pattern::Scattered => shuffled(self.count, seed),
+            Pattern::Adjacent => (0..self.count).collect(),
+        }
+    }
+}
+
+/// One point.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Point {
+    pub(crate) backend: &'static str,
+    pub(crate) op: Op,
+    pub(crate) shape: Shape,
+    pub(crate) memory: Backing,
+    pub(crate) wait: Wait,
+}
+
+impl fmt::Display for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape { block, count, pattern, .. } = self.shape;
+        let (block, op) = (bytes::show(block), name(self.op));
+        let (pattern, memory, wait) = (name(pattern), name(self.memory), name(self.wait));
+        write!(f, "{} {op} {block} x{count} {pattern} {memory} {wait}", self.backend)
+    }
+}
+
+/// What a user writes for it.
+pub(crate) fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// The points that are asked for, in order, and those that are larger than is allowed.
+pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Point>, Vec<Point>) {
+    let mut points = Vec::new();
+    for backend in backends.iter().copied() {
+        for memory in arguments.memory.iter().copied() {
+            for op in arguments.op.iter().copied() {
+                for wait in arguments.wait.iter().copied() {
+                    for pattern in arguments.pattern.iter().copied() {
+                        let shape = |block, count| Shape { block, count, pattern, seed: arguments.seed };
+                        let counts = |block| arguments.count.iter().map(move |count| shape(block, *count));
+                        let shapes = arguments.block.iter().flat_map(|block| counts(*block));
+                        points.extend(shapes.map(|shape| Point { backend, op, shape, memory, wait }));
+                    }
+                }
+            }
+        }
+    }
+    points.into_iter().partition(|point| point.shape.bytes() <= arguments.max_total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_have_every_block_once() {
+        let shape = Shape { block: 8, count: 100, pattern: Pattern::Scattered, seed: 3 };
+        let (mut from, mut to) = (shape.from(), shape.to());
+        assert_ne!(from, to);
+        from.sort_unstable();
+        to.sort_unstable();
+        assert_eq!(from, (0..100).collect::<Vec<_>>());
+        assert_eq!(from, to);
+        let adjacent = Shape { pattern: Pattern::Adjacent, ..shape };
+        assert_eq!(adjacent.from(), adjacent.to());
+    }
+}

@@ -1,0 +1,127 @@
+//! Rounds in turn, and what is made of their times.
+
+use std::time::Duration;
+
+use crate::Result;
+
+/// What one party did in one round.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Round {
+    /// How often it moved the blocks.
+    pub(crate) times: u64,
+    /// In how much time, all together.
+    pub(crate) seconds: f64,
+    /// Each time by itself, where that is known.
+    pub(crate) each: Vec<f64>,
+    /// How long each post kept its caller, where there are posts.
+    pub(crate) posts: Vec<f64>,
+}
+
+impl Round {
+    /// Seconds for one time.
+    pub(crate) fn pace(&self) -> f64 {
+        self.seconds / self.times as f64
+    }
+}
+
+/// Something that moves the blocks for about as long as it is told.
+pub(crate) type Party<'a> = Box<dyn FnMut(Duration) -> Result<Round> + 'a>;
+
+/// Runs all parties in turn, `rounds` times; who goes first changes from round to round. `seconds` is for all of it.
+/// Gives each party's rounds.
+pub(crate) fn interleave(
+    parties: &mut [Party<'_>],
+    rounds: usize,
+    seconds: f64,
+    mut after_each: impl FnMut(),
+) -> Result<Vec<Vec<Round>>> {
+    let budget = Duration::from_secs_f64(seconds / (rounds * parties.len()) as f64);
+    let mut done = vec![Vec::with_capacity(rounds); parties.len()];
+    for round in 0..rounds {
+        for turn in 0..parties.len() {
+            let party = (round + turn) % parties.len();
+            done[party].push(parties[party](budget)?);
+        }
+        after_each();
+    }
+    Ok(done)
+}
+
+/// The value below which this part of the values lies; none of none.
+pub(crate) fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_unstable_by(f64::total_cmp);
+    let last = values.len().checked_sub(1)?;
+    // The value whose rank is the next above.
+    Some(values[((part * values.len() as f64).ceil() as usize).saturating_sub(1).min(last)])
+}
+
+/// The middle one, or the mean of the two in the middle; none of none.
+pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_unstable_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        len if len % 2 == 1 => Some(values[middle]),
+        _ => Some((values[middle - 1] + values[middle]) / 2.0),
+    }
+}
+
+/// How one party stands beside another, round by round: above 1 it is the faster one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Ratio {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
+}
+
+impl Ratio {
+    pub(crate) fn of(ours: &[Round], theirs: &[Round]) -> Option<Self> {
+        let ratios: Vec<f64> =
+            ours.iter().zip(theirs).map(|(ours, theirs)| theirs.pace() / ours.pace()).collect();
+        let (min, max) = (ratios.iter().copied().reduce(f64::min)?, ratios.iter().copied().reduce(f64::max)?);
+        Some(Ratio { median: median(ratios)?, min, max })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn took(seconds: f64) -> Round {
+        Round { times: 2, seconds, ..Round::default() }
+    }
+
+    #[test]
+    fn a_ratio_is_taken_round_by_round() {
+        // The machine slows down to a fifth in the last round, for both alike.
+        let ours = [took(1.0), took(1.25), took(5.0)];
+        let theirs = [took(0.8), took(1.0), took(4.5)];
+        let ratio = Ratio::of(&ours, &theirs).unwrap();
+        assert_eq!((ratio.median, ratio.min, ratio.max), (0.8, 0.8, 0.9));
+        assert_eq!(Ratio::of(&[], &[]), None);
+    }
+
+    #[test]
+    fn quantiles_are_values_that_occurred() {
+        let values = || (1..=200).map(f64::from);
+        assert_eq!((quantile(values(), 0.5), quantile(values(), 0.99)), (Some(100.0), Some(198.0)));
+        assert_eq!((quantile([7.0], 0.99), quantile([], 0.5)), (Some(7.0), None));
+        assert_eq!((median([3.0, 1.0]), median([5.0, 1.0, 3.0]), median([])), (Some(2.0), Some(3.0), None));
+    }
+
+    #[test]
+    fn every_party_has_every_turn_as_often() {
+        let order = std::cell::RefCell::new(String::new());
+        let party = |name: char| -> Party<'_> {
+            let order = &order;
+            Box::new(move |_| {
+                order.borrow_mut().push(name);
+                Ok(took(1.0))
+            })
+        };
+        let done = interleave(&mut [party('a'), party('b')], 4, 1.0, || ()).unwrap();
+        assert_eq!((order.borrow().as_str(), done[0].len(), done[1].len()), ("abbaabba", 4, 4));
+    }
+}

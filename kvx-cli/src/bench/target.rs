@@ -1,0 +1,208 @@
+//! The target: the process that owns the other side's memory, and how it is asked.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kvx::{Agent, Options, Registry};
+use serde::{Deserialize, Serialize};
+
+use super::bare::{once, share};
+use super::child::Child;
+use super::content::{self, Blocks};
+use super::limit;
+use super::points::{Backing, Op, Shape};
+use super::pools::{Place, Pools};
+use super::{ANSWER_PATIENCE, PATIENCE};
+use crate::Result;
+
+/// What stands behind `bench-target` on the command line.
+#[derive(Args)]
+pub(crate) struct TargetArguments {
+    #[arg(long, value_delimiter = ',')]
+    backend: Vec<String>,
+    #[arg(long)]
+    options: String,
+    /// Bytes of its pool of kvx's own.
+    #[arg(long)]
+    kvx: u64,
+    /// Bytes of its foreign memory.
+    #[arg(long)]
+    foreign: u64,
+    /// Seconds after which it ends, whatever happens.
+    #[arg(long)]
+    life: u64,
+}
+
+/// What the target says of itself first.
+#[derive(Serialize, Deserialize)]
+struct Greeting {
+    /// Each backend's agent.
+    metadata: BTreeMap<String, Vec<u8>>,
+    /// Where bare connections go.
+    address: SocketAddr,
+    kvx: Option<Place>,
+    foreign: Option<Place>,
+}
+
+/// What it is asked. Each is answered by a number of seconds, or by why not.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(crate) enum Ask {
+    /// Make the first bytes a source.
+    Fill { memory: Backing, bytes: u64 },
+    /// Make the first bytes an empty destination.
+    Wipe { memory: Backing, bytes: u64 },
+    /// Compare the destination with what belongs there.
+    Check { memory: Backing, shape: Shape },
+    /// Accept so many bare connections, and serve the blocks over them until they close.
+    Lanes { op: Op, memory: Backing, shape: Shape, lanes: usize },
+    /// Pull the blocks out of that place, so often.
+    Pull { memory: Backing, shape: Shape, from: Place, times: u64 },
+}
+
+/// Runs the target until standard input ends.
+pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+    let life = Duration::from_secs(arguments.life);
+    std::thread::spawn(move || {
+        std::thread::sleep(life);
+        eprintln!("kvx: the target of a bench ends after its longest life of {life:?}");
+        std::process::exit(1);
+    });
+    let pools = Pools::of(arguments.kvx, arguments.foreign)?;
+    let listener = TcpListener::bind(("127.0.0.1", 0))?;
+    let mut agents = Vec::new();
+    let mut metadata = BTreeMap::new();
+    for backend in &arguments.backend {
+        let options = Options::parse(&arguments.options)?;
+        let builder = Agent::builder(format!("bench-target-{backend}")).backends([backend]).options(options);
+        let agent = builder.build(registry)?;
+        let regions = pools.all().map(|(kind, memory)| agent.register(&super::points::name(kind), memory.clone()));
+        let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
+        metadata.insert(backend.clone(), agent.metadata()?);
+        agents.push((agent, regions));
+    }
+    let (kvx, foreign) = (pools.place(Backing::Kvx).ok(), pools.place(Backing::Foreign).ok());
+    let greeting = Greeting { metadata, address: listener.local_addr()?, kvx, foreign };
+    writeln!(out, "{}", serde_json::to_string(&greeting)?)?;
+    out.flush()?;
+    let mut served = Served { pools, listener, mapped: None };
+    for line in std::io::stdin().lock().lines() {
+        let answer = served.answer(serde_json::from_str(&line?)?).map_err(|error| error.to_string());
+        writeln!(out, "{}", serde_json::to_string(&answer)?)?;
+        out.flush()?;
+    }
+    for (agent, _regions) in agents {
+        agent.shutdown(PATIENCE).wait(PATIENCE)?;
+    }
+    Ok(())
+}
+
+struct Served {
+    pools: Pools,
+    listener: TcpListener,
+    /// The initiator's pool, once it has been pulled from.
+    mapped: Option<u64>,
+}
+
+impl Served {
+    fn answer(&mut self, ask: Ask) -> Result<f64> {
+        match ask {
+            Ask::Fill { memory, bytes } => content::fill(self.pools.get(memory)?, bytes)?,
+            Ask::Wipe { memory, bytes } => content::wipe(self.pools.get(memory)?, bytes)?,
+            Ask::Check { memory, shape } => content::check(self.pools.get(memory)?, shape)?,
+            Ask::Lanes { op, memory, shape, lanes } => self.lanes(op, memory, shape, lanes)?,
+            Ask::Pull { memory, shape, from, times } => return self.pull(memory, shape, from, times),
+        }
+        Ok(0.0)
+    }
+
+    fn lanes(&self, op: Op, memory: Backing, shape: Shape, lanes: usize) -> Result<()> {
+        let base = self.pools.get(memory)?.address();
+        let blocks = match op {
+            Op::Read => shape.from(),
+            Op::Write => shape.to(),
+        };
+        for lane in 0..lanes {
+            // The initiator has connected already.
+            let (socket, _) = self.listener.accept()?;
+            let lane = share(socket, base, shape, &blocks, (lane, lanes))?;
+            // It ends with the connection, or with this process, whose memory lives as long.
+            std::thread::spawn(move || lane.serve(op == Op::Read));
+        }
+        Ok(())
+    }
+
+    fn pull(&mut self, memory: Backing, shape: Shape, from: Place, times: u64) -> Result<f64> {
+        let memory = self.pools.get(memory)?;
+        let blocks = Blocks::of(shape);
+        let mapped = match (from.file, self.mapped) {
+            (Some(file), None) => Some(limit::map(from.process, file, from.len)?),
+            (Some(_), mapped) => mapped,
+            (None, _) => None,
+        };
+        self.mapped = self.mapped.or(mapped);
+        let start = Instant::now();
+        for _ in 0..times {
+            // SAFETY: both sides' memory has all blocks of the shape, and none of this process is lent out.
+            unsafe { once(mapped, from, memory.address(), &blocks) }?;
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+}
+
+/// The target's process, as the initiator holds it.
+pub(crate) struct Target {
+    child: Child,
+    greeting: Greeting,
+}
+
+impl Target {
+    /// Starts one and waits until it is ready. Sizes: of its pool of kvx's own and of its foreign memory.
+    pub(crate) fn start(backends: &[&str], options: &str, sizes: (u64, u64), life: Duration) -> Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["bench-target", "--backend", &backends.join(","), "--options", options]);
+        command.args(["--kvx", &sizes.0.to_string(), "--foreign", &sizes.1.to_string()]);
+        command.args(["--life", &life.as_secs().to_string()]);
+        let mut child = Child::start("the target", command)?;
+        let greeting = serde_json::from_str(&child.hear(PATIENCE)?)?;
+        Ok(Target { child, greeting })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.pid()
+    }
+
+    /// Where bare connections go.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.greeting.address
+    }
+
+    /// What its agent for this backend publishes.
+    pub(crate) fn metadata(&self, backend: &str) -> Result<&[u8]> {
+        let metadata = self.greeting.metadata.get(backend);
+        Ok(metadata.ok_or_else(|| format!("the target has no agent for {backend}"))?)
+    }
+
+    pub(crate) fn place(&self, backing: Backing) -> Result<Place> {
+        let place = match backing {
+            Backing::Kvx => self.greeting.kvx,
+            Backing::Foreign => self.greeting.foreign,
+        };
+        place.ok_or_else(|| "the target has no memory of that kind".into())
+    }
+
+    /// Asks, and waits for the answer.
+    pub(crate) fn ask(&mut self, ask: Ask) -> Result<f64> {
+        self.child.say(&serde_json::to_string(&ask)?)?;
+        let answer: std::result::Result<f64, String> = serde_json::from_str(&self.child.hear(ANSWER_PATIENCE)?)?;
+        Ok(answer.map_err(|why| format!("the target: {why}"))?)
+    }
+
+    /// Lets it end by itself.
+    pub(crate) fn end(self) {
+        self.child.end();
+    }
+}

@@ -213,7 +213,7 @@ mod tests {
                 devices: Vec::new(),
                 rdma: false,
                 capabilities: Capabilities {
-                    isolation: Isolation::Nic,
+                    isolation: PerOp::same(Isolation::Nic),
                     idle: Idle::Asleep,
                     target_cpu: PerOp::NEITHER,
                     revocation: Revocation::Owner,

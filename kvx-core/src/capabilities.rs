@@ -39,26 +39,43 @@ pub enum Revocation {
     Never,
 }
 
-/// A yes or no for each operation.
+/// Something that may differ for reads and writes; mostly a yes or no.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PerOp {
+pub struct PerOp<T = bool> {
     /// For reads.
-    pub read: bool,
+    pub read: T,
     /// For writes.
-    pub write: bool,
+    pub write: T,
 }
 
 impl PerOp {
     /// For neither.
-    pub const NEITHER: PerOp = PerOp { read: false, write: false };
+    pub const NEITHER: PerOp = PerOp::same(false);
     /// For both.
-    pub const BOTH: PerOp = PerOp { read: true, write: true };
+    pub const BOTH: PerOp = PerOp::same(true);
+}
 
-    /// The answer for `op`.
-    pub fn of(self, op: crate::Op) -> bool {
+impl<T: Copy> PerOp<T> {
+    /// The same for both.
+    pub const fn same(value: T) -> Self {
+        PerOp { read: value, write: value }
+    }
+
+    /// The one for `op`.
+    pub fn of(self, op: crate::Op) -> T {
         match op {
             crate::Op::Read => self.read,
             crate::Op::Write => self.write,
+        }
+    }
+}
+
+impl fmt::Display for PerOp<Isolation> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = |isolation: Isolation| format!("{isolation:?}").to_lowercase();
+        match (word(self.read), word(self.write)) {
+            (read, write) if read == write => f.write_str(&read),
+            (read, write) => write!(f, "{read} for reads, {write} for writes"),
         }
     }
 }
@@ -119,8 +136,8 @@ impl fmt::Debug for MemoryKinds {
 /// What a transport promises; a link may know more than its transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Who keeps a hostile peer out.
-    pub isolation: Isolation,
+    /// Who keeps a hostile peer out: one that reads, and one that writes.
+    pub isolation: PerOp<Isolation>,
     /// What an idle connection costs.
     pub idle: Idle,
     /// Operations that need the target's CPU, and so wait while the target is stopped.
@@ -143,7 +160,7 @@ impl Capabilities {
     /// Names and values, for tables and JSON.
     pub fn rows(&self) -> [(&'static str, String); 9] {
         [
-            ("isolation", format!("{:?}", self.isolation).to_lowercase()),
+            ("isolation", self.isolation.to_string()),
             ("idle", format!("{:?}", self.idle).to_lowercase()),
             ("target_cpu", self.target_cpu.to_string()),
             ("revocation", format!("{:?}", self.revocation).to_lowercase()),

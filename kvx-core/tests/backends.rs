@@ -58,7 +58,7 @@ impl Factory for Stub {
                 devices: Vec::new(),
                 rdma: false,
                 capabilities: Capabilities {
-                    isolation: Isolation::Owner,
+                    isolation: PerOp::same(Isolation::Owner),
                     idle: Idle::Asleep,
                     target_cpu: PerOp::BOTH,
                     revocation: Revocation::Owner,

@@ -31,7 +31,7 @@ pub struct Shm;
 
 fn capabilities() -> Capabilities {
     Capabilities {
-        isolation: Isolation::Cooperative,
+        isolation: PerOp { read: Isolation::Cooperative, write: Isolation::Owner },
         idle: Idle::Asleep,
         target_cpu: PerOp { read: false, write: true },
         revocation: Revocation::Confirmed,

@@ -65,7 +65,7 @@ impl Factory for Tcp {
 /// What TCP promises.
 pub(super) fn capabilities() -> Capabilities {
     Capabilities {
-        isolation: Isolation::Owner,
+        isolation: PerOp::same(Isolation::Owner),
         idle: Idle::Asleep,
         target_cpu: PerOp::BOTH,
         revocation: Revocation::Owner,

@@ -251,6 +251,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     let capabilities = setup.capabilities()?;
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 2 << 20)?;
+    let others = Traffic::new(&mut pair, "others", 64 << 10)?;
     let peer = pair.connect().await?;
     let metadata = pair.far.metadata()?;
     let mut number = 0;
@@ -299,7 +300,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         }
     }
     all(settled).await?;
-    blocks.works(&mut pair.far, &peer, "after those that were cancelled or timed out").await?;
+    others.works(&mut pair.far, &peer, "after those that were cancelled or timed out").await?;
 
     // Revoked before the post.
     if capabilities.revocation != Revocation::Never {

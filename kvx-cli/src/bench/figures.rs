@@ -1,0 +1,251 @@
+//! The figures of a point, and how they are printed.
+
+use std::io::Write;
+
+use serde::Serialize;
+
+use super::points::{Backing, Op, Pattern, Point, Wait, name};
+use super::rounds::{Ratio, Round, median, quantile};
+use crate::{Result, bytes};
+
+/// The fewest rounds whose median is a figure by itself; of fewer, the number is shown beside it.
+pub(crate) const ENOUGH_ROUNDS: usize = 11;
+
+/// One line of output. The order of the fields is part of the format: new ones go to the end.
+#[derive(Debug, Serialize)]
+pub(crate) struct Figures {
+    backend: &'static str,
+    op: Op,
+    block: u64,
+    count: u32,
+    pattern: Pattern,
+    memory: Backing,
+    wait: Wait,
+    bytes: u64,
+    /// 1e9 bytes a second, the median of the rounds.
+    gbps: f64,
+    p50_us: f64,
+    p99_us: f64,
+    post_p50_us: f64,
+    plan_us: f64,
+    /// CPU seconds of both processes for 1e9 bytes.
+    cpu_s_per_gb: f64,
+    limit_name: Option<&'static str>,
+    limit_gbps: Option<f64>,
+    /// The median of the ratios of each round.
+    ratio: Option<f64>,
+    ratio_min: Option<f64>,
+    ratio_max: Option<f64>,
+    /// Whether every byte arrived where it belongs.
+    verified: bool,
+    rounds: usize,
+    limit_p50_us: Option<f64>,
+    #[serde(flatten)]
+    beside: Option<Beside>,
+}
+
+/// The program beside.
+#[derive(Debug, Serialize)]
+struct Beside {
+    beside_name: String,
+    beside_gbps: f64,
+    beside_ratio: f64,
+    beside_ratio_min: f64,
+    beside_ratio_max: f64,
+}
+
+/// What was measured at a point, besides kvx's rounds.
+#[derive(Default)]
+pub(crate) struct Measured {
+    pub(crate) ours: Vec<Round>,
+    pub(crate) limit: Option<(&'static str, Vec<Round>)>,
+    pub(crate) beside: Option<(String, Vec<Round>)>,
+    /// Seconds to build the plan, each time.
+    pub(crate) plans: Vec<f64>,
+    /// Of both processes, in kvx's rounds.
+    pub(crate) cpu_seconds: f64,
+    pub(crate) verified: bool,
+}
+
+impl Figures {
+    pub(crate) fn of(point: &Point, measured: &Measured) -> Result<Self> {
+        let shape = point.shape;
+        let Measured { ours, limit, beside, plans, cpu_seconds, verified } = measured;
+        let rate = |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
+        let us = |values: &dyn Fn(&Round) -> Vec<f64>, part| {
+            quantile(ours.iter().flat_map(values), part).map(|seconds| round(seconds * 1e6, 2))
+        };
+        let missing = || format!("no round of {point} was measured");
+        let times: u64 = ours.iter().map(|round| round.times).sum();
+        let ratio = limit.as_ref().and_then(|(_, rounds)| Ratio::of(ours, rounds));
+        let limit_p50 = limit.as_ref().and_then(|(_, rounds)| {
+            quantile(rounds.iter().flat_map(|round| round.each.iter().copied()), 0.5)
+        });
+        let beside = match beside {
+            None => None,
+            Some((name, rounds)) => {
+                let ratio = Ratio::of(ours, rounds).ok_or_else(missing)?;
+                Some(Beside {
+                    beside_name: name.clone(),
+                    beside_gbps: round(rate(rounds).ok_or_else(missing)?, 3),
+                    beside_ratio: round(ratio.median, 3),
+                    beside_ratio_min: round(ratio.min, 3),
+                    beside_ratio_max: round(ratio.max, 3),
+                })
+            }
+        };
+        Ok(Figures {
+            backend: point.backend,
+            op: point.op,
+            block: shape.block,
+            count: shape.count,
+            pattern: shape.pattern,
+            memory: point.memory,
+            wait: point.wait,
+            bytes: shape.bytes(),
+            gbps: round(rate(ours).ok_or_else(missing)?, 3),
+            p50_us: us(&|round| round.each.clone(), 0.5).ok_or_else(missing)?,
+            p99_us: us(&|round| round.each.clone(), 0.99).ok_or_else(missing)?,
+            post_p50_us: us(&|round| round.posts.clone(), 0.5).ok_or_else(missing)?,
+            plan_us: round(median(plans.iter().copied()).ok_or_else(missing)? * 1e6, 2),
+            cpu_s_per_gb: round(cpu_seconds / (times as f64 * shape.bytes() as f64 / 1e9), 3),
+            limit_name: limit.as_ref().map(|(name, _)| *name),
+            limit_gbps: limit.as_ref().and_then(|(_, rounds)| rate(rounds)).map(|rate| round(rate, 3)),
+            ratio: ratio.map(|ratio| round(ratio.median, 3)),
+            ratio_min: ratio.map(|ratio| round(ratio.min, 3)),
+            ratio_max: ratio.map(|ratio| round(ratio.max, 3)),
+            verified: *verified,
+            rounds: ours.len(),
+            limit_p50_us: limit_p50.map(|seconds| round(seconds * 1e6, 2)),
+            beside,
+        })
+    }
+
+    /// As a line of the table.
+    fn row(&self) -> String {
+        let limit = match (self.limit_name, self.limit_gbps, self.ratio, self.ratio_min, self.ratio_max) {
+            (Some(name), Some(gbps), Some(ratio), Some(min), Some(max)) => {
+                let of = if self.rounds < ENOUGH_ROUNDS { format!(" of {}", self.rounds) } else { String::new() };
+                format!("{gbps:>8.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
+            }
+            _ => format!("{:>8} none", "-"),
+        };
+        let beside = self.beside.as_ref().map_or_else(String::new, |beside| {
+            let Beside { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max } = beside;
+            format!(
+                "; {beside_name} {beside_gbps:.2}, {beside_ratio:.2} ({beside_ratio_min:.2} to {beside_ratio_max:.2})"
+            )
+        });
+        let verified = if self.verified { "" } else { "; WRONG BYTES" };
+        format!(
+            "{:<9} {:<5} {:>8} {:>6} {:<9} {:<7} {:<5} {:>7.2} {:>9} {:>9} {:>8} {:>8} {:>7.3} {limit}{beside}{verified}",
+            self.backend,
+            name(self.op),
+            bytes::show(self.block),
+            self.count,
+            name(self.pattern),
+            name(self.memory),
+            name(self.wait),
+            self.gbps,
+            self.p50_us,
+            self.p99_us,
+            self.post_p50_us,
+            self.plan_us,
+            self.cpu_s_per_gb
+        )
+    }
+}
+
+fn round(value: f64, digits: i32) -> f64 {
+    let scale = 10f64.powi(digits);
+    (value * scale).round() / scale
+}
+
+/// Where figures go.
+pub(crate) struct Output<'a> {
+    out: &'a mut dyn Write,
+    json: bool,
+    head: bool,
+}
+
+impl<'a> Output<'a> {
+    /// JSON lines, or a table for people.
+    pub(crate) fn new(out: &'a mut dyn Write, json: bool) -> Self {
+        Output { out, json, head: false }
+    }
+
+    /// One point's.
+    pub(crate) fn figures(&mut self, figures: &Figures) -> Result<()> {
+        if self.json {
+            return self.record(figures, "");
+        }
+        if !self.head {
+            self.head = true;
+            writeln!(
+                self.out,
+                "{:<9} {:<5} {:>8} {:>6} {:<9} {:<7} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:<15} RATIO",
+                "BACKEND", "OP", "BLOCK", "COUNT", "PATTERN", "MEMORY", "WAIT", "GB/s", "p50 us", "p99 us", "post us",
+                "plan us", "CPU/GB", "LIMIT", ""
+            )?;
+        }
+        writeln!(self.out, "{}", figures.row())?;
+        Ok(self.out.flush()?)
+    }
+
+    /// A line of another shape: for programs the record, for people the sentence.
+    pub(crate) fn record(&mut self, record: &impl Serialize, sentence: &str) -> Result<()> {
+        if self.json {
+            writeln!(self.out, "{}", serde_json::to_string(record)?)?;
+        } else {
+            writeln!(self.out, "{sentence}")?;
+        }
+        Ok(self.out.flush()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::points::Shape;
+    use super::*;
+
+    fn rounds(seconds: f64) -> Vec<Round> {
+        let round = Round { times: 2, seconds, each: vec![seconds / 2.0; 2], posts: vec![1e-6; 2] };
+        vec![round; 3]
+    }
+
+    fn figures() -> Figures {
+        let shape = Shape { block: 4096, count: 1024, pattern: Pattern::Scattered, seed: 1 };
+        let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let measured = Measured {
+            ours: rounds(0.002),
+            limit: Some(("memcpy", rounds(0.001))),
+            beside: Some(("other".into(), rounds(0.004))),
+            plans: vec![1e-4],
+            cpu_seconds: 0.006,
+            verified: true,
+        };
+        Figures::of(&point, &measured).unwrap()
+    }
+
+    #[test]
+    fn the_fields_come_in_the_documented_order() {
+        let text = serde_json::to_string(&figures()).unwrap();
+        let order = "backend op block count pattern memory wait bytes gbps p50_us p99_us post_p50_us plan_us \
+                     cpu_s_per_gb limit_name limit_gbps ratio ratio_min ratio_max verified";
+        let mut rest = text.as_str();
+        for field in order.split(' ') {
+            let key = format!("\"{field}\":");
+            rest = &rest[rest.find(&key).unwrap_or_else(|| panic!("{field} in {text}")) + key.len()..];
+        }
+    }
+
+    #[test]
+    fn figures_are_what_the_rounds_say() {
+        let figures = figures();
+        assert_eq!((figures.gbps, figures.limit_gbps, figures.ratio), (4.194, Some(8.389), Some(0.5)));
+        assert_eq!((figures.p50_us, figures.limit_p50_us, figures.cpu_s_per_gb), (1000.0, Some(500.0), 0.238));
+        assert_eq!(figures.beside.as_ref().unwrap().beside_ratio, 2.0);
+        let row = figures.row();
+        assert!(row.contains("0.50 (0.50 to 0.50 of 3)") && row.contains("other 2.10, 2.00"), "{row}");
+    }
+}

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod backends;
+mod bench;
 mod bytes;
 mod config;
 mod demo;
@@ -36,6 +37,11 @@ enum Command {
     },
     /// Move scattered blocks between two processes, and show what it cost and what happens when one is killed.
     Demo(demo::Arguments),
+    /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
+    Bench(bench::Arguments),
+    /// The process that owns the other side's memory of `bench`.
+    #[command(hide = true)]
+    BenchTarget(bench::TargetArguments),
     /// The process that owns the blocks of `demo`.
     #[command(hide = true)]
     DemoOwner(demo::OwnerArguments),
@@ -46,6 +52,8 @@ fn main() -> ExitCode {
     let out = &mut std::io::stdout().lock();
     let done = match Program::parse().command {
         Command::Backends(arguments) => backends::run(&arguments, &registry, out),
+        Command::Bench(arguments) => bench::run(&arguments, &registry, out),
+        Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),

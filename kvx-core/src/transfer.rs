@@ -345,8 +345,9 @@ impl Settle for TransferState {
         drop(watch);
         self.let_go();
         match (result, notify, on) {
-            (Err(_), Some(bytes), Some((link, _))) if broken("notify-anyway") => {
+            (Err(error), Some(bytes), Some((link, _))) if broken("notify-anyway") => {
                 link.notify(&bytes, Ticket::new(|_| ()));
+                self.resolve(Err(error));
             }
             (Ok(()), Some(bytes), Some((link, _))) => {
                 let this = Arc::clone(&self);

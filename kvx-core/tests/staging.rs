@@ -1,5 +1,6 @@
 //! The staging adaptor over a device whose memory the host cannot reach.
 #![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
 
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, OnceLock};
@@ -103,7 +104,7 @@ struct Blocks(Vec<Grid>, Vec<u32>);
 impl Blocks {
     /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and scatters others.
     fn scattered(length: u64, count: u32) -> (Self, usize) {
-        let grid = Grid { base: 3, stride: length + 5, length, count: count };
+        let grid = Grid { base: 3, stride: length + 5, length, count };
         let packed = Grid { base: 3 + (length + 5) * u64::from(count), stride: length, length, count };
         let indices = (0..count / 2).rev().chain(count / 2..count).collect();
         (Blocks(vec![grid, packed], indices), 3 + (2 * length as usize + 5) * count as usize)
@@ -218,7 +219,7 @@ fn copies_of_one_stream_overlap_up_to_its_depth() {
 
 #[test]
 fn a_stream_without_a_buffer_gets_the_next_that_is_free() {
-    let machine = machine(2, 2);
+    let machine = machine(1, 2);
     let memory = machine.memory(2 * BUFFER, 1);
     let whole = Blocks::whole(2 * BUFFER);
     let mut first = machine.fetch(1, &memory, &whole);

@@ -11,6 +11,7 @@ pub(crate) const MAX_GRIDS: usize = 1024;
 /// The most indices in one request.
 pub(crate) const MAX_INDICES: usize = 256 << 10;
 /// The most bytes that [`Described::encode`] produces.
+#[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
 pub(crate) const MAX_BYTES: usize = MAX_GRIDS * (24 + 32) + MAX_INDICES * 4 + 32;
 
 /// A part of a pair that fits into one request. A transfer is as many parts as it takes: it has no limit of its own.
@@ -22,6 +23,7 @@ pub(crate) struct Part {
 }
 
 /// Cuts the pairs of a plan into parts of at most `max_bytes` of data each (at least one block).
+#[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
 pub(crate) fn parts(pairs: &[Pair], max_bytes: u64) -> Vec<Part> {
     let mut parts = Vec::new();
     for (number, pair) in pairs.iter().enumerate() {

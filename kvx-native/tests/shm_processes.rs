@@ -1,5 +1,6 @@
 //! SHM between processes that stop, die, restart, or may not look into each other.
 #![cfg(feature = "shm")]
+#![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
 mod ends;
 

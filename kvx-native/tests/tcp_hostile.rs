@@ -166,13 +166,13 @@ fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
         (blocks(region, key, 4097, 1, &[0]), OUT_OF_BOUNDS),
         (blocks(region, key, 1 << 40, 2, &[1]), OUT_OF_BOUNDS),
     ];
-    for (id, (request, kind)) in (1..).zip(&refused) {
+    for (id, (request, kind)) in (0..).step_by(2).zip(&refused) {
         raw.send(&frame(READ, id, request));
         assert_eq!(raw.answer(id), Err(*kind));
-        raw.send(&frame(WRITE, id + 100, request));
-        assert_eq!(raw.answer(id + 100), Err(*kind));
-        raw.send(&frame(DATA, id + 100, &[0xee; 64]));
-        raw.send(&frame(CANCEL, id + 100, &[]));
+        raw.send(&frame(WRITE, id + 1, request));
+        assert_eq!(raw.answer(id + 1), Err(*kind));
+        raw.send(&frame(DATA, id + 1, &[0xee; 64]));
+        raw.send(&frame(STOP, id + 1, &[]));
     }
     assert!(Pair::all(&pair.theirs) == pair.bytes);
     // The connection has lost nothing by that.
@@ -196,7 +196,7 @@ fn frames_out_of_order_cost_a_connection() {
     let bad: Vec<Vec<u8>> = vec![
         frame(DATA, 9, &[1; 10]),                                    // no such write
         [frame(WRITE, 9, &good), frame(DATA, 9, &[1; 65])].concat(), // more than asked
-        [frame(WRITE, 9, &good), frame(WRITE, 9, &good)].concat(),   // twice
+        [frame(WRITE, 9, &good), frame(READ, 9, &good)].concat(),    // twice
         frame(DATA, 9, &[]),                                         // nothing
         frame(END, 9, &[]),                                          // an owner's word
         frame(ACK, 9, &[]),                                          // the same
@@ -226,7 +226,8 @@ fn mutated_requests_never_reach_beyond_the_region() {
         frame(NOTIFY, 2, b"hello"),
         frame(WRITE, 3, &blocks(region, key, 64, 1, &[0])),
         frame(DATA, 3, &[1; 64]),
-        frame(CANCEL, 1, &[]),
+        frame(CANCEL, 1, &[1]),
+        frame(STOP, 3, &[]),
         frame(PING, 0, &[]),
     ]
     .concat();
@@ -263,10 +264,12 @@ fn mutated_requests_never_reach_beyond_the_region() {
 fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
     let pair = Pair::new(1 << 20);
     let (region, key) = key_of(&pair.owner, "kv");
-    for request in [frame(READ, 1, &blocks(region, key, 1 << 20, 1, &[0])), frame(PING, 1, &[])] {
+    let request = blocks(region, key, 1 << 20, 1, &[0]);
+    let reads: Vec<u8> = (0..100_000).flat_map(|id| frame(READ, id, &request)).collect();
+    let pings = frame(PING, 1, &[]).repeat(100_000);
+    for crowd in [reads, pings] {
         let mut raw = Raw::lane(&pair.owner);
         raw.0.set_nonblocking(true).unwrap();
-        let crowd: Vec<u8> = request.iter().copied().cycle().take(request.len() * 1000).collect();
         // The kernel's buffers and the owner's queue take some; they do not take 256 MiB.
         let (mut taken, mut stuck) = (0usize, 0);
         while stuck < 100 {

@@ -20,7 +20,11 @@ impl Surroundings {
         // The C library takes a signal for itself when a process starts its first thread: that is not kvx's doing.
         std::thread::spawn(|| ()).join().ok();
         let variables = std::env::vars_os().map(|(name, value)| (name.into_vec(), value.into_vec()));
-        Surroundings { signals: (1..=64).map(disposition).collect(), variables: variables.collect(), threads: threads() }
+        Surroundings {
+            signals: (1..=64).map(disposition).collect(),
+            variables: variables.collect(),
+            threads: threads(),
+        }
     }
 }
 

@@ -3,13 +3,13 @@
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use super::ANSWER_PATIENCE;
 use super::content::Blocks;
 use super::limit::{self, Lane};
-use super::points::{Backing, Op, Point};
+use super::points::{Backing, Op, Point, Shape};
 use super::pools::{Place, Pools};
 use super::rounds::Round;
 use super::target::{Ask, Target};
-use super::ANSWER_PATIENCE;
 use crate::Result;
 
 /// How the same blocks are moved between the same pools without kvx.
@@ -93,14 +93,20 @@ impl Limit {
 }
 
 /// As many connections as kvx has, but none without a block, and the target's ends of them.
-pub(crate) fn connect(point: &Point, base: u64, target: &mut Target, connections: usize) -> Result<Vec<Lane>> {
+pub(crate) fn connect(
+    point: &Point,
+    base: u64,
+    target: &mut Target,
+    connections: usize,
+) -> Result<Vec<Lane>> {
     let Point { op, shape, memory, .. } = *point;
     let lanes = connections.min(shape.count as usize);
     let blocks = match op {
         Op::Read => shape.to(),
         Op::Write => shape.from(),
     };
-    let ours = (0..lanes).map(|lane| share(TcpStream::connect(target.address())?, base, shape, &blocks, (lane, lanes)));
+    let ours = (0..lanes)
+        .map(|lane| share(TcpStream::connect(target.address())?, base, shape, &blocks, (lane, lanes)));
     let ours = ours.collect::<Result<Vec<_>>>()?;
     target.ask(Ask::Lanes { op, memory, shape, lanes })?;
     Ok(ours)

@@ -37,7 +37,10 @@ impl Beside {
         match answer.split_once(' ').unwrap_or((&answer, "")) {
             ("ready", name) if !name.trim().is_empty() => Ok(Standing::Ready(name.trim().to_owned())),
             ("skip", why) => Ok(Standing::Skips(why.trim().to_owned())),
-            _ => Err(format!("the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`").into()),
+            _ => Err(format!(
+                "the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`"
+            )
+            .into()),
         }
     }
 
@@ -52,7 +55,9 @@ impl Beside {
         // A program that reports less time than it took may be right; one that reports more cannot be.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
-            return Err(format!("the program beside reports {} s for a round of {most} s", round.seconds).into());
+            return Err(
+                format!("the program beside reports {} s for a round of {most} s", round.seconds).into()
+            );
         }
         Ok(round)
     }
@@ -108,7 +113,9 @@ mod tests {
         let round = result("moved 3 0.5", 1000).unwrap();
         assert_eq!((round.times, round.seconds), (3, 0.5));
         assert_eq!(result("gbps 2", 4_000_000_000).unwrap().pace(), 2.0);
-        for wrong in ["", "moved", "moved 0 1", "moved 1 0", "moved 1 -2", "moved 1 inf", "gbps 0", "fast 1 1"] {
+        for wrong in
+            ["", "moved", "moved 0 1", "moved 1 0", "moved 1 -2", "moved 1 inf", "gbps 0", "fast 1 1"]
+        {
             assert!(result(wrong, 1).is_none(), "{wrong}");
         }
     }

@@ -25,7 +25,11 @@ impl Child {
             // SAFETY: plain system calls, which may be made between fork and exec.
             let watched = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0 };
             // SAFETY: as above. A parent that has died meanwhile is not watched any more.
-            if watched && unsafe { libc::getppid() } == us { Ok(()) } else { Err(std::io::ErrorKind::Other.into()) }
+            if watched && unsafe { libc::getppid() } == us {
+                Ok(())
+            } else {
+                Err(std::io::ErrorKind::Other.into())
+            }
         };
         // SAFETY: the closure makes system calls and allocates nothing.
         unsafe { command.pre_exec(die_with_us) };
@@ -49,17 +53,23 @@ impl Child {
     /// Sends a line.
     pub(crate) fn say(&mut self, line: &str) -> Result<()> {
         let Some(asked) = &mut self.asked else { return Err(format!("{} takes no lines", self.name).into()) };
-        Ok(writeln!(asked, "{line}").and_then(|()| asked.flush()).map_err(|error| format!("{}: {error}", self.name))?)
+        Ok(writeln!(asked, "{line}")
+            .and_then(|()| asked.flush())
+            .map_err(|error| format!("{}: {error}", self.name))?)
     }
 
     /// The next line it writes.
     pub(crate) fn hear(&mut self, patience: Duration) -> Result<String> {
         match self.answers.recv_timeout(patience) {
             Ok(line) => Ok(line),
-            Err(RecvTimeoutError::Timeout) => Err(format!("{} did not answer within {patience:?}", self.name).into()),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(format!("{} did not answer within {patience:?}", self.name).into())
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 self.asked = None;
-                let status = self.ended(Duration::from_secs(2)).map_or_else(String::new, |status| format!(": {status}"));
+                let status = self
+                    .ended(Duration::from_secs(2))
+                    .map_or_else(String::new, |status| format!(": {status}"));
                 Err(format!("{} ended{status}", self.name).into())
             }
         }

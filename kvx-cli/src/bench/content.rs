@@ -63,7 +63,10 @@ pub(crate) fn check(memory: &Memory, shape: Shape) -> Result<()> {
             memory.copy_out((destination + start) as usize, piece)?;
             let mut expected = (source + start..).step_by(8).map(|offset| word(offset).to_le_bytes());
             if !piece.chunks_exact(8).all(|word| expected.next().is_some_and(|expected| word == expected)) {
-                return Err(format!("block {to} of the destination does not hold block {from} of the source").into());
+                return Err(format!(
+                    "block {to} of the destination does not hold block {from} of the source"
+                )
+                .into());
             }
         }
     }

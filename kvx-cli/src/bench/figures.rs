@@ -37,7 +37,7 @@ pub(crate) struct Figures {
     ratio_min: Option<f64>,
     ratio_max: Option<f64>,
     /// Whether every byte arrived where it belongs.
-    verified: bool,
+    pub(crate) verified: bool,
     rounds: usize,
     limit_p50_us: Option<f64>,
     #[serde(flatten)]
@@ -71,7 +71,8 @@ impl Figures {
     pub(crate) fn of(point: &Point, measured: &Measured) -> Result<Self> {
         let shape = point.shape;
         let Measured { ours, limit, beside, plans, cpu_seconds, verified } = measured;
-        let rate = |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
+        let rate =
+            |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
         let us = |values: &dyn Fn(&Round) -> Vec<f64>, part| {
             quantile(ours.iter().flat_map(values), part).map(|seconds| round(seconds * 1e6, 2))
         };
@@ -125,7 +126,8 @@ impl Figures {
     fn row(&self) -> String {
         let limit = match (self.limit_name, self.limit_gbps, self.ratio, self.ratio_min, self.ratio_max) {
             (Some(name), Some(gbps), Some(ratio), Some(min), Some(max)) => {
-                let of = if self.rounds < ENOUGH_ROUNDS { format!(" of {}", self.rounds) } else { String::new() };
+                let of =
+                    if self.rounds < ENOUGH_ROUNDS { format!(" of {}", self.rounds) } else { String::new() };
                 format!("{gbps:>8.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
             }
             _ => format!("{:>8} none", "-"),
@@ -184,8 +186,21 @@ impl<'a> Output<'a> {
             writeln!(
                 self.out,
                 "{:<9} {:<5} {:>8} {:>6} {:<9} {:<7} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:<15} RATIO",
-                "BACKEND", "OP", "BLOCK", "COUNT", "PATTERN", "MEMORY", "WAIT", "GB/s", "p50 us", "p99 us", "post us",
-                "plan us", "CPU/GB", "LIMIT", ""
+                "BACKEND",
+                "OP",
+                "BLOCK",
+                "COUNT",
+                "PATTERN",
+                "MEMORY",
+                "WAIT",
+                "GB/s",
+                "p50 us",
+                "p99 us",
+                "post us",
+                "plan us",
+                "CPU/GB",
+                "LIMIT",
+                ""
             )?;
         }
         writeln!(self.out, "{}", figures.row())?;
@@ -243,7 +258,10 @@ mod tests {
     fn figures_are_what_the_rounds_say() {
         let figures = figures();
         assert_eq!((figures.gbps, figures.limit_gbps, figures.ratio), (4.194, Some(8.389), Some(0.5)));
-        assert_eq!((figures.p50_us, figures.limit_p50_us, figures.cpu_s_per_gb), (1000.0, Some(500.0), 0.238));
+        assert_eq!(
+            (figures.p50_us, figures.limit_p50_us, figures.cpu_s_per_gb),
+            (1000.0, Some(500.0), 0.238)
+        );
         assert_eq!(figures.beside.as_ref().unwrap().beside_ratio, 2.0);
         let row = figures.row();
         assert!(row.contains("0.50 (0.50 to 0.50 of 3)") && row.contains("other 2.10, 2.00"), "{row}");

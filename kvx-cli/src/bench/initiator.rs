@@ -35,7 +35,8 @@ impl Initiator {
     ) -> Result<Self> {
         let builder = Agent::builder(label).backends([backend]).options(Options::parse(options)?);
         let agent = builder.build(registry)?;
-        let regions = pools.all().map(|(kind, memory)| Ok((kind, agent.register(&name(kind), memory.clone())?)));
+        let regions =
+            pools.all().map(|(kind, memory)| Ok((kind, agent.register(&name(kind), memory.clone())?)));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         let peer = agent.connect(target.metadata(backend)?)?;
         peer.ready(PATIENCE).wait(PATIENCE)?;

@@ -79,7 +79,8 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
         let options = Options::parse(&arguments.options)?;
         let builder = Agent::builder(format!("bench-target-{backend}")).backends([backend]).options(options);
         let agent = builder.build(registry)?;
-        let regions = pools.all().map(|(kind, memory)| agent.register(&super::points::name(kind), memory.clone()));
+        let regions =
+            pools.all().map(|(kind, memory)| agent.register(&super::points::name(kind), memory.clone()));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         metadata.insert(backend.clone(), agent.metadata()?);
         agents.push((agent, regions));
@@ -197,7 +198,8 @@ impl Target {
     /// Asks, and waits for the answer.
     pub(crate) fn ask(&mut self, ask: Ask) -> Result<f64> {
         self.child.say(&serde_json::to_string(&ask)?)?;
-        let answer: std::result::Result<f64, String> = serde_json::from_str(&self.child.hear(ANSWER_PATIENCE)?)?;
+        let answer: std::result::Result<f64, String> =
+            serde_json::from_str(&self.child.hear(ANSWER_PATIENCE)?)?;
         Ok(answer.map_err(|why| format!("the target: {why}"))?)
     }
 

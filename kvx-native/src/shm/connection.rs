@@ -83,6 +83,8 @@ pub(crate) struct Connection {
     token: u64,
     /// The other end does not read any more; what it has sent is still to be read.
     pub(crate) deaf: bool,
+    /// The kernel refuses to send; noticed where the connection cannot be ended at once.
+    pub(crate) broken: Option<Error>,
 
     /// Regions of ours that the peer was granted or lent, and has not released.
     pub(crate) granted: HashSet<RegionId>,
@@ -127,6 +129,7 @@ impl Connection {
             asked_for_room: false,
             token: 0,
             deaf: false,
+            broken: None,
             granted: HashSet::new(),
             imports: HashMap::new(),
             wanted: 0,
@@ -237,14 +240,21 @@ impl Connection {
                 }
                 // Too many files under way: room comes as the peer takes them.
                 Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => break,
-                Err(_) => {
+                Err(Errno::PIPE | Errno::CONNRESET) => {
                     // What the peer sent before it went is still to be read: the reading side ends the connection.
                     self.deaf = true;
                     self.queue.clear();
                 }
+                Err(cause) => {
+                    self.deaf = true;
+                    self.queue.clear();
+                    let sentence = "a message could not be sent: see net.core.wmem_max and ulimit -n";
+                    self.broken = Some(Error::os(sentence, cause).kind_is(Kind::Exhausted));
+                }
             }
         }
-        let wanted = !self.queue.is_empty();
+        // What is broken asks for room as well: the event ends it.
+        let wanted = !self.queue.is_empty() || self.broken.is_some();
         if wanted != self.asked_for_room {
             self.asked_for_room = wanted;
             let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };

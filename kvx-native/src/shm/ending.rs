@@ -14,7 +14,7 @@ use super::progress::{Machine, Work};
 use super::socket;
 
 /// How long a machine that ends waits for peers to let go.
-const LAST_PATIENCE: Duration = Duration::from_millis(300);
+const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
 /// How a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +71,7 @@ impl Machine {
         for work in self.turns.extract(|work| work.connection() == at) {
             work.settle(reason.clone(), out);
         }
+        self.populates.retain(|populate| populate.at != at);
         let connection = &mut self.connections[at];
         for waiting in connection.waiting.drain(..) {
             out.settle(waiting.done, Err(reason.clone()));
@@ -236,11 +237,10 @@ impl Work {
         match self {
             Work::Read(read) => read.at,
             Work::Pull(pull) => pull.at,
-            Work::Populate(populate) => populate.at,
         }
     }
 
-    /// Ends it; a pull and a mapping have nobody here who waits.
+    /// Ends it; nobody here waits for a pull.
     pub(crate) fn settle(self, reason: Error, out: &mut Outbox) {
         if let Work::Read(read) = self {
             out.settle(read.done, Err(reason));

@@ -16,7 +16,7 @@ use super::progress::{Machine, Work};
 /// The most regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
 /// How many bytes of a mapping are made present in one turn.
-const POPULATE_STEP: usize = 8 << 20;
+const POPULATE_STEP: usize = 2 << 20;
 
 /// A revocation that waits for peers.
 pub(crate) struct Recall {
@@ -75,20 +75,22 @@ impl Machine {
         Ok(())
     }
 
-    /// Begins to make a new mapping's pages present, so that the first transfer does not pay for it.
+    /// Has a new mapping's pages made present while there is nothing else to do, so that transfers do not pay for it.
     pub(crate) fn populate(&mut self, at: usize, held: &Held) {
         if let Some(mapping) = &held.place.mapping {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
-            self.turns.push(Work::Populate(populate), u64::MAX);
+            self.populates.push_back(populate);
         }
     }
 
-    pub(crate) fn populate_turn(&mut self, mut populate: Populate) -> u64 {
+    /// Says how many steps it took.
+    pub(crate) fn populate_turn(&mut self) -> usize {
+        let Some(mut populate) = self.populates.pop_front() else { return 0 };
         if let Some(next) = populate.mapping.populate(populate.from, POPULATE_STEP) {
             populate.from = next;
-            self.turns.push(Work::Populate(populate), u64::MAX);
+            self.populates.push_back(populate);
         }
-        kvx_core::reactor::SLICE
+        1
     }
 
     /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let go.
@@ -138,9 +140,9 @@ impl Machine {
         self.stop_pulls(|pull| pull.at == at && pull.reads(id), &reason);
         let stopped = self.turns.extract(|work| match work {
             Work::Read(read) => read.at == at && read.reads(id),
-            Work::Populate(populate) => populate.at == at && populate.id == id,
             Work::Pull(_) => false,
         });
+        self.populates.retain(|populate| populate.at != at || populate.id != id);
         for work in stopped {
             work.settle(reason.clone(), out);
         }

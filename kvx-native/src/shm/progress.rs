@@ -1,6 +1,6 @@
 //! The machine behind the reactor's thread: commands, events, turns.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -106,7 +106,6 @@ pub(crate) enum Command {
 pub(crate) enum Work {
     Read(Box<Read>),
     Pull(Box<Pull>),
-    Populate(Populate),
 }
 
 pub(crate) struct Machine {
@@ -127,6 +126,8 @@ pub(crate) struct Machine {
     pub(crate) connecting: Vec<Connecting>,
     pub(crate) recalls: Vec<Recall>,
     pub(crate) turns: Turns<Work>,
+    /// Mappings to be made present while there is nothing else to do.
+    pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
     buffer: Vec<u8>,
     /// When to look at the clock; `None`: nothing depends on it.
@@ -168,6 +169,7 @@ impl Machine {
             connecting: Vec::new(),
             recalls: Vec::new(),
             turns: Turns::default(),
+            populates: VecDeque::new(),
             copier: Copier::new(),
             buffer: vec![0; MAX_MESSAGE],
             next_look: None,
@@ -191,6 +193,10 @@ impl Machine {
                     if flags.contains(Ready::OUT)
                         && let Some(connection) = self.connections.get_mut(at)
                     {
+                        if let Some(reason) = connection.broken.take() {
+                            self.cut_off(at, reason, out);
+                            continue;
+                        }
                         connection.flush(&self.poller);
                         self.pump(at, out);
                     }
@@ -351,10 +357,9 @@ impl Machine {
             moved += match work {
                 Work::Read(read) => self.read_turn(read, out),
                 Work::Pull(pull) => self.pull_turn(pull, out),
-                Work::Populate(populate) => self.populate_turn(populate),
             };
         }
-        works
+        if works == 0 { self.populate_turn() } else { works }
     }
 }
 
@@ -385,7 +390,7 @@ impl Progress for Machine {
     }
 
     fn arm(&mut self) -> Result<Armed> {
-        if !self.turns.is_empty() {
+        if !self.turns.is_empty() || !self.populates.is_empty() {
             return Ok(Armed::Again);
         }
         Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(Instant::now()))))

@@ -86,8 +86,9 @@ fn split_proof<'a>(what: &'static str, body: &'a [u8], head: usize) -> Result<(&
     Ok((head, proof))
 }
 
-pub(super) fn nonce() -> Result<[u8; 32]> {
-    let mut nonce = [0; 32];
+/// Fresh random bytes.
+pub(super) fn nonce<const N: usize>() -> Result<[u8; N]> {
+    let mut nonce = [0; N];
     let got = rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
     if got != nonce.len() {
@@ -139,10 +140,11 @@ impl Knock {
         secret: Option<Secret>,
         own: Identity,
         expected: Identity,
-        lane: u8,
+        (link, lane): ([u8; 16], u8),
         out: &mut Vec<u8>,
     ) -> Result<Self> {
-        let hello = Hello { versions: VERSIONS, secret: secret.is_some(), lane, nonce: nonce()? }.encode();
+        let hello =
+            Hello { versions: VERSIONS, secret: secret.is_some(), link, lane, nonce: nonce()? }.encode();
         put_frame(out, Frame::Hello, 0, |out| out.put(&hello));
         let mut transcript = Transcript { secret, said: Vec::new() };
         transcript.add(&hello);
@@ -218,8 +220,8 @@ impl Knock {
 pub(super) enum Step {
     /// It goes on.
     More,
-    /// The initiator is who it says, and this lane is its `lane`-th.
-    Guest { who: Identity, lane: u8 },
+    /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
+    Guest { who: Identity, link: [u8; 16], lane: u8 },
     /// Answered that it wants somebody else: close when that is sent.
     Mistaken { who: Identity },
 }
@@ -286,8 +288,8 @@ impl Door {
         self.transcript.add(&message);
         self.transcript.prove(Label::Answer, &mut message);
         put_frame(out, Frame::Answer, 0, |out| out.put(&message));
-        let lane = self.hello.as_ref().map_or(0, |hello| hello.lane);
-        Ok(if answer == Answer::Welcome { Step::Guest { who, lane } } else { Step::Mistaken { who } })
+        let (link, lane) = self.hello.as_ref().map_or(([0; 16], 0), |hello| (hello.link, hello.lane));
+        Ok(if answer == Answer::Welcome { Step::Guest { who, link, lane } } else { Step::Mistaken { who } })
     }
 }
 
@@ -319,7 +321,7 @@ mod tests {
 
     fn converse(ours: Option<Secret>, theirs: Option<Secret>, expected: Identity) -> Conversation {
         let mut frames = vec![Vec::new()];
-        let mut knock = Knock::start(ours, who("d0", 1), expected, 3, &mut frames[0]).unwrap();
+        let mut knock = Knock::start(ours, who("d0", 1), expected, ([8; 16], 3), &mut frames[0]).unwrap();
         let mut door = Door::new(theirs, who("p0", 2), None);
         loop {
             let mut reply = Vec::new();
@@ -355,7 +357,7 @@ mod tests {
             let done = converse(secret.clone(), secret, who("p0", 2));
             assert_eq!(done.initiator.unwrap(), Verdict::Welcome);
             assert!(
-                matches!(done.owner.unwrap(), Step::Guest { who: guest, lane: 3 } if guest == who("d0", 1))
+                matches!(done.owner.unwrap(), Step::Guest { who: guest, link: [8, ..], lane: 3 } if guest == who("d0", 1))
             );
         }
     }
@@ -390,7 +392,8 @@ mod tests {
         let secret = secret("sixteen bytes ok");
         // Reflects the initiator's own proof.
         let mut hello = Vec::new();
-        let mut knock = Knock::start(secret.clone(), who("d0", 1), who("p0", 2), 0, &mut hello).unwrap();
+        let mut knock =
+            Knock::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello).unwrap();
         let mut challenge = Challenge { version: 1, secret: true, nonce: [1; 32] }.encode();
         challenge.put_block(&[0; PROOF]);
         let header = Header { frame: Frame::Challenge, len: challenge.len(), id: 0 };
@@ -410,8 +413,14 @@ mod tests {
 
     #[test]
     fn no_common_version_names_both_ranges() {
-        let future =
-            Hello { versions: Versions { min: 7, max: 9 }, secret: false, lane: 0, nonce: [0; 32] }.encode();
+        let future = Hello {
+            versions: Versions { min: 7, max: 9 },
+            secret: false,
+            lane: 0,
+            link: [0; 16],
+            nonce: [0; 32],
+        }
+        .encode();
         let mut door = Door::new(None, who("p0", 2), None);
         let header = Header { frame: Frame::Hello, len: future.len(), id: 0 };
         let error = door.frame(header, &future, &mut Vec::new()).unwrap_err();
@@ -425,7 +434,8 @@ mod tests {
         let proof_bits = 8 * frame(&converse(secret.clone(), secret.clone(), who("p0", 2)).frames[2]).1.len();
         for bit in 0..proof_bits {
             let mut hello = Vec::new();
-            let mut knock = Knock::start(secret.clone(), who("d0", 1), who("p0", 2), 0, &mut hello).unwrap();
+            let mut knock =
+                Knock::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello).unwrap();
             let mut door = Door::new(secret.clone(), who("p0", 2), None);
             let (mut challenge, mut proof) = (Vec::new(), Vec::new());
             let (header, body) = frame(&hello);

@@ -43,7 +43,9 @@ pub(super) enum Effect {
     /// A notification has arrived.
     Acked { link: LinkId, id: u64 },
     /// A peer got in.
-    Entered { key: usize, who: Identity, lane: u8 },
+    Entered { key: usize },
+    /// A peer takes back a request of another of its lanes.
+    Cancelled { link: [u8; 16], lane: u8, id: u64 },
     /// A peer looked for somebody else.
     Mistaken { who: Identity },
 }
@@ -100,9 +102,9 @@ impl Role {
             },
             Role::Door(door) => match door.frame(header, body, &mut output.control)? {
                 Step::More => Ok(Change::Stay),
-                Step::Guest { who, lane } => {
-                    scope.effects.push(Effect::Entered { key, who: who.clone(), lane });
-                    Ok(Change::Become { role: Role::Guest(Guest::new(who)), lane })
+                Step::Guest { who, link, lane } => {
+                    scope.effects.push(Effect::Entered { key });
+                    Ok(Change::Become { role: Role::Guest(Guest::new(who, link, lane)), lane })
                 }
                 Step::Mistaken { who } => {
                     scope.effects.push(Effect::Mistaken { who });

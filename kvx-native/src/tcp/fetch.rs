@@ -18,6 +18,9 @@ const MAX_REQUESTS: usize = 256;
 /// Bytes of their descriptions, about.
 const MAX_DESCRIBED: usize = 1 << 20;
 
+/// The low bits of an id say where the request is; the high ones count, so that ids increase.
+const SLOT_BITS: u32 = 16;
+
 /// A request that is out.
 struct Request {
     id: u64,
@@ -38,7 +41,9 @@ pub(super) struct Lane {
     /// 0: the small lane.
     pub(super) number: u8,
     requests: Slab<Request>,
-    sequence: u32,
+    sequence: u64,
+    /// Writes that were given up and have not ended.
+    given_up_writes: usize,
     bytes: u64,
     described: usize,
     /// Writes with payload to send.
@@ -60,6 +65,7 @@ impl Lane {
             number,
             requests: Slab::new(),
             sequence: 0,
+            given_up_writes: 0,
             bytes: 0,
             described: 0,
             writes: Turns::default(),
@@ -99,8 +105,8 @@ impl Lane {
         let cursor = Extents::new(grids, pair.local_indices.slice(part.indices.clone()));
         let bytes = cursor.left();
         let slot = self.requests.vacant_key();
-        let id = u64::from(self.sequence) << 32 | slot as u64;
-        self.sequence = self.sequence.wrapping_add(1);
+        let id = self.sequence << SLOT_BITS | slot as u64;
+        self.sequence += 1;
         let op = plan.op();
         let before = output.control.len();
         let frame = if op == Op::Read { Frame::Read } else { Frame::Write };
@@ -124,7 +130,7 @@ impl Lane {
     }
 
     fn find(&self, id: u64) -> Option<usize> {
-        let slot = (id & u64::from(u32::MAX)) as usize;
+        let slot = (id & ((1 << SLOT_BITS) - 1)) as usize;
         self.requests.get(slot).filter(|request| request.id == id).map(|_| slot)
     }
 
@@ -160,6 +166,7 @@ impl Lane {
         let request = self.requests.remove(slot);
         self.bytes -= request.bytes;
         self.described -= request.described;
+        self.given_up_writes -= usize::from(request.op == Op::Write && request.transfer.is_none());
         let going_out = self.sending == Some(slot) && output.in_payload();
         if request.transfer.is_some() && result.is_ok() && (request.left > 0 || going_out) {
             return Err(malformed("a good end before the last byte"));
@@ -168,7 +175,7 @@ impl Lane {
             && request.transfer.is_some()
             && self.stop_write(slot, request.left, output)
         {
-            put_bare(&mut output.control, Frame::Cancel, id);
+            put_bare(&mut output.control, Frame::Stop, id);
         }
         effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
         Ok(())
@@ -188,13 +195,20 @@ impl Lane {
         unfinished
     }
 
-    /// Gives up all requests of a transfer: from here on, its memory is not touched.
+    /// Whether nothing else may begin: a write that was given up may still be on its way.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.given_up_writes > 0
+    }
+
+    /// Gives up all requests of a transfer: from here on, its memory is not touched. Calls `cancel` with the id of
+    /// each.
     pub(super) fn give_up(
         &mut self,
         transfer: TransferId,
         input: &mut Input,
         output: &mut Output,
         bin: &mut Bin,
+        mut cancel: impl FnMut(u64),
     ) {
         let slots = self.requests.iter().filter(|(_, request)| request.transfer == Some(transfer));
         for slot in slots.map(|(slot, _)| slot).collect::<Vec<_>>() {
@@ -206,10 +220,13 @@ impl Lane {
                 Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(bin),
                 Op::Read => {}
                 Op::Write => {
-                    self.stop_write(slot, left, output);
+                    self.given_up_writes += 1;
+                    if self.stop_write(slot, left, output) {
+                        put_bare(&mut output.control, Frame::Stop, id);
+                    }
                 }
             }
-            put_bare(&mut output.control, Frame::Cancel, id);
+            cancel(id);
         }
     }
 

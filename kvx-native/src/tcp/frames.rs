@@ -17,7 +17,8 @@
 //! WRITE id  described blocks             ->
 //! DATA id … (together the blocks)        ->
 //!                                        <-   END id     (after the last byte, or a refusal at any time)
-//! CANCEL id                              ->              (answered by END, unless that was sent before)
+//! STOP id                                ->              (no more DATA comes for this write)
+//! CANCEL id lane                         ->              (on the small lane; answered by END on the request's own)
 //! NOTIFY id the bytes                    ->
 //!                                        <-   ACK id     (the agent has it)
 //! PING                                   ->
@@ -26,8 +27,12 @@
 //!
 //! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
 //! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
-//! come from or go to. A sender that must stop in the middle of a DATA frame fills it with zeros: what follows (CANCEL
-//! or END) says that they do not count.
+//! come from or go to. The ids of a lane's requests increase, and each request is answered by one END. A sender that
+//! must stop in the middle of a DATA frame fills it with zeros: what follows (STOP or END) says that they do not count.
+//!
+//! CANCEL overtakes the DATA of its write, and may overtake the request: what the owner has not done by then, it does
+//! not do any more. An initiator that has cancelled a write begins nothing else on the link before its END, so that a
+//! late piece of it never lands on a later write.
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, Result, transport};
@@ -63,10 +68,11 @@ pub(super) enum Frame {
     Ack = 22,
     Ping = 23,
     Alive = 24,
+    Stop = 25,
 }
 
 impl Frame {
-    const ALL: [Frame; 14] = [
+    const ALL: [Frame; 15] = [
         Frame::Hello,
         Frame::Challenge,
         Frame::Proof,
@@ -81,6 +87,7 @@ impl Frame {
         Frame::Ack,
         Frame::Ping,
         Frame::Alive,
+        Frame::Stop,
     ];
 
     /// Whether it belongs to the handshake.
@@ -95,7 +102,8 @@ impl Frame {
             Frame::Data => MAX_DATA,
             Frame::End => MAX_END,
             Frame::Notify => transport::MAX_NOTIFICATION,
-            Frame::Cancel | Frame::Ack | Frame::Ping | Frame::Alive => 0,
+            Frame::Cancel => 1,
+            Frame::Stop | Frame::Ack | Frame::Ping | Frame::Alive => 0,
             _ => MAX_GREETING,
         }
     }
@@ -153,6 +161,11 @@ pub(super) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnO
     body(out);
     let len = (out.len() - start - HEADER) as u32;
     out[start + 4..start + 8].copy_from_slice(&len.to_le_bytes());
+}
+
+/// Takes back a request that went out on `lane`.
+pub(super) fn put_cancel(out: &mut Vec<u8>, id: u64, lane: u8) {
+    put_frame(out, Frame::Cancel, id, |out| out.put_u8(lane));
 }
 
 /// The end of a request.
@@ -241,6 +254,8 @@ pub(super) struct Hello {
     pub(super) versions: Versions,
     /// Whether the sender has a shared secret.
     pub(super) secret: bool,
+    /// What the lanes of one link have in common, and nobody else knows.
+    pub(super) link: [u8; 16],
     /// 0: the small lane; then the bulk lanes.
     pub(super) lane: u8,
     pub(super) nonce: [u8; 32],
@@ -253,6 +268,7 @@ impl Hello {
         out.put_u16(self.versions.max);
         out.put_u8(self.secret.into());
         out.put_u8(self.lane);
+        out.put(&self.link);
         out.put(&self.nonce);
         out
     }
@@ -264,7 +280,8 @@ impl Hello {
             return Err(reader.malformed("this is not kvx"));
         }
         let versions = Versions { min: reader.u16()?, max: reader.u16()? };
-        Ok(Hello { versions, secret: reader.u8()? != 0, lane: reader.u8()?, nonce: reader.array()? })
+        let (secret, lane) = (reader.u8()? != 0, reader.u8()?);
+        Ok(Hello { versions, secret, lane, link: reader.array()?, nonce: reader.array()? })
     }
 }
 

@@ -12,7 +12,7 @@ use slab::Slab;
 
 use super::conn::{Conn, Role};
 use super::error;
-use super::frames::{Frame, put_bare, put_frame};
+use super::frames::{Frame, put_bare, put_cancel, put_frame};
 use super::link::Standing;
 use super::payload::Bin;
 use super::serve::{NOTICES, NOTICES_BYTES};
@@ -53,6 +53,8 @@ struct Sent {
 pub(super) struct Peer {
     pub(super) id: LinkId,
     pub(super) who: Identity,
+    /// What its lanes have in common.
+    pub(super) nonce: [u8; 16],
     pub(super) addresses: Vec<SocketAddr>,
     /// The address that is tried, or that answered.
     pub(super) address: usize,
@@ -89,7 +91,7 @@ pub(super) enum Silence {
 impl Peer {
     pub(super) fn new(
         id: LinkId,
-        who: Identity,
+        (who, nonce): (Identity, [u8; 16]),
         addresses: Vec<SocketAddr>,
         bulk_lanes: usize,
         standing: Arc<Standing>,
@@ -98,6 +100,7 @@ impl Peer {
         Peer {
             id,
             who,
+            nonce,
             addresses,
             address: 0,
             lanes: vec![None; bulk_lanes + 1],
@@ -160,6 +163,9 @@ impl Peer {
         let Some(small) = lanes.next() else { return };
         if self.issue_notices(&mut conns[small]) {
             touched(small);
+        }
+        if self.lanes.iter().flatten().any(|key| is_fenced(&conns[*key])) {
+            return;
         }
         while !self.small.is_empty() && has_room(&conns[small]) {
             if issue_next(&mut self.transfers, &mut self.small, &mut conns[small]) {
@@ -239,12 +245,20 @@ impl Peer {
             }
         }
         if transfer.out > 0 {
+            let mut cancelled = Vec::new();
             for key in self.lanes.iter().flatten().copied() {
                 let Conn { role, input, output, .. } = &mut conns[key];
                 if let Role::Lane(lane) = role {
-                    lane.give_up(id, input, output, bin);
+                    let number = lane.number;
+                    lane.give_up(id, input, output, bin, |id| cancelled.push((id, number)));
                     touched(key);
                 }
+            }
+            if let Some(key) = self.lanes[0] {
+                cancelled
+                    .iter()
+                    .for_each(|(id, lane)| put_cancel(&mut conns[key].output.control, *id, *lane));
+                touched(key);
             }
         }
         out.settle(transfer.done, Err(error::of_peer(why, &self.who)));
@@ -328,6 +342,10 @@ fn ping_after(timeout: Duration) -> Duration {
 
 fn has_room(conn: &Conn) -> bool {
     matches!(&conn.role, Role::Lane(lane) if lane.has_room())
+}
+
+fn is_fenced(conn: &Conn) -> bool {
+    matches!(&conn.role, Role::Lane(lane) if lane.is_fenced())
 }
 
 fn load(conn: &Conn) -> u64 {

@@ -68,6 +68,8 @@ pub(super) struct Machine {
     ticked: bool,
     doors: usize,
     guests: usize,
+    /// Connections of guests by link and lane.
+    lanes: HashMap<([u8; 16], u8), usize>,
     described: usize,
     bin: Bin,
     pieces: Vec<libc::iovec>,
@@ -94,6 +96,7 @@ impl Machine {
             ticked: false,
             doors: 0,
             guests: 0,
+            lanes: HashMap::new(),
             described: 0,
             bin: Bin::new(),
             pieces: Vec::with_capacity(MAX_PIECES + 2),
@@ -217,6 +220,9 @@ impl Machine {
             Role::Guest(guest) => {
                 self.guests -= 1;
                 self.described -= guest.described();
+                if self.lanes.get(&(guest.link, guest.lane)) == Some(&key) {
+                    self.lanes.remove(&(guest.link, guest.lane));
+                }
             }
             _ => {}
         }
@@ -311,18 +317,47 @@ impl Machine {
                         Err(error) => self.lose(link, error, out),
                     }
                 }
-                Effect::Entered { key, who, lane } => {
-                    self.doors -= 1;
-                    self.guests += 1;
-                    let from = self.conns.get(key).map(|conn| conn.peer);
-                    tracing::debug!(peer = ?who, ?from, lane, "a peer connected over TCP");
-                }
+                Effect::Entered { key } => self.entered(key, now, out),
+                Effect::Cancelled { link, lane, id } => self.cancelled(link, lane, id, now, out),
                 Effect::Mistaken { who } => {
                     tracing::debug!(peer = ?who, "a peer looks for another agent, or another life of this one");
                 }
             }
         }
         self.effects = effects;
+    }
+
+    /// A peer's lane is up.
+    fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
+        self.doors -= 1;
+        self.guests += 1;
+        let Some(Conn { role: Role::Guest(guest), peer, .. }) = self.conns.get(key) else { return };
+        tracing::debug!(peer = ?guest.who, from = %peer, lane = guest.lane, "a peer connected over TCP");
+        if self.lanes.contains_key(&(guest.link, guest.lane)) {
+            let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", guest.lane));
+            self.failed(key, error, now, out);
+        } else {
+            self.lanes.insert((guest.link, guest.lane), key);
+        }
+    }
+
+    /// A peer takes back a request, which it sent on another of its lanes.
+    fn cancelled(&mut self, link: [u8; 16], lane: u8, id: u64, now: Instant, out: &mut Outbox) {
+        let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
+        let Some(Conn { role: Role::Guest(guest), input, output, .. }) = self.conns.get_mut(key) else {
+            return;
+        };
+        let mut scope = Scope {
+            shared: &self.shared,
+            bin: &mut self.bin,
+            pieces: &mut self.pieces,
+            effects: &mut self.effects,
+            described: &mut self.described,
+        };
+        match guest.cancel(id, input, output, &mut scope) {
+            Ok(()) => self.touch(key),
+            Err(error) => self.failed(key, error, now, out),
+        }
     }
 
     fn give_up(&mut self, link: LinkId, transfer: TransferId, why: Error, out: &mut Outbox) {
@@ -514,7 +549,8 @@ impl Machine {
 fn greet(conn: &mut Conn, link: LinkId, lane: u8, peer: &Peer, shared: &Shared) -> Result<()> {
     socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
     let (own, expected) = (shared.agent.clone(), peer.who.clone());
-    let knock = Knock::start(shared.secret.clone(), own, expected, lane, &mut conn.output.control)?;
+    let which = (peer.nonce, lane);
+    let knock = Knock::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
     conn.role = Role::Knock { link, lane, knock };
     Ok(())
 }

@@ -1,19 +1,19 @@
 //! The owner's side of a lane: a peer's requests, checked and answered.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use kvx_core::reactor::Turns;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
-use super::conn::{Input, Output, Scope};
+use super::conn::{Effect, Input, Output, Scope};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
 use super::payload::{Bin, Blocks, Chunk};
 use super::transport::Shared;
 use crate::described::Described;
 
-/// Reads that wait on one lane before it is not read any further.
+/// Reads that wait on one lane before it is not read any further, and requests that may be cancelled in advance.
 const MAX_READS: usize = 1024;
 /// Writes that a peer may begin on one lane before it ends one.
 const MAX_WRITES: usize = 1024;
@@ -47,7 +47,14 @@ struct Writing {
 
 /// A peer on a lane that it opened.
 pub(super) struct Guest {
-    who: Identity,
+    pub(super) who: Identity,
+    /// Which of its links, and which lane of that.
+    pub(super) link: [u8; 16],
+    pub(super) lane: u8,
+    /// The last request's.
+    last_id: Option<u64>,
+    /// Requests that were cancelled before they came.
+    cancelled: HashSet<u64>,
     reads: Turns<Reading>,
     /// The read whose payload is going out.
     sending: Option<Reading>,
@@ -67,10 +74,18 @@ fn malformed(why: impl std::fmt::Display) -> Error {
     Error::new(Kind::Malformed, format!("malformed conversation: {why}"))
 }
 
+fn cancelled() -> Error {
+    Error::new(Kind::Cancelled, "cancelled by its initiator")
+}
+
 impl Guest {
-    pub(super) fn new(who: Identity) -> Self {
+    pub(super) fn new(who: Identity, link: [u8; 16], lane: u8) -> Self {
         Guest {
             who,
+            link,
+            lane,
+            last_id: None,
+            cancelled: HashSet::new(),
             reads: Turns::default(),
             sending: None,
             writes: HashMap::new(),
@@ -111,7 +126,13 @@ impl Guest {
             Frame::Read => self.read(header.id, body, output, scope),
             Frame::Write => self.write(header.id, body, output, scope),
             Frame::Cancel => {
-                self.cancel(header.id, output, scope);
+                let mut reader = Reader::new("Cancel", body);
+                let lane = reader.u8()?;
+                scope.effects.push(Effect::Cancelled { link: self.link, lane, id: header.id });
+                Ok(())
+            }
+            Frame::Stop => {
+                self.stop_write(header.id, output, scope);
                 Ok(())
             }
             Frame::Notify => self.notify(header.id, body, output, scope),
@@ -124,13 +145,20 @@ impl Guest {
     }
 
     /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
-    fn request(body: &[u8], scope: &Scope<'_>) -> Result<(u64, Result<Blocks>)> {
+    fn request(&mut self, id: u64, body: &[u8], scope: &Scope<'_>) -> Result<(u64, Result<Blocks>)> {
+        if self.last_id.is_some_and(|last| last >= id) {
+            return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
+        }
+        self.last_id = Some(id);
         let mut reader = Reader::new("request", body);
         let described = Described::decode(&mut reader)?;
         reader.end()?;
         let bytes = described.bytes();
         if bytes == 0 {
             return Err(reader.malformed("no blocks"));
+        }
+        if self.cancelled.remove(&id) {
+            return Ok((bytes, Err(cancelled())));
         }
         let blocks = scope.shared.regions.open(&described.regions).and_then(|regions| {
             let lengths: Vec<u64> = regions.iter().map(|served| served.memory.len() as u64).collect();
@@ -141,7 +169,7 @@ impl Guest {
     }
 
     fn read(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope<'_>) -> Result<()> {
-        match Self::request(body, scope)? {
+        match self.request(id, body, scope)? {
             (_, Err(refusal)) => {
                 tracing::debug!(peer = ?self.who, %refusal, "refused a read over TCP");
                 put_end(&mut output.control, id, Err(&refusal));
@@ -156,13 +184,10 @@ impl Guest {
     }
 
     fn write(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope<'_>) -> Result<()> {
-        if self.writes.contains_key(&id) {
-            return Err(malformed(format_args!("request {id} begins twice")));
-        }
         if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
             return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
         }
-        let (left, blocks) = Self::request(body, scope)?;
+        let (left, blocks) = self.request(id, body, scope)?;
         let mut described = 0;
         let blocks = match blocks {
             Ok(blocks) => {
@@ -246,14 +271,50 @@ impl Guest {
         self.sending = Some(reading);
     }
 
-    fn cancel(&mut self, id: u64, output: &mut Output, scope: &mut Scope<'_>) {
-        let cancelled = Error::new(Kind::Cancelled, "cancelled by its initiator");
-        self.stop_reads(|reading| reading.id == id, &cancelled, output, scope.described);
-        if let Some(writing) = self.writes.get(&id) {
-            if writing.blocks.is_some() {
-                put_end(&mut output.control, id, Err(&cancelled));
+    /// The initiator takes a request back: what was not done is not done any more.
+    pub(super) fn cancel(
+        &mut self,
+        id: u64,
+        input: &mut Input,
+        output: &mut Output,
+        scope: &mut Scope<'_>,
+    ) -> Result<()> {
+        if self.last_id.is_none_or(|last| last < id) {
+            if self.cancelled.len() >= MAX_READS {
+                return Err(malformed("more requests cancelled in advance than may wait"));
             }
-            self.forget_write(id, scope.described);
+            self.cancelled.insert(id);
+            return Ok(());
+        }
+        self.stop_reads(|reading| reading.id == id, &cancelled(), output, scope.described);
+        self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, scope.bin);
+        Ok(())
+    }
+
+    /// No more payload comes for a write.
+    fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope<'_>) {
+        if self.writes.get(&id).is_some_and(|writing| writing.blocks.is_some()) {
+            put_end(&mut output.control, id, Err(&cancelled()));
+        }
+        self.forget_write(id, scope.described);
+    }
+
+    /// Ends writes at once: nothing more goes into their memory.
+    fn refuse_writes(
+        &mut self,
+        which: impl Fn(u64, &Blocks) -> bool,
+        why: &Error,
+        input: &mut Input,
+        output: &mut Output,
+        bin: &mut Bin,
+    ) {
+        for (id, writing) in &mut self.writes {
+            if writing.blocks.take_if(|blocks| which(*id, blocks)).is_some() {
+                put_end(&mut output.control, *id, Err(why));
+                if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == *id) {
+                    input.abort(bin);
+                }
+            }
         }
     }
 
@@ -290,15 +351,7 @@ impl Guest {
     ) {
         let revoked = Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
         self.stop_reads(|reading| reading.blocks.touches(region), &revoked, output, scope.described);
-        for (id, writing) in &mut self.writes {
-            if writing.blocks.as_ref().is_some_and(|blocks| blocks.touches(region)) {
-                writing.blocks = None;
-                put_end(&mut output.control, *id, Err(&revoked));
-                if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == *id) {
-                    input.abort(scope.bin);
-                }
-            }
-        }
+        self.refuse_writes(|_, blocks| blocks.touches(region), &revoked, input, output, scope.bin);
     }
 
     fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope<'_>) -> Result<()> {

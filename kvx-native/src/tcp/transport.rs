@@ -13,6 +13,7 @@ use kvx_core::{
 };
 
 use super::address;
+use super::auth;
 use super::config::Config;
 use super::error::NAME;
 use super::link::{Standing, TcpLink};
@@ -157,7 +158,7 @@ unsafe impl Transport for TcpTransport {
         let standing = Arc::new(Standing::default());
         let Shared { config, peer_timeout, .. } = &*self.handle.shared;
         let up_by = Instant::now() + *peer_timeout;
-        let who = peer.identity.clone();
+        let who = (peer.identity.clone(), auth::nonce()?);
         let peer = Peer::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
         self.handle.submit(Command::Connect(Box::new(peer)));
         Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))

@@ -2,6 +2,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Agent, Identity, Incarnation, Metadata, RegionId, RegionKey};
@@ -22,6 +23,7 @@ pub(crate) const NOTIFY: u8 = 21;
 pub(crate) const ACK: u8 = 22;
 pub(crate) const PING: u8 = 23;
 pub(crate) const ALIVE: u8 = 24;
+pub(crate) const STOP: u8 = 25;
 
 /// A frame.
 pub(crate) fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
@@ -38,8 +40,17 @@ pub(crate) fn hello(secret: bool, lane: u8) -> Vec<u8> {
     body.put_u16(1);
     body.put_u8(secret.into());
     body.put_u8(lane);
+    body.put(&fresh());
     body.put(&[7; 32]);
     frame(HELLO, 0, &body)
+}
+
+/// The nonce of a link.
+fn fresh() -> [u8; 16] {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let mut nonce = [5; 16];
+    nonce[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    nonce
 }
 
 /// A description of blocks of one packed grid.

@@ -1,17 +1,17 @@
-//! What is posted.
+//! What is posted and sent.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx_core::transport::{Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec};
+use kvx_core::transport::{ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec};
 use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
 
 use super::Fault;
 use super::bytes::{Damage, Rewrite};
 use super::gate::{Gate, Of};
-use super::transport::ChaosRemote;
+use super::transport::{ChaosRemote, FAT};
 
 /// A handle that may be this module's, around one of the inner transport's.
 pub(super) trait Inner {
@@ -23,11 +23,30 @@ pub(super) trait Inner {
 pub(super) struct Turns {
     posts: AtomicU64,
     settled: AtomicU64,
+    sent: AtomicU64,
     seen: Mutex<HashSet<usize>>,
+    /// Tickets that never go back.
+    kept: Mutex<Vec<Ticket>>,
+}
+
+/// The inner link; another one takes its place when a fault links anew.
+#[derive(Clone, Default)]
+pub(super) struct Slot(Arc<Mutex<Option<Arc<dyn Link>>>>);
+
+impl Slot {
+    pub(super) fn fill(self, link: Arc<dyn Link>) -> Self {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
+        self
+    }
+
+    fn get(&self) -> Arc<dyn Link> {
+        let link = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        link.clone().expect("a link is made from a slot that is filled")
+    }
 }
 
 pub(super) struct ChaosLink {
-    inner: Arc<dyn Link>,
+    inner: Slot,
     fault: Option<Fault>,
     gate: Gate,
     turns: Arc<Turns>,
@@ -37,8 +56,12 @@ pub(super) struct ChaosLink {
 struct Unwrapped(Arc<Bound>);
 
 impl ChaosLink {
-    pub(super) fn new(inner: Arc<dyn Link>, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
+    pub(super) fn new(inner: Slot, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
         ChaosLink { inner, fault, gate, turns }
+    }
+
+    fn is(&self, fault: Fault) -> bool {
+        self.fault == Some(fault)
     }
 
     /// The plan as the inner link knows it: made once and kept, so that what the inner link prepares is kept as well.
@@ -74,6 +97,7 @@ impl ChaosLink {
             Some(Fault::Delay) => later(Duration::from_millis(20), move || ticket.settle(result)),
             Some(Fault::ForgetTicket) => drop(ticket),
             Some(Fault::Lie) => ticket.settle(Ok(())),
+            Some(Fault::DropPeerLoss) => turns.settle_unless_lost(ticket, result),
             Some(Fault::Reorder) if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) => {
                 later(Duration::from_millis(5), move || ticket.settle(result));
             }
@@ -89,6 +113,18 @@ impl ChaosLink {
     }
 }
 
+impl Turns {
+    /// For [`Fault::DropPeerLoss`]: what the loss of a peer would end does not end.
+    fn settle_unless_lost(&self, ticket: Ticket, result: Result<()>) {
+        match result {
+            Err(error) if error.kind() == Kind::PeerLost => {
+                self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
+            }
+            other => ticket.settle(other),
+        }
+    }
+}
+
 /// Does something after a while: a fault is the one place where a test sleeps.
 pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
     std::thread::spawn(move || {
@@ -100,19 +136,24 @@ pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
 // SAFETY: as for the transport: the inner link keeps the contract.
 unsafe impl Link for ChaosLink {
     fn capabilities(&self) -> Arc<Capabilities> {
-        self.inner.capabilities()
+        self.inner.get().capabilities()
     }
 
     fn describe(&self) -> String {
-        if self.fault == Some(Fault::Mute) { String::new() } else { self.inner.describe() }
+        if self.is(Fault::Mute) { String::new() } else { self.inner.get().describe() }
     }
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
-        self.inner.update(peer)
+        self.inner.get().update(peer)
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        Ok(Arc::new(ChaosRemote { inner: self.inner.import(region)? }))
+        let export = &region.export[..region.export.len() - if self.is(Fault::FatExport) { FAT } else { 0 }];
+        Ok(Arc::new(ChaosRemote { inner: self.inner.get().import(RemoteSpec { export, ..region })? }))
+    }
+
+    fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
+        Ok(Arc::new(ChaosRemote { inner: self.inner.get().import_foreign(range)? }))
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
@@ -123,8 +164,14 @@ unsafe impl Link for ChaosLink {
             Ok(plan) => plan,
             Err(error) => return done.settle(Err(error)),
         };
-        if self.fault == Some(Fault::BlockInPost) {
-            std::thread::sleep(Duration::from_millis(200));
+        let inner = self.inner.get();
+        match self.fault {
+            Some(Fault::BlockInPost) => std::thread::sleep(Duration::from_millis(200)),
+            Some(Fault::NotifyEarly) => {
+                done.settle(Ok(()));
+                return later(Duration::from_millis(100), move || inner.post(plan, id, Ticket::new(|_| ())));
+            }
+            _ => {}
         }
         let (fault, gate, turns, ours) =
             (self.fault, self.gate.clone(), Arc::clone(&self.turns), Arc::clone(&plan));
@@ -137,24 +184,42 @@ unsafe impl Link for ChaosLink {
             };
             Self::settle(fault, &turns, &ours, through, result);
         });
-        self.inner.post(plan, id, ticket);
+        inner.post(plan, id, ticket);
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.inner.notify(bytes, done);
+        let inner = self.inner.get();
+        match self.fault {
+            Some(Fault::DropNotification) if self.turns.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 => {
+                done.settle(Ok(()));
+            }
+            Some(Fault::DuplicateNotification) => {
+                inner.notify(bytes, Ticket::new(|_| ()));
+                inner.notify(bytes, done);
+            }
+            Some(Fault::TruncateAtNul) => {
+                let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+                inner.notify(&bytes[..end], done);
+            }
+            Some(Fault::DropPeerLoss) => {
+                let turns = Arc::clone(&self.turns);
+                inner.notify(bytes, Ticket::new(move |result| turns.settle_unless_lost(done, result)));
+            }
+            _ => inner.notify(bytes, done),
+        }
     }
 
     fn cancel(&self, id: TransferId) {
-        if self.fault != Some(Fault::IgnoreCancel) {
-            self.inner.cancel(id);
+        if !self.is(Fault::IgnoreCancel) {
+            self.inner.get().cancel(id);
         }
     }
 
     fn drive(&self) -> bool {
-        self.inner.drive()
+        self.inner.get().drive()
     }
 
     fn close(&self) {
-        self.inner.close();
+        self.inner.get().close();
     }
 }

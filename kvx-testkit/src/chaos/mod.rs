@@ -82,13 +82,11 @@ faults! {
     IgnoreRevoke "ignore revoke",
     /// `revoke` blocks for 500 ms.
     BlockInRevoke "block in revoke",
-    /// Exports carry the key and the length, and who imports believes those instead of the metadata's.
-    Forgive "forgive",
     /// Each export is 48 KiB longer.
     FatExport "fat export",
 
     // What happens to a notification.
-    /// Settles without sending.
+    /// Every fifth settles without being sent.
     DropNotification "drop notification",
     /// Sent twice.
     DuplicateNotification "duplicate notification",
@@ -96,21 +94,19 @@ faults! {
     TruncateAtNul "truncate at NUL",
     /// Nothing is delivered again once the queue was full.
     DropOnFull "drop on full",
-    /// Arrives before the data that it follows: the data of transfers is held back for 100 ms.
+    /// Arrives before the data that it follows: a transfer settles at once, and moves its data 100 ms later.
     NotifyEarly "notify early",
 
     // What happens to a link.
     /// The loss of a peer is not reported, and what it would fail stays in flight.
     DropPeerLoss "drop peer loss",
-    /// Whoever answers is taken for the incarnation that was wanted.
+    /// Another incarnation that answers is taken for the one that was wanted.
     AnyIncarnation "any incarnation",
-    /// Newer metadata is ignored, and regions that only it names cannot be imported.
-    IgnoreUpdate "ignore update",
     /// A link does not say how it reaches the peer.
     Mute "mute",
     /// An agent cannot link to itself.
     NoLoopback "no loopback",
-    /// Shutting one transport down closes the links of all transports of the process.
+    /// Shutting one transport down loses the links of all transports of the process.
     GlobalStop "global stop",
 
     // What happens to the process.

@@ -1,16 +1,24 @@
 //! Opening, registering, linking.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use kvx_core::transport::{
     Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, RemoteRegion, Transport,
 };
-use kvx_core::{Capabilities, Identity, LinkId, Result, Ticket};
+use kvx_core::{Capabilities, Error, Generation, Identity, Incarnation, Kind, LinkId, Result, Ticket};
 
+use super::Fault;
 use super::events::ChaosEvents;
 use super::gate::{Gate, Of};
-use super::link::{ChaosLink, Inner};
-use super::{Fault, link};
+use super::link::{ChaosLink, Inner, Slot, Turns, later};
+
+/// What [`Fault::FatExport`] adds.
+pub(super) const FAT: usize = 48 << 10;
+
+/// Every link of this process, for [`Fault::GlobalStop`].
+static LINKS: Mutex<Vec<Weak<ChaosLink>>> = Mutex::new(Vec::new());
 
 struct ChaosTransport {
     inner: Arc<dyn Transport>,
@@ -18,8 +26,10 @@ struct ChaosTransport {
     gate: Gate,
     /// The agent that it serves.
     agent: Identity,
-    /// What its links share.
-    turns: Arc<link::Turns>,
+    turns: Arc<Turns>,
+    again: Arc<Again>,
+    /// Ends the thread that spins.
+    _alive: Arc<()>,
 }
 
 pub(super) fn open(
@@ -29,9 +39,42 @@ pub(super) fn open(
     mut context: Context,
 ) -> Result<Arc<dyn Transport>> {
     let agent = context.agent.clone();
-    context.events = Arc::new(ChaosEvents::new(Arc::clone(&context.events), fault));
+    let (again, alive) = (Arc::new(Again::default()), Arc::new(()));
+    context.events = Arc::new(ChaosEvents::new(Arc::clone(&context.events), fault, Arc::clone(&again)));
     let inner = factory.open(context)?;
-    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, turns: Arc::default() }))
+    again.transport.set(Arc::downgrade(&inner)).ok(); // set once, here
+    match fault {
+        Some(Fault::Spin) => spin(Arc::downgrade(&alive)),
+        Some(Fault::TakeSignal) => take_signal(),
+        _ => {}
+    }
+    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, turns: Arc::default(), again, _alive: alive }))
+}
+
+/// Keeps a core busy for as long as the transport lives.
+fn spin(alive: Weak<()>) {
+    std::thread::spawn(move || {
+        while alive.strong_count() > 0 {
+            std::hint::spin_loop();
+        }
+    });
+}
+
+extern "C" fn do_nothing(_: libc::c_int) {}
+
+fn take_signal() {
+    // SAFETY: the handler does nothing, which is allowed in a handler; the signal is ignored by default.
+    unsafe { libc::signal(libc::SIGURG, do_nothing as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+}
+
+impl ChaosTransport {
+    fn wrapped(&self, inner: Slot) -> Arc<dyn Link> {
+        let link = Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
+        if self.fault == Some(Fault::GlobalStop) {
+            LINKS.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&link));
+        }
+        link
+    }
 }
 
 // SAFETY: memory is touched by the inner transport, which keeps the contract, and by faults only while they hold the
@@ -46,20 +89,24 @@ unsafe impl Transport for ChaosTransport {
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
-        let inner = self.inner.register(region.clone())?;
-        let export = inner.export().to_vec();
+        let inner = self.inner.register(region)?;
+        let mut export = inner.export().to_vec();
+        if self.fault == Some(Fault::FatExport) {
+            export.resize(export.len() + FAT, 0);
+        }
         Ok(Arc::new(ChaosRegion { inner, export, fault: self.fault, gate: self.gate.clone() }))
     }
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
-        let _ = &self.agent;
-        let inner = self.inner.link(id, peer)?;
-        Ok(Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns))))
+        if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
+            return Err(Error::new(Kind::Unsupported, "chaos: no link to the own agent"));
+        }
+        let slot = self.again.note(id, peer);
+        Ok(self.wrapped(slot.fill(self.inner.link(id, peer)?)))
     }
 
     fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
-        let inner = self.inner.link_foreign(id, blob)?;
-        Ok(Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns))))
+        Ok(self.wrapped(Slot::default().fill(self.inner.link_foreign(id, blob)?)))
     }
 
     fn resume(&self) {
@@ -68,6 +115,51 @@ unsafe impl Transport for ChaosTransport {
 
     fn shutdown(&self, done: Ticket) {
         self.inner.shutdown(done);
+        let links = std::mem::take(&mut *LINKS.lock().unwrap_or_else(PoisonError::into_inner));
+        links.iter().filter_map(Weak::upgrade).for_each(|link| link.close());
+    }
+}
+
+/// Links anew to whoever answers, for [`Fault::AnyIncarnation`].
+#[derive(Default)]
+pub(super) struct Again {
+    transport: OnceLock<Weak<dyn Transport>>,
+    links: Mutex<HashMap<LinkId, Asked>>,
+}
+
+/// What a link was asked for.
+#[derive(Clone)]
+struct Asked {
+    name: Arc<str>,
+    generation: Generation,
+    address: Vec<u8>,
+    slot: Slot,
+}
+
+impl Again {
+    fn note(&self, id: LinkId, peer: PeerSection<'_>) -> Slot {
+        let (name, generation, address) =
+            (Arc::clone(&peer.identity.name), peer.generation, peer.address.to_vec());
+        let asked = Asked { name, generation, address, slot: Slot::default() };
+        let slot = asked.slot.clone();
+        self.links.lock().unwrap_or_else(PoisonError::into_inner).insert(id, asked);
+        slot
+    }
+
+    /// The transport is reporting: what it is asked next comes from another thread.
+    pub(super) fn link(again: &Arc<Self>, id: LinkId, incarnation: Incarnation) {
+        let again = Arc::clone(again);
+        later(Duration::ZERO, move || {
+            let asked = again.links.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
+            let transport = again.transport.get().and_then(Weak::upgrade);
+            let Some((asked, transport)) = asked.zip(transport) else { return };
+            let identity = Identity { name: asked.name, incarnation };
+            let section =
+                PeerSection { identity: &identity, generation: asked.generation, address: &asked.address };
+            if let Ok(link) = transport.link(id, section) {
+                asked.slot.fill(link);
+            }
+        });
     }
 }
 
@@ -93,7 +185,7 @@ impl LocalRegion for ChaosRegion {
     fn revoke(&self, done: Ticket) {
         match self.fault {
             Some(Fault::IgnoreRevoke) => return done.settle(Ok(())),
-            Some(Fault::BlockInRevoke) => std::thread::sleep(std::time::Duration::from_millis(500)),
+            Some(Fault::BlockInRevoke) => std::thread::sleep(Duration::from_millis(500)),
             _ => {}
         }
         let gate = self.gate.clone();

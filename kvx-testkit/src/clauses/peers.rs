@@ -44,7 +44,8 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
             Op::Write => blocks.fill_near()?,
         };
         pair.far.process()?.stop()?;
-        let transfers = (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
+        let transfers =
+            (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
         let posted = Instant::now();
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
         for transfer in transfers {
@@ -55,7 +56,9 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
                 Ok(_) if op == Op::Read => blocks.check_near(seed, "a read from a stopped peer")?,
                 Ok(_) => {}
                 Err(error) if needs.of(op) => ensure_kind!(Err::<(), _>(error), TimedOut),
-                Err(error) => return Err(Failure::new(format!("a {op} needs no CPU at the peer, but: {error:?}"))),
+                Err(error) => {
+                    return Err(Failure::new(format!("a {op} needs no CPU at the peer, but: {error:?}")));
+                }
             }
         }
         pair.far.process()?.go_on()?;
@@ -96,7 +99,8 @@ pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     }
     let begun = Instant::now();
     let needing = OPS.into_iter().filter(|op| needs.of(*op));
-    let transfers = needing.map(|op| blocks.post(op, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
+    let transfers =
+        needing.map(|op| blocks.post(op, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
     for transfer in transfers {
         ensure_kind!(transfer.await, PeerLost);
         // Its last word may be as old as the stop; and a link looks for silence in steps of a part of the time.
@@ -120,9 +124,16 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
         match result {
             Err(error) if error.kind() == Kind::PeerLost => {}
             Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
-            other => return Err(Failure::new(format!("{what} to a killed peer: PeerLost was wanted, not {other:?}"))),
+            other => {
+                return Err(Failure::new(format!(
+                    "{what} to a killed peer: PeerLost was wanted, not {other:?}"
+                )));
+            }
         }
-        ensure!(took <= promptly, "{what} to a killed peer was reported after {took:?}, promised were {promptly:?}");
+        ensure!(
+            took <= promptly,
+            "{what} to a killed peer was reported after {took:?}, promised were {promptly:?}"
+        );
         Ok(())
     };
     for op in OPS {
@@ -169,7 +180,10 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
         let mut reads = Vec::new();
         for slot in 0..SLOTS {
             let local = near.grid(grid.at((slot * SLOT) as u64))?.blocks(order.clone());
-            reads.push((slot, peer.transfer(&Plan::read(local, remote("source")?)?).deadline(DEADLINE).post()?));
+            reads.push((
+                slot,
+                peer.transfer(&Plan::read(local, remote("source")?)?).deadline(DEADLINE).post()?,
+            ));
         }
         let spare = pair.near_region("spare", SLOT, 4)?;
         let write = Plan::write(spare.grid(grid)?.blocks(order.clone()), remote("sink")?)?;
@@ -292,12 +306,16 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     let new = pair.far.metadata()?;
     let (was, is) = (Metadata::decode(&old)?, Metadata::decode(&new)?);
     ensure!(was.identity.name == is.identity.name, "it has another name after its restart");
-    ensure!(was.identity.incarnation != is.identity.incarnation, "it has the same incarnation after its restart");
+    ensure!(
+        was.identity.incarnation != is.identity.incarnation,
+        "it has the same incarnation after its restart"
+    );
 
     let ours = blocks.fill_near()?;
     let late = stranger.connect(&old)?.ready(CUT_OFF).await;
     // Where its address died with it nobody can tell that it restarted.
-    let answers = was.backends == is.backends || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
+    let answers =
+        was.backends == is.backends || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
     let mut said = vec![("connecting with old metadata", late)];
     for op in OPS {
         said.push(("a post on an old handle", blocks.run(op, &peer, CUT_OFF).await));

@@ -41,7 +41,8 @@ pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
         ("a length that overflows", Grid { base: 8, stride: u64::MAX, length: u64::MAX, count: 1 }),
     ];
     for (what, grid) in outside {
-        let kinds = [blocks.near.grid(grid).err(), remote.grid(grid).err()].map(|error| error.map(|error| error.kind()));
+        let kinds = [blocks.near.grid(grid).err(), remote.grid(grid).err()]
+            .map(|error| error.map(|error| error.kind()));
         ensure!(
             kinds == [Some(Kind::OutOfBounds); 2],
             "{what}: OutOfBounds was wanted, locally and remotely, it was {kinds:?}"
@@ -180,17 +181,26 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
             pair.far.fill(secret, beyond)?;
             let local = near.grid(own)?.blocks(0..blocks.len() as u32);
             let remote = hostile.region("short")?.grid(grid)?.blocks(blocks.clone());
-            let result = hostile.transfer(&Plan::of(op, [(local, remote)])?).deadline(CUT_OFF).post()?.await;
+            let result =
+                hostile.transfer(&Plan::of(op, [(local, remote)])?).deadline(CUT_OFF / 4).post()?.await;
             ensure!(result.is_err(), "a {op} of {what} succeeded");
             let untouched = checksum(&bytes(beyond, 0, LEN));
-            ensure!(pair.far.sum(secret)? == untouched, "a {op} of {what} changed the bytes beside the region");
+            ensure!(
+                pair.far.sum(secret)? == untouched,
+                "a {op} of {what} changed the bytes beside the region"
+            );
             if op == Op::Read {
                 let told = bytes(beyond, 0, 4096);
                 let mut content = vec![0; LEN];
                 near.copy_out(0, &mut content)?;
-                ensure!(!content.windows(64).any(|seen| *seen == told[..64]), "a read of {what} told a secret");
+                ensure!(
+                    !content.windows(64).any(|seen| *seen == told[..64]),
+                    "a read of {what} told a secret"
+                );
             }
         }
+        let served = honest.run(Op::Read, &peer, CUT_OFF / 4).await;
+        ensure!(served.is_ok(), "the owner stopped serving after an attack, {what}: {served:?}");
         honest.works(&mut pair.far, &peer, &format!("after an attack: {what}")).await?;
     }
     Ok(())

@@ -49,7 +49,10 @@ impl Traffic {
         let grid = Grid::packed(BLOCK, count);
         let local: Vec<u32> = (0..count).rev().collect();
         let remote: Vec<u32> = (0..count).rev().collect();
-        Plan::of(op, [(self.near.grid(grid)?.blocks(local), peer.region(&self.name)?.grid(grid)?.blocks(remote))])
+        Plan::of(
+            op,
+            [(self.near.grid(grid)?.blocks(local), peer.region(&self.name)?.grid(grid)?.blocks(remote))],
+        )
     }
 
     /// Posts all blocks.
@@ -67,7 +70,9 @@ impl Traffic {
         let mut content = vec![0; self.near.len() as usize];
         self.near.copy_out(0, &mut content)?;
         let wanted = bytes(seed, 0, content.len());
-        let differ = || content.iter().zip(&wanted).enumerate().filter(|(_, (is, wanted))| is != wanted).map(|(at, _)| at);
+        let differ = || {
+            content.iter().zip(&wanted).enumerate().filter(|(_, (is, wanted))| is != wanted).map(|(at, _)| at)
+        };
         match differ().next() {
             None => Ok(()),
             Some(first) => Err(Failure::new(format!(
@@ -127,7 +132,11 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
         for region in [from, to] {
             let mut content = vec![0; region.len() as usize];
             region.copy_out(0, &mut content)?;
-            ensure!(content == bytes(seed, 0, content.len()), "{when}: a {op} left wrong bytes in {}", region.name());
+            ensure!(
+                content == bytes(seed, 0, content.len()),
+                "{when}: a {op} left wrong bytes in {}",
+                region.name()
+            );
         }
     }
     Ok(())
@@ -155,7 +164,11 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
 }
 
 /// Waits until `condition` holds, for what no future tells.
-pub(crate) fn until(what: &str, patience: Duration, mut condition: impl FnMut() -> Result<bool, Failure>) -> Check {
+pub(crate) fn until(
+    what: &str,
+    patience: Duration,
+    mut condition: impl FnMut() -> Result<bool, Failure>,
+) -> Check {
     let end = Instant::now() + patience;
     while !condition()? {
         ensure!(Instant::now() < end, "{what}: not so within {patience:?}");
@@ -165,7 +178,11 @@ pub(crate) fn until(what: &str, patience: Duration, mut condition: impl FnMut() 
 }
 
 /// Looks for a while whether `condition` stays true: there is no other way to see that something does not happen.
-pub(crate) fn stays(what: &str, time: Duration, mut condition: impl FnMut() -> Result<bool, Failure>) -> Check {
+pub(crate) fn stays(
+    what: &str,
+    time: Duration,
+    mut condition: impl FnMut() -> Result<bool, Failure>,
+) -> Check {
     let end = Instant::now() + time;
     while Instant::now() < end {
         ensure!(condition()?, "{what}: not so any more");

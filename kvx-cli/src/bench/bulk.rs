@@ -1,0 +1,202 @@
+//! Small reads alone, and beside a large transfer on the same link.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use kvx::{Grid, Plan, Registry, Transfer};
+use serde::Serialize;
+
+use super::bare::{connect, timed};
+use super::figures::Output;
+use super::initiator::{Initiator, block_on};
+use super::points::{Backing, Op, Pattern, Point, Shape, Wait, name};
+use super::rounds::quantile;
+use super::session::Session;
+use super::{Arguments, PATIENCE, content, limit};
+use crate::{Result, bytes};
+
+/// Bytes of a small read.
+const SMALL: u64 = 4096;
+/// Bytes of a block of the large transfer.
+const BLOCK: u64 = 1 << 20;
+/// The most memory that the target has: the large transfer reads it again and again.
+const SOURCE: u64 = 256 << 20;
+/// Turns of small reads alone and beside the large transfer.
+const TURNS: usize = 5;
+
+/// What is printed.
+#[derive(Serialize)]
+struct Record {
+    mode: &'static str,
+    backend: &'static str,
+    bulk_bytes: u64,
+    /// Large transfers that ended meanwhile.
+    bulk_done: u64,
+    small: Pair,
+    /// The same with bare connections, where that is what lies below.
+    bare: Option<Pair>,
+}
+
+/// Small reads alone and beside.
+#[derive(Serialize)]
+struct Pair {
+    alone_p50_us: f64,
+    alone_p99_us: f64,
+    beside_p50_us: f64,
+    beside_p99_us: f64,
+    /// How many times longer the 99th percentile is beside the large transfer.
+    times: f64,
+}
+
+impl Pair {
+    fn of(alone: &[f64], beside: &[f64]) -> Result<Self> {
+        let us = |values: &[f64], part| {
+            let seconds = quantile(values.iter().copied(), part).ok_or("no small read ended");
+            seconds.map(|seconds| (seconds * 1e8).round() / 100.0)
+        };
+        let (alone_p99_us, beside_p99_us) = (us(alone, 0.99)?, us(beside, 0.99)?);
+        let times = (beside_p99_us / alone_p99_us * 100.0).round() / 100.0;
+        let (alone_p50_us, beside_p50_us) = (us(alone, 0.5)?, us(beside, 0.5)?);
+        Ok(Pair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
+    }
+}
+
+/// Measures one backend.
+pub(crate) fn run(
+    arguments: &Arguments,
+    backend: &'static str,
+    registry: &Registry,
+    bulk: u64,
+    output: &mut Output<'_>,
+) -> Result<()> {
+    let blocks = u32::try_from(bulk / BLOCK).map_err(|_| "--beside-bulk: write fewer bytes")?;
+    if blocks == 0 {
+        return Err(format!("--beside-bulk {bulk}: write at least {}", bytes::show(BLOCK)).into());
+    }
+    let ours = u64::from(blocks) * BLOCK + SMALL;
+    let theirs = SOURCE.min(u64::from(blocks) * BLOCK);
+    let about = Duration::from_secs_f64(2.0 * arguments.seconds + 3.0 * bulk as f64 / 1e9);
+    let memory = bytes::show((ours + theirs) >> 20 << 20);
+    eprintln!("{backend}: {memory} of memory in all, about {} s", about.as_secs().max(1));
+    let sizes = ((ours, 0), (theirs, 0));
+    let mut session = Session::with_sizes(&[backend], registry, &arguments.options, sizes, about)?;
+    content::wipe(session.pools.get(Backing::Kvx)?, ours)?;
+
+    let initiator = session.initiator(backend)?;
+    let local = initiator.region(Backing::Kvx)?;
+    let remote = initiator.peer.region(&name(Backing::Kvx))?;
+    let available = (theirs / BLOCK) as u32;
+    let from: Vec<u32> = (0..blocks).map(|block| block % available).collect();
+    let large = Plan::read(
+        local.grid(Grid::packed(BLOCK, blocks))?.blocks(content::shuffled(blocks, arguments.seed)),
+        remote.grid(Grid::packed(BLOCK, available))?.blocks(from),
+    )?;
+    let small = Plan::read(
+        local.grid(Grid::packed(SMALL, 1).at(u64::from(blocks) * BLOCK))?.blocks([0]),
+        remote.grid(Grid::packed(SMALL, 1))?.blocks([0]),
+    )?;
+    let budget = Duration::from_secs_f64(arguments.seconds / TURNS as f64);
+    let (mut alone, mut beside, mut bulk_done) = (Vec::new(), Vec::new(), 0);
+    initiator.round(&small, Wait::Async, budget / 10)?;
+    for _ in 0..TURNS {
+        alone.extend(initiator.round(&small, Wait::Async, budget)?.each);
+        bulk_done += reads_beside(initiator, &small, &large, budget, &mut beside)?;
+    }
+    let bare = match backend {
+        "TCP" => Some(bare(&mut session, available, budget)?),
+        _ => None,
+    };
+    session.end()?;
+    let record = Record {
+        mode: "beside-bulk",
+        backend,
+        bulk_bytes: bulk,
+        bulk_done,
+        small: Pair::of(&alone, &beside)?,
+        bare,
+    };
+    output.record(&record, &sentence(&record))
+}
+
+/// Small reads while large transfers are in flight. Gives how many large ones have ended.
+fn reads_beside(
+    initiator: &Initiator,
+    small: &Plan,
+    large: &Plan,
+    budget: Duration,
+    each: &mut Vec<f64>,
+) -> Result<u64> {
+    let mut ended = 0;
+    let mut running = initiator.post(large)?;
+    let start = Instant::now();
+    while start.elapsed() < budget {
+        let before = Instant::now();
+        block_on(initiator.post(small)?)?;
+        each.push(before.elapsed().as_secs_f64());
+        if let Some(result) = finished(&mut running) {
+            result?;
+            ended += 1;
+            running = initiator.post(large)?;
+        }
+    }
+    let settled = running.settled();
+    drop(running);
+    settled.wait(PATIENCE)?;
+    Ok(ended)
+}
+
+/// Its result, if it has one by now.
+fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
+    match Pin::new(transfer).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(result) => Some(result),
+        Poll::Pending => None,
+    }
+}
+
+/// The same without kvx: a request and its answer on a connection of their own, beside a stream on others.
+fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
+    let base = session.pools.get(Backing::Kvx)?.address();
+    let point = |block, count| {
+        let shape = Shape { block, count, pattern: Pattern::Scattered, seed: 1 };
+        Point { backend: "TCP", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block }
+    };
+    let stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.connections)?;
+    let request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, 1)?;
+    let (mut alone, mut beside) = (Vec::new(), Vec::new());
+    for _ in 0..TURNS {
+        alone.extend(timed(budget, || limit::ask(&request, false, 1))?.each);
+        let enough = AtomicBool::new(false);
+        let streaming = || -> std::io::Result<()> {
+            while !enough.load(Ordering::Relaxed) {
+                limit::ask(&stream, false, 1)?;
+            }
+            Ok(())
+        };
+        let turn = std::thread::scope(|scope| {
+            let streaming = scope.spawn(streaming);
+            let turn = timed(budget, || limit::ask(&request, false, 1));
+            enough.store(true, Ordering::Relaxed);
+            streaming.join().map_err(|_| "the bare stream panicked")??;
+            turn
+        })?;
+        beside.extend(turn.each);
+    }
+    Pair::of(&alone, &beside)
+}
+
+fn sentence(record: &Record) -> String {
+    let part = |pair: &Pair| {
+        let Pair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
+        format!(
+            "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
+             {times} times"
+        )
+    };
+    let bare =
+        record.bare.as_ref().map_or_else(String::new, |bare| format!("; bare connections: {}", part(bare)));
+    let (backend, bulk) = (record.backend, bytes::show(record.bulk_bytes));
+    format!("{backend} reads of 4 KiB beside transfers of {bulk}: {}{bare}", part(&record.small))
+}

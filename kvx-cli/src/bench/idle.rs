@@ -1,0 +1,60 @@
+//! CPU time of two processes that are connected and have nothing to do.
+
+use std::time::Duration;
+
+use kvx::Registry;
+use serde::Serialize;
+
+use super::Arguments;
+use super::cpu;
+use super::figures::Output;
+use super::points::{Backing, Op, Pattern, Shape, Wait};
+use super::session::Session;
+use crate::Result;
+
+/// What is moved before, so that nothing is left for the first transfer to do.
+const SHAPE: Shape = Shape { block: 4096, count: 64, pattern: Pattern::Scattered, seed: 1 };
+/// How long both may settle down after it.
+const SETTLE: Duration = Duration::from_millis(500);
+
+/// What is printed.
+#[derive(Serialize)]
+struct Record {
+    mode: &'static str,
+    backend: &'static str,
+    seconds: u64,
+    cpu_ms: f64,
+    target_cpu_ms: f64,
+}
+
+/// Measures one backend.
+pub(crate) fn run(
+    arguments: &Arguments,
+    backend: &'static str,
+    registry: &Registry,
+    seconds: u64,
+    output: &mut Output<'_>,
+) -> Result<()> {
+    eprintln!("{backend}: next to no memory, about {} s", seconds + 1);
+    let sizes = (SHAPE.bytes(), 0);
+    let session =
+        Session::start(&[backend], registry, &arguments.options, sizes, Duration::from_secs(seconds))?;
+    let initiator = session.initiator(backend)?;
+    for op in [Op::Read, Op::Write] {
+        let plan = initiator.plan(op, SHAPE, Backing::Kvx)?.0;
+        initiator.round(&plan, Wait::Async, Duration::ZERO)?;
+    }
+    std::thread::sleep(SETTLE);
+    let both = || (cpu::of(std::process::id()), cpu::of(session.target.pid()));
+    let before = both();
+    std::thread::sleep(Duration::from_secs(seconds));
+    let after = both();
+    let ms = |after: Duration, before| (after.saturating_sub(before).as_secs_f64() * 1e6).round() / 1e3;
+    let (cpu_ms, target_cpu_ms) = (ms(after.0, before.0), ms(after.1, before.1));
+    session.end()?;
+    let record = Record { mode: "idle", backend, seconds, cpu_ms, target_cpu_ms };
+    let sentence = format!(
+        "{backend} idle for {seconds} s: {cpu_ms} ms of CPU, {target_cpu_ms} ms in the target's process"
+    );
+    output.record(&record, &sentence)
+}

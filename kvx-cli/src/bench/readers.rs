@@ -1,0 +1,129 @@
+//! Many agents that read from one target at the same time: whether each gets its share.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use kvx::{Kind, Registry};
+use serde::Serialize;
+
+use super::figures::Output;
+use super::initiator::Initiator;
+use super::points::{Backing, Op, Pattern, Shape};
+use super::pools::Pools;
+use super::target::Target;
+use super::{Arguments, PATIENCE};
+use crate::{Result, bytes};
+
+/// What each reader reads, again and again.
+const SHAPE: Shape = Shape { block: 64 << 10, count: 64, pattern: Pattern::Scattered, seed: 1 };
+
+/// What is printed.
+#[derive(Serialize)]
+struct Record {
+    mode: &'static str,
+    backend: &'static str,
+    readers: u32,
+    seconds: f64,
+    /// Of all readers together.
+    gbps: f64,
+    /// What the slowest and the fastest got, as parts of the mean.
+    least_of_mean: f64,
+    most_of_mean: f64,
+}
+
+/// Measures one backend.
+pub(crate) fn run(
+    arguments: &Arguments,
+    backend: &'static str,
+    registry: &Registry,
+    readers: u32,
+    output: &mut Output<'_>,
+) -> Result<()> {
+    let about = Duration::from_secs_f64(arguments.seconds + f64::from(readers) / 20.0);
+    let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
+    eprintln!("{backend}: {readers} readers, {memory} of memory in all, about {} s", about.as_secs().max(1));
+    let life = 10 * about + Duration::from_secs(600);
+    let target = Target::start(&[backend], &arguments.options, (SHAPE.bytes(), 0), life)?;
+    let connect = |reader| {
+        let pools = Pools::of(SHAPE.bytes(), 0)?;
+        let label = format!("bench-{backend}-{reader}");
+        Initiator::connect(&label, backend, registry, &arguments.options, &pools, &target)
+    };
+    let initiators = (0..readers).map(connect).collect::<Result<Vec<_>>>()?;
+    let window = Duration::from_secs_f64(arguments.seconds);
+    let (counts, took) = read_all(&initiators, window)?;
+    for initiator in initiators {
+        initiator.end()?;
+    }
+    target.end();
+
+    let total: u64 = counts.iter().sum();
+    let mean = total as f64 / counts.len() as f64;
+    let (least, most) =
+        (counts.iter().min().copied().unwrap_or(0), counts.iter().max().copied().unwrap_or(0));
+    let part = |count: u64| (count as f64 / mean * 1000.0).round() / 1000.0;
+    let gbps = (total as f64 * SHAPE.bytes() as f64 / took.as_secs_f64() / 1e6).round() / 1e3;
+    let (least_of_mean, most_of_mean) = (part(least), part(most));
+    let seconds = took.as_secs_f64();
+    let record = Record { mode: "readers", backend, readers, seconds, gbps, least_of_mean, most_of_mean };
+    let sentence = format!(
+        "{backend} with {readers} readers: {gbps} GB/s together; the slowest got {least_of_mean} of the mean, the \
+         fastest {most_of_mean}"
+    );
+    output.record(&record, &sentence)
+}
+
+/// Has every reader read all the time, from one thread. Gives how often each has, and in how much time.
+fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Duration)> {
+    let (woken, ready) = mpsc::channel();
+    let mut readers = Vec::new();
+    for (at, initiator) in initiators.iter().enumerate() {
+        let plan = initiator.plan(Op::Read, SHAPE, Backing::Kvx)?.0;
+        // Once before it counts, so that no reader pays for its first time.
+        initiator.post(&plan)?.wait(PATIENCE)?;
+        let waker = Waker::from(Arc::new(Ready { at, woken: woken.clone() }));
+        readers.push((plan, waker));
+    }
+    let mut transfers = readers
+        .iter()
+        .zip(initiators)
+        .map(|((plan, _), initiator)| initiator.post(plan))
+        .collect::<Result<Vec<_>>>()?;
+    let mut counts = vec![0; initiators.len()];
+    (0..initiators.len()).try_for_each(|at| woken.send(at))?;
+    let start = Instant::now();
+    while start.elapsed() < window {
+        let at: usize = ready.recv_timeout(PATIENCE).map_err(|_| "no reader came to an end")?;
+        let (plan, waker) = &readers[at];
+        while let Poll::Ready(result) = Pin::new(&mut transfers[at]).poll(&mut Context::from_waker(waker)) {
+            result?;
+            counts[at] += 1;
+            transfers[at] = initiators[at].post(plan)?;
+        }
+    }
+    let took = start.elapsed();
+    for transfer in transfers {
+        match transfer.wait(PATIENCE) {
+            Err(error) if error.kind() != Kind::Cancelled => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok((counts, took))
+}
+
+/// Says which reader has something to look at.
+struct Ready {
+    at: usize,
+    woken: Sender<usize>,
+}
+
+impl Wake for Ready {
+    fn wake(self: Arc<Self>) {
+        // An error: the measurement is over.
+        self.woken.send(self.at).ok();
+    }
+}

@@ -1,0 +1,76 @@
+//! Both sides of a bench: the target's process, and this one's agents.
+
+use std::time::Duration;
+
+use kvx::Registry;
+
+use super::bare::MappedPool;
+use super::initiator::Initiator;
+use super::pools::Pools;
+use super::target::Target;
+use crate::Result;
+
+/// Bulk connections of a TCP link, unless the option `tcp.connections` says otherwise.
+const TCP_CONNECTIONS: u64 = 2;
+
+/// A target, and an initiator for each backend.
+pub(crate) struct Session {
+    pub(crate) target: Target,
+    pub(crate) pools: Pools,
+    pub(crate) initiators: Vec<(&'static str, Initiator)>,
+    /// The target's pool, once the limit has mapped it.
+    pub(crate) mapped: MappedPool,
+    /// How many connections kvx uses for data over TCP.
+    pub(crate) connections: usize,
+}
+
+impl Session {
+    /// Starts the target with so much kvx and foreign memory on each side, and connects with it. `about`: how long
+    /// it will be needed.
+    pub(crate) fn start(
+        backends: &[&'static str],
+        registry: &Registry,
+        options: &str,
+        sizes: (u64, u64),
+        about: Duration,
+    ) -> Result<Self> {
+        Session::with_sizes(backends, registry, options, (sizes, sizes), about)
+    }
+
+    /// The same with memory of different sizes: this side's, then the target's.
+    pub(crate) fn with_sizes(
+        backends: &[&'static str],
+        registry: &Registry,
+        options: &str,
+        (ours, theirs): ((u64, u64), (u64, u64)),
+        about: Duration,
+    ) -> Result<Self> {
+        let life = 10 * about + Duration::from_secs(600);
+        let target = Target::start(backends, options, theirs, life)?;
+        let pools = Pools::of(ours.0, ours.1)?;
+        let connect = |backend: &&'static str| {
+            let label = format!("bench-{backend}");
+            Ok((*backend, Initiator::connect(&label, backend, registry, options, &pools, &target)?))
+        };
+        let initiators = backends.iter().map(connect).collect::<Result<_>>()?;
+        let options: serde_json::Value = serde_json::from_str(options)?;
+        let connections = options["tcp"]["connections"].as_u64().unwrap_or(TCP_CONNECTIONS) as usize;
+        Ok(Session { target, pools, initiators, mapped: None, connections })
+    }
+
+    pub(crate) fn initiator(&self, backend: &str) -> Result<&Initiator> {
+        let found = self.initiators.iter().find(|(name, _)| *name == backend);
+        Ok(found
+            .map(|(_, initiator)| initiator)
+            .ok_or_else(|| format!("no agent for {backend} was started"))?)
+    }
+
+    /// Ends both sides in good order.
+    pub(crate) fn end(self) -> Result<()> {
+        for (_, initiator) in self.initiators {
+            initiator.end()?;
+        }
+        self.target.end();
+        Ok(())
+    }
+}

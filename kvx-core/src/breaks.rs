@@ -65,6 +65,6 @@ mod imp {
     }
 }
 
+pub(crate) use imp::broken;
 #[cfg(feature = "break-for-tests")]
 pub use imp::{BREAKS, break_only};
-pub(crate) use imp::broken;

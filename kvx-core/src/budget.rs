@@ -50,7 +50,10 @@ impl Budget {
                 format!(
                     "{} transfers with {} bytes of descriptions are in flight, the budget is {} and {}: \
                      wait with post_wait, or raise it when the agent is built",
-                    used.transfers, used.description_bytes, self.limits.transfers, self.limits.description_bytes
+                    used.transfers,
+                    used.description_bytes,
+                    self.limits.transfers,
+                    self.limits.description_bytes
                 ),
             ));
         }

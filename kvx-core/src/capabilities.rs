@@ -166,7 +166,8 @@ impl Capabilities {
             ("revocation", format!("{:?}", self.revocation).to_lowercase()),
             (
                 "peer_loss_within",
-                self.peer_loss_within.map_or_else(|| "deadline".into(), |time| format!("{} s", time.as_secs_f64())),
+                self.peer_loss_within
+                    .map_or_else(|| "deadline".into(), |time| format!("{} s", time.as_secs_f64())),
             ),
             ("settles_without_peer", self.settles_without_peer.to_string()),
             ("ordered", if self.ordered { "yes" } else { "no" }.into()),

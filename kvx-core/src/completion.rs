@@ -114,7 +114,10 @@ impl<T> Completion<T> {
                 return state.result.take().unwrap_or_else(|| Err(taken()));
             }
             if until.is_some_and(|until| until <= std::time::Instant::now()) {
-                return Err(Error::new(Kind::TimedOut, "the wait ended before the operation; wait longer or await it"));
+                return Err(Error::new(
+                    Kind::TimedOut,
+                    "the wait ended before the operation; wait longer or await it",
+                ));
             }
             state = self.0.finished.wait_until(state, until);
         }
@@ -143,7 +146,10 @@ impl Settle for Shot<()> {
     }
 
     fn forgotten(self: Arc<Self>) {
-        self.finish(Err(Error::new(Kind::Forgotten, "the transport lost the operation: report this as a bug of it")));
+        self.finish(Err(Error::new(
+            Kind::Forgotten,
+            "the transport lost the operation: report this as a bug of it",
+        )));
     }
 }
 

@@ -134,7 +134,9 @@ impl Clock {
         let thread = std::thread::Builder::new()
             .name(format!("kvx-clock {agent}"))
             .spawn(move || ours.run())
-            .map_err(|error| Error::os("the clock thread could not be started", error).kind_is(Kind::Exhausted))?;
+            .map_err(|error| {
+                Error::os("the clock thread could not be started", error).kind_is(Kind::Exhausted)
+            })?;
         Ok(Clock { shared, thread: Mutex::new(Some(thread)) })
     }
 

@@ -70,7 +70,10 @@ impl Grid {
         if self.count > 1 && self.stride < self.length {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("a grid with stride {} below its length {}: blocks would overlap", self.stride, self.length),
+                format!(
+                    "a grid with stride {} below its length {}: blocks would overlap",
+                    self.stride, self.length
+                ),
             ));
         }
         match self.end() {

@@ -63,7 +63,8 @@ struct Expectation {
 impl Expectation {
     /// Whether the notification is one more of those expected.
     fn wants(&mut self, notification: &Notification) -> bool {
-        *self.bytes == *notification.bytes && (self.seen.insert(notification.from.clone()) || broken("expect"))
+        *self.bytes == *notification.bytes
+            && (self.seen.insert(notification.from.clone()) || broken("expect"))
     }
 
     fn is_met(&self) -> bool {

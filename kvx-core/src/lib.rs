@@ -28,6 +28,7 @@ pub mod reactor;
 mod region;
 mod registry;
 mod route;
+mod secret;
 mod segments;
 pub mod staging;
 mod sync;
@@ -44,7 +45,9 @@ pub use completion::Completion;
 pub use deadline::Deadline;
 pub use error::{Error, Kind, Native, Result};
 pub use grid::{Blocks, Grid, GridSet, Indices};
-pub use identity::{Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId};
+pub use identity::{
+    Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
+};
 pub use inbox::Notification;
 pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
 pub use metadata::{Metadata, RegionInfo};
@@ -56,8 +59,8 @@ pub use quarantine::quarantined_bytes;
 pub use region::{PeerRegion, Place, Region};
 pub use registry::{Known, Placement, Registry, Standing, Unavailable, WithoutAList};
 pub use route::{Considered, Route, Verdict};
+pub use secret::Secret;
 pub use segments::{Extent, Extents, Segment, Segments};
 pub use telemetry::describe_metrics;
 pub use ticket::Ticket;
 pub use transfer::{Report, Transfer};
-pub use transport::Secret;

@@ -80,7 +80,10 @@ impl Metadata {
             if is <= max {
                 return Ok(());
             }
-            Err(Error::new(Kind::Exhausted, format!("{is} {what} in one agent's metadata, at most {max} are allowed")))
+            Err(Error::new(
+                Kind::Exhausted,
+                format!("{is} {what} in one agent's metadata, at most {max} are allowed"),
+            ))
         };
         limit("regions", self.regions.len(), MAX_REGIONS)?;
         limit("backends", self.backends.len(), MAX_BACKENDS)?;
@@ -131,7 +134,9 @@ impl Metadata {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("metadata", bytes);
         if bytes.len() > MAX_BYTES {
-            return Err(reader.malformed(format_args!("{} bytes, at most {MAX_BYTES} are allowed", bytes.len())));
+            return Err(
+                reader.malformed(format_args!("{} bytes, at most {MAX_BYTES} are allowed", bytes.len()))
+            );
         }
         if reader.array::<4>()? != MAGIC {
             return Err(reader.malformed(
@@ -164,11 +169,15 @@ impl Metadata {
                     backends.push((value.name()?, value.block(MAX_ADDRESS)?.to_vec()));
                 }
                 REGION if regions.len() < MAX_REGIONS => regions.push(Arc::new(region(&mut value)?)),
-                IDENTITY | BACKEND | REGION => return Err(value.malformed("more sections of a kind than allowed")),
+                IDENTITY | BACKEND | REGION => {
+                    return Err(value.malformed("more sections of a kind than allowed"));
+                }
                 unknown if unknown & CRITICAL != 0 && !broken("critical") => {
                     return Err(Error::new(
                         Kind::Incompatible,
-                        format!("the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"),
+                        format!(
+                            "the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"
+                        ),
                     ));
                 }
                 _ => continue,
@@ -176,10 +185,13 @@ impl Metadata {
             value.end()?;
         }
         let (identity, generation) = identity.ok_or_else(|| reader.malformed("no identity"))?;
-        if let Some(region) =
-            regions.iter().find(|region| region.exports.iter().any(|(at, _)| usize::from(*at) >= backends.len()))
+        if let Some(region) = regions
+            .iter()
+            .find(|region| region.exports.iter().any(|(at, _)| usize::from(*at) >= backends.len()))
         {
-            return Err(reader.malformed(format_args!("region {} names a backend that is not there", region.name)));
+            return Err(
+                reader.malformed(format_args!("region {} names a backend that is not there", region.name))
+            );
         }
         let mut ids: Vec<_> = regions.iter().map(|region| region.id).collect();
         ids.sort_unstable();
@@ -210,7 +222,8 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let name = value.name()?;
     let len = value.u64()?;
     let kind = value.u8()?;
-    let kind = MemoryKind::from_wire(kind).ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
+    let kind =
+        MemoryKind::from_wire(kind).ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
     let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
     let exports = (0..value.u8()?)
         .map(|_| {

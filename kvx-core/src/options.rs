@@ -63,7 +63,10 @@ impl Options {
             None | Some(Value::Null) => None,
             Some(Value::Object(object)) => Some(object),
             Some(other) => {
-                return Err(Error::new(Kind::Invalid, format!("option {name:?} is {other}; write an object {{…}}")));
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!("option {name:?} is {other}; write an object {{…}}"),
+                ));
             }
         };
         for key in object.into_iter().flat_map(Map::keys) {
@@ -125,7 +128,11 @@ impl<'a> Table<'a> {
         self.get(key)
             .map(|value| {
                 value.as_u64().filter(|number| range.contains(number)).ok_or_else(|| {
-                    self.wrong(key, value, &format!("a whole number from {} to {}", range.start(), range.end()))
+                    self.wrong(
+                        key,
+                        value,
+                        &format!("a whole number from {} to {}", range.start(), range.end()),
+                    )
                 })
             })
             .transpose()
@@ -158,7 +165,8 @@ mod tests {
 
     #[test]
     fn a_wrong_type_names_the_key_and_what_to_write() {
-        let options = Options::parse(r#"{"tcp": {"connections": "two", "peer_timeout": -1}, "shm": 3}"#).unwrap();
+        let options =
+            Options::parse(r#"{"tcp": {"connections": "two", "peer_timeout": -1}, "shm": 3}"#).unwrap();
         let tcp = options.table("tcp", &["connections", "peer_timeout"]).unwrap();
         let error = tcp.number("connections", 1..=64).unwrap_err();
         assert_eq!(

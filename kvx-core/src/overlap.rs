@@ -17,7 +17,8 @@ impl Target<'_> {
     }
 
     fn end(&self) -> u64 {
-        self.start().wrapping_add(self.grid.stride * u64::from(self.grid.count.saturating_sub(1)) + self.grid.length)
+        self.start()
+            .wrapping_add(self.grid.stride * u64::from(self.grid.count.saturating_sub(1)) + self.grid.length)
     }
 
     fn block(&self, index: u32) -> (u64, u64) {
@@ -73,7 +74,9 @@ fn interleaved(group: &[&Target<'_>]) -> bool {
 fn disjoint(group: &[&Target<'_>]) -> Result<()> {
     let mut blocks: Vec<(u64, u64)> = group
         .iter()
-        .flat_map(|target| (0..target.indices.len()).map(|position| target.block(target.indices.at(position))))
+        .flat_map(|target| {
+            (0..target.indices.len()).map(|position| target.block(target.indices.at(position)))
+        })
         .collect();
     blocks.sort_unstable();
     match blocks.windows(2).find(|pair| pair[0].1 > pair[1].0) {

@@ -115,7 +115,10 @@ impl Plan {
             build.pair(local, remote)?;
         }
         let Some(peer) = build.remotes.first().map(|region: &PeerRegion| region.peer().clone()) else {
-            return Err(Error::new(Kind::Invalid, "a plan of no pairs: name at least one, its index lists may be empty"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "a plan of no pairs: name at least one, its index lists may be empty",
+            ));
         };
         if let Some(other) = build.remotes.iter().find(|region| *region.peer() != peer) {
             return Err(Error::new(
@@ -130,7 +133,8 @@ impl Plan {
         }
         build.check_destinations(op)?;
         let Build { pairs, locals, remotes, size } = build;
-        let inner = PlanInner { op, peer, pairs: pairs.into(), locals, remotes, size, bound: Mutex::default() };
+        let inner =
+            PlanInner { op, peer, pairs: pairs.into(), locals, remotes, size, bound: Mutex::default() };
         Ok(Plan(Arc::new(inner)))
     }
 
@@ -184,25 +188,36 @@ impl Build {
         if ours.len() != theirs.len() {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("a pair of {} local and {} remote grids: they pair one to one", ours.len(), theirs.len()),
+                format!(
+                    "a pair of {} local and {} remote grids: they pair one to one",
+                    ours.len(),
+                    theirs.len()
+                ),
             ));
         }
-        if let Some(((_, a), (_, b))) = ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length) {
+        if let Some(((_, a), (_, b))) = ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length)
+        {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("a local block of {} bytes pairs with a remote one of {}: they must be equal", a.length, b.length),
+                format!(
+                    "a local block of {} bytes pairs with a remote one of {}: they must be equal",
+                    a.length, b.length
+                ),
             ));
         }
         if local.indices.len() != remote.indices.len() {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("{} local and {} remote indices: they pair one to one", local.indices.len(), remote.indices.len()),
+                format!(
+                    "{} local and {} remote indices: they pair one to one",
+                    local.indices.len(),
+                    remote.indices.len()
+                ),
             ));
         }
-        for (side, indices, count) in [
-            ("local", &local.indices, local.set.count()),
-            ("remote", &remote.indices, remote.set.count()),
-        ] {
+        for (side, indices, count) in
+            [("local", &local.indices, local.set.count()), ("remote", &remote.indices, remote.set.count())]
+        {
             if let Some(max) = indices.max()
                 && max >= count
             {
@@ -222,7 +237,8 @@ impl Build {
         self.size.description +=
             local.indices.bytes() + remote.indices.bytes() + 2 * size_of::<Placed>() * ours.len();
         let place_local = ours.iter().map(|(region, grid)| place(&mut self.locals, region, *grid)).collect();
-        let place_remote = theirs.iter().map(|(region, grid)| place(&mut self.remotes, region, *grid)).collect();
+        let place_remote =
+            theirs.iter().map(|(region, grid)| place(&mut self.remotes, region, *grid)).collect();
         self.pairs.push(Pair {
             local: place_local,
             remote: place_remote,
@@ -301,7 +317,12 @@ pub struct RemoteSide {
 }
 
 impl Bound {
-    pub(crate) fn new(plan: &PlanInner, link: LinkId, locals: Vec<LocalSide>, remotes: Vec<RemoteSide>) -> Self {
+    pub(crate) fn new(
+        plan: &PlanInner,
+        link: LinkId,
+        locals: Vec<LocalSide>,
+        remotes: Vec<RemoteSide>,
+    ) -> Self {
         Bound {
             op: plan.op,
             link,

@@ -15,7 +15,12 @@ pub(crate) fn hold(memory: Arc<Memory>, region: &str, why: &str) -> Held {
     let len = memory.len() as u64;
     let total = BYTES.fetch_add(len, Ordering::Relaxed) + len;
     metrics::gauge!("kvx_quarantined_bytes").set(total as f64);
-    tracing::warn!(region, bytes = len, why, "memory is quarantined: a peer or a transport may still touch it");
+    tracing::warn!(
+        region,
+        bytes = len,
+        why,
+        "memory is quarantined: a peer or a transport may still touch it"
+    );
     Held(memory)
 }
 

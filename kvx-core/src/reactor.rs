@@ -138,10 +138,9 @@ impl<P: Progress> Reactor<P> {
             idle,
         });
         let ours = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name(name)
-            .spawn(move || ours.run())
-            .map_err(|error| Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted))?;
+        let thread = std::thread::Builder::new().name(name).spawn(move || ours.run()).map_err(|error| {
+            Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
+        })?;
         Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
     }
 
@@ -304,7 +303,8 @@ impl<P: Progress> Shared<P> {
         // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
         // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
         polled.extend(
-            fds.iter().map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
+            fds.iter()
+                .map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
         );
         let timeout = longest.map(|longest| rustix::time::Timespec {
             tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
@@ -439,7 +439,11 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..500 {
                         let (done, ticket) = Completion::with_ticket();
-                        if thread % 2 == 0 { reactor.submit(ticket) } else { reactor.submit_here(ticket) }
+                        if thread % 2 == 0 {
+                            reactor.submit(ticket)
+                        } else {
+                            reactor.submit_here(ticket)
+                        }
                         done.wait(Duration::from_secs(10)).unwrap();
                     }
                 });

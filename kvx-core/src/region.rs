@@ -122,7 +122,8 @@ impl Region {
     /// The backends that do not serve it, and why.
     pub fn refusals(&self) -> Vec<(&'static str, Error)> {
         let names = self.0.agent.transports.iter().map(|open| open.name);
-        let refused = |(name, local): (_, &Result<_>)| local.as_ref().err().map(|error| (name, error.clone()));
+        let refused =
+            |(name, local): (_, &Result<_>)| local.as_ref().err().map(|error| (name, error.clone()));
         names.zip(&self.0.core.locals).filter_map(refused).collect()
     }
 
@@ -189,7 +190,10 @@ impl RegionCore {
             return Ok(());
         }
         self.unpin();
-        Err(Error::new(Kind::Revoked, format!("region {} is revoked: register its memory again to use it", self.name)))
+        Err(Error::new(
+            Kind::Revoked,
+            format!("region {} is revoked: register its memory again to use it", self.name),
+        ))
     }
 
     pub(crate) fn unpin(self: &Arc<Self>) {
@@ -294,7 +298,10 @@ impl Settle for RegionCore {
     }
 
     fn forgotten(self: Arc<Self>) {
-        self.answered(Err(Error::new(Kind::Forgotten, "a transport lost the revocation: report this as a bug of it")));
+        self.answered(Err(Error::new(
+            Kind::Forgotten,
+            "a transport lost the revocation: report this as a bug of it",
+        )));
     }
 }
 
@@ -420,6 +427,12 @@ impl Place for PeerRegion {
 
 impl fmt::Debug for PeerRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PeerRegion({:?} of {:?}, {} bytes)", self.name().unwrap_or("foreign"), self.0.peer, self.len())
+        write!(
+            f,
+            "PeerRegion({:?} of {:?}, {} bytes)",
+            self.name().unwrap_or("foreign"),
+            self.0.peer,
+            self.len()
+        )
     }
 }

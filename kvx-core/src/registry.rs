@@ -58,7 +58,13 @@ pub struct Unavailable {
 impl Unavailable {
     /// Without a library: a reason and a cure.
     pub fn because(missing: impl Into<String>, cure: impl Into<String>) -> Self {
-        Unavailable { missing: missing.into(), variable: None, value: None, tried: Vec::new(), cure: cure.into() }
+        Unavailable {
+            missing: missing.into(),
+            variable: None,
+            value: None,
+            tried: Vec::new(),
+            cure: cure.into(),
+        }
     }
 
     /// The reason alone.
@@ -73,7 +79,11 @@ impl Unavailable {
         if !self.tried.is_empty() {
             notes.push(format!("tried {}", self.tried.join(", ")));
         }
-        if notes.is_empty() { self.missing.clone() } else { format!("{} ({})", self.missing, notes.join("; ")) }
+        if notes.is_empty() {
+            self.missing.clone()
+        } else {
+            format!("{} ({})", self.missing, notes.join("; "))
+        }
     }
 }
 
@@ -166,7 +176,8 @@ impl Registry {
     /// The proper name for what a user wrote: any letter case, aliases. Errors: `UnknownBackend`.
     pub fn canonical(&self, written: &str) -> Result<&'static str> {
         let is = |name: &str| name.eq_ignore_ascii_case(written);
-        let known = self.known.iter().find(|known| is(known.name) || known.aliases.iter().any(|alias| is(alias)));
+        let known =
+            self.known.iter().find(|known| is(known.name) || known.aliases.iter().any(|alias| is(alias)));
         if let Some(known) = known {
             return Ok(known.name);
         }
@@ -211,7 +222,9 @@ impl Standing {
     /// The sentence for a backend that cannot be used.
     fn error(self, name: &'static str) -> Error {
         match self {
-            _ if broken("one-error") => Error::new(Kind::Unavailable, format!("backend {name} is unavailable")),
+            _ if broken("one-error") => {
+                Error::new(Kind::Unavailable, format!("backend {name} is unavailable"))
+            }
             Standing::Unavailable(why) => {
                 Error::new(Kind::Unavailable, format!("backend {name} is unavailable: {why}"))
             }

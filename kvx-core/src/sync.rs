@@ -47,7 +47,11 @@ impl Condvar {
     }
 
     /// Waits for a notification, or until `until`; spurious wake-ups happen.
-    pub(crate) fn wait_until<'a, T>(&self, guard: MutexGuard<'a, T>, until: Option<Instant>) -> MutexGuard<'a, T> {
+    pub(crate) fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        until: Option<Instant>,
+    ) -> MutexGuard<'a, T> {
         match until {
             None => self.0.wait(guard).unwrap_or_else(PoisonError::into_inner),
             Some(until) => {

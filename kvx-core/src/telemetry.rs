@@ -8,13 +8,29 @@ use crate::{Error, Op};
 /// Says what the metrics mean to a recorder; call it once after installing one.
 pub fn describe_metrics() {
     use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
-    describe_counter!("kvx_transfers_total", Unit::Count, "Transfers that succeeded, by backend and operation");
-    describe_counter!("kvx_bytes_total", Unit::Bytes, "Bytes of transfers that succeeded, by backend and operation");
-    describe_counter!("kvx_blocks_total", Unit::Count, "Blocks of transfers that succeeded, by backend and operation");
+    describe_counter!(
+        "kvx_transfers_total",
+        Unit::Count,
+        "Transfers that succeeded, by backend and operation"
+    );
+    describe_counter!(
+        "kvx_bytes_total",
+        Unit::Bytes,
+        "Bytes of transfers that succeeded, by backend and operation"
+    );
+    describe_counter!(
+        "kvx_blocks_total",
+        Unit::Count,
+        "Blocks of transfers that succeeded, by backend and operation"
+    );
     describe_counter!("kvx_failures_total", Unit::Count, "Operations that failed, by kind of error");
     describe_histogram!("kvx_post_seconds", Unit::Seconds, "Time that posting a transfer took its caller");
     describe_histogram!("kvx_transfer_seconds", Unit::Seconds, "Time from post to the end of a transfer");
-    describe_gauge!("kvx_quarantined_bytes", Unit::Bytes, "Memory kept because remote access is not proven ended");
+    describe_gauge!(
+        "kvx_quarantined_bytes",
+        Unit::Bytes,
+        "Memory kept because remote access is not proven ended"
+    );
 }
 
 pub(crate) fn succeeded(backend: &'static str, op: Op, size: Size, post: Duration, total: Duration) {

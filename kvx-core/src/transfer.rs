@@ -316,7 +316,9 @@ impl TransferState {
                 None
             }
             Outcome::Done(result) => Some(result),
-            Outcome::Taken => Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it"))),
+            Outcome::Taken => {
+                Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")))
+            }
         }
     }
 }
@@ -378,7 +380,11 @@ impl Settle for TransferState {
         };
         for region in &self.plan.0.locals {
             let core = region.core();
-            quarantine::keep_for_ever(Arc::clone(&core.memory), &core.name, "a transport lost the ticket of a transfer");
+            quarantine::keep_for_ever(
+                Arc::clone(&core.memory),
+                &core.name,
+                "a transport lost the ticket of a transfer",
+            );
         }
         // Its regions stay pinned: a later revoke of one says `StillShared`. The budget is free for others.
         self.peer.agent.budget.give_back(self.plan.size().description);
@@ -460,7 +466,10 @@ impl Transfer {
                 return result;
             }
             if until.passed() {
-                return Err(Error::new(Kind::TimedOut, "the wait for a transfer ended: wait longer, or await it"));
+                return Err(Error::new(
+                    Kind::TimedOut,
+                    "the wait for a transfer ended: wait longer, or await it",
+                ));
             }
             state = self.0.finished.wait_until(state, until.instant());
         }
@@ -478,7 +487,10 @@ impl Transfer {
                 shot.finish(Ok(()));
             }
             Stage::Forgotten => {
-                shot.finish(Err(Error::new(Kind::Forgotten, "the transport lost the transfer: it never settles")));
+                shot.finish(Err(Error::new(
+                    Kind::Forgotten,
+                    "the transport lost the transfer: it never settles",
+                )));
             }
             _ => state.settled.push(Arc::clone(&shot)),
         }

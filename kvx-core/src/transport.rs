@@ -12,8 +12,8 @@ use std::time::Duration;
 use crate::identity::{Generation, Identity, Incarnation, Sender};
 use crate::registry::{Placement, Unavailable};
 use crate::{
-    Bound, Capabilities, DeviceAccess, Error, Kind, LinkId, Memory, MemoryKind, Options, RegionId, RegionKey, Result,
-    Ticket, TransferId,
+    Bound, Capabilities, DeviceAccess, Error, Kind, LinkId, Memory, MemoryKind, Options, RegionId, RegionKey,
+    Result, Secret, Ticket, TransferId,
 };
 
 /// Makes transports of one backend. One per backend, a plain value in the registry.
@@ -63,36 +63,6 @@ pub struct Context {
     pub secret: Option<Secret>,
     /// How long a peer may be silent with work in flight before it counts as lost.
     pub peer_timeout: Duration,
-}
-
-/// A shared secret. Not printed.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(Arc<[u8]>);
-
-impl Secret {
-    /// The fewest bytes that a secret has.
-    pub const MIN: usize = 16;
-
-    /// Errors: `Invalid` below 16 bytes.
-    pub fn new(bytes: impl Into<Arc<[u8]>>) -> Result<Self> {
-        let bytes = bytes.into();
-        if bytes.len() < Self::MIN {
-            let (len, min) = (bytes.len(), Self::MIN);
-            return Err(Error::new(Kind::Invalid, format!("a shared secret of {len} bytes: use at least {min}")));
-        }
-        Ok(Secret(bytes))
-    }
-
-    /// Its bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl std::fmt::Debug for Secret {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Secret(…)")
-    }
 }
 
 /// One backend, opened for one agent. Dropping the last handle ends its threads without waiting for them.

@@ -81,7 +81,8 @@ impl<'a> Reader<'a> {
     pub fn name(&mut self) -> Result<Arc<str>> {
         let len = usize::from(self.u8()?);
         debug_assert!(len <= MAX_NAME);
-        let name = std::str::from_utf8(self.bytes(len)?).map_err(|_| self.malformed("a name that is not UTF-8"))?;
+        let name =
+            std::str::from_utf8(self.bytes(len)?).map_err(|_| self.malformed("a name that is not UTF-8"))?;
         crate::identity::checked_name("name", name).map_err(|error| self.malformed(error))
     }
 

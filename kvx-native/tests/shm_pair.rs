@@ -212,6 +212,7 @@ fn a_peer_that_shuts_down_is_lost_and_a_new_life_under_its_name_is_told() {
     let plan = read(&local, &peer.region("kept").unwrap(), &[0], &[1]);
     run(&peer, &plan).unwrap();
     shut_down(&[&prefill]);
+    until_lost(&peer);
     assert_eq!(run(&peer, &plan).unwrap_err().kind(), Kind::PeerLost);
     let again = agent("prefill of a_peer_that_shuts_down");
     let stale = decode.connect(&old).unwrap();

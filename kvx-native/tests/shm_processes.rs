@@ -204,10 +204,7 @@ fn a_restarted_peer_is_recognised() {
     run(&peer, &reading).unwrap();
     other.kill();
     // Once it is known to be gone, its successor is asked for.
-    while peer.lost().is_none() {
-        peer.ready(CUT_OFF).wait(CUT_OFF).ok();
-        std::thread::yield_now();
-    }
+    until_lost(&peer);
     let mut again = Other::start("restarted");
     let metadata = again.hear();
     assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerRestarted);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Error, Grid, Indices, Kind, Memory, Notification, Op, Options, Peer, Place as _, Plan, Region, Registry, Secret,
-    quarantined_bytes,
+    Agent, Error, Grid, Indices, Kind, Memory, Notification, Op, Options, Peer, Place as _, Plan, Region,
+    Registry, Secret, quarantined_bytes,
 };
 use serde::{Deserialize, Serialize};
 
@@ -23,26 +23,88 @@ pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Command {
-    Agent { name: String, backends: Vec<String>, options: String, secret: Option<Vec<u8>>, peer_timeout: Duration, inbox: (usize, usize) },
-    Metadata { agent: usize },
-    Register { agent: usize, name: String, len: usize, pool: bool, seed: Option<u64> },
-    RegisterNeighbours { agent: usize, names: [String; 2], len: usize },
-    Fill { region: usize, seed: u64 },
-    CopyIn { region: usize, offset: usize, bytes: Vec<u8> },
-    CopyOut { region: usize, offset: usize, len: usize },
-    Sum { region: usize },
-    Revoke { region: usize, within: Duration },
-    DropRegion { region: usize },
-    Connect { agent: usize, metadata: Vec<u8> },
-    Notify { peer: usize, bytes: Vec<u8>, within: Duration },
-    Post { peer: usize, post: PostSpec },
-    Take { agent: usize, within: Duration },
-    TakeMany { agent: usize, count: usize, within: Duration },
-    Expect { agent: usize, bytes: Vec<u8>, senders: usize, within: Duration },
+    Agent {
+        name: String,
+        backends: Vec<String>,
+        options: String,
+        secret: Option<Vec<u8>>,
+        peer_timeout: Duration,
+        inbox: (usize, usize),
+    },
+    Metadata {
+        agent: usize,
+    },
+    Register {
+        agent: usize,
+        name: String,
+        len: usize,
+        pool: bool,
+        seed: Option<u64>,
+    },
+    RegisterNeighbours {
+        agent: usize,
+        names: [String; 2],
+        len: usize,
+    },
+    Fill {
+        region: usize,
+        seed: u64,
+    },
+    CopyIn {
+        region: usize,
+        offset: usize,
+        bytes: Vec<u8>,
+    },
+    CopyOut {
+        region: usize,
+        offset: usize,
+        len: usize,
+    },
+    Sum {
+        region: usize,
+    },
+    Revoke {
+        region: usize,
+        within: Duration,
+    },
+    DropRegion {
+        region: usize,
+    },
+    Connect {
+        agent: usize,
+        metadata: Vec<u8>,
+    },
+    Notify {
+        peer: usize,
+        bytes: Vec<u8>,
+        within: Duration,
+    },
+    Post {
+        peer: usize,
+        post: PostSpec,
+    },
+    Take {
+        agent: usize,
+        within: Duration,
+    },
+    TakeMany {
+        agent: usize,
+        count: usize,
+        within: Duration,
+    },
+    Expect {
+        agent: usize,
+        bytes: Vec<u8>,
+        senders: usize,
+        within: Duration,
+    },
     Cpu,
     Surroundings,
     Quarantined,
-    Shutdown { agent: usize, within: Duration },
+    Shutdown {
+        agent: usize,
+        within: Duration,
+    },
 }
 
 /// A transfer that the far end is asked to post: `op` between its region and the peer's, by index lists.
@@ -216,8 +278,12 @@ impl End {
                 Reply::Notifications(taken)
             }
             Command::Expect { agent, bytes, senders, within } => {
-                let met = self.agents[agent].expect(&bytes, senders, within).wait(within + Duration::from_secs(5))?;
-                Reply::Senders(met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect())
+                let met = self.agents[agent]
+                    .expect(&bytes, senders, within)
+                    .wait(within + Duration::from_secs(5))?;
+                Reply::Senders(
+                    met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
+                )
             }
             Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process()),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
@@ -306,7 +372,9 @@ impl Far {
         match &mut self.place {
             Place::Here(end) => Ok(end.execute(command)),
             Place::There { child, .. } => {
-                child.say(&serde_json::to_string(&command).map_err(|error| Failure::new(error.to_string()))?)?;
+                child.say(
+                    &serde_json::to_string(&command).map_err(|error| Failure::new(error.to_string()))?,
+                )?;
                 let answer = child.hear(within + PATIENCE)?;
                 serde_json::from_str(&answer).map_err(|error| Failure::new(format!("{error} in {answer:?}")))
             }
@@ -316,9 +384,10 @@ impl Far {
     /// As `ask`; what kvx said at the far end comes back as the inner result.
     fn call(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<Reply>, Failure> {
         Ok(match self.ask(command, within)? {
-            Reply::Failed { kind, sentence } => {
-                Err(Error::new(kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?, sentence))
-            }
+            Reply::Failed { kind, sentence } => Err(Error::new(
+                kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?,
+                sentence,
+            )),
             reply => Ok(reply),
         })
     }
@@ -355,7 +424,13 @@ impl Far {
     }
 
     /// Registers `len` bytes with its first agent: a pool, or memory of the program's. Gives the region's number.
-    pub fn register(&mut self, name: &str, len: usize, pool: bool, seed: Option<u64>) -> Result<usize, Failure> {
+    pub fn register(
+        &mut self,
+        name: &str,
+        len: usize,
+        pool: bool,
+        seed: Option<u64>,
+    ) -> Result<usize, Failure> {
         let command = Command::Register { agent: 0, name: name.into(), len, pool, seed };
         Ok(self.number(command)?? as usize)
     }
@@ -406,7 +481,12 @@ impl Far {
     }
 
     /// Sends a notification to one of its peers; the inner result is the sending's.
-    pub fn notify(&mut self, peer: usize, bytes: &[u8], within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+    pub fn notify(
+        &mut self,
+        peer: usize,
+        bytes: &[u8],
+        within: Duration,
+    ) -> Result<kvx_core::Result<()>, Failure> {
         self.done(Command::Notify { peer, bytes: bytes.to_vec(), within }, within)
     }
 
@@ -428,7 +508,9 @@ impl Far {
     /// Takes a notification of one of its agents.
     pub fn take_of(&mut self, agent: usize, within: Duration) -> Result<kvx_core::Result<Sent>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
-        Ok(taken.and_then(|mut one| one.pop().ok_or_else(|| Error::new(Kind::Malformed, "no notification came back"))))
+        Ok(taken.and_then(|mut one| {
+            one.pop().ok_or_else(|| Error::new(Kind::Malformed, "no notification came back"))
+        }))
     }
 
     /// Takes up to `count` notifications of one of its agents, for as long as `within`.
@@ -436,7 +518,11 @@ impl Far {
         Ok(self.notifications(Command::TakeMany { agent, count, within }, within)??)
     }
 
-    fn notifications(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<Vec<Sent>>, Failure> {
+    fn notifications(
+        &mut self,
+        command: Command,
+        within: Duration,
+    ) -> Result<kvx_core::Result<Vec<Sent>>, Failure> {
         Ok(match self.call(command, within)? {
             Ok(Reply::Notifications(taken)) => Ok(taken),
             Ok(other) => return Err(Failure::new(format!("notifications were wanted, it was {other:?}"))),
@@ -486,9 +572,31 @@ impl Far {
 fn kind_of(word: &str) -> Option<Kind> {
     use Kind::*;
     let kinds = [
-        Invalid, OutOfBounds, Overlap, Unregistered, WrongKey, Revoked, StillShared, TimedOut, Cancelled, Busy, PeerLost,
-        PeerRestarted, Incompatible, Denied, NoRoute, UnknownBackend, NotCompiled, Unavailable, Unsupported, Exhausted,
-        Malformed, Closed, Forked, Forgotten, Native,
+        Invalid,
+        OutOfBounds,
+        Overlap,
+        Unregistered,
+        WrongKey,
+        Revoked,
+        StillShared,
+        TimedOut,
+        Cancelled,
+        Busy,
+        PeerLost,
+        PeerRestarted,
+        Incompatible,
+        Denied,
+        NoRoute,
+        UnknownBackend,
+        NotCompiled,
+        Unavailable,
+        Unsupported,
+        Exhausted,
+        Malformed,
+        Closed,
+        Forked,
+        Forgotten,
+        Native,
     ];
     let by_word: HashMap<_, _> = kinds.into_iter().map(|kind| (kind.as_str(), kind)).collect();
     by_word.get(word).copied()

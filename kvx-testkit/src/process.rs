@@ -61,15 +61,19 @@ impl Child {
     /// The next line it writes.
     pub fn hear(&self, patience: Duration) -> Result<String, Failure> {
         self.answers.recv_timeout(patience).map_err(|error| match error {
-            RecvTimeoutError::Timeout => Failure::new(format!("the other process did not answer within {patience:?}")),
+            RecvTimeoutError::Timeout => {
+                Failure::new(format!("the other process did not answer within {patience:?}"))
+            }
             RecvTimeoutError::Disconnected => Failure::new("the other process ended"),
         })
     }
 
     fn signal(&self, signal: Signal) -> Result<(), Failure> {
-        let pid = Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))?;
+        let pid =
+            Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))?;
         // The child is not reaped before `kill`, so its id is its own.
-        rustix::process::kill_process(pid, signal).map_err(|error| Failure::new(format!("no signal sent: {error}")))
+        rustix::process::kill_process(pid, signal)
+            .map_err(|error| Failure::new(format!("no signal sent: {error}")))
     }
 
     /// Stops it (SIGSTOP) and waits until it has stopped.

@@ -1,7 +1,7 @@
 //! A pair of agents over one backend, in one process or in two.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry};

@@ -10,6 +10,7 @@ pub fn skip(test: &str, reason: &str, cure: &str) {
     if let Some(path) = std::env::var_os("KVX_SKIPS") {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
         // One write, so that lines of several processes stay whole.
-        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the file that KVX_SKIPS names is writable");
+        file.and_then(|mut file| file.write_all(line.as_bytes()))
+            .expect("the file that KVX_SKIPS names is writable");
     }
 }

@@ -102,9 +102,11 @@ fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> R
         (Ok(()), None) => Ok(()),
         (Err(failure), None) => Err(failure.to_string().into()),
         (Err(_), Some(_)) => Ok(()),
-        (Ok(()), Some(gap)) => {
-            Err(format!("clause {} is listed as a gap ({}) but holds: remove the row", gap.clause, gap.reason).into())
-        }
+        (Ok(()), Some(gap)) => Err(format!(
+            "clause {} is listed as a gap ({}) but holds: remove the row",
+            gap.clause, gap.reason
+        )
+        .into()),
     }
 }
 

@@ -1,10 +1,11 @@
 //! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it must not hold; and
-//! unbroken, on the same ground, it must.
+//! unbroken, on the same ground, it must. It must also hold under the faults that break no promise.
 //!
 //! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone. Arguments that do not
 //! begin with a dash choose: what is printed of a clause and its breaker must contain one of them.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io::Read as _;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Mutex;
@@ -80,18 +81,32 @@ fn main() -> ExitCode {
     if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(101) }
 }
 
-/// One clause and one way to break it; without one, the clause fails for having none.
+/// One clause, and what is done to it.
 struct Job {
     clause: &'static Clause,
-    breaker: Option<&'static Breaker>,
+    trial: Trial,
+}
+
+enum Trial {
+    /// It must fail.
+    Broken(&'static Breaker),
+    /// It must hold.
+    Harmless(Fault),
+    /// It has no breaker, and fails for that.
+    Unbroken,
 }
 
 fn jobs(chosen: &[String]) -> Vec<Job> {
-    let of = |clause: &'static Clause| {
-        let none = clause.breakers.is_empty().then_some(Job { clause, breaker: None });
-        clause.breakers.iter().map(move |breaker| Job { clause, breaker: Some(breaker) }).chain(none)
-    };
-    let all = CLAUSES.iter().copied().flatten().flat_map(of);
+    let clauses = || CLAUSES.iter().copied().flatten();
+    let broken = clauses().flat_map(|clause| {
+        let none = clause.breakers.is_empty().then_some(Job { clause, trial: Trial::Unbroken });
+        clause.breakers.iter().map(move |breaker| Job { clause, trial: Trial::Broken(breaker) }).chain(none)
+    });
+    let harmless = Fault::HARMLESS.iter().flat_map(|fault| {
+        let run = clauses().filter(|clause| clause.runs != Runs::Compiler);
+        run.map(|clause| Job { clause, trial: Trial::Harmless(*fault) })
+    });
+    let all = broken.chain(harmless);
     all.filter(|job| chosen.is_empty() || chosen.iter().any(|word| job.title().contains(word.as_str())))
         .collect()
 }
@@ -100,29 +115,33 @@ fn jobs(chosen: &[String]) -> Vec<Job> {
 #[derive(Default)]
 struct Done {
     failures: Mutex<Vec<String>>,
-    /// Unbroken runs: clause, backend and mode, and whether it held.
-    unbroken: Mutex<HashMap<(&'static str, &'static str, bool), Result<(), String>>>,
+    /// Unbroken runs: clause and ground, and whether it held.
+    unbroken: Mutex<HashMap<(&'static str, String), Result<(), String>>>,
 }
 
 impl Done {
     fn note(&self, job: &Job, verdict: Result<String, String>) {
         let mut failures = self.failures.lock().expect("no thread panicked");
+        let (good, bad) = match job.trial {
+            Trial::Broken(_) | Trial::Unbroken => ("caught", "NOT CAUGHT"),
+            Trial::Harmless(_) => ("holds", "DOES NOT HOLD"),
+        };
         match verdict {
-            Ok(where_to) => println!("{}{where_to} … caught", job.title()),
+            Ok(place) => println!("{}{place} … {good}", job.title()),
             Err(why) => {
-                println!("{} … NOT CAUGHT", job.title());
+                println!("{} … {bad}", job.title());
                 failures.push(format!("{}: {why}", job.title()));
             }
         }
     }
 
     /// Requires that the clause holds when nothing is broken.
-    fn holds(&self, clause: &'static Clause, backend: &'static str, mode: Mode) -> Result<(), String> {
-        let key = (clause.id, backend, mode == Mode::OneProcess);
+    fn holds(&self, clause: &'static Clause, ground: Ground) -> Result<(), String> {
+        let key = (clause.id, ground.to_string());
         if let Some(known) = self.unbroken.lock().expect("no thread panicked").get(&key) {
             return known.clone();
         }
-        let held = match Outcome::of(clause, backend, mode, "", UNBROKEN) {
+        let held = match Outcome::of(clause, ground, "", UNBROKEN) {
             Outcome::Holds => Ok(()),
             Outcome::Fails(why) => Err(format!("it does not hold when nothing is broken: {why}")),
         };
@@ -133,41 +152,77 @@ impl Done {
 
 impl Job {
     fn title(&self) -> String {
-        let breaker = match self.breaker {
-            None => "nothing".to_owned(),
-            Some(Breaker::CompileFail(file)) => format!("what must not compile, a doc test of {file}"),
-            Some(breaker) => variant(breaker),
-        };
-        format!("clause {} {} broken by {breaker}", self.clause.id, self.clause.name)
+        let Clause { id, name, .. } = self.clause;
+        match self.trial {
+            Trial::Unbroken => format!("clause {id} {name} broken by nothing"),
+            Trial::Broken(Breaker::CompileFail(file)) => {
+                format!("clause {id} {name} broken by what must not compile, a doc test of {file}")
+            }
+            Trial::Broken(breaker) => format!("clause {id} {name} broken by {}", variant(breaker)),
+            Trial::Harmless(fault) => format!("clause {id} {name} under chaos {}", fault.name()),
+        }
     }
 
-    /// Whether the clause fails when it is broken and holds when it is not; where it did, or why not.
+    /// Where it went as it must; or why it did not.
     fn judge(&self, done: &Done) -> Result<String, String> {
-        let breaker = self.breaker.ok_or("the clause has no breaker: nothing shows that it can fail")?;
-        if let Breaker::CompileFail(file) = breaker {
-            let path = format!("{}/../{file}", env!("CARGO_MANIFEST_DIR"));
-            let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
-            let found = text.contains("```compile_fail");
-            return if found {
-                Ok(String::new())
-            } else {
-                Err(format!("{file} has no compile_fail doc test"))
-            };
+        match self.trial {
+            Trial::Unbroken => Err("the clause has no breaker: nothing shows that it can fail".to_owned()),
+            Trial::Broken(Breaker::CompileFail(file)) => {
+                let path = format!("{}/../{file}", env!("CARGO_MANIFEST_DIR"));
+                let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+                let found = text.contains("```compile_fail");
+                if found { Ok(String::new()) } else { Err(format!("{file} has no compile_fail doc test")) }
+            }
+            Trial::Broken(breaker) => self.fails(&variant(breaker), done),
+            Trial::Harmless(fault) => {
+                let ground = self.grounds().next().ok_or("there is nothing to run it on")?;
+                match Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN) {
+                    Outcome::Holds => Ok(ground.to_string()),
+                    Outcome::Fails(why) => Err(why),
+                }
+            }
         }
-        let grounds = BACKENDS
-            .into_iter()
-            .flat_map(|backend| modes(self.clause.runs).iter().map(move |mode| (backend, *mode)));
-        for (backend, mode) in grounds {
-            if let Outcome::Fails(why) = Outcome::of(self.clause, backend, mode, &variant(breaker), BROKEN) {
-                done.holds(self.clause, backend, mode)?;
-                let place = if mode == Mode::OneProcess { "one process" } else { "two processes" };
+    }
+
+    /// Whether the clause fails when it is broken, and holds on the same ground when it is not.
+    fn fails(&self, variant: &str, done: &Done) -> Result<String, String> {
+        for ground in self.grounds() {
+            if let Outcome::Fails(why) = Outcome::of(self.clause, ground, variant, BROKEN) {
+                done.holds(self.clause, ground)?;
                 if std::env::args().any(|argument| argument == "--nocapture") {
                     println!("  {}: {why}", self.title());
                 }
-                return Ok(format!(" over {backend} in {place}"));
+                return Ok(ground.to_string());
             }
         }
         Err("the clause holds although it is broken".to_owned())
+    }
+
+    /// What it can run on, the cheapest first.
+    fn grounds(&self) -> impl Iterator<Item = Ground> + use<> {
+        let modes: &[Mode] = match self.clause.runs {
+            Runs::OneProcess => &[Mode::OneProcess],
+            Runs::TwoProcesses => &[Mode::TwoProcesses],
+            Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
+            Runs::Compiler => &[],
+        };
+        BACKENDS
+            .into_iter()
+            .flat_map(move |backend| modes.iter().map(move |mode| Ground { backend, mode: *mode }))
+    }
+}
+
+/// What a clause runs on.
+#[derive(Clone, Copy)]
+struct Ground {
+    backend: &'static str,
+    mode: Mode,
+}
+
+impl fmt::Display for Ground {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = if self.mode == Mode::OneProcess { "one process" } else { "two processes" };
+        write!(f, " over {} in {place}", self.backend)
     }
 }
 
@@ -179,16 +234,6 @@ fn variant(breaker: &Breaker) -> String {
     }
 }
 
-/// The cheapest first.
-fn modes(runs: Runs) -> &'static [Mode] {
-    match runs {
-        Runs::OneProcess => &[Mode::OneProcess],
-        Runs::TwoProcesses => &[Mode::TwoProcesses],
-        Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
-        Runs::Compiler => &[],
-    }
-}
-
 /// What one run showed.
 enum Outcome {
     Holds,
@@ -197,8 +242,8 @@ enum Outcome {
 
 impl Outcome {
     /// Runs a clause in a process of its own.
-    fn of(clause: &Clause, backend: &str, mode: Mode, variant: &str, patience: Duration) -> Self {
-        let place = if mode == Mode::OneProcess { "one" } else { "two" };
+    fn of(clause: &Clause, ground: Ground, variant: &str, patience: Duration) -> Self {
+        let (backend, place) = (ground.backend, if ground.mode == Mode::OneProcess { "one" } else { "two" });
         let asked = format!("{}/{backend}/{place}/{variant}", clause.id);
         let mut command = Command::new(std::env::current_exe().expect("a program knows its file"));
         command.env(VARIABLE, asked).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());

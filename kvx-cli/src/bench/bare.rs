@@ -4,8 +4,8 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use super::ANSWER_PATIENCE;
-use super::content::Blocks;
-use super::limit::{self, Lane};
+use super::content::{self, Blocks};
+use super::limit::{self, Lane, List};
 use super::points::{Backing, Op, Point, Shape};
 use super::pools::{Place, Pools};
 use super::rounds::Round;
@@ -16,13 +16,15 @@ use crate::Result;
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
     way: Way,
+    /// The number of its next transfer.
+    next: u64,
 }
 
 enum Way {
     /// This process copies out of the target's memory.
     Fetch { mapped: Option<u64>, from: Place, to: u64, blocks: Blocks },
     /// The target copies out of this process's memory.
-    Pull { ask: Ask },
+    Pull { memory: Backing, shape: Shape, from: Place },
     /// Bare connections.
     Lanes { lanes: Vec<Lane>, sends: bool },
 }
@@ -52,43 +54,56 @@ impl Limit {
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(memory)?.address();
-                Some(Limit { name: bare, way: Way::Fetch { mapped, from, to, blocks: Blocks::of(shape) } })
+                Some(Limit {
+                    name: bare,
+                    way: Way::Fetch { mapped, from, to, blocks: Blocks::of(shape) },
+                    next: 0,
+                })
             }
-            ("SHM", Op::Write) => {
-                let ask = Ask::Pull { memory, shape, from: pools.place(memory)?, times: 1 };
-                Some(Limit { name: bare, way: Way::Pull { ask } })
-            }
+            ("SHM", Op::Write) => Some(Limit {
+                name: bare,
+                way: Way::Pull { memory, shape, from: pools.place(memory)? },
+                next: 0,
+            }),
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(memory)?.address(), target, connections)?;
-                Some(Limit { name: "sockets", way: Way::Lanes { lanes, sends: op == Op::Write } })
+                Some(Limit { name: "sockets", way: Way::Lanes { lanes, sends: op == Op::Write }, next: 0 })
             }
             _ => None,
         })
     }
 
-    /// Moves the blocks again and again until about `budget` has passed, at least once; `pace` is how many seconds
-    /// one time took when it was last seen.
-    pub(crate) fn round(&self, target: &mut Target, budget: Duration, pace: f64) -> Result<Round> {
-        let times = (budget.as_secs_f64() / pace.max(1e-9)).clamp(1.0, 1e6) as u64;
-        match &self.way {
+    /// Moves list after list until about `budget` has passed, and at least `least`; `pace` is how many seconds one
+    /// took when it was last seen.
+    pub(crate) fn round(
+        &mut self,
+        target: &mut Target,
+        budget: Duration,
+        pace: f64,
+        least: u64,
+    ) -> Result<Round> {
+        let times = ((budget.as_secs_f64() / pace.max(1e-9)).min(1e6) as u64).max(least);
+        let next = self.next;
+        let round = match &mut self.way {
             Way::Fetch { mapped, from, to, blocks } => {
                 // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
-                timed(budget, || unsafe { once(*mapped, *from, *to, blocks) })
+                timed(budget, least, |nth| unsafe { once(*mapped, *from, *to, blocks.list(next + nth)) })
             }
-            Way::Pull { ask } => {
-                let mut ask = *ask;
-                if let Ask::Pull { times: asked, .. } = &mut ask {
-                    *asked = times;
-                }
+            Way::Pull { memory, shape, from } => {
+                let ask = Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
-            Way::Lanes { lanes, sends } if lanes.len() == 1 => timed(budget, || limit::ask(lanes, *sends, 1)),
+            Way::Lanes { lanes, sends } if lanes.len() == 1 => {
+                timed(budget, least, |_| limit::ask(lanes, *sends, 1))
+            }
             Way::Lanes { lanes, sends } => {
                 let start = Instant::now();
                 limit::ask(lanes, *sends, times)?;
                 Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
             }
-        }
+        }?;
+        self.next += round.times;
+        Ok(round)
     }
 }
 
@@ -112,23 +127,23 @@ pub(crate) fn connect(
     Ok(ours)
 }
 
-/// Moves the blocks once out of memory of another process: by copying where it is mapped here, else by the kernel.
+/// Moves a list once out of memory of another process: by copying where it is mapped here, else by the kernel.
 ///
 /// # Safety
-/// The memory has all blocks; nobody holds references into the destination.
-pub(crate) unsafe fn once(mapped: Option<u64>, from: Place, to: u64, blocks: &Blocks) -> std::io::Result<()> {
+/// The memory has all blocks of the list; nobody holds references into the destination.
+pub(crate) unsafe fn once(mapped: Option<u64>, from: Place, to: u64, list: List<'_>) -> std::io::Result<()> {
     match mapped {
         Some(mapped) => {
             // SAFETY: the caller's promise; a mapping stays for the life of this process.
-            unsafe { limit::copy(mapped, to, blocks.list()) };
+            unsafe { limit::copy(mapped, to, list) };
             Ok(())
         }
         // SAFETY: the caller's promise.
-        None => unsafe { limit::read(from.process, from.base, to, blocks.list()) },
+        None => unsafe { limit::read(from.process, from.base, to, list) },
     }
 }
 
-/// One end of a bare connection, with its share of the blocks: `of` is which lane, and of how many.
+/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many.
 pub(crate) fn share(
     socket: TcpStream,
     base: u64,
@@ -139,17 +154,24 @@ pub(crate) fn share(
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
     socket.set_write_timeout(Some(ANSWER_PATIENCE))?;
-    let part = blocks.len() * of.0 / of.1..blocks.len() * (of.0 + 1) / of.1;
-    Ok(Lane { socket, base, length: shape.block as usize, blocks: blocks[part].to_vec() })
+    let lists = (0..u64::from(shape.lists)).map(|transfer| {
+        let list = &blocks[content::part(shape, transfer)];
+        list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
+    });
+    Ok(Lane { socket, base, length: shape.block as usize, lists: lists.collect(), next: 0 })
 }
 
-/// Does something again and again until `budget` has passed, at least once.
-pub(crate) fn timed(budget: Duration, mut act: impl FnMut() -> std::io::Result<()>) -> Result<Round> {
+/// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.
+pub(crate) fn timed(
+    budget: Duration,
+    least: u64,
+    mut act: impl FnMut(u64) -> std::io::Result<()>,
+) -> Result<Round> {
     let mut round = Round::default();
     let start = Instant::now();
     let mut now = start;
-    while round.times == 0 || now - start < budget {
-        act()?;
+    while round.times < least || now - start < budget {
+        act(round.times)?;
         let done = Instant::now();
         round.each.push((done - now).as_secs_f64());
         round.times += 1;

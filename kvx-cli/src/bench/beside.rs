@@ -69,9 +69,9 @@ impl Beside {
 }
 
 fn announcement(point: &Point) -> String {
-    let Shape { block, count, pattern, seed } = point.shape;
+    let Shape { block, count, lists, pattern, seed } = point.shape;
     format!(
-        "point backend={} op={} block={block} count={count} pattern={} seed={seed} memory={} wait={}",
+        "point backend={} op={} block={block} count={count} lists={lists} pattern={} seed={seed} memory={} wait={}",
         point.backend,
         name(point.op),
         name(pattern),
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn the_announcement_is_the_documented_one() {
-        let shape = Shape { block: 4096, count: 1024, pattern: Pattern::Scattered, seed: 1 };
+        let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
         let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
         let line = announcement(&point);
         assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::bare::{connect, timed};
 use super::figures::Output;
-use super::initiator::{Initiator, block_on};
+use super::initiator::{Initiator, Plans, block_on};
 use super::points::{Backing, Op, Pattern, Point, Shape, Wait, name};
 use super::rounds::quantile;
 use super::session::Session;
@@ -94,16 +94,16 @@ pub(crate) fn run(
         local.grid(Grid::packed(BLOCK, blocks))?.blocks(content::shuffled(blocks, arguments.seed)),
         remote.grid(Grid::packed(BLOCK, available))?.blocks(from),
     )?;
-    let small = Plan::read(
+    let mut small = Plans::one(Plan::read(
         local.grid(Grid::packed(SMALL, 1).at(u64::from(blocks) * BLOCK))?.blocks([0]),
         remote.grid(Grid::packed(SMALL, 1))?.blocks([0]),
-    )?;
+    )?);
     let budget = Duration::from_secs_f64(arguments.seconds / TURNS as f64);
     let (mut alone, mut beside, mut bulk_done) = (Vec::new(), Vec::new(), 0);
-    initiator.round(&small, Wait::Async, budget / 10)?;
+    initiator.round(&mut small, Wait::Async, budget / 10, 1)?;
     for _ in 0..TURNS {
-        alone.extend(initiator.round(&small, Wait::Async, budget)?.each);
-        bulk_done += reads_beside(initiator, &small, &large, budget, &mut beside)?;
+        alone.extend(initiator.round(&mut small, Wait::Async, budget, 1)?.each);
+        bulk_done += reads_beside(initiator, &mut small, &large, budget, &mut beside)?;
     }
     let bare = match backend {
         "TCP" => Some(bare(&mut session, available, budget)?),
@@ -124,7 +124,7 @@ pub(crate) fn run(
 /// Small reads while large transfers are in flight. Gives how many large ones have ended.
 fn reads_beside(
     initiator: &Initiator,
-    small: &Plan,
+    small: &mut Plans,
     large: &Plan,
     budget: Duration,
     each: &mut Vec<f64>,
@@ -134,7 +134,7 @@ fn reads_beside(
     let start = Instant::now();
     while start.elapsed() < budget {
         let before = Instant::now();
-        block_on(initiator.post(small)?)?;
+        block_on(initiator.post(small.next())?)?;
         each.push(before.elapsed().as_secs_f64());
         if let Some(result) = finished(&mut running) {
             result?;
@@ -160,24 +160,24 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
 fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
     let base = session.pools.get(Backing::Kvx)?.address();
     let point = |block, count| {
-        let shape = Shape { block, count, pattern: Pattern::Scattered, seed: 1 };
+        let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
         Point { backend: "TCP", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block }
     };
-    let stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.connections)?;
-    let request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, 1)?;
+    let mut stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.connections)?;
+    let mut request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, 1)?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
-        alone.extend(timed(budget, || limit::ask(&request, false, 1))?.each);
+        alone.extend(timed(budget, 1, |_| limit::ask(&mut request, false, 1))?.each);
         let enough = AtomicBool::new(false);
-        let streaming = || -> std::io::Result<()> {
+        let mut streaming = || -> std::io::Result<()> {
             while !enough.load(Ordering::Relaxed) {
-                limit::ask(&stream, false, 1)?;
+                limit::ask(&mut stream, false, 1)?;
             }
             Ok(())
         };
         let turn = std::thread::scope(|scope| {
-            let streaming = scope.spawn(streaming);
-            let turn = timed(budget, || limit::ask(&request, false, 1));
+            let streaming = scope.spawn(&mut streaming);
+            let turn = timed(budget, 1, |_| limit::ask(&mut request, false, 1));
             enough.store(true, Ordering::Relaxed);
             streaming.join().map_err(|_| "the bare stream panicked")??;
             turn

@@ -53,10 +53,11 @@ pub(crate) fn wipe(memory: &Memory, bytes: u64) -> kvx::Result<()> {
     write(memory, bytes, |_| 0)
 }
 
-/// Compares every byte of a destination with what belongs there.
-pub(crate) fn check(memory: &Memory, shape: Shape) -> Result<()> {
+/// Compares every byte of a destination's first lists with what belongs there.
+pub(crate) fn check(memory: &Memory, shape: Shape, lists: u32) -> Result<()> {
     let mut piece = vec![0; PIECE.min(shape.block as usize)];
-    for (from, to) in shape.from().into_iter().zip(shape.to()) {
+    let pairs = shape.from().into_iter().zip(shape.to());
+    for (from, to) in pairs.take((lists * shape.count) as usize) {
         let (source, destination) = (shape.grid().offset(from), shape.grid().offset(to));
         for start in (0..shape.block).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min((shape.block - start) as usize)];
@@ -73,21 +74,29 @@ pub(crate) fn check(memory: &Memory, shape: Shape) -> Result<()> {
     Ok(())
 }
 
-/// The list of a shape, as the limit takes it.
+/// The lists of a shape, as the limit takes them.
 pub(crate) struct Blocks {
-    length: usize,
+    shape: Shape,
     from: Vec<u32>,
     to: Vec<u32>,
 }
 
 impl Blocks {
     pub(crate) fn of(shape: Shape) -> Self {
-        Blocks { length: shape.block as usize, from: shape.from(), to: shape.to() }
+        Blocks { shape, from: shape.from(), to: shape.to() }
     }
 
-    pub(crate) fn list(&self) -> List<'_> {
-        List { length: self.length, from: &self.from, to: &self.to }
+    /// That of a transfer, by its number: they come round again and again.
+    pub(crate) fn list(&self, transfer: u64) -> List<'_> {
+        let part = part(self.shape, transfer);
+        List { length: self.shape.block as usize, from: &self.from[part.clone()], to: &self.to[part] }
     }
+}
+
+/// Which part of all blocks a transfer moves.
+pub(crate) fn part(shape: Shape, transfer: u64) -> std::ops::Range<usize> {
+    let start = (transfer % u64::from(shape.lists)) as usize * shape.count as usize;
+    start..start + shape.count as usize
 }
 
 #[cfg(test)]
@@ -108,19 +117,22 @@ mod tests {
 
     #[test]
     fn a_copy_passes_the_check_and_a_changed_byte_does_not() {
-        let shape = Shape { block: 24, count: 50, pattern: Pattern::Scattered, seed: 9 };
-        let bytes = shape.bytes() as usize;
+        let shape = Shape { block: 24, count: 25, lists: 2, pattern: Pattern::Scattered, seed: 9 };
+        let bytes = shape.memory() as usize;
         let (source, destination) = (Memory::owned(vec![0; bytes]), Memory::owned(vec![1; bytes]));
-        fill(&source, shape.bytes()).unwrap();
-        assert!(check(&destination, shape).is_err());
+        fill(&source, shape.memory()).unwrap();
+        assert!(check(&destination, shape, 2).is_err());
         // SAFETY: both memories have all blocks of the shape, and nobody else touches them.
-        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list()) };
-        check(&destination, shape).unwrap();
+        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list(0)) };
+        assert!(check(&destination, shape, 1).is_ok() && check(&destination, shape, 2).is_err());
+        // SAFETY: as above.
+        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list(3)) };
+        check(&destination, shape, 2).unwrap();
         let mut byte = [0];
         destination.copy_out(700, &mut byte).unwrap();
         destination.copy_in(700, &[byte[0] ^ 1]).unwrap();
-        assert!(check(&destination, shape).is_err());
-        wipe(&destination, shape.bytes()).unwrap();
-        assert!(check(&destination, shape).is_err());
+        assert!(check(&destination, shape, 2).is_err());
+        wipe(&destination, shape.memory()).unwrap();
+        assert!(check(&destination, shape, 2).is_err());
     }
 }

@@ -40,6 +40,8 @@ pub(crate) struct Figures {
     pub(crate) verified: bool,
     rounds: usize,
     limit_p50_us: Option<f64>,
+    /// Transfers until the same blocks come again.
+    lists: u32,
     #[serde(flatten)]
     beside: Option<Beside>,
 }
@@ -118,6 +120,7 @@ impl Figures {
             verified: *verified,
             rounds: ours.len(),
             limit_p50_us: limit_p50.map(|seconds| round(seconds * 1e6, 2)),
+            lists: shape.lists,
             beside,
         })
     }
@@ -229,7 +232,7 @@ mod tests {
     }
 
     fn figures() -> Figures {
-        let shape = Shape { block: 4096, count: 1024, pattern: Pattern::Scattered, seed: 1 };
+        let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
         let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
         let measured = Measured {
             ours: rounds(0.002),

@@ -13,7 +13,7 @@ use super::session::Session;
 use crate::Result;
 
 /// What is moved before, so that nothing is left for the first transfer to do.
-const SHAPE: Shape = Shape { block: 4096, count: 64, pattern: Pattern::Scattered, seed: 1 };
+const SHAPE: Shape = Shape { block: 4096, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
 /// How long both may settle down after it.
 const SETTLE: Duration = Duration::from_millis(500);
 
@@ -41,8 +41,8 @@ pub(crate) fn run(
         Session::start(&[backend], registry, &arguments.options, sizes, Duration::from_secs(seconds))?;
     let initiator = session.initiator(backend)?;
     for op in [Op::Read, Op::Write] {
-        let plan = initiator.plan(op, SHAPE, Backing::Kvx)?.0;
-        initiator.round(&plan, Wait::Async, Duration::ZERO)?;
+        let mut plans = initiator.plans(op, SHAPE, Backing::Kvx)?;
+        initiator.round(&mut plans, Wait::Async, Duration::ZERO, 1)?;
     }
     std::thread::sleep(SETTLE);
     let both = || (cpu::of(std::process::id()), cpu::of(session.target.pid()));

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 
-use super::PATIENCE;
 use super::points::{Backing, Op, Shape, Wait, name};
 use super::pools::Pools;
 use super::rounds::Round;
 use super::target::Target;
+use super::{PATIENCE, content};
 use crate::Result;
 
 /// One backend's agent, connected with the target's.
@@ -48,18 +48,25 @@ impl Initiator {
         Ok(found.map(|(_, region)| region).ok_or("this side has no memory of that kind")?)
     }
 
-    /// The plan of a point, and how long it took to build once its lists were there.
-    pub(crate) fn plan(&self, op: Op, shape: Shape, memory: Backing) -> Result<(Plan, Duration)> {
-        let (from, to): (Arc<[u32]>, Arc<[u32]>) = (shape.from().into(), shape.to().into());
+    /// The plans of a point, one for each list.
+    pub(crate) fn plans(&self, op: Op, shape: Shape, memory: Backing) -> Result<Plans> {
         let (ours, theirs) = (self.region(memory)?.grid(shape.grid())?, self.peer.region(&name(memory))?);
         let theirs = theirs.grid(shape.grid())?;
-        let start = Instant::now();
-        let plan = match op {
-            Op::Read => Plan::read(ours.blocks(to), theirs.blocks(from)),
-            Op::Write => Plan::write(ours.blocks(from), theirs.blocks(to)),
-        };
-        let took = start.elapsed();
-        Ok((plan?, took))
+        let (from, to) = (shape.from(), shape.to());
+        let mut plans = Plans { plans: Vec::new(), took: Vec::new(), next: 0 };
+        for transfer in 0..u64::from(shape.lists) {
+            let part = content::part(shape, transfer);
+            // Each list is an allocation of its own, as an engine's block table is.
+            let (from, to): (Arc<[u32]>, Arc<[u32]>) = (from[part.clone()].into(), to[part].into());
+            let start = Instant::now();
+            let plan = match op {
+                Op::Read => Plan::read(ours.blocks(to), theirs.blocks(from)),
+                Op::Write => Plan::write(ours.blocks(from), theirs.blocks(to)),
+            };
+            plans.took.push(start.elapsed().as_secs_f64());
+            plans.plans.push(plan?);
+        }
+        Ok(plans)
     }
 
     /// Posts the plan.
@@ -67,13 +74,13 @@ impl Initiator {
         Ok(self.peer.transfer(plan).deadline(PATIENCE).post()?)
     }
 
-    /// Moves the plan's blocks again and again until `budget` has passed, at least once.
-    pub(crate) fn round(&self, plan: &Plan, wait: Wait, budget: Duration) -> Result<Round> {
+    /// Moves list after list until `budget` has passed, and at least `least`.
+    pub(crate) fn round(&self, plans: &mut Plans, wait: Wait, budget: Duration, least: u64) -> Result<Round> {
         let mut round = Round::default();
         let start = Instant::now();
         let mut now = start;
-        while round.times == 0 || now - start < budget {
-            let transfer = self.post(plan)?;
+        while round.times < least || now - start < budget {
+            let transfer = self.post(plans.next())?;
             let posted = now.elapsed();
             match wait {
                 Wait::Block => transfer.wait(PATIENCE)?,
@@ -93,6 +100,33 @@ impl Initiator {
     pub(crate) fn end(self) -> Result<()> {
         drop(self.regions);
         Ok(self.agent.shutdown(PATIENCE).wait(PATIENCE)?)
+    }
+}
+
+/// The plans of a point, which take turns.
+pub(crate) struct Plans {
+    plans: Vec<Plan>,
+    /// Seconds that each took to build.
+    pub(crate) took: Vec<f64>,
+    next: usize,
+}
+
+impl Plans {
+    /// Only this one.
+    pub(crate) fn one(plan: Plan) -> Self {
+        Plans { plans: vec![plan], took: Vec::new(), next: 0 }
+    }
+
+    /// Begins with the first list again.
+    pub(crate) fn rewind(&mut self) {
+        self.next = 0;
+    }
+
+    /// The next one.
+    pub(crate) fn next(&mut self) -> &Plan {
+        let at = self.next % self.plans.len();
+        self.next = at + 1;
+        &self.plans[at]
     }
 }
 

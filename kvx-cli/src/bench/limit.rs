@@ -69,24 +69,26 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
     Ok(())
 }
 
-/// One end of a connection, and the blocks that go over it in this order.
+/// One end of a connection, and the blocks that go over it: one list each time, in turn.
 pub(crate) struct Lane {
     pub(crate) socket: TcpStream,
     /// Of memory that outlives the lane, and that nobody holds references into.
     pub(crate) base: u64,
     pub(crate) length: usize,
-    pub(crate) blocks: Vec<u32>,
+    pub(crate) lists: Vec<Vec<u32>>,
+    pub(crate) next: usize,
 }
 
 impl Lane {
-    /// Sends its blocks, or receives them. False: the other end has closed instead of sending the first.
-    fn all(&self, send: bool) -> Result<bool> {
+    /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
+    fn all(&mut self, send: bool) -> Result<bool> {
+        let blocks = &self.lists[self.next];
         let mut vectors = Vec::with_capacity(VECTORS);
         let (mut at, mut within) = (0, 0); // block of the list, byte of the block
-        while at < self.blocks.len() {
+        while at < blocks.len() {
             vectors.clear();
             let (mut bytes, mut skipped) = (0, within);
-            for block in self.blocks[at..].iter().take(VECTORS) {
+            for block in blocks[at..].iter().take(VECTORS) {
                 let mut piece = vector(self.base, *block, self.length, skipped);
                 piece.iov_len = piece.iov_len.min(CALL - bytes);
                 (bytes, skipped) = (bytes + piece.iov_len, 0);
@@ -113,35 +115,35 @@ impl Lane {
             }
             (at, within) = (at + within / self.length, within % self.length);
         }
+        self.next = (self.next + 1) % self.lists.len();
         Ok(true)
     }
 
     /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a byte.
-    pub(crate) fn serve(&self, sends: bool) -> Result<()> {
-        let mut socket = &self.socket;
-        while (!sends || socket.read(&mut [0])? == 1) && self.all(sends)? {
-            socket.write_all(&[1][..usize::from(!sends)])?;
+    pub(crate) fn serve(&mut self, sends: bool) -> Result<()> {
+        while (!sends || self.socket.read(&mut [0])? == 1) && self.all(sends)? {
+            self.socket.write_all(&[1][..usize::from(!sends)])?;
         }
         Ok(())
     }
 
     /// The end that asks, so many times.
-    fn ask(&self, sends: bool, times: u64) -> Result<()> {
-        let mut socket = &self.socket;
+    fn ask(&mut self, sends: bool, times: u64) -> Result<()> {
         (0..times).try_for_each(|_| {
-            socket.write_all(&[1][..usize::from(!sends)])?;
+            self.socket.write_all(&[1][..usize::from(!sends)])?;
             self.all(sends)?;
-            socket.read_exact(&mut [0][..usize::from(sends)])
+            self.socket.read_exact(&mut [0][..usize::from(sends)])
         })
     }
 }
 
-/// Moves the blocks of all lanes so many times, the first lane on this thread and each other on one of its own.
-pub(crate) fn ask(lanes: &[Lane], sends: bool, times: u64) -> Result<()> {
+/// Moves the next lists of all lanes so many times, the first lane on this thread and each other on one of its own.
+pub(crate) fn ask(lanes: &mut [Lane], sends: bool, times: u64) -> Result<()> {
+    let Some((first, others)) = lanes.split_first_mut() else { return Ok(()) };
     std::thread::scope(|scope| {
-        let others = lanes.iter().skip(1).map(|lane| scope.spawn(move || lane.ask(sends, times)));
-        let others: Vec<_> = others.collect();
-        lanes.iter().take(1).try_for_each(|lane| lane.ask(sends, times))?;
+        let others: Vec<_> =
+            others.iter_mut().map(|lane| scope.spawn(move || lane.ask(sends, times))).collect();
+        first.ask(sends, times)?;
         others.into_iter().try_for_each(|other| other.join().unwrap_or_else(|_| Err(ErrorKind::Other.into())))
     })
 }

@@ -1,19 +1,22 @@
 //! One point, measured.
 
+use std::time::Duration;
+
 use super::Arguments;
 use super::bare::Limit;
 use super::beside::{Beside, Standing};
 use super::content;
 use super::cpu;
 use super::figures::{Figures, Measured};
+use super::initiator::Plans;
 use super::points::{Op, Point};
 use super::rounds::{Party, interleave};
 use super::session::Session;
 use super::target::Ask;
 use crate::Result;
 
-/// How often a plan is built to know what that costs.
-const PLANS: usize = 5;
+/// The most bytes that are compared after they were moved, unless one transfer has more.
+const VERIFIED: u64 = 64 << 20;
 
 /// Measures a point in rounds, and calls `after_each` after each of them.
 pub(crate) fn point(
@@ -25,30 +28,21 @@ pub(crate) fn point(
 ) -> Result<Figures> {
     let Point { op, shape, memory, wait, .. } = *point;
     let mut measured = Measured { verified: true, ..Measured::default() };
-    let mut plan = None;
-    for _ in 0..PLANS {
-        let (built, took) = session.initiator(point.backend)?.plan(op, shape, memory)?;
-        measured.plans.push(took.as_secs_f64());
-        plan = Some(built);
-    }
-    let plan = plan.ok_or("no plan was built")?;
-
+    let mut plans = session.initiator(point.backend)?.plans(op, shape, memory)?;
+    measured.plans.clone_from(&plans.took);
     prepare(session, point)?;
-    session.initiator(point.backend)?.round(&plan, wait, std::time::Duration::ZERO)?;
-    measured.verified &= told(arrived(session, point));
+    measured.verified &= moves_right(session, point, &mut plans)?;
 
     let Session { target, pools, mapped, connections, .. } = session;
-    let limit = match Limit::of(point, pools, target, mapped, *connections) {
-        Ok(limit) => limit,
-        Err(why) => {
-            eprintln!("no limit beside {point}: {why}");
-            None
-        }
-    };
+    let limit = Limit::of(point, pools, target, mapped, *connections);
+    let mut limit = limit.unwrap_or_else(|why| {
+        eprintln!("no limit beside {point}: {why}");
+        None
+    });
     let mut pace = f64::MAX;
-    if let Some(limit) = &limit {
+    if let Some(limit) = &mut limit {
         wipe(session, point)?;
-        pace = limit.round(&mut session.target, std::time::Duration::ZERO, pace)?.pace();
+        pace = limit.round(&mut session.target, Duration::ZERO, pace, verified(point))?.pace();
         arrived(session, point)
             .map_err(|why| format!("the limit of {point} moved the wrong bytes: {why}"))?;
     }
@@ -69,13 +63,13 @@ pub(crate) fn point(
         let ours = ours.ok_or("no agent for this backend")?;
         let mut parties: Vec<Party<'_>> = vec![Box::new(|budget| {
             let before = cpu::ours_and(process);
-            let round = ours.round(&plan, wait, budget)?;
+            let round = ours.round(&mut plans, wait, budget, 1)?;
             cpu_seconds += cpu::ours_and(process).saturating_sub(before).as_secs_f64();
             Ok(round)
         })];
-        if let Some(limit) = &limit {
+        if let Some(limit) = &mut limit {
             parties.push(Box::new(move |budget| {
-                let round = limit.round(target, budget, pace)?;
+                let round = limit.round(target, budget, pace, 1)?;
                 pace = round.pace();
                 Ok(round)
             }));
@@ -85,29 +79,46 @@ pub(crate) fn point(
         }
         let mut done = interleave(&mut parties, arguments.rounds, arguments.seconds, after_each)?.into_iter();
         measured.ours = done.next().unwrap_or_default();
+        drop(parties);
         measured.limit = limit.as_ref().and_then(|limit| Some((limit.name, done.next()?)));
         measured.beside = beside_name.and_then(|name| Some((name, done.next()?)));
     }
     measured.cpu_seconds = cpu_seconds;
 
-    wipe(session, point)?;
-    session.initiator(point.backend)?.round(&plan, wait, std::time::Duration::ZERO)?;
-    measured.verified &= told(arrived(session, point));
+    measured.verified &= moves_right(session, point, &mut plans)?;
     Figures::of(point, &measured)
 }
 
-/// Fills the source and empties the destination.
+/// Moves the first lists once over, and compares what arrived.
+fn moves_right(session: &mut Session, point: &Point, plans: &mut Plans) -> Result<bool> {
+    wipe(session, point)?;
+    plans.rewind();
+    session.initiator(point.backend)?.round(plans, point.wait, Duration::ZERO, verified(point))?;
+    let held = arrived(session, point);
+    if let Err(why) = &held {
+        eprintln!("WRONG BYTES: {point}: {why}");
+    }
+    Ok(held.is_ok())
+}
+
+/// How many lists are compared.
+fn verified(point: &Point) -> u64 {
+    (VERIFIED / point.shape.bytes()).clamp(1, point.shape.lists.into())
+}
+
+/// Fills the source.
 fn prepare(session: &mut Session, point: &Point) -> Result<()> {
-    let (memory, bytes) = (point.memory, point.shape.bytes());
+    let (memory, bytes) = (point.memory, point.shape.memory());
     match point.op {
         Op::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,
         Op::Write => content::fill(session.pools.get(memory)?, bytes)?,
     }
-    wipe(session, point)
+    Ok(())
 }
 
+/// Empties the destination.
 fn wipe(session: &mut Session, point: &Point) -> Result<()> {
-    let (memory, bytes) = (point.memory, point.shape.bytes());
+    let (memory, bytes) = (point.memory, point.shape.memory());
     match point.op {
         Op::Read => content::wipe(session.pools.get(memory)?, bytes)?,
         Op::Write => session.target.ask(Ask::Wipe { memory, bytes }).map(drop)?,
@@ -118,16 +129,9 @@ fn wipe(session: &mut Session, point: &Point) -> Result<()> {
 /// Compares the destination with the source.
 fn arrived(session: &mut Session, point: &Point) -> Result<()> {
     let Point { memory, shape, .. } = *point;
+    let lists = verified(point) as u32;
     match point.op {
-        Op::Read => content::check(session.pools.get(memory)?, shape),
-        Op::Write => session.target.ask(Ask::Check { memory, shape }).map(drop),
+        Op::Read => content::check(session.pools.get(memory)?, shape, lists),
+        Op::Write => session.target.ask(Ask::Check { memory, shape, lists }).map(drop),
     }
-}
-
-/// Whether it held; if not, standard error says why.
-fn told(held: Result<()>) -> bool {
-    if let Err(why) = &held {
-        eprintln!("WRONG BYTES: {why}");
-    }
-    held.is_ok()
 }

@@ -78,6 +78,10 @@ pub(crate) struct Arguments {
     /// Points that move more bytes in one transfer are left out.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "1G")]
     max_total: u64,
+    /// Memory a side, where a transfer does not need more: one transfer after the other moves other blocks of it, so
+    /// that what is measured does not come out of a cache.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "256M")]
+    pool: u64,
     /// A program that moves the same blocks in rounds of its own; BESIDE.md says how it is asked.
     #[arg(long, value_name = "PROGRAM")]
     beside: Option<String>,
@@ -156,7 +160,7 @@ fn points(
         return Err("no point is left to be measured".into());
     }
     let largest = |backing| {
-        let sizes = points.iter().filter(|point| point.memory == backing).map(|point| point.shape.bytes());
+        let sizes = points.iter().filter(|point| point.memory == backing).map(|point| point.shape.memory());
         sizes.max().unwrap_or(0)
     };
     let sizes = (largest(Backing::Kvx), largest(Backing::Foreign));
@@ -189,8 +193,9 @@ fn duration(arguments: &Arguments, points: &[Point]) -> Duration {
     let parties = if arguments.beside.is_some() { 3.0 } else { 2.0 };
     let once = |point: &Point| point.shape.bytes() as f64 / 2e9;
     let seconds = points.iter().map(|point| {
-        // Filling, wiping and comparing pass over the memory a dozen times.
-        arguments.seconds.max(parties * arguments.rounds as f64 * once(point)) + 12.0 * once(point)
+        // Filling and wiping pass over the memory four times; what is compared is less.
+        let around = 4.0 * point.shape.memory() as f64 / 2e9;
+        arguments.seconds.max(parties * arguments.rounds as f64 * once(point)) + around + 6.0 * once(point)
     });
     Duration::from_secs_f64(seconds.sum())
 }

@@ -10,6 +10,9 @@ use super::Arguments;
 use super::content::shuffled;
 use crate::bytes;
 
+/// The most lists of a point. Each is a plan, and very small blocks fit into a cache all the same.
+const MOST_LISTS: u64 = 256;
+
 /// What a transfer does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -50,28 +53,37 @@ pub(crate) enum Wait {
     Async,
 }
 
-/// Which bytes of the memory a point moves: enough to know the list of blocks on any side and in any program.
+/// Which bytes of the memory a point moves: enough to know the lists of blocks on any side and in any program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shape {
     /// Bytes of a block.
     pub(crate) block: u64,
-    /// Blocks.
+    /// Blocks of a transfer.
     pub(crate) count: u32,
+    /// Transfers until the same blocks are moved again, so that no cache holds them.
+    pub(crate) lists: u32,
     pub(crate) pattern: Pattern,
     /// Where the shuffle starts.
     pub(crate) seed: u64,
 }
 
 impl Shape {
+    /// Bytes of a transfer.
     pub(crate) fn bytes(self) -> u64 {
         self.block * u64::from(self.count)
     }
 
-    pub(crate) fn grid(self) -> Grid {
-        Grid::packed(self.block, self.count)
+    /// Bytes of memory on each side.
+    pub(crate) fn memory(self) -> u64 {
+        self.bytes() * u64::from(self.lists)
     }
 
-    /// The blocks of the source, in the order in which they are moved.
+    /// All blocks of a side.
+    pub(crate) fn grid(self) -> Grid {
+        Grid::packed(self.block, self.count * self.lists)
+    }
+
+    /// The blocks of the source, in the order in which they are moved: `count` in each transfer.
     pub(crate) fn from(self) -> Vec<u32> {
         self.order(self.seed)
     }
@@ -83,8 +95,8 @@ impl Shape {
 
     fn order(self, seed: u64) -> Vec<u32> {
         match self.pattern {
-            Pattern::Scattered => shuffled(self.count, seed),
-            Pattern::Adjacent => (0..self.count).collect(),
+            Pattern::Scattered => shuffled(self.grid().count, seed),
+            Pattern::Adjacent => (0..self.grid().count).collect(),
         }
     }
 }
@@ -121,7 +133,10 @@ pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Po
             for op in arguments.op.iter().copied() {
                 for wait in arguments.wait.iter().copied() {
                     for pattern in arguments.pattern.iter().copied() {
-                        let shape = |block, count| Shape { block, count, pattern, seed: arguments.seed };
+                        let shape = |block, count| {
+                            let lists = lists(block * u64::from(count), arguments.pool);
+                            Shape { block, count, lists, pattern, seed: arguments.seed }
+                        };
                         let counts = |block| arguments.count.iter().map(move |count| shape(block, *count));
                         let shapes = arguments.block.iter().flat_map(|block| counts(*block));
                         points.extend(shapes.map(|shape| Point { backend, op, shape, memory, wait }));
@@ -133,13 +148,18 @@ pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Po
     points.into_iter().partition(|point| point.shape.bytes() <= arguments.max_total)
 }
 
+/// How many transfers of `bytes` a pool of that size holds.
+fn lists(bytes: u64, pool: u64) -> u32 {
+    (pool / bytes.max(1)).clamp(1, MOST_LISTS) as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn both_sides_have_every_block_once() {
-        let shape = Shape { block: 8, count: 100, pattern: Pattern::Scattered, seed: 3 };
+        let shape = Shape { block: 8, count: 25, lists: 4, pattern: Pattern::Scattered, seed: 3 };
         let (mut from, mut to) = (shape.from(), shape.to());
         assert_ne!(from, to);
         from.sort_unstable();
@@ -148,5 +168,7 @@ mod tests {
         assert_eq!(from, to);
         let adjacent = Shape { pattern: Pattern::Adjacent, ..shape };
         assert_eq!(adjacent.from(), adjacent.to());
+        assert_eq!((shape.bytes(), shape.memory()), (200, 800));
+        assert_eq!([lists(100, 1000), lists(2000, 1000), lists(1, 1000)], [10, 1, 256]);
     }
 }

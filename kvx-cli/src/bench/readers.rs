@@ -19,7 +19,7 @@ use super::{Arguments, PATIENCE};
 use crate::{Result, bytes};
 
 /// What each reader reads, again and again.
-const SHAPE: Shape = Shape { block: 64 << 10, count: 64, pattern: Pattern::Scattered, seed: 1 };
+const SHAPE: Shape = Shape { block: 64 << 10, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
 
 /// What is printed.
 #[derive(Serialize)]
@@ -82,7 +82,8 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     let (woken, ready) = mpsc::channel();
     let mut readers = Vec::new();
     for (at, initiator) in initiators.iter().enumerate() {
-        let plan = initiator.plan(Op::Read, SHAPE, Backing::Kvx)?.0;
+        let mut plans = initiator.plans(Op::Read, SHAPE, Backing::Kvx)?;
+        let plan = plans.next().clone();
         // Once before it counts, so that no reader pays for its first time.
         initiator.post(&plan)?.wait(PATIENCE)?;
         let waker = Waker::from(Arc::new(Ready { at, woken: woken.clone() }));

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -55,12 +56,12 @@ pub(crate) enum Ask {
     Fill { memory: Backing, bytes: u64 },
     /// Make the first bytes an empty destination.
     Wipe { memory: Backing, bytes: u64 },
-    /// Compare the destination with what belongs there.
-    Check { memory: Backing, shape: Shape },
+    /// Compare the first lists of the destination with what belongs there.
+    Check { memory: Backing, shape: Shape, lists: u32 },
     /// Accept so many bare connections, and serve the blocks over them until they close.
     Lanes { op: Op, memory: Backing, shape: Shape, lanes: usize },
-    /// Pull the blocks out of that place, so often.
-    Pull { memory: Backing, shape: Shape, from: Place, times: u64 },
+    /// Pull lists out of that place: from which transfer on, and how many.
+    Pull { memory: Backing, shape: Shape, from: Place, first: u64, times: u64 },
 }
 
 /// Runs the target until standard input ends.
@@ -113,9 +114,11 @@ impl Served {
         match ask {
             Ask::Fill { memory, bytes } => content::fill(self.pools.get(memory)?, bytes)?,
             Ask::Wipe { memory, bytes } => content::wipe(self.pools.get(memory)?, bytes)?,
-            Ask::Check { memory, shape } => content::check(self.pools.get(memory)?, shape)?,
+            Ask::Check { memory, shape, lists } => content::check(self.pools.get(memory)?, shape, lists)?,
             Ask::Lanes { op, memory, shape, lanes } => self.lanes(op, memory, shape, lanes)?,
-            Ask::Pull { memory, shape, from, times } => return self.pull(memory, shape, from, times),
+            Ask::Pull { memory, shape, from, first, times } => {
+                return self.pull(memory, shape, from, first..first + times);
+            }
         }
         Ok(0.0)
     }
@@ -129,14 +132,14 @@ impl Served {
         for lane in 0..lanes {
             // The initiator has connected already.
             let (socket, _) = self.listener.accept()?;
-            let lane = share(socket, base, shape, &blocks, (lane, lanes))?;
+            let mut lane = share(socket, base, shape, &blocks, (lane, lanes))?;
             // It ends with the connection, or with this process, whose memory lives as long.
             std::thread::spawn(move || lane.serve(op == Op::Read));
         }
         Ok(())
     }
 
-    fn pull(&mut self, memory: Backing, shape: Shape, from: Place, times: u64) -> Result<f64> {
+    fn pull(&mut self, memory: Backing, shape: Shape, from: Place, transfers: Range<u64>) -> Result<f64> {
         let memory = self.pools.get(memory)?;
         let blocks = Blocks::of(shape);
         let mapped = match (from.file, self.mapped) {
@@ -146,9 +149,9 @@ impl Served {
         };
         self.mapped = self.mapped.or(mapped);
         let start = Instant::now();
-        for _ in 0..times {
+        for transfer in transfers {
             // SAFETY: both sides' memory has all blocks of the shape, and none of this process is lent out.
-            unsafe { once(mapped, from, memory.address(), &blocks) }?;
+            unsafe { once(mapped, from, memory.address(), blocks.list(transfer)) }?;
         }
         Ok(start.elapsed().as_secs_f64())
     }

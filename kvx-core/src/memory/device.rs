@@ -61,7 +61,11 @@ pub unsafe trait DeviceAccess: Send + Sync {
 ///
 /// # Safety
 /// As [`DeviceAccess::copy`]; the memory need only live for the call.
-pub(super) unsafe fn copy_and_wait(access: &Arc<dyn DeviceAccess>, direction: Direction, piece: Piece) -> Result<()> {
+pub(super) unsafe fn copy_and_wait(
+    access: &Arc<dyn DeviceAccess>,
+    direction: Direction,
+    piece: Piece,
+) -> Result<()> {
     if piece.len == 0 {
         return Ok(());
     }

@@ -31,7 +31,8 @@ pub enum MemoryKind {
 
 impl MemoryKind {
     /// Every kind.
-    pub const ALL: [MemoryKind; 4] = [MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda, MemoryKind::Rocm];
+    pub const ALL: [MemoryKind; 4] =
+        [MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda, MemoryKind::Rocm];
 
     /// Whether the CPU reaches it by pointer.
     pub fn is_host(self) -> bool {
@@ -228,7 +229,11 @@ impl Memory {
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
         if let Backing::Device { access, .. } = &self.backing {
-            let piece = Piece { device: self.base + offset as u64, host: bytes.as_ptr().cast_mut(), len: bytes.len() };
+            let piece = Piece {
+                device: self.base + offset as u64,
+                host: bytes.as_ptr().cast_mut(),
+                len: bytes.len(),
+            };
             // SAFETY: the range was checked; `bytes` outlives the call, which waits for the copy to end.
             return unsafe { device::copy_and_wait(access, Direction::ToDevice, piece) };
         }
@@ -242,7 +247,8 @@ impl Memory {
     pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
         if let Backing::Device { access, .. } = &self.backing {
-            let piece = Piece { device: self.base + offset as u64, host: bytes.as_mut_ptr(), len: bytes.len() };
+            let piece =
+                Piece { device: self.base + offset as u64, host: bytes.as_mut_ptr(), len: bytes.len() };
             // SAFETY: as in `copy_in`.
             return unsafe { device::copy_and_wait(access, Direction::ToHost, piece) };
         }
@@ -264,7 +270,9 @@ impl Memory {
             return Err(Error::new(Kind::Unsupported, "device memory has no slice: use copy_out"));
         }
         // SAFETY: the range was checked and the memory lives as long as `self`; the caller keeps writers away.
-        Ok(unsafe { std::slice::from_raw_parts(self.as_ptr().add(range.start), range.end.saturating_sub(range.start)) })
+        Ok(unsafe {
+            std::slice::from_raw_parts(self.as_ptr().add(range.start), range.end.saturating_sub(range.start))
+        })
     }
 }
 

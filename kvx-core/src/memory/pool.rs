@@ -183,12 +183,14 @@ impl Pool {
                 format!("{step} of {mapped} bytes failed: free memory, or make the pool smaller")
             }
         };
-        let no_room = |step: &str, error: rustix::io::Errno| Error::os(what(step), error).kind_is(Kind::Exhausted);
+        let no_room =
+            |step: &str, error: rustix::io::Errno| Error::os(what(step), error).kind_is(Kind::Exhausted);
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         if huge {
             flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         }
-        let file = rustix::fs::memfd_create("kvx-pool", flags).map_err(|error| no_room("a memory file", error))?;
+        let file =
+            rustix::fs::memfd_create("kvx-pool", flags).map_err(|error| no_room("a memory file", error))?;
         rustix::fs::ftruncate(&file, mapped as u64).map_err(|error| no_room("a memory file", error))?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
         let base = unsafe {
@@ -202,7 +204,8 @@ impl Pool {
             )
         }
         .map_err(|error| no_room("a mapping", error))?;
-        let base = NonNull::new(base).ok_or_else(|| Error::new(Kind::Native, "the kernel mapped a pool at address 0"))?;
+        let base = NonNull::new(base)
+            .ok_or_else(|| Error::new(Kind::Native, "the kernel mapped a pool at address 0"))?;
         let granted = Granted {
             pages: PageSize::Base { transparent_huge: 0 },
             huge_refused: None,
@@ -212,7 +215,8 @@ impl Pool {
         };
         let pool = Pool { file, base, mapped, huge, granted, forks: fork::count() };
         // A child after fork shares no pool with its parent: a stray write there would reach every peer.
-        pool.advise(Advice::LinuxDontFork).map_err(|error| Error::os("madvise(DONTFORK) failed on a pool", error))?;
+        pool.advise(Advice::LinuxDontFork)
+            .map_err(|error| Error::os("madvise(DONTFORK) failed on a pool", error))?;
         Ok(pool)
     }
 
@@ -226,7 +230,10 @@ impl Pool {
         let mut mask = [0u64; 16];
         let word = node as usize / 64;
         if word >= mask.len() {
-            return Err(Error::new(Kind::Invalid, format!("NUMA node {node} does not exist: see /sys/devices/system/node")));
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("NUMA node {node} does not exist: see /sys/devices/system/node"),
+            ));
         }
         mask[word] = 1 << (node % 64);
         // SAFETY: the range is this pool's own mapping and `mask` outlives the call; the mask's size is given in bits.
@@ -279,7 +286,9 @@ impl Pool {
 
     fn lock(&self) -> Result<()> {
         // SAFETY: the range is this pool's own mapping.
-        let Err(error) = (unsafe { rustix::mm::mlock(self.base.as_ptr(), self.mapped) }) else { return Ok(()) };
+        let Err(error) = (unsafe { rustix::mm::mlock(self.base.as_ptr(), self.mapped) }) else {
+            return Ok(());
+        };
         let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock)
             .current
             .map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
@@ -298,8 +307,9 @@ impl Pool {
     /// by a shrunk file, and a peer cannot write.
     fn seal(&self) -> Result<()> {
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&self.file, seals)
-            .map_err(|error| Error::os("the pool's file could not be sealed: kvx needs Linux 5.1 or newer", error))
+        rustix::fs::fcntl_add_seals(&self.file, seals).map_err(|error| {
+            Error::os("the pool's file could not be sealed: kvx needs Linux 5.1 or newer", error)
+        })
     }
 
     /// How many bytes of the mapping lie on transparent huge pages, as the kernel counts them.

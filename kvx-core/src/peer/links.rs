@@ -104,7 +104,12 @@ enum Step {
 }
 
 impl PeerInner {
-    pub(crate) fn new(agent: Arc<AgentInner>, identity: Identity, about: About, only: Option<usize>) -> Arc<Self> {
+    pub(crate) fn new(
+        agent: Arc<AgentInner>,
+        identity: Identity,
+        about: About,
+        only: Option<usize>,
+    ) -> Arc<Self> {
         let mut candidates = Vec::new();
         let mut excluded = agent.not_open.clone();
         for (transport, open) in agent.transports.iter().enumerate() {
@@ -122,7 +127,10 @@ impl PeerInner {
                     bindings: Bindings::default(),
                 });
             } else if matches!(about, About::Kvx(_)) {
-                let why = Error::new(Kind::Unsupported, "the peer has not opened it: name it in the peer's backends");
+                let why = Error::new(
+                    Kind::Unsupported,
+                    "the peer has not opened it: name it in the peer's backends",
+                );
                 excluded.push((open.name, why));
             }
         }
@@ -261,7 +269,8 @@ impl PeerInner {
         match &about {
             About::Kvx(metadata) => {
                 let (_, address) = metadata.backend(open.name).unwrap_or((0, &[]));
-                let section = PeerSection { identity: &metadata.identity, generation: metadata.generation, address };
+                let section =
+                    PeerSection { identity: &metadata.identity, generation: metadata.generation, address };
                 open.transport.link(id, section)
             }
             About::Foreign(blob) => open.transport.link_foreign(id, blob),
@@ -386,7 +395,12 @@ impl PeerInner {
             .iter()
             .map(|region| {
                 let len = crate::region::Place::len(region);
-                Ok(RemoteSide { id: region.id(), key: region.key(), len, region: self.import(region, at, link)? })
+                Ok(RemoteSide {
+                    id: region.id(),
+                    key: region.key(),
+                    len,
+                    region: self.import(region, at, link)?,
+                })
             })
             .collect::<Result<Vec<_>>>()?;
         let bound = Arc::new(Bound::new(&plan.0, id, locals, remotes));
@@ -408,12 +422,18 @@ impl PeerInner {
                 return Ok(Arc::clone(known));
             }
             let About::Kvx(metadata) = &state.about else {
-                return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+                return Err(Error::new(
+                    Kind::Invalid,
+                    "a foreign agent has no named regions: use Peer::foreign",
+                ));
             };
             metadata.backend(candidate.backend).map(|(position, _)| position)
         };
         let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
-            Error::new(Kind::Unsupported, format!("the peer's region {} is not registered with it", info.name))
+            Error::new(
+                Kind::Unsupported,
+                format!("the peer's region {} is not registered with it", info.name),
+            )
         })?;
         let spec = RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
         let imported = link.import(spec)?;
@@ -518,7 +538,11 @@ impl PeerInner {
         };
         for (backend, link) in links {
             let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
-            link.update(PeerSection { identity: &metadata.identity, generation: metadata.generation, address })?;
+            link.update(PeerSection {
+                identity: &metadata.identity,
+                generation: metadata.generation,
+                address,
+            })?;
         }
         Ok(())
     }
@@ -613,13 +637,19 @@ impl Closed {
 
 /// Why none of the backends serves, in one sentence; of the kind that tells most.
 fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
-    let telling = |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);
+    let telling =
+        |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);
     let kind = match &tried[..] {
         [(_, only)] if excluded.is_empty() => return only.clone(),
-        _ => tried.iter().map(|(_, error)| error.kind()).rfind(|kind| telling(*kind)).unwrap_or(Kind::NoRoute),
+        _ => {
+            tried.iter().map(|(_, error)| error.kind()).rfind(|kind| telling(*kind)).unwrap_or(Kind::NoRoute)
+        }
     };
-    let reasons: Vec<String> =
-        tried.into_iter().chain(excluded).map(|(backend, error)| format!("{backend}: {}", error.sentence())).collect();
+    let reasons: Vec<String> = tried
+        .into_iter()
+        .chain(excluded)
+        .map(|(backend, error)| format!("{backend}: {}", error.sentence()))
+        .collect();
     let reasons = if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
     Error::new(kind, format!("no backend serves this peer and memory: {reasons}"))
 }
@@ -642,4 +672,3 @@ impl Drop for PeerInner {
         }
     }
 }
-

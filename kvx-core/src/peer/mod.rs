@@ -61,7 +61,10 @@ impl Peer {
     /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
     pub fn foreign(&self, address: u64, len: u64, kind: MemoryKind, device: u64) -> Result<PeerRegion> {
         if matches!(self.0.about(), About::Kvx(_)) {
-            return Err(Error::new(Kind::Invalid, "this peer is a kvx agent: name its region instead of an address"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "this peer is a kvx agent: name its region instead of an address",
+            ));
         }
         let range = ForeignRange { address, len, kind, device };
         Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
@@ -136,7 +139,9 @@ fn check_notification(bytes: &[u8]) -> Result<()> {
     }
     Err(Error::new(
         Kind::Invalid,
-        format!("a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer", bytes.len()),
+        format!(
+            "a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer",
+            bytes.len()
+        ),
     ))
 }
-

@@ -45,7 +45,8 @@ impl Posting {
                 Err(error) if error.kind() == Kind::Busy => {}
                 other => return other,
             }
-            let late = || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
+            let late =
+                || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
             if deadline.passed() {
                 return Err(late());
             }
@@ -82,8 +83,13 @@ impl Posting {
         let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
         let notify = self.notify.clone();
         let empty = self.plan.size().bytes == 0 && notify.is_none();
-        let transfer =
-            TransferState::new(agent.new_transfer(), self.plan.clone(), Arc::clone(&self.peer), deadline, notify);
+        let transfer = TransferState::new(
+            agent.new_transfer(),
+            self.plan.clone(),
+            Arc::clone(&self.peer),
+            deadline,
+            notify,
+        );
         if empty && !broken("zero") {
             transfer.end(Ok(())); // nothing to wait for, not even a link
         } else {

@@ -4,7 +4,7 @@
 pub(crate) mod child;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Memory, Options, Peer, PeerRegion, Plan, Region, Registry, Report, Result};
 use kvx_native::Shm;
@@ -88,6 +88,15 @@ pub(crate) fn connect(from: &Agent, to: &Agent) -> Peer {
 
 pub(crate) fn run(peer: &Peer, plan: &Plan) -> Result<Report> {
     peer.transfer(plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
+}
+
+/// The end of a peer is told by events: waits until it has been.
+pub(crate) fn until_lost(peer: &Peer) {
+    let begun = Instant::now();
+    while peer.lost().is_none() {
+        assert!(begun.elapsed() < CUT_OFF, "the peer is not lost");
+        std::thread::yield_now();
+    }
 }
 
 pub(crate) fn shut_down(agents: &[&Agent]) {

@@ -40,7 +40,7 @@ impl Events for ChaosEvents {
             (Some(Fault::AnyIncarnation), LinkState::Restarted(incarnation)) => {
                 Again::link(&self.again, id, incarnation);
             }
-            (_, state) => self.inner.link(id, state),
+            (_, state) => self.inner.link(self.again.first(id), state),
         }
     }
 }

@@ -125,6 +125,8 @@ unsafe impl Transport for ChaosTransport {
 pub(super) struct Again {
     transport: OnceLock<Weak<dyn Transport>>,
     links: Mutex<HashMap<LinkId, Asked>>,
+    /// The ids of second links, and those of the first ones, by which the agent knows them.
+    second: Mutex<HashMap<LinkId, LinkId>>,
 }
 
 /// What a link was asked for.
@@ -146,6 +148,11 @@ impl Again {
         slot
     }
 
+    /// The id by which the agent knows a link.
+    pub(super) fn first(&self, id: LinkId) -> LinkId {
+        *self.second.lock().unwrap_or_else(PoisonError::into_inner).get(&id).unwrap_or(&id)
+    }
+
     /// The transport is reporting: what it is asked next comes from another thread.
     pub(super) fn link(again: &Arc<Self>, id: LinkId, incarnation: Incarnation) {
         let again = Arc::clone(again);
@@ -156,7 +163,9 @@ impl Again {
             let identity = Identity { name: asked.name, incarnation };
             let section =
                 PeerSection { identity: &identity, generation: asked.generation, address: &asked.address };
-            if let Ok(link) = transport.link(id, section) {
+            let second = LinkId(u64::MAX - id.0);
+            again.second.lock().unwrap_or_else(PoisonError::into_inner).insert(second, id);
+            if let Ok(link) = transport.link(second, section) {
                 asked.slot.fill(link);
             }
         });

@@ -1,28 +1,31 @@
 //! The agent: owns transports, regions, peers.
 
+mod builder;
+mod next;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context as TaskContext, Poll};
 use std::time::Duration;
 
 use crate::breaks::broken;
-use crate::budget::{self, Budget};
+use crate::budget::Budget;
 use crate::completion::{Completion, Shot};
-use crate::deadline::{Clock, Expire, Reason, Watch};
-use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId, RegionKey, TransferId, checked_name};
-use crate::inbox::{self, Inbox, Notification};
-use crate::memory::DeviceAccess;
+use crate::deadline::{Clock, Reason};
+use crate::identity::{
+    Generation, Identity, Incarnation, LinkId, RegionId, RegionKey, TransferId, checked_name,
+};
+use crate::inbox::{Inbox, Notification};
 use crate::metadata::{Metadata, RegionInfo};
 use crate::peer::{About, Peer, PeerInner};
 use crate::region::{Region, RegionCore};
-use crate::registry::{Registry, WithoutAList};
 use crate::sync::Mutex;
-use crate::transport::{Context, Events, Full, LinkState, RegionSpec, Secret, Transport};
-use crate::{Deadline, Error, Kind, Memory, Options, Result, Sender, fork};
+use crate::transport::{Events, Full, LinkState, RegionSpec, Transport};
+use crate::{Deadline, Error, Kind, Memory, Result, Sender, fork};
+
+pub use builder::Builder;
+pub use next::NextNotification;
 
 /// One end of transfers: its transports, its regions, its peers. Cheap to clone.
 ///
@@ -76,170 +79,6 @@ struct Tables {
     handles: Vec<Weak<RegionCore>>,
     links: HashMap<LinkId, Weak<PeerInner>>,
     peers: HashMap<Identity, Weak<PeerInner>>,
-}
-
-/// Says how an agent shall be; [`build`](Builder::build) makes it.
-#[must_use]
-pub struct Builder {
-    name: String,
-    options: Options,
-    backends: Option<Vec<String>>,
-    secret: Option<Secret>,
-    peer_timeout: Duration,
-    budget: budget::Limits,
-    inbox: inbox::Limits,
-    devices: Vec<Arc<dyn DeviceAccess>>,
-}
-
-impl Builder {
-    /// Names backends in order of preference, any letter case. A list restricts: nothing else is used.
-    pub fn backends<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
-        self.backends = Some(names.into_iter().map(Into::into).collect());
-        self
-    }
-
-    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](Builder::backends)
-    /// is called.
-    pub fn options(mut self, options: Options) -> Self {
-        self.options = options;
-        self
-    }
-
-    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it.
-    pub fn secret(mut self, secret: Secret) -> Self {
-        self.secret = Some(secret);
-        self
-    }
-
-    /// How long a peer may be silent with work in flight before it counts as lost; 10 seconds if not said.
-    pub fn peer_timeout(mut self, time: Duration) -> Self {
-        self.peer_timeout = time;
-        self
-    }
-
-    /// How much may be in flight.
-    pub fn budget(mut self, limits: budget::Limits) -> Self {
-        self.budget = limits;
-        self
-    }
-
-    /// How many notifications, and how many bytes of them, wait to be taken before senders are held back.
-    pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
-        self.inbox = inbox::Limits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
-        self
-    }
-
-    /// Lets transports copy memory of a GPU.
-    pub fn device(mut self, access: Arc<dyn DeviceAccess>) -> Self {
-        self.devices.push(access);
-        self
-    }
-
-    /// Opens the backends and makes the agent.
-    ///
-    /// # Errors
-    /// `UnknownBackend` for a name that is none; when no backend can be opened, the error of the only one asked for,
-    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option; `Forked`.
-    pub fn build(self, registry: &Registry) -> Result<Agent> {
-        fork::check()?;
-        let identity =
-            Identity { name: checked_name("agent", &self.name)?, incarnation: Incarnation::random()? };
-        let sink = Arc::new(Sink(Mutex::new(Weak::new())));
-        let context = Context {
-            agent: identity.clone(),
-            options: self.options.clone(),
-            events: Arc::clone(&sink) as Arc<dyn Events>,
-            devices: self.devices,
-            secret: self.secret,
-            peer_timeout: self.peer_timeout,
-        };
-        let named = match self.backends {
-            Some(names) => Some(names),
-            None => self.options.backends()?,
-        };
-        let (transports, not_open) = open(registry, named.as_deref(), &context)?;
-        let clock = Clock::start(&identity.name)?;
-        let agent = Arc::new(AgentInner {
-            identity,
-            transports,
-            not_open,
-            clock,
-            budget: Budget::new(self.budget),
-            inbox: Inbox::new(self.inbox),
-            tables: Mutex::default(),
-            ids: AtomicU64::new(1),
-            closed: AtomicBool::new(false),
-            shutting: Mutex::new(false),
-        });
-        *sink.0.lock() = Arc::downgrade(&agent);
-        tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
-        Ok(Agent(agent))
-    }
-}
-
-/// Opens the named backends, or those that are opened without a list. One that cannot be opened is a reason, as long
-/// as another can.
-fn open(
-    registry: &Registry,
-    named: Option<&[String]>,
-    context: &Context,
-) -> Result<(Vec<Open>, Vec<(&'static str, Error)>)> {
-    let mut names = Vec::new();
-    match named {
-        Some(written) if !broken("silent-fallback") => {
-            for name in written {
-                let name = registry.canonical(name)?;
-                if !names.contains(&name) {
-                    names.push(name);
-                }
-            }
-            if names.is_empty() {
-                return Err(Error::new(
-                    Kind::Invalid,
-                    format!("an empty list of backends serves nobody: name one of {}", registry.names().join(", ")),
-                ));
-            }
-        }
-        _ => {
-            for factory in registry.factories() {
-                let wanted = match factory.placement().without_a_list {
-                    WithoutAList::Open => true,
-                    WithoutAList::Skip => broken("order"),
-                    WithoutAList::OpenWithRdma => factory.available(&context.options).is_ok_and(|found| found.rdma),
-                };
-                if wanted {
-                    names.insert(if broken("order") { 0 } else { names.len() }, factory.name());
-                }
-            }
-        }
-    }
-    let (mut transports, mut refused) = (Vec::new(), Vec::new());
-    for name in names {
-        let opened = registry.require(name, &context.options).and_then(|(factory, availability)| {
-            if let Some(caution) = &availability.caution {
-                tracing::warn!(backend = name, "{caution}");
-            }
-            let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
-            Ok(Open { name, speaks_for: factory.placement().speaks_for, transport })
-        });
-        match opened {
-            Ok(open) => transports.push(open),
-            Err(error) if error.kind() == Kind::Invalid => return Err(error),
-            Err(error) => {
-                tracing::warn!(backend = name, %error, "a backend could not be opened");
-                refused.push((name, error));
-            }
-        }
-    }
-    if transports.is_empty() {
-        if let [(_, only)] = &refused[..] {
-            return Err(only.clone());
-        }
-        let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
-        let reasons = if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
-        return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
-    }
-    Ok((transports, refused))
 }
 
 /// What transports report to. Holds the agent weakly: transports do not keep it alive.
@@ -385,16 +224,7 @@ impl AgentInner {
 impl Agent {
     /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
     pub fn builder(name: impl Into<String>) -> Builder {
-        Builder {
-            name: name.into(),
-            options: Options::new(),
-            backends: None,
-            secret: None,
-            peer_timeout: Duration::from_secs(10),
-            budget: budget::Limits::default(),
-            inbox: inbox::Limits::default(),
-            devices: Vec::new(),
-        }
+        Builder::new(name.into())
     }
 
     /// Its name and incarnation.
@@ -421,11 +251,18 @@ impl Agent {
         self.0.check_open()?;
         let (name, memory) = (checked_name("region", name)?, memory.into());
         if memory.is_empty() {
-            return Err(Error::new(Kind::Invalid, format!("region {name:?} has no bytes: register at least one")));
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("region {name:?} has no bytes: register at least one"),
+            ));
         }
         let taken = |tables: &Tables| tables.regions.values().any(|region| region.name == name);
-        let name_is_taken =
-            || Error::new(Kind::Invalid, format!("a region named {name:?} is registered already: choose another name"));
+        let name_is_taken = || {
+            Error::new(
+                Kind::Invalid,
+                format!("a region named {name:?} is registered already: choose another name"),
+            )
+        };
         if taken(&self.0.tables.lock()) {
             return Err(name_is_taken());
         }
@@ -461,7 +298,8 @@ impl Agent {
             device: memory.device(),
             exports,
         };
-        let region = Region::new(Arc::clone(&self.0), RegionCore::new(id, key, Arc::clone(&name), memory, locals));
+        let region =
+            Region::new(Arc::clone(&self.0), RegionCore::new(id, key, Arc::clone(&name), memory, locals));
         let mut tables = self.0.tables.lock();
         if taken(&tables) || self.0.is_closed() {
             drop(tables);
@@ -481,7 +319,10 @@ impl Agent {
         self.0.check_open()?;
         let mut backends = Vec::new();
         for open in &self.0.transports {
-            backends.push((open.name.into(), open.transport.address().map_err(|error| error.backend(open.name))?));
+            backends.push((
+                open.name.into(),
+                open.transport.address().map_err(|error| error.backend(open.name))?,
+            ));
         }
         let tables = self.0.tables.lock();
         let metadata = Metadata {
@@ -552,17 +393,23 @@ impl Agent {
 
     /// The oldest notification, waited for. Dropping the future loses nothing. Errors: `TimedOut`, `Closed`, `Forked`.
     pub fn notification(&self, deadline: impl Into<Deadline>) -> NextNotification {
-        NextNotification { agent: Arc::clone(&self.0), deadline: deadline.into(), watch: None }
+        NextNotification::new(Arc::clone(&self.0), deadline.into())
     }
 
     /// Ends when `senders` different agents (name and incarnation) have sent exactly these bytes, before or after the
     /// call; gives their identities. What it counts does not come out of the queue again. Errors: `TimedOut`.
-    pub fn expect(&self, bytes: &[u8], senders: usize, deadline: impl Into<Deadline>) -> Completion<Vec<Identity>> {
+    pub fn expect(
+        &self,
+        bytes: &[u8],
+        senders: usize,
+        deadline: impl Into<Deadline>,
+    ) -> Completion<Vec<Identity>> {
         if let Err(error) = self.0.check_open() {
             return Completion::ready(Err(error));
         }
         let shot = Shot::new();
-        let late = || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
+        let late =
+            || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
         shot.by(&self.0.clock, deadline.into(), late);
         if self.0.inbox.expect(bytes, senders, &shot) {
             self.0.resume_transports();
@@ -584,7 +431,9 @@ impl Agent {
             done.finish(agent.shut_down(deadline));
         });
         if let Err(error) = started {
-            shot.finish(Err(Error::os("the shutdown thread could not be started", error).kind_is(Kind::Exhausted)));
+            shot.finish(Err(
+                Error::os("the shutdown thread could not be started", error).kind_is(Kind::Exhausted)
+            ));
         }
         Completion::of(shot)
     }
@@ -593,74 +442,5 @@ impl Agent {
 impl fmt::Debug for Agent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Agent({:?}, {:?})", self.0.identity, self.backends())
-    }
-}
-
-/// The next notification of an agent; see [`Agent::notification`].
-#[must_use = "await it, or call wait"]
-pub struct NextNotification {
-    agent: Arc<AgentInner>,
-    deadline: Deadline,
-    watch: Option<Watch>,
-}
-
-/// Wakes those who wait for notifications, so that they see their deadline.
-struct Wake(Weak<AgentInner>);
-
-impl Expire for Wake {
-    fn expire(self: Arc<Self>) {
-        if let Some(agent) = self.0.upgrade() {
-            agent.inbox.wake_all();
-        }
-    }
-
-    fn interrupt(self: Arc<Self>, reason: &Reason) {
-        if matches!(reason, Reason::Shutdown) {
-            self.expire();
-        }
-    }
-}
-
-impl NextNotification {
-    fn ready(&self, taken: (Option<Notification>, bool)) -> Option<Result<Notification>> {
-        if taken.1 {
-            self.agent.resume_transports();
-        }
-        match taken.0 {
-            Some(notification) => Some(Ok(notification)),
-            None if self.agent.check_open().is_err() => self.agent.check_open().err().map(Err),
-            None if self.deadline.passed() => {
-                Some(Err(Error::new(Kind::TimedOut, "no notification came by the deadline")))
-            }
-            None => None,
-        }
-    }
-
-    /// Blocks until there is one.
-    pub fn wait(self) -> Result<Notification> {
-        loop {
-            if let Some(result) = self.ready(self.agent.inbox.take()) {
-                return result;
-            }
-            self.agent.inbox.wait_until(self.deadline.instant());
-        }
-    }
-}
-
-impl Future for NextNotification {
-    type Output = Result<Notification>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
-        let taken = self.agent.inbox.take_or_wake(Some(context.waker()));
-        if let Some(result) = self.ready(taken) {
-            return Poll::Ready(result);
-        }
-        if self.watch.is_none()
-            && let Some(at) = self.deadline.instant()
-        {
-            let wake = Arc::new(Wake(Arc::downgrade(&self.agent)));
-            self.watch = Some(self.agent.clock.watch(at, wake));
-        }
-        Poll::Pending
     }
 }

@@ -1,0 +1,204 @@
+//! How an agent is made: what it asks for, and which backends are opened.
+
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::{Agent, AgentInner, Open, Sink};
+use crate::breaks::broken;
+use crate::budget::{self, Budget};
+use crate::deadline::Clock;
+use crate::identity::{Identity, Incarnation, checked_name};
+use crate::inbox::{self, Inbox};
+use crate::memory::DeviceAccess;
+use crate::registry::{Registry, WithoutAList};
+use crate::sync::Mutex;
+use crate::transport::{Context, Events};
+use crate::{Error, Kind, Options, Result, Secret, fork};
+
+/// Says how an agent shall be; [`build`](Builder::build) makes it.
+#[must_use]
+pub struct Builder {
+    name: String,
+    options: Options,
+    backends: Option<Vec<String>>,
+    secret: Option<Secret>,
+    peer_timeout: Duration,
+    budget: budget::Limits,
+    inbox: inbox::Limits,
+    devices: Vec<Arc<dyn DeviceAccess>>,
+}
+
+impl Builder {
+    pub(super) fn new(name: String) -> Self {
+        Builder {
+            name,
+            options: Options::new(),
+            backends: None,
+            secret: None,
+            peer_timeout: Duration::from_secs(10),
+            budget: budget::Limits::default(),
+            inbox: inbox::Limits::default(),
+            devices: Vec::new(),
+        }
+    }
+
+    /// Names backends in order of preference, any letter case. A list restricts: nothing else is used.
+    pub fn backends<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
+        self.backends = Some(names.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](Builder::backends)
+    /// is called.
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it. Not said, it is
+    /// taken from the environment; see [`Secret::from_environment`].
+    pub fn secret(mut self, secret: Secret) -> Self {
+        self.secret = Some(secret);
+        self
+    }
+
+    /// How long a peer may be silent with work in flight before it counts as lost; 10 seconds if not said.
+    pub fn peer_timeout(mut self, time: Duration) -> Self {
+        self.peer_timeout = time;
+        self
+    }
+
+    /// How much may be in flight.
+    pub fn budget(mut self, limits: budget::Limits) -> Self {
+        self.budget = limits;
+        self
+    }
+
+    /// How many notifications, and how many bytes of them, wait to be taken before senders are held back.
+    pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
+        self.inbox =
+            inbox::Limits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
+        self
+    }
+
+    /// Lets transports copy memory of a GPU.
+    pub fn device(mut self, access: Arc<dyn DeviceAccess>) -> Self {
+        self.devices.push(access);
+        self
+    }
+
+    /// Opens the backends and makes the agent.
+    ///
+    /// # Errors
+    /// `UnknownBackend` for a name that is none; when no backend can be opened, the error of the only one asked for,
+    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option; `Forked`.
+    pub fn build(self, registry: &Registry) -> Result<Agent> {
+        fork::check()?;
+        let identity =
+            Identity { name: checked_name("agent", &self.name)?, incarnation: Incarnation::random()? };
+        let sink = Arc::new(Sink(Mutex::new(Weak::new())));
+        let context = Context {
+            agent: identity.clone(),
+            options: self.options.clone(),
+            events: Arc::clone(&sink) as Arc<dyn Events>,
+            devices: self.devices,
+            secret: match self.secret {
+                Some(secret) => Some(secret),
+                None => Secret::from_environment()?,
+            },
+            peer_timeout: self.peer_timeout,
+        };
+        let named = match self.backends {
+            Some(names) => Some(names),
+            None => self.options.backends()?,
+        };
+        let (transports, not_open) = open(registry, named.as_deref(), &context)?;
+        let clock = Clock::start(&identity.name)?;
+        let agent = Arc::new(AgentInner {
+            identity,
+            transports,
+            not_open,
+            clock,
+            budget: Budget::new(self.budget),
+            inbox: Inbox::new(self.inbox),
+            tables: Mutex::default(),
+            ids: AtomicU64::new(1),
+            closed: AtomicBool::new(false),
+            shutting: Mutex::new(false),
+        });
+        *sink.0.lock() = Arc::downgrade(&agent);
+        tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
+        Ok(Agent(agent))
+    }
+}
+
+/// Opens the named backends, or those that are opened without a list. One that cannot be opened is a reason, as long
+/// as another can.
+fn open(
+    registry: &Registry,
+    named: Option<&[String]>,
+    context: &Context,
+) -> Result<(Vec<Open>, Vec<(&'static str, Error)>)> {
+    let mut names = Vec::new();
+    match named {
+        Some(written) if !broken("silent-fallback") => {
+            for name in written {
+                let name = registry.canonical(name)?;
+                if !names.contains(&name) {
+                    names.push(name);
+                }
+            }
+            if names.is_empty() {
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!(
+                        "an empty list of backends serves nobody: name one of {}",
+                        registry.names().join(", ")
+                    ),
+                ));
+            }
+        }
+        _ => {
+            for factory in registry.factories() {
+                let wanted = match factory.placement().without_a_list {
+                    WithoutAList::Open => true,
+                    WithoutAList::Skip => broken("order"),
+                    WithoutAList::OpenWithRdma => {
+                        factory.available(&context.options).is_ok_and(|found| found.rdma)
+                    }
+                };
+                if wanted {
+                    names.insert(if broken("order") { 0 } else { names.len() }, factory.name());
+                }
+            }
+        }
+    }
+    let (mut transports, mut refused) = (Vec::new(), Vec::new());
+    for name in names {
+        let opened = registry.require(name, &context.options).and_then(|(factory, availability)| {
+            if let Some(caution) = &availability.caution {
+                tracing::warn!(backend = name, "{caution}");
+            }
+            let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
+            Ok(Open { name, speaks_for: factory.placement().speaks_for, transport })
+        });
+        match opened {
+            Ok(open) => transports.push(open),
+            Err(error) if error.kind() == Kind::Invalid => return Err(error),
+            Err(error) => {
+                tracing::warn!(backend = name, %error, "a backend could not be opened");
+                refused.push((name, error));
+            }
+        }
+    }
+    if transports.is_empty() {
+        if let [(_, only)] = &refused[..] {
+            return Err(only.clone());
+        }
+        let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
+        let reasons = if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
+        return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
+    }
+    Ok((transports, refused))
+}

@@ -155,16 +155,28 @@ fn a_region_is_revoked_under_transfers_in_flight() {
             let plan =
                 if writes { write(&local, &there, &all, &all) } else { read(&local, &there, &all, &all) };
             run(&peer, &plan).unwrap();
-            let transfers: Vec<_> = (0..8).map(|_| peer.post(&plan).unwrap()).collect();
-            let memory = remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-            // From here on nobody else touches it.
-            memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
-            for transfer in transfers {
-                match transfer.wait(CUT_OFF) {
-                    Ok(_) => {}
-                    Err(error) => assert_eq!(error.kind(), Kind::Revoked, "{error}"),
-                }
+            // Something has moved, and far from all: what is watched is written first and was zeroed before.
+            let watched = if writes { &remote } else { &local };
+            watched.copy_in(0, &[0; BLOCK as usize]).unwrap();
+            let transfers: Vec<_> = (0..64).map(|_| peer.post(&plan).unwrap()).collect();
+            let begun = std::time::Instant::now();
+            let mut first = [0];
+            while first == [0] {
+                assert!(begun.elapsed() < CUT_OFF);
+                watched.copy_out(0, &mut first).unwrap();
             }
+            let memory = remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+            // From here on nobody else touches it. No block was ever filled with an even byte.
+            memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
+            let results: Vec<_> = transfers.into_iter().map(|transfer| transfer.wait(CUT_OFF)).collect();
+            assert!(results.iter().any(|result| result.is_err()), "all was done before the revoke");
+            for error in results.into_iter().filter_map(Result::err) {
+                assert_eq!(error.kind(), Kind::Revoked, "{error}");
+            }
+            assert!(
+                (0..BLOCKS).all(|block| filled_with(&local, block) != 0x5a),
+                "{on:?} {writes}: read after the end"
+            );
             let mut after = vec![0; memory.len()];
             memory.copy_out(0, &mut after).unwrap();
             assert!(after.iter().all(|byte| *byte == 0x5a), "{on:?} {writes}");

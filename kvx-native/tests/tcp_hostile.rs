@@ -1,10 +1,12 @@
 //! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
 #![cfg(feature = "tcp")]
+#![allow(clippy::unwrap_used)]
 
 mod tcp_pair;
 
 use std::io::{ErrorKind, Write};
 use std::net::TcpListener;
+use std::sync::mpsc::channel;
 
 use kvx_core::wire::Writer;
 use kvx_core::{Grid, Kind, RegionKey};
@@ -15,6 +17,7 @@ use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 const UNREGISTERED: u8 = 1;
 const WRONG_KEY: u8 = 2;
 const OUT_OF_BOUNDS: u8 = 4;
+const CANCELLED: u8 = 5;
 
 #[test]
 fn garbage_costs_a_connection() {
@@ -288,6 +291,56 @@ fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
 }
 
 #[test]
+fn a_cancel_overtakes_the_payload_and_even_the_request() {
+    let pair = Pair::new(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let link = fresh();
+    let (mut small, mut bulk) = (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
+    let request = blocks(region, key, 64, 64, &[0]);
+    // In the middle of a payload: what came has been written, what comes is not.
+    bulk.send(&frame(WRITE, 1, &request));
+    bulk.send(&frame(DATA, 1, &[1; 64])[..16 + 10]);
+    while Pair::all(&pair.theirs)[9] != 1 {
+        std::thread::yield_now();
+    }
+    small.send(&frame(CANCEL, 1, &[1]));
+    assert_eq!(bulk.answer(1), Err(CANCELLED));
+    bulk.send(&[1; 54]);
+    bulk.send(&frame(STOP, 1, &[]));
+    // Before the request.
+    small.send(&frame(CANCEL, 7, &[1]));
+    small.send(&frame(PING, 0, &[]));
+    assert_eq!(small.frame().unwrap().0, ALIVE);
+    bulk.send(&frame(WRITE, 7, &request));
+    bulk.send(&frame(DATA, 7, &[2; 64]));
+    assert_eq!(bulk.answer(7), Err(CANCELLED));
+    // After its end, and for lanes and links that are not there: nothing happens.
+    small.send(&[frame(CANCEL, 7, &[1]), frame(CANCEL, 7, &[9])].concat());
+    Raw::lane_of(&pair.owner, fresh(), 0).send(&frame(CANCEL, 8, &[1]));
+    bulk.send(&frame(READ, 8, &blocks(region, key, 64, 64, &[1])));
+    assert_eq!(bulk.answer(8).unwrap(), pair.bytes[64..128]);
+    let now = Pair::all(&pair.theirs);
+    assert_eq!(now[..10], [1; 10]);
+    assert!(now[10..] == pair.bytes[10..]);
+    // Not without bound.
+    for id in 100..5000 {
+        small.send(&frame(CANCEL, id, &[1]));
+    }
+    assert!(bulk.is_closed());
+    pair.still_works();
+}
+
+#[test]
+fn a_lane_that_comes_twice_costs_the_second_connection() {
+    let pair = Pair::new(4096);
+    let link = fresh();
+    let mut first = Raw::lane_of(&pair.owner, link, 1);
+    assert!(Raw::lane_of(&pair.owner, link, 1).is_closed());
+    first.send(&frame(PING, 0, &[]));
+    assert_eq!(first.frame().unwrap().0, ALIVE);
+}
+
+#[test]
 fn too_many_notifications_at_once_cost_a_connection() {
     let owner =
         kvx_core::Agent::builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
@@ -314,7 +367,7 @@ fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair)
             });
             owner(lanes.collect());
         });
-        reader(&Pair::of(honest, agent("reader"), 4096))
+        reader(&Pair::of(honest, agent("reader"), 256 << 10))
     })
 }
 
@@ -365,6 +418,45 @@ fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
         assert_eq!((error.kind(), error.sentence()), (Kind::Revoked, "taken back"));
         assert_eq!((error.failed_backend(), error.failed_peer()), (Some("TCP"), Some("owner")));
         read_one(pair).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    });
+}
+
+#[test]
+fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
+    let (seen, wait_until_seen) = channel();
+    let (posted, wait_until_posted) = channel();
+    let owner = move |mut lanes: Vec<Raw>| {
+        let (bulk, id) = loop {
+            match (1..3).find_map(|lane| lanes[lane].peeked(WRITE).map(|id| (lane, id))) {
+                Some(found) => break found,
+                None => std::thread::yield_now(),
+            }
+        };
+        seen.send(()).unwrap();
+        let (kind, cancelled, lane) = lanes[0].frame().unwrap();
+        assert_eq!((kind, cancelled, usize::from(lane[0])), (CANCEL, id, bulk));
+        wait_until_posted.recv().unwrap();
+        for _ in 0..1000 {
+            assert!(lanes[0].peeked(READ).is_none(), "it begins before the cancelled write has ended");
+            std::thread::yield_now();
+        }
+        lanes[bulk].send(&frame(END, id, &[CANCELLED]));
+        let (kind, id, _) = lanes[0].frame().unwrap();
+        assert_eq!(kind, READ);
+        lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
+        assert!(lanes.iter_mut().all(Raw::is_closed));
+    };
+    with_owner(owner, |pair| {
+        let all: Vec<u32> = (0..256).collect();
+        let write = pair.peer.post(&pair.write(Grid::packed(1024, 256), all.clone(), all)).unwrap();
+        let settled = write.settled();
+        wait_until_seen.recv_timeout(CUT_OFF).unwrap();
+        write.cancel();
+        settled.wait(CUT_OFF).unwrap();
+        let read = pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap();
+        posted.send(()).unwrap();
+        read.wait(CUT_OFF).unwrap();
         pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     });
 }

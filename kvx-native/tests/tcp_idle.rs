@@ -1,5 +1,6 @@
 //! What an idle agent costs.
 #![cfg(feature = "tcp")]
+#![allow(clippy::unwrap_used)]
 
 mod tcp_pair;
 

@@ -134,7 +134,7 @@ pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Po
                 for wait in arguments.wait.iter().copied() {
                     for pattern in arguments.pattern.iter().copied() {
                         let shape = |block, count| {
-                            let lists = lists(block * u64::from(count), arguments.pool);
+                            let lists = lists(block, count, arguments.pool);
                             Shape { block, count, lists, pattern, seed: arguments.seed }
                         };
                         let counts = |block| arguments.count.iter().map(move |count| shape(block, *count));
@@ -148,9 +148,10 @@ pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Po
     points.into_iter().partition(|point| point.shape.bytes() <= arguments.max_total)
 }
 
-/// How many transfers of `bytes` a pool of that size holds.
-fn lists(bytes: u64, pool: u64) -> u32 {
-    (pool / bytes.max(1)).clamp(1, MOST_LISTS) as u32
+/// How many transfers of `count` blocks a pool of that size holds.
+fn lists(block: u64, count: u32, pool: u64) -> u32 {
+    let fit = pool / (block * u64::from(count));
+    fit.min(u64::from(u32::MAX / count)).clamp(1, MOST_LISTS) as u32
 }
 
 #[cfg(test)]
@@ -169,6 +170,6 @@ mod tests {
         let adjacent = Shape { pattern: Pattern::Adjacent, ..shape };
         assert_eq!(adjacent.from(), adjacent.to());
         assert_eq!((shape.bytes(), shape.memory()), (200, 800));
-        assert_eq!([lists(100, 1000), lists(2000, 1000), lists(1, 1000)], [10, 1, 256]);
+        assert_eq!([lists(10, 10, 1000), lists(8, 250, 1000), lists(1, 1, 1000)], [10, 1, 256]);
     }
 }

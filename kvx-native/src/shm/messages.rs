@@ -17,9 +17,10 @@
 //!   answered, the target does not touch the initiator's memory again.
 //! * **Revocation.** The owner [`Recall`](Message::Recall)s a region from everyone who was granted or lent it; each drops
 //!   its work on it, unmaps, and says [`Released`](Message::Released).
-//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it.
-//! * **Life.** [`Ping`](Message::Ping) is answered by [`Alive`](Message::Alive), only while an answer is awaited; a peer that has
-//!   stopped reading because its queue of notifications is full says `Alive` by itself about once a second.
+//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it. At most 16
+//!   are unanswered, and at most 64 parts of writes: a target holds what it cannot take yet, and never stops reading.
+//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](Message::Ping), which is answered by
+//!   [`Alive`](Message::Alive) whatever else the peer is busy with. An idle connection is silent.
 //! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side. The other end drops
 //!   all as well and closes. Either sight (end of stream, or the process's end) proves that the other end holds
 //!   nothing any more: only then do tickets of half-done writes settle and revocations count as confirmed.

@@ -6,8 +6,10 @@ use kvx_core::reactor::Turns;
 use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
-use super::conn::{Effect, Input, Output};
+use super::conn::Effect;
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_frame, read_end};
+use super::input::Input;
+use super::output::Output;
 use super::payload::{Bin, Blocks, Chunk};
 use crate::described::{Described, Part, Side};
 

@@ -404,4 +404,38 @@ mod tests {
         assert_eq!(range(1, 3).common(range(4, 9)), None);
         assert_eq!(range(1, 3).common(range(3, 1)), None);
     }
+
+    #[test]
+    fn mutated_bodies_are_errors_or_bounded_messages() {
+        let hello =
+            Hello { versions: VERSIONS, secret: true, link: [1; 16], lane: 3, nonce: [2; 32] }.encode();
+        let challenge = Challenge { version: 1, secret: true, nonce: [3; 32] }.encode();
+        let mut end = Vec::new();
+        put_end(&mut end, 1, Err(&Error::new(Kind::Revoked, "region #3 wäs revoked")));
+        end.drain(..HEADER);
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut draw = |below: usize| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (state >> 33) as usize % below
+        };
+        for _ in 0..20_000 {
+            for good in [&hello, &challenge, &end] {
+                let mut body = good.clone();
+                for _ in 0..1 + draw(4) {
+                    let at = draw(body.len());
+                    match draw(4) {
+                        0 => body.truncate(at.max(1)),
+                        1 => body.insert(at, draw(256) as u8),
+                        _ => body[at] ^= 1 << draw(8),
+                    }
+                }
+                Hello::decode(&body).ok();
+                Challenge::decode(&mut Reader::new("Challenge", &body)).ok();
+                if let Ok(Err(error)) = read_end(&body) {
+                    assert!(error.sentence().len() <= 4 * MAX_SENTENCE);
+                    assert!(!error.sentence().contains(char::is_control));
+                }
+            }
+        }
+    }
 }

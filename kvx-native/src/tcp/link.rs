@@ -97,6 +97,8 @@ unsafe impl Link for TcpLink {
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        self.close();
+        if self.handle.is_at_home() {
+            self.close();
+        }
     }
 }

@@ -182,9 +182,9 @@ mod tests {
         let sentence = error.to_string();
         assert!(sentence.contains(&format!("port {port} is in use")), "{sentence}");
         assert!(sentence.contains("tcp.ports"), "{sentence}");
-        let words = sentence.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u16>().ok());
-        let free =
-            words.filter(|number| *number > 1024 && *number != port).last().expect("a free port is named");
+        let mut words =
+            sentence.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u16>().ok());
+        let free = words.rfind(|number| *number > 1024 && *number != port).expect("a free port is named");
         assert_eq!(open(&format!(r#"{{"tcp": {{"ports": {free}}}}}"#)).unwrap().addresses[0].port(), free);
     }
 

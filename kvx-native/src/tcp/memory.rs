@@ -110,7 +110,10 @@ impl LocalRegion for TcpRegion {
 
 impl Drop for TcpRegion {
     fn drop(&mut self) {
-        self.handle.shared.regions.remove(&self.served);
+        // A forked child may have inherited the lock as somebody else's.
+        if self.handle.is_at_home() {
+            self.handle.shared.regions.remove(&self.served);
+        }
     }
 }
 

@@ -201,7 +201,7 @@ mod tests {
         chunk.copy_in(&[1; 10]);
         chunk.discard_into(&mut Bin::new());
         assert_eq!(chunk.left(), 199_990);
-        chunk.copy_in(&vec![9; 10]);
+        chunk.copy_in(&[9; 10]);
         assert!(buffers[0][10..].iter().chain(&buffers[1]).all(|byte| *byte == 7));
         let mut chunk = over(&mut buffers);
         chunk.zero();

@@ -1,7 +1,6 @@
 //! The machine: all connections of one agent, worked on in bounded turns.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,28 +8,19 @@ use std::time::{Duration, Instant};
 use kvx_core::reactor::{Armed, Outbox, Progress, SLICE};
 use kvx_core::transport::LinkState;
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
-use rustix::io::Errno;
-use rustix::net::SocketFlags;
 use slab::Slab;
 
-use super::auth::{Door, Knock};
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
+use super::linking::greet;
 use super::listener::Listener;
 use super::payload::{Bin, MAX_PIECES};
 use super::peers::{Peer, Silence};
-use super::socket;
 use super::transport::Shared;
 use super::wake::{Event, Wake};
 
 /// How long a handshake may take.
-const HANDSHAKE: Duration = Duration::from_secs(5);
-/// Connections whose handshake is not done; one more drops the oldest.
-const MAX_DOORS: usize = 512;
-/// Connections accepted in one turn.
-const ACCEPTS: usize = 32;
-/// How long nothing is accepted when the system is out of descriptors or memory.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Bytes that one connection moves before another has its turn.
 const SHARE: usize = 256 << 10;
 /// Small connections that have their turn before a bulk one has.
@@ -49,40 +39,39 @@ pub(super) enum Command {
 
 /// See the module.
 pub(super) struct Machine {
-    shared: Arc<Shared>,
+    pub(super) scope: Scope,
     wake: Wake,
-    listener: Listener,
+    pub(super) listener: Listener,
     /// Whether somebody may wait to be accepted.
-    knocking: bool,
+    pub(super) knocking: bool,
     /// When to accept again.
-    accept_at: Option<Instant>,
-    conns: Slab<Conn>,
-    peers: HashMap<LinkId, Peer>,
+    pub(super) accept_at: Option<Instant>,
+    pub(super) conns: Slab<Conn>,
+    pub(super) peers: HashMap<LinkId, Peer>,
     /// Connections with something to do.
     small: VecDeque<usize>,
     bulk: VecDeque<usize>,
     /// Links with something to send out.
-    eager: Vec<LinkId>,
+    pub(super) eager: Vec<LinkId>,
     /// The next turn may be on the thread of somebody who posts: only small work.
     brief: bool,
     ticked: bool,
-    doors: usize,
-    guests: usize,
+    pub(super) doors: usize,
+    pub(super) guests: usize,
     /// Connections of guests by link and lane.
-    lanes: HashMap<([u8; 16], u8), usize>,
-    described: usize,
-    bin: Bin,
-    pieces: Vec<libc::iovec>,
-    effects: Vec<Effect>,
+    pub(super) lanes: HashMap<([u8; 16], u8), usize>,
 }
-
-// SAFETY: `pieces` is scratch for one system call and is empty of meaning between turns; all else is Send.
-unsafe impl Send for Machine {}
 
 impl Machine {
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Result<Self> {
         Ok(Machine {
-            shared,
+            scope: Scope {
+                shared,
+                bin: Bin::new(),
+                pieces: Vec::with_capacity(MAX_PIECES + 2),
+                effects: Vec::new(),
+                described: 0,
+            },
             wake: Wake::new(&listener.socket)?,
             listener,
             knocking: true,
@@ -97,29 +86,25 @@ impl Machine {
             doors: 0,
             guests: 0,
             lanes: HashMap::new(),
-            described: 0,
-            bin: Bin::new(),
-            pieces: Vec::with_capacity(MAX_PIECES + 2),
-            effects: Vec::new(),
         })
     }
 
     /// Queues a connection if it has something to do.
-    fn touch(&mut self, key: usize) {
+    pub(super) fn touch(&mut self, key: usize) {
         let Some(conn) = self.conns.get_mut(key) else { return };
-        if !conn.queued && conn.is_ready(self.described) {
+        if !conn.queued && conn.is_ready(self.scope.described) {
             conn.queued = true;
             if conn.small { self.small.push_back(key) } else { self.bulk.push_back(key) }
         }
     }
 
-    fn by(&mut self, at: Instant, now: Instant) {
+    pub(super) fn by(&mut self, at: Instant, now: Instant) {
         if let Err(error) = self.wake.by(at, now) {
             tracing::error!(%error, "TCP cannot set its timer: silent peers are noticed late");
         }
     }
 
-    fn insert(&mut self, conn: Conn, now: Instant) -> Result<usize> {
+    pub(super) fn insert(&mut self, conn: Conn, now: Instant) -> Result<usize> {
         let deadline = conn.deadline;
         let key = self.conns.insert(conn);
         if let Err(error) = self.wake.watch(key, self.conns[key].socket()) {
@@ -135,7 +120,7 @@ impl Machine {
     fn poll(&mut self) -> usize {
         let (conns, mut events) = (&mut self.conns, 0);
         let (mut knocking, mut ticked) = (self.knocking, self.ticked);
-        let (small, bulk, described) = (&mut self.small, &mut self.bulk, self.described);
+        let (small, bulk, described) = (&mut self.small, &mut self.bulk, self.scope.described);
         let polled = self.wake.poll(|event| {
             events += 1;
             match event {
@@ -158,68 +143,14 @@ impl Machine {
         events
     }
 
-    fn accept(&mut self, now: Instant) -> usize {
-        for accepted in 0..ACCEPTS {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match rustix::net::acceptfrom_with(&self.listener.socket, flags) {
-                Ok((socket, peer)) => {
-                    let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
-                    let peer = peer.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
-                    if let Err(error) = socket::tune(&socket, self.shared.peer_timeout) {
-                        tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
-                        continue;
-                    }
-                    self.admit(Conn::new(socket, peer, self.door(), now + HANDSHAKE), now);
-                }
-                Err(Errno::AGAIN) => {
-                    self.knocking = false;
-                    return accepted;
-                }
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "TCP cannot accept connections now; trying again soon");
-                    self.knocking = false;
-                    self.accept_at = Some(now + ACCEPT_PAUSE);
-                    self.by(now + ACCEPT_PAUSE, now);
-                    return accepted;
-                }
-            }
-        }
-        ACCEPTS
-    }
-
-    fn door(&self) -> Role {
-        let max = self.shared.config.max_connections;
-        let full = (self.guests >= max).then(|| {
-            Error::new(
-                Kind::Exhausted,
-                format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
-            )
-        });
-        Role::Door(Door::new(self.shared.secret.clone(), self.shared.agent.clone(), full))
-    }
-
-    fn admit(&mut self, conn: Conn, now: Instant) {
-        if self.doors >= MAX_DOORS {
-            let doors = self.conns.iter().filter(|(_, conn)| matches!(conn.role, Role::Door(_)));
-            if let Some(key) = doors.min_by_key(|(_, conn)| conn.deadline).map(|(key, _)| key) {
-                self.remove(key);
-            }
-        }
-        match self.insert(conn, now) {
-            Ok(_) => self.doors += 1,
-            Err(error) => tracing::warn!(%error, "TCP dropped a connection"),
-        }
-    }
-
     /// Takes a connection out and closes it.
-    fn remove(&mut self, key: usize) -> Option<Conn> {
+    pub(super) fn remove(&mut self, key: usize) -> Option<Conn> {
         let conn = self.conns.try_remove(key)?;
         match &conn.role {
             Role::Door(_) => self.doors -= 1,
             Role::Guest(guest) => {
                 self.guests -= 1;
-                self.described -= guest.described();
+                self.scope.described -= guest.described();
                 if self.lanes.get(&(guest.link, guest.lane)) == Some(&key) {
                     self.lanes.remove(&(guest.link, guest.lane));
                 }
@@ -233,7 +164,7 @@ impl Machine {
     fn serve(&mut self, key: usize, now: Instant, out: &mut Outbox) -> usize {
         let Some(conn) = self.conns.get_mut(key) else { return 0 };
         conn.queued = false;
-        if !conn.is_ready(self.described) {
+        if !conn.is_ready(self.scope.described) {
             return 0;
         }
         let link = conn.role.lane().map(|(link, _)| link);
@@ -241,24 +172,17 @@ impl Machine {
             (&conn.role, link.and_then(|link| self.peers.get(&link)))
         {
             let (link, lane) = (*link, *lane);
-            if let Err(error) = greet(conn, link, lane, peer, &self.shared) {
+            if let Err(error) = greet(conn, link, lane, peer, &self.scope.shared) {
                 self.failed(key, error, now, out);
                 return 1;
             }
         }
-        let mut scope = Scope {
-            shared: &self.shared,
-            bin: &mut self.bin,
-            pieces: &mut self.pieces,
-            effects: &mut self.effects,
-            described: &mut self.described,
-        };
-        let received = conn.receive(SHARE, key, &mut scope);
+        let received = conn.receive(SHARE, key, &mut self.scope);
         let moved = match received {
-            Ok(received) => conn.send(SHARE, &mut scope).map(|sent| (received, sent)),
+            Ok(received) => conn.send(SHARE, &mut self.scope).map(|sent| (received, sent)),
             Err(error) => {
                 if conn.role.is_greeting() {
-                    conn.send(SHARE, &mut scope).ok(); // the last word of a refusal
+                    conn.send(SHARE, &mut self.scope).ok(); // the last word of a refusal
                 }
                 Err(error)
             }
@@ -287,7 +211,7 @@ impl Machine {
     }
 
     fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
-        let mut effects = std::mem::take(&mut self.effects);
+        let mut effects = std::mem::take(&mut self.scope.effects);
         for effect in effects.drain(..) {
             match effect {
                 Effect::Welcome { link, lane } => self.welcome(link, lane, now, out),
@@ -324,121 +248,11 @@ impl Machine {
                 }
             }
         }
-        self.effects = effects;
-    }
-
-    /// A peer's lane is up.
-    fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
-        self.doors -= 1;
-        self.guests += 1;
-        let Some(Conn { role: Role::Guest(guest), peer, .. }) = self.conns.get(key) else { return };
-        tracing::debug!(peer = ?guest.who, from = %peer, lane = guest.lane, "a peer connected over TCP");
-        if self.lanes.contains_key(&(guest.link, guest.lane)) {
-            let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", guest.lane));
-            self.failed(key, error, now, out);
-        } else {
-            self.lanes.insert((guest.link, guest.lane), key);
-        }
-    }
-
-    /// A peer takes back a request, which it sent on another of its lanes.
-    fn cancelled(&mut self, link: [u8; 16], lane: u8, id: u64, now: Instant, out: &mut Outbox) {
-        let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
-        let Some(Conn { role: Role::Guest(guest), input, output, .. }) = self.conns.get_mut(key) else {
-            return;
-        };
-        let mut scope = Scope {
-            shared: &self.shared,
-            bin: &mut self.bin,
-            pieces: &mut self.pieces,
-            effects: &mut self.effects,
-            described: &mut self.described,
-        };
-        match guest.cancel(id, input, output, &mut scope) {
-            Ok(()) => self.touch(key),
-            Err(error) => self.failed(key, error, now, out),
-        }
-    }
-
-    fn give_up(&mut self, link: LinkId, transfer: TransferId, why: Error, out: &mut Outbox) {
-        let Some(peer) = self.peers.get_mut(&link) else { return };
-        let mut touched = Vec::new();
-        peer.give_up(transfer, why, &mut self.conns, &mut self.bin, out, |key| touched.push(key));
-        touched.into_iter().for_each(|key| self.touch(key));
-    }
-
-    /// A lane is up: the small one opens the others, the last one makes the link.
-    fn welcome(&mut self, link: LinkId, lane: u8, now: Instant, out: &mut Outbox) {
-        let Some(peer) = self.peers.get_mut(&link) else { return };
-        peer.lanes_up += 1;
-        peer.heard(now);
-        if peer.is_up() {
-            let (address, bulk) = (peer.addresses[peer.address], peer.lanes.len() - 1);
-            peer.standing.set(format!("TCP to {address}: a small lane and {bulk} bulk lanes"));
-            out.link(link, LinkState::Up);
-            self.eager.push(link);
-        } else if lane == 0 {
-            for lane in 1..peer.lanes.len() {
-                if let Err(error) = self.open_lane(link, lane as u8, now) {
-                    self.lose(link, error, out);
-                    return;
-                }
-            }
-        }
-    }
-
-    fn open_lane(&mut self, link: LinkId, lane: u8, now: Instant) -> Result<()> {
-        let Some(peer) = self.peers.get(&link) else { return Ok(()) };
-        let address = peer.addresses[peer.address];
-        let socket = socket::connect(address, self.shared.peer_timeout)
-            .map_err(|errno| error::unreachable(address, errno))?;
-        let by = peer.lane_by(lane, HANDSHAKE, now);
-        let conn = Conn::new(socket, address, Role::Connecting { link, lane }, by);
-        let key = self.insert(conn, now)?;
-        if let Some(peer) = self.peers.get_mut(&link) {
-            peer.lanes[usize::from(lane)] = Some(key);
-        }
-        Ok(())
-    }
-
-    /// Opens the small lane of a link, at the next address if `failed` says that the current one is no good.
-    fn open_link(&mut self, link: LinkId, failed: Option<Error>, now: Instant, out: &mut Outbox) {
-        let mut failed = failed;
-        loop {
-            let Some(peer) = self.peers.get_mut(&link) else { return };
-            if let Some(error) = failed {
-                if peer.address + 1 == peer.addresses.len() {
-                    self.lose(link, error, out);
-                    return;
-                }
-                tracing::debug!(peer = ?peer.who, %error, "trying the peer's next address");
-                peer.address += 1;
-            }
-            match self.open_lane(link, 0, now) {
-                Ok(()) => return,
-                Err(error) => failed = Some(error),
-            }
-        }
-    }
-
-    /// Takes a link and its connections out.
-    fn disband(&mut self, link: LinkId) -> Option<Peer> {
-        let peer = self.peers.remove(&link)?;
-        for key in peer.lanes.iter().flatten() {
-            self.remove(*key);
-        }
-        Some(peer)
-    }
-
-    fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
-        if let Some(peer) = self.disband(link) {
-            tracing::debug!(peer = ?peer.who, error = %why, "a TCP link is lost");
-            peer.lost(why, out);
-        }
+        self.scope.effects = effects;
     }
 
     /// A connection is of no use any more.
-    fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
+    pub(super) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
         let Some(conn) = self.remove(key) else { return };
         let from = conn.peer;
         match conn.role.lane() {
@@ -467,7 +281,7 @@ impl Machine {
         for link in eager.drain(..) {
             let Some(peer) = self.peers.get_mut(&link) else { continue };
             peer.issue(&mut self.conns, |key| touched.push(key));
-            if let Some(at) = peer.note_busy(now, self.shared.peer_timeout) {
+            if let Some(at) = peer.note_busy(now, self.scope.shared.peer_timeout) {
                 self.by(at, now);
             }
         }
@@ -498,7 +312,7 @@ impl Machine {
         }
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
-            match peer.look(now, self.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
+            match peer.look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
                 Silence::Idle => {}
                 Silence::Until(at) => earlier(at),
                 Silence::Lost => lost.push(*link),
@@ -508,51 +322,13 @@ impl Machine {
             self.failed(key, error::no_answer(peer), now, out);
         }
         for link in lost {
-            self.lose(link, error::silent(self.shared.peer_timeout.as_secs_f64()), out);
+            self.lose(link, error::silent(self.scope.shared.peer_timeout.as_secs_f64()), out);
         }
         touched.into_iter().for_each(|key| self.touch(key));
         if let Some(next) = next {
             self.by(next, now);
         }
     }
-
-    fn revoke(&mut self, region: RegionId) {
-        let mut touched = Vec::new();
-        for (key, conn) in &mut self.conns {
-            let Conn { role: Role::Guest(guest), input, output, .. } = conn else { continue };
-            let mut scope = Scope {
-                shared: &self.shared,
-                bin: &mut self.bin,
-                pieces: &mut self.pieces,
-                effects: &mut self.effects,
-                described: &mut self.described,
-            };
-            guest.revoke(region, input, output, &mut scope);
-            touched.push(key);
-        }
-        touched.into_iter().for_each(|key| self.touch(key));
-    }
-
-    fn resume(&mut self) {
-        let mut touched = Vec::new();
-        for (key, conn) in &mut self.conns {
-            let Conn { role: Role::Guest(guest), output, .. } = conn else { continue };
-            if guest.resume(output, &self.shared) {
-                touched.push(key);
-            }
-        }
-        touched.into_iter().for_each(|key| self.touch(key));
-    }
-}
-
-/// A connect has ended: says hello, or why it failed.
-fn greet(conn: &mut Conn, link: LinkId, lane: u8, peer: &Peer, shared: &Shared) -> Result<()> {
-    socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-    let (own, expected) = (shared.agent.clone(), peer.who.clone());
-    let which = (peer.nonce, lane);
-    let knock = Knock::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
-    conn.role = Role::Knock { link, lane, knock };
-    Ok(())
 }
 
 impl Progress for Machine {

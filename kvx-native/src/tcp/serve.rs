@@ -7,8 +7,10 @@ use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
-use super::conn::{Effect, Input, Output, Scope};
+use super::conn::{Effect, Scope};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
+use super::input::Input;
+use super::output::Output;
 use super::payload::{Bin, Blocks, Chunk};
 use super::transport::Shared;
 use crate::described::Described;
@@ -120,7 +122,7 @@ impl Guest {
         header: Header,
         body: &[u8],
         output: &mut Output,
-        scope: &mut Scope<'_>,
+        scope: &mut Scope,
     ) -> Result<()> {
         match header.frame {
             Frame::Read => self.read(header.id, body, output, scope),
@@ -145,7 +147,7 @@ impl Guest {
     }
 
     /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
-    fn request(&mut self, id: u64, body: &[u8], scope: &Scope<'_>) -> Result<(u64, Result<Blocks>)> {
+    fn request(&mut self, id: u64, body: &[u8], scope: &Scope) -> Result<(u64, Result<Blocks>)> {
         if self.last_id.is_some_and(|last| last >= id) {
             return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
         }
@@ -168,7 +170,7 @@ impl Guest {
         Ok((bytes, blocks))
     }
 
-    fn read(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope<'_>) -> Result<()> {
+    fn read(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
         match self.request(id, body, scope)? {
             (_, Err(refusal)) => {
                 tracing::debug!(peer = ?self.who, %refusal, "refused a read over TCP");
@@ -176,14 +178,14 @@ impl Guest {
             }
             (bytes, Ok(blocks)) => {
                 self.reads_described += body.len();
-                *scope.described += body.len();
+                scope.described += body.len();
                 self.reads.push(Reading { id, blocks, described: body.len() }, bytes);
             }
         }
         Ok(())
     }
 
-    fn write(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope<'_>) -> Result<()> {
+    fn write(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
         if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
             return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
         }
@@ -201,7 +203,7 @@ impl Guest {
             }
         };
         self.writes_described += described;
-        *scope.described += described;
+        scope.described += described;
         self.writes.insert(id, Writing { blocks, left, described });
         Ok(())
     }
@@ -228,7 +230,7 @@ impl Guest {
     }
 
     /// Payload has ended.
-    pub(super) fn data_end(&mut self, output: &mut Output, scope: &mut Scope<'_>) {
+    pub(super) fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
         let Some((id, len)) = self.receiving.take() else { return };
         let Some(writing) = self.writes.get_mut(&id) else { return };
         writing.left -= len as u64;
@@ -236,7 +238,7 @@ impl Guest {
             if writing.blocks.is_some() {
                 put_end(&mut output.control, id, Ok(()));
             }
-            self.forget_write(id, scope.described);
+            self.forget_write(id, &mut scope.described);
         }
     }
 
@@ -253,10 +255,10 @@ impl Guest {
     }
 
     /// The next piece of an answer.
-    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope<'_>) {
+    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         if let Some(reading) = self.sending.take() {
             match reading.blocks.left() {
-                0 => self.forget_read(reading, scope.described),
+                0 => self.forget_read(reading, &mut scope.described),
                 left => self.reads.push(reading, left),
             }
         }
@@ -277,7 +279,7 @@ impl Guest {
         id: u64,
         input: &mut Input,
         output: &mut Output,
-        scope: &mut Scope<'_>,
+        scope: &mut Scope,
     ) -> Result<()> {
         if self.last_id.is_none_or(|last| last < id) {
             if self.cancelled.len() >= MAX_READS {
@@ -286,17 +288,17 @@ impl Guest {
             self.cancelled.insert(id);
             return Ok(());
         }
-        self.stop_reads(|reading| reading.id == id, &cancelled(), output, scope.described);
-        self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, scope.bin);
+        self.stop_reads(|reading| reading.id == id, &cancelled(), output, &mut scope.described);
+        self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, &mut scope.bin);
         Ok(())
     }
 
     /// No more payload comes for a write.
-    fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope<'_>) {
+    fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
         if self.writes.get(&id).is_some_and(|writing| writing.blocks.is_some()) {
             put_end(&mut output.control, id, Err(&cancelled()));
         }
-        self.forget_write(id, scope.described);
+        self.forget_write(id, &mut scope.described);
     }
 
     /// Ends writes at once: nothing more goes into their memory.
@@ -347,14 +349,14 @@ impl Guest {
         region: RegionId,
         input: &mut Input,
         output: &mut Output,
-        scope: &mut Scope<'_>,
+        scope: &mut Scope,
     ) {
         let revoked = Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
-        self.stop_reads(|reading| reading.blocks.touches(region), &revoked, output, scope.described);
-        self.refuse_writes(|_, blocks| blocks.touches(region), &revoked, input, output, scope.bin);
+        self.stop_reads(|reading| reading.blocks.touches(region), &revoked, output, &mut scope.described);
+        self.refuse_writes(|_, blocks| blocks.touches(region), &revoked, input, output, &mut scope.bin);
     }
 
-    fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope<'_>) -> Result<()> {
+    fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope) -> Result<()> {
         if self.parked.is_empty() && scope.shared.events.notification(self.who.as_sender(), bytes).is_ok() {
             put_bare(&mut output.control, Frame::Ack, id);
             return Ok(());

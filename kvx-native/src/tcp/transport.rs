@@ -92,6 +92,7 @@ pub(super) struct Shared {
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
     reactor: Reactor<Machine>,
+    process: u32,
 }
 
 impl Handle {
@@ -101,6 +102,11 @@ impl Handle {
 
     pub(super) fn submit_here(&self, command: Command) {
         self.reactor.submit_here(command);
+    }
+
+    /// Whether this is the process that opened it, not a forked child: only there does the machine run.
+    pub(super) fn is_at_home(&self) -> bool {
+        std::process::id() == self.process
     }
 
     pub(super) fn drive(&self) -> bool {
@@ -130,7 +136,7 @@ fn open(context: Context) -> Result<TcpTransport> {
     });
     let machine = Machine::new(Arc::clone(&shared), listener)?;
     let reactor = Reactor::start(name, machine, events, Spin::default())?;
-    let handle = Arc::new(Handle { shared, reactor });
+    let handle = Arc::new(Handle { shared, reactor, process: std::process::id() });
     Ok(TcpTransport { handle, capabilities: capabilities(), address })
 }
 

@@ -35,6 +35,9 @@ pub(super) struct Wake {
     events: Vec<epoll::Event>,
 }
 
+// SAFETY: the data of its events are numbers, never pointers; all else is Send.
+unsafe impl Send for Wake {}
+
 fn refused(errno: Errno) -> Error {
     Error::os("no epoll or timer descriptor for TCP: raise the limit of open files", errno)
 }

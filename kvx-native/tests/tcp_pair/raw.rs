@@ -35,18 +35,22 @@ pub(crate) fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
 }
 
 pub(crate) fn hello(secret: bool, lane: u8) -> Vec<u8> {
+    hello_of(fresh(), secret, lane)
+}
+
+fn hello_of(link: [u8; 16], secret: bool, lane: u8) -> Vec<u8> {
     let mut body = b"kvx-tcp\n".to_vec();
     body.put_u16(1);
     body.put_u16(1);
     body.put_u8(secret.into());
     body.put_u8(lane);
-    body.put(&fresh());
+    body.put(&link);
     body.put(&[7; 32]);
     frame(HELLO, 0, &body)
 }
 
 /// The nonce of a link.
-fn fresh() -> [u8; 16] {
+pub(crate) fn fresh() -> [u8; 16] {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut nonce = [5; 16];
     nonce[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
@@ -108,8 +112,13 @@ impl Raw {
 
     /// A lane to an agent without a secret, through the handshake.
     pub(crate) fn lane(agent: &Agent) -> Self {
+        Self::lane_of(agent, fresh(), 1)
+    }
+
+    /// One of several lanes of a link.
+    pub(crate) fn lane_of(agent: &Agent, link: [u8; 16], lane: u8) -> Self {
         let mut raw = Self::connect(address_of(agent));
-        raw.send(&hello(false, 1));
+        raw.send(&hello_of(link, false, lane));
         assert_eq!(raw.frame().unwrap().0, CHALLENGE);
         let mut body = Vec::new();
         body.put_identity(&Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) });
@@ -139,6 +148,16 @@ impl Raw {
         answer.put_block(&[]);
         self.send(&frame(ANSWER, 0, &answer));
         hello[13]
+    }
+
+    /// The id of the next frame, if it has come and is of this kind. It stays where it is.
+    pub(crate) fn peeked(&self, kind: u8) -> Option<u64> {
+        let mut header = [0; 16];
+        self.0.set_nonblocking(true).unwrap();
+        let got = self.0.peek(&mut header);
+        self.0.set_nonblocking(false).unwrap();
+        let whole = got.is_ok_and(|count| count == 16) && header[0] == kind;
+        whole.then(|| u64::from_le_bytes(header[8..].try_into().unwrap()))
     }
 
     /// Sends, whether or not the other end still listens.

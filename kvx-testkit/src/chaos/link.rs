@@ -127,10 +127,13 @@ impl Turns {
 
 /// Does something after a while: a fault is the one place where a test sleeps.
 pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
-    std::thread::spawn(move || {
+    // Named as the threads of agents are: a fault breaks its own promise and no other.
+    let thread = std::thread::Builder::new().name("kvx-chaos".into());
+    let started = thread.spawn(move || {
         std::thread::sleep(time);
         what();
     });
+    started.expect("a thread for a fault");
 }
 
 // SAFETY: as for the transport: the inner link keeps the contract.

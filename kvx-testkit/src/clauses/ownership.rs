@@ -110,6 +110,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut Pair) -> Check {
         let traffic = Traffic::new(pair, &format!("stopped-{op}"), 1 << 20)?;
         let peer = pair.connect().await?;
         let memory = Arc::downgrade(traffic.near.memory());
+        // Once before, so that the next one reaches the peer: one that still waits for a region may end at once.
+        traffic.post(op, &peer, CUT_OFF)?.await?;
         pair.far.process()?.stop()?;
         let transfer = traffic.post(op, &peer, Duration::from_secs(30))?;
         let mut settled = transfer.settled();

@@ -1,0 +1,158 @@
+//! What comes in on a connection: a buffer for headers and small frames, and payload straight to where it belongs.
+
+use std::os::fd::OwnedFd;
+
+use kvx_core::Result;
+
+use super::frames::{HEADER, Header};
+use super::payload::{Bin, Chunk};
+use super::socket;
+
+/// Bytes read at a time when nothing is known of what comes.
+const BUFFER: usize = 16 << 10;
+/// Bytes read behind a bulk payload: an END and the next header, no more, because they are copied.
+const BEHIND_BULK: usize = 4 * HEADER;
+/// The most that grows at a time while the body of a frame comes in.
+const GROWTH: usize = 64 << 10;
+
+/// Where the reader stands.
+#[derive(Clone, Copy)]
+pub(super) enum Stage {
+    Header,
+    Body(Header),
+    Data { left: usize },
+}
+
+/// What came in.
+pub(super) struct Input {
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    body: Vec<u8>,
+    pub(super) stage: Stage,
+    /// Where the payload that is coming in goes.
+    pub(super) chunk: Chunk,
+}
+
+impl Input {
+    pub(super) fn new() -> Self {
+        Input {
+            buffer: Box::default(),
+            start: 0,
+            end: 0,
+            body: Vec::new(),
+            stage: Stage::Header,
+            chunk: Chunk::default(),
+        }
+    }
+
+    /// Reads what is there, as far as there is a place for it. Says how many bytes came, and how many were wanted.
+    pub(super) fn read(
+        &mut self,
+        socket: &OwnedFd,
+        small: bool,
+        pieces: &mut Vec<libc::iovec>,
+    ) -> Result<(Option<usize>, usize)> {
+        if self.buffer.is_empty() {
+            self.buffer = vec![0; BUFFER].into();
+        }
+        if let Stage::Body(header) = self.stage
+            && header.len - self.body.len() > BUFFER
+        {
+            let (old, want) = (self.body.len(), (header.len - self.body.len()).min(GROWTH));
+            self.body.resize(old + want, 0);
+            let piece = libc::iovec { iov_base: self.body[old..].as_mut_ptr().cast(), iov_len: want };
+            // SAFETY: the piece is the new end of `body`, which outlives the call.
+            let got = unsafe { socket::receive(socket, &mut [piece]) };
+            self.body.truncate(old + got.as_ref().ok().copied().flatten().unwrap_or(0));
+            return Ok((got?, want));
+        }
+        pieces.clear();
+        let (mut behind, mut want) = (BUFFER, 0);
+        if let Stage::Data { left } = self.stage {
+            pieces.extend_from_slice(self.chunk.pieces());
+            want = self.chunk.left();
+            behind = match (want == left, small) {
+                (false, _) => 0,
+                (true, true) => BUFFER,
+                (true, false) => BEHIND_BULK,
+            };
+        }
+        self.compact();
+        let room = &mut self.buffer[self.end..];
+        let behind = behind.min(room.len());
+        if behind > 0 {
+            pieces.push(libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: behind });
+        }
+        // SAFETY: the first pieces are the chunk's, whose owner keeps their memory and lets it be written; the last is
+        // the free part of the buffer.
+        let got = unsafe { socket::receive(socket, pieces) }?;
+        let count = got.unwrap_or(0);
+        let payload = count.min(want);
+        self.chunk.advance(payload);
+        self.end += count - payload;
+        if let Stage::Data { left } = &mut self.stage {
+            *left -= payload;
+        }
+        Ok((got, want + behind))
+    }
+
+    /// Puts buffered bytes into the chunk, as many as fit. Says whether there were any.
+    pub(super) fn drain_into_chunk(&mut self, left: usize) -> bool {
+        if self.start == self.end {
+            return false;
+        }
+        let count = self.chunk.copy_in(&self.buffer[self.start..self.end]);
+        self.start += count;
+        self.stage = Stage::Data { left: left - count };
+        true
+    }
+
+    pub(super) fn has_backlog(&self) -> bool {
+        matches!(self.stage, Stage::Header) && self.end - self.start >= HEADER
+    }
+
+    /// Whether payload is coming in.
+    pub(super) fn in_payload(&self) -> bool {
+        matches!(self.stage, Stage::Data { .. })
+    }
+
+    /// The rest of the payload that is coming in goes nowhere.
+    pub(super) fn abort(&mut self, bin: &mut Bin) {
+        self.chunk.discard_into(bin);
+    }
+
+    pub(super) fn header(&mut self) -> Result<Option<Header>> {
+        let Some(bytes) = self.buffer[self.start..self.end].first_chunk::<HEADER>() else { return Ok(None) };
+        let header = Header::decode(bytes)?;
+        self.start += HEADER;
+        Ok(Some(header))
+    }
+
+    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else gathered.
+    pub(super) fn body(&mut self, len: usize) -> Option<&[u8]> {
+        let buffered = self.end - self.start;
+        if len <= BUFFER {
+            let body = self.buffer.get(self.start..self.start + len).filter(|_| buffered >= len)?;
+            self.start += len;
+            return Some(body);
+        }
+        let more = buffered.min(len - self.body.len());
+        self.body.extend_from_slice(&self.buffer[self.start..self.start + more]);
+        self.start += more;
+        (self.body.len() == len).then_some(&*self.body)
+    }
+
+    pub(super) fn body_end(&mut self) {
+        self.body.clear();
+        self.body.shrink_to(GROWTH);
+        self.stage = Stage::Header;
+    }
+
+    /// Moves what is left in the buffer to its front.
+    fn compact(&mut self) {
+        self.buffer.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+    }
+}

@@ -1,0 +1,105 @@
+//! The machine's side as an initiator: links that come up, go on, and go.
+
+use std::time::Instant;
+
+use kvx_core::reactor::Outbox;
+use kvx_core::transport::LinkState;
+use kvx_core::{Error, LinkId, Result, TransferId};
+
+use super::auth::Knock;
+use super::conn::{Conn, Role};
+use super::error;
+use super::peers::Peer;
+use super::progress::{HANDSHAKE, Machine};
+use super::socket;
+use super::transport::Shared;
+
+impl Machine {
+    /// A lane is up: the small one opens the others, the last one makes the link.
+    pub(super) fn welcome(&mut self, link: LinkId, lane: u8, now: Instant, out: &mut Outbox) {
+        let Some(peer) = self.peers.get_mut(&link) else { return };
+        peer.lanes_up += 1;
+        peer.heard(now);
+        if peer.is_up() {
+            let (address, bulk) = (peer.addresses[peer.address], peer.lanes.len() - 1);
+            peer.standing.set(format!("TCP to {address}: a small lane and {bulk} bulk lanes"));
+            out.link(link, LinkState::Up);
+            self.eager.push(link);
+        } else if lane == 0 {
+            for lane in 1..peer.lanes.len() {
+                if let Err(error) = self.open_lane(link, lane as u8, now) {
+                    self.lose(link, error, out);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn open_lane(&mut self, link: LinkId, lane: u8, now: Instant) -> Result<()> {
+        let Some(peer) = self.peers.get(&link) else { return Ok(()) };
+        let address = peer.addresses[peer.address];
+        let socket = socket::connect(address, self.scope.shared.peer_timeout)
+            .map_err(|errno| error::unreachable(address, errno))?;
+        let by = peer.lane_by(lane, HANDSHAKE, now);
+        let conn = Conn::new(socket, address, Role::Connecting { link, lane }, by);
+        let key = self.insert(conn, now)?;
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.lanes[usize::from(lane)] = Some(key);
+        }
+        Ok(())
+    }
+
+    /// Opens the small lane of a link, at the next address if `failed` says that the current one is no good.
+    pub(super) fn open_link(&mut self, link: LinkId, failed: Option<Error>, now: Instant, out: &mut Outbox) {
+        let mut failed = failed;
+        loop {
+            let Some(peer) = self.peers.get_mut(&link) else { return };
+            if let Some(error) = failed {
+                if peer.address + 1 == peer.addresses.len() {
+                    self.lose(link, error, out);
+                    return;
+                }
+                peer.lanes[0] = None;
+                tracing::debug!(peer = ?peer.who, %error, "trying the peer's next address");
+                peer.address += 1;
+            }
+            match self.open_lane(link, 0, now) {
+                Ok(()) => return,
+                Err(error) => failed = Some(error),
+            }
+        }
+    }
+
+    /// Takes a link and its connections out.
+    pub(super) fn disband(&mut self, link: LinkId) -> Option<Peer> {
+        let peer = self.peers.remove(&link)?;
+        for key in peer.lanes.iter().flatten() {
+            self.remove(*key);
+        }
+        Some(peer)
+    }
+
+    pub(super) fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
+        if let Some(peer) = self.disband(link) {
+            tracing::debug!(peer = ?peer.who, error = %why, "a TCP link is lost");
+            peer.lost(why, out);
+        }
+    }
+
+    pub(super) fn give_up(&mut self, link: LinkId, transfer: TransferId, why: Error, out: &mut Outbox) {
+        let Some(peer) = self.peers.get_mut(&link) else { return };
+        let mut touched = Vec::new();
+        peer.give_up(transfer, why, &mut self.conns, &mut self.scope.bin, out, |key| touched.push(key));
+        touched.into_iter().for_each(|key| self.touch(key));
+    }
+}
+
+/// A connect has ended: says hello, or why it failed.
+pub(super) fn greet(conn: &mut Conn, link: LinkId, lane: u8, peer: &Peer, shared: &Shared) -> Result<()> {
+    socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
+    let (own, expected) = (shared.agent.clone(), peer.who.clone());
+    let which = (peer.nonce, lane);
+    let knock = Knock::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
+    conn.role = Role::Knock { link, lane, knock: Box::new(knock) };
+    Ok(())
+}

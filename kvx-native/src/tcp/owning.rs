@@ -1,0 +1,130 @@
+//! The machine's side as an owner: who comes in, what they take back, and what is taken back from them.
+
+use std::collections::hash_map::Entry;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use kvx_core::reactor::Outbox;
+use kvx_core::{Error, Kind, RegionId};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::auth::Door;
+use super::conn::{Conn, Role};
+use super::progress::{HANDSHAKE, Machine};
+use super::socket;
+use super::transport::Shared;
+
+/// Connections whose handshake is not done; one more drops the oldest.
+const MAX_DOORS: usize = 512;
+/// Connections accepted in one turn.
+const ACCEPTS: usize = 32;
+/// How long nothing is accepted when the system is out of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+impl Machine {
+    pub(super) fn accept(&mut self, now: Instant) -> usize {
+        for accepted in 0..ACCEPTS {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match rustix::net::acceptfrom_with(&self.listener.socket, flags) {
+                Ok((socket, peer)) => {
+                    let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
+                    let peer = peer.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
+                    if let Err(error) = socket::tune(&socket, self.scope.shared.peer_timeout) {
+                        tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
+                        continue;
+                    }
+                    self.admit(Conn::new(socket, peer, self.door(), now + HANDSHAKE), now);
+                }
+                Err(Errno::AGAIN) => {
+                    self.knocking = false;
+                    return accepted;
+                }
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "TCP cannot accept connections now; trying again soon");
+                    self.knocking = false;
+                    self.accept_at = Some(now + ACCEPT_PAUSE);
+                    self.by(now + ACCEPT_PAUSE, now);
+                    return accepted;
+                }
+            }
+        }
+        ACCEPTS
+    }
+
+    fn door(&self) -> Role {
+        let max = self.scope.shared.config.max_connections;
+        let full = (self.guests >= max).then(|| {
+            Error::new(
+                Kind::Exhausted,
+                format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
+            )
+        });
+        let Shared { secret, agent, .. } = &*self.scope.shared;
+        Role::Door(Box::new(Door::new(secret.clone(), agent.clone(), full)))
+    }
+
+    fn admit(&mut self, conn: Conn, now: Instant) {
+        if self.doors >= MAX_DOORS {
+            let doors = self.conns.iter().filter(|(_, conn)| matches!(conn.role, Role::Door(_)));
+            if let Some(key) = doors.min_by_key(|(_, conn)| conn.deadline).map(|(key, _)| key) {
+                self.remove(key);
+            }
+        }
+        match self.insert(conn, now) {
+            Ok(_) => self.doors += 1,
+            Err(error) => tracing::warn!(%error, "TCP dropped a connection"),
+        }
+    }
+
+    /// A peer's lane is up.
+    pub(super) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
+        self.doors -= 1;
+        self.guests += 1;
+        let Some(Conn { role: Role::Guest(guest), peer, .. }) = self.conns.get(key) else { return };
+        tracing::debug!(peer = ?guest.who, from = %peer, lane = guest.lane, "a peer connected over TCP");
+        match self.lanes.entry((guest.link, guest.lane)) {
+            Entry::Vacant(vacant) => {
+                vacant.insert(key);
+            }
+            Entry::Occupied(_) => {
+                let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", guest.lane));
+                self.failed(key, error, now, out);
+            }
+        }
+    }
+
+    /// A peer takes back a request, which it sent on another of its lanes.
+    pub(super) fn cancelled(&mut self, link: [u8; 16], lane: u8, id: u64, now: Instant, out: &mut Outbox) {
+        let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
+        let Some(Conn { role: Role::Guest(guest), input, output, .. }) = self.conns.get_mut(key) else {
+            return;
+        };
+        match guest.cancel(id, input, output, &mut self.scope) {
+            Ok(()) => self.touch(key),
+            Err(error) => self.failed(key, error, now, out),
+        }
+    }
+
+    pub(super) fn revoke(&mut self, region: RegionId) {
+        let mut touched = Vec::new();
+        for (key, conn) in &mut self.conns {
+            let Conn { role: Role::Guest(guest), input, output, .. } = conn else { continue };
+            guest.revoke(region, input, output, &mut self.scope);
+            touched.push(key);
+        }
+        touched.into_iter().for_each(|key| self.touch(key));
+    }
+
+    pub(super) fn resume(&mut self) {
+        let mut touched = Vec::new();
+        for (key, conn) in &mut self.conns {
+            let Conn { role: Role::Guest(guest), output, .. } = conn else { continue };
+            if guest.resume(output, &self.scope.shared) {
+                touched.push(key);
+            }
+        }
+        touched.into_iter().for_each(|key| self.touch(key));
+    }
+}

@@ -7,7 +7,12 @@ use serde_json::Value;
 
 fn bench(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    command.arg("bench").args(["--pool", "2M", "--rounds", "3", "--seconds", "0.2"]).args(arguments);
+    command.arg("bench").args(arguments).args(["--pool", "2M"]);
+    for (option, value) in [("--rounds", "3"), ("--seconds", "0.2")] {
+        if !arguments.contains(&option) {
+            command.args([option, value]);
+        }
+    }
     command.stdin(Stdio::null());
     command
 }
@@ -25,8 +30,8 @@ fn stderr(output: &Output) -> &str {
 
 #[test]
 fn a_sweep_has_a_line_for_every_point_with_every_field_in_order() {
-    let sweep = ["--block", "4K,64K", "--count", "1,16", "--memory", "kvx,foreign"];
-    let output = bench(&sweep).args(["--seconds", "0.05"]).output().unwrap();
+    let sweep = ["--block", "4K,64K", "--count", "1,16", "--memory", "kvx,foreign", "--seconds", "0.05"];
+    let output = bench(&sweep).output().unwrap();
     let lines = lines(&output);
     assert_eq!(lines.len(), 2 * 2 * 2 * 2 * 2);
     for line in &lines {
@@ -143,7 +148,7 @@ fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
         ("sh -c 'read a; echo ready x; read b; echo moved 1 100; read c'", "reports 100 s for a round of"),
         ("true", "the program beside"),
     ] {
-        let output = bench(&point).arg(program).output().unwrap();
+        let output = bench(&[&point[..], &[program]].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{program}");
         assert!(stderr(&output).contains(why), "{program}: {}", stderr(&output));
     }
@@ -153,8 +158,7 @@ fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
 #[test]
 fn the_documented_program_works() {
     if Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIP the_documented_program_works: no python3; cure: install it");
-        return;
+        return kvx_testkit::skip("the_documented_program_works", "no python3", "install Debian's python3");
     }
     let document = include_str!("../BESIDE.md");
     let code = |from: &str| {

@@ -13,7 +13,9 @@ const BIG: usize = 32 << 20;
 
 /// A pair with a middleman, and a plan that moves everything.
 fn relayed(relay: &Relay) -> Pair {
-    Pair::of(agent_with("owner", &relay.options(), None), agent("reader"), BIG)
+    // One bulk lane, so that a stall is in the middle of a payload for sure.
+    let reader = agent_with("reader", r#"{"tcp": {"connections": 1}}"#, None);
+    Pair::of(agent_with("owner", &relay.options(), None), reader, BIG)
 }
 
 fn everything(pair: &Pair, read: bool) -> Plan {
@@ -67,7 +69,9 @@ fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
     for _ in 0..20 {
         pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
     }
-    assert!(!Pair::all(&pair.theirs).windows(64).any(|bytes| bytes == [0x5a; 64]));
+    let later = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [0x5a; 64]);
+    assert!(!later(&Pair::all(&pair.theirs)));
+    assert!(!relay.recorded().iter().any(|sent| later(sent)), "not even on the wire");
 }
 
 #[test]
@@ -94,9 +98,9 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
 fn a_peer_that_is_busy_but_alive_is_not_lost() {
     // The owner's agent takes no notifications, for several times the peer timeout.
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
-    let pair = Pair::of(owner, impatient("reader", Duration::from_millis(100)), 4096);
+    let pair = Pair::of(owner, impatient("reader", Duration::from_millis(600)), 4096);
     let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify(&[number], CUT_OFF)).collect();
-    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_millis(600));
+    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_millis(2400));
     assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
     for _ in 0..5 {
         pair.owner.notification(CUT_OFF).wait().unwrap();

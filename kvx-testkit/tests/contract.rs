@@ -37,8 +37,9 @@ fn clauses_run_on_what_the_contract_says() {
     for (id, _, runs) in written() {
         let clause = CLAUSES.iter().copied().flatten().find(|clause| clause.id == id);
         let clause = clause.unwrap_or_else(|| panic!("{id} is not tested"));
-        let one = runs.contains("one agent") || runs.contains("pair in one process");
-        let two = runs.contains("pair in two processes");
+        let alone = runs.contains("in a process of its own");
+        let one = runs.contains("one agent") && !alone || runs.contains("pair in one process");
+        let two = runs.contains("pair in two processes") || alone;
         let wanted = match (one, two) {
             (true, true) => Runs::Both,
             (true, false) => Runs::OneProcess,

@@ -1,0 +1,172 @@
+//! Who does what is asked: agents, regions and peers, in whichever process.
+
+use std::io::BufRead as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{
+    Agent, Error, Grid, Indices, Kind, Memory, Op, Options, Peer, Place as _, Plan, Region, Registry, Secret,
+    quarantined_bytes,
+};
+
+use super::words::{Command, Reply};
+use crate::pattern;
+use crate::surroundings::Surroundings;
+
+/// The agents, regions and peers of a far end, by number.
+pub(super) struct End {
+    registry: Registry,
+    agents: Vec<Agent>,
+    regions: Vec<Option<Region>>,
+    peers: Vec<Peer>,
+}
+
+impl End {
+    pub(super) fn new(registry: Registry) -> Self {
+        End { registry, agents: Vec::new(), regions: Vec::new(), peers: Vec::new() }
+    }
+
+    fn region(&self, number: usize) -> kvx_core::Result<&Region> {
+        let region = self.regions.get(number).and_then(Option::as_ref);
+        region.ok_or_else(|| Error::new(Kind::Invalid, "the far end has no such region"))
+    }
+
+    pub(super) fn execute(&mut self, command: Command) -> Reply {
+        self.try_execute(command).unwrap_or_else(|error| Reply::Failed {
+            kind: error.kind().as_str().to_owned(),
+            sentence: error.to_string(),
+        })
+    }
+
+    fn try_execute(&mut self, command: Command) -> kvx_core::Result<Reply> {
+        Ok(match command {
+            Command::Agent { name, backends, options, secret, peer_timeout, inbox } => {
+                let mut builder = Agent::builder(name)
+                    .backends(backends)
+                    .options(Options::parse(&options)?)
+                    .peer_timeout(peer_timeout)
+                    .notifications(inbox.0, inbox.1);
+                if let Some(secret) = secret {
+                    builder = builder.secret(Secret::new(secret)?);
+                }
+                self.agents.push(builder.build(&self.registry)?);
+                Reply::Number(self.agents.len() as u64 - 1)
+            }
+            Command::Metadata { agent } => Reply::Bytes(self.agents[agent].metadata()?),
+            Command::Register { agent, name, len, pool, seed } => {
+                let memory = if pool { Memory::pool(len).build()? } else { Memory::owned(vec![0; len]) };
+                if let Some(seed) = seed {
+                    pattern::fill(&memory, seed)?;
+                }
+                self.regions.push(Some(self.agents[agent].register(&name, memory)?));
+                Reply::Number(self.regions.len() as u64 - 1)
+            }
+            Command::RegisterNeighbours { agent, names, len } => {
+                let both = Arc::new(Memory::owned(vec![0; 2 * len]));
+                for (at, name) in names.iter().enumerate() {
+                    // SAFETY: the half lies within `both`, which the new memory keeps alive and which lends no slices.
+                    let half = unsafe { Memory::adopt(both.as_ptr().add(at * len), len, Arc::clone(&both)) };
+                    self.regions.push(Some(self.agents[agent].register(name, half)?));
+                }
+                Reply::Number(self.regions.len() as u64 - 2)
+            }
+            Command::Fill { region, seed } => {
+                pattern::fill(self.region(region)?.memory(), seed)?;
+                Reply::Done
+            }
+            Command::CopyIn { region, offset, bytes } => {
+                self.region(region)?.copy_in(offset, &bytes)?;
+                Reply::Done
+            }
+            Command::CopyOut { region, offset, len } => {
+                let mut bytes = vec![0; len];
+                self.region(region)?.copy_out(offset, &mut bytes)?;
+                Reply::Bytes(bytes)
+            }
+            Command::Sum { region } => {
+                let region = self.region(region)?;
+                let mut bytes = vec![0; region.len() as usize];
+                region.copy_out(0, &mut bytes)?;
+                Reply::Number(pattern::checksum(&bytes))
+            }
+            Command::Revoke { region, within } => {
+                self.region(region)?.revoke(within).wait(within + Duration::from_secs(5))?;
+                Reply::Done
+            }
+            Command::DropRegion { region } => {
+                self.regions[region] = None;
+                Reply::Done
+            }
+            Command::Connect { agent, metadata } => {
+                self.peers.push(self.agents[agent].connect(&metadata)?);
+                Reply::Number(self.peers.len() as u64 - 1)
+            }
+            Command::Notify { peer, bytes, within } => {
+                self.peers[peer].notify(&bytes, within).wait(within + Duration::from_secs(5))?;
+                Reply::Done
+            }
+            Command::Post { peer, post } => {
+                let grid = Grid::packed(post.grid.0, post.grid.1);
+                let local = self.region(post.region)?.grid(grid)?.blocks(Indices::from(post.local));
+                let peer = &self.peers[peer];
+                let remote = peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
+                let op = if post.write { Op::Write } else { Op::Read };
+                let mut posting = peer.transfer(&Plan::of(op, [(local, remote)])?).deadline(post.within);
+                if let Some(bytes) = post.notify {
+                    posting = posting.notify(bytes);
+                }
+                let report = posting.post()?.wait(post.within + Duration::from_secs(5))?;
+                Reply::Number(report.bytes)
+            }
+            Command::Take { agent, within } => {
+                Reply::Notifications(vec![self.agents[agent].notification(within).wait()?.into()])
+            }
+            Command::TakeMany { agent, count, within } => {
+                let deadline = Instant::now() + within;
+                let mut taken = Vec::new();
+                while taken.len() < count {
+                    match self.agents[agent].notification(deadline).wait() {
+                        Ok(notification) => taken.push(notification.into()),
+                        Err(error) if error.kind() == Kind::TimedOut => break,
+                        Err(error) => return Err(error),
+                    }
+                }
+                Reply::Notifications(taken)
+            }
+            Command::Expect { agent, bytes, senders, within } => {
+                let met = self.agents[agent]
+                    .expect(&bytes, senders, within)
+                    .wait(within + Duration::from_secs(5))?;
+                Reply::Senders(
+                    met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
+                )
+            }
+            Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process()),
+            Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
+            Command::Quarantined => Reply::Number(quarantined_bytes()),
+            Command::Shutdown { agent, within } => {
+                self.agents[agent].shutdown(within).wait(within + Duration::from_secs(5))?;
+                Reply::Done
+            }
+        })
+    }
+}
+
+/// CPU time that this process has used.
+pub(crate) fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
+}
+
+/// Serves commands from standard input until it ends; called by `serve_if_asked` in the child.
+pub(crate) fn serve(registry: Registry) {
+    let mut end = End::new(registry);
+    for line in std::io::stdin().lock().lines() {
+        let Ok(line) = line else { break };
+        let reply = match serde_json::from_str(&line) {
+            Ok(command) => end.execute(command),
+            Err(error) => Reply::Failed { kind: Kind::Invalid.as_str().into(), sentence: error.to_string() },
+        };
+        println!("{}", serde_json::to_string(&reply).expect("replies are JSON"));
+    }
+}

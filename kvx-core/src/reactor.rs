@@ -31,7 +31,14 @@ pub trait Progress: Send + 'static {
     /// Before sleeping: whether that is allowed, and for how long at most.
     fn arm(&mut self) -> Result<Armed>;
 
-    /// What wakes it, beside commands.
+    /// How long to go on looking for work before sleeping: a wake-up costs some 15 µs. Longer than usual pays while
+    /// bytes are on their way.
+    fn patience(&self) -> Duration {
+        Duration::from_micros(20)
+    }
+
+    /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
+    /// own shows one epoll descriptor.
     fn fds(&self) -> &[RawFd];
 
     /// The last call: fail what is left.
@@ -87,19 +94,6 @@ impl Outbox {
     }
 }
 
-/// How a reactor idles.
-#[derive(Clone, Copy, Debug)]
-pub struct Idle {
-    /// How long to look for work before sleeping: a wake-up costs some 15 µs.
-    pub spin: Duration,
-}
-
-impl Default for Idle {
-    fn default() -> Self {
-        Idle { spin: Duration::from_micros(20) }
-    }
-}
-
 /// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
 pub struct Reactor<P: Progress> {
     shared: Arc<Shared<P>>,
@@ -118,12 +112,11 @@ struct Shared<P: Progress> {
     stopping: AtomicBool,
     wake: OwnedFd,
     events: Arc<dyn Events>,
-    idle: Idle,
 }
 
 impl<P: Progress> Reactor<P> {
     /// Starts the thread `name` around `machine`.
-    pub fn start(name: String, machine: P, events: Arc<dyn Events>, idle: Idle) -> Result<Self> {
+    pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
         let shared = Arc::new(Shared {
@@ -135,10 +128,9 @@ impl<P: Progress> Reactor<P> {
             stopping: AtomicBool::new(false),
             wake,
             events,
-            idle,
         });
         let ours = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name(name).spawn(move || ours.run()).map_err(|error| {
+        let thread = std::thread::Builder::new().name(name).spawn(move || ours.serve()).map_err(|error| {
             Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
         })?;
         Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
@@ -248,6 +240,24 @@ impl<P: Progress> Shared<P> {
         taken + machine.progress(out)
     }
 
+    /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
+    /// what is submitted later is answered by [`Progress::late`].
+    fn serve(&self) {
+        let mut whole = false;
+        contained(|| {
+            self.run();
+            whole = true;
+        });
+        if whole {
+            return;
+        }
+        let machine = self.machine.lock().take();
+        contained(|| drop(machine));
+        for command in self.queue.lock().take().unwrap_or_default() {
+            contained(|| P::late(command));
+        }
+    }
+
     fn run(&self) {
         let mut out = Outbox::default();
         let mut idle_since: Option<Instant> = None;
@@ -255,10 +265,10 @@ impl<P: Progress> Shared<P> {
         while !self.stopping.load(Ordering::SeqCst) {
             let mut guard = self.machine.lock();
             let Some(machine) = guard.as_mut() else { break };
-            let mut sleep = None;
+            let (mut sleep, mut looking) = (None, false);
             if self.turn(machine, &mut out) > 0 || !out.is_empty() {
                 idle_since = None;
-            } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= self.idle.spin {
+            } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= machine.patience() {
                 match machine.arm() {
                     Ok(Armed::Again) => {}
                     Ok(Armed::Sleep(longest)) => sleep = Some(longest),
@@ -274,10 +284,13 @@ impl<P: Progress> Shared<P> {
                     fds.extend_from_slice(machine.fds());
                 }
             } else {
-                std::hint::spin_loop();
+                looking = true;
             }
             drop(guard);
             out.deliver(&*self.events);
+            if looking {
+                std::thread::yield_now(); // others may need the core, and callers the machine
+            }
             if let Some(longest) = sleep
                 && self.queue.lock().as_ref().is_none_or(Vec::is_empty)
                 && !self.stopping.load(Ordering::SeqCst)
@@ -427,7 +440,7 @@ mod tests {
     }
 
     fn echo() -> Reactor<Echo> {
-        Reactor::start("echo".into(), Echo::default(), Arc::new(Nobody), Idle::default()).unwrap()
+        Reactor::start("echo".into(), Echo::default(), Arc::new(Nobody)).unwrap()
     }
 
     #[test]
@@ -461,6 +474,38 @@ mod tests {
         let (done, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
         done.wait(Duration::from_secs(10)).unwrap();
+    }
+
+    /// Panics at its first command.
+    struct Fragile(Vec<Ticket>);
+
+    impl Progress for Fragile {
+        type Command = Ticket;
+        fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+            self.0.push(ticket);
+            panic!("on purpose");
+        }
+        fn progress(&mut self, _: &mut Outbox) -> usize {
+            0
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, _: &mut Outbox) {}
+    }
+
+    #[test]
+    fn a_machine_that_panics_hangs_nobody() {
+        let reactor = Reactor::start("fragile".into(), Fragile(Vec::new()), Arc::new(Nobody)).unwrap();
+        for _ in 0..2 {
+            let (done, ticket) = Completion::with_ticket();
+            reactor.submit(ticket);
+            assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        }
+        reactor.stop();
     }
 
     #[test]

@@ -447,8 +447,10 @@ impl Transfer {
             }
             state.on.as_ref().map(|(link, _)| Arc::clone(link))
         };
-        // A blocking wake-up costs as much as moving a few blocks: lend a hand first.
-        let patience = Instant::now() + Duration::from_micros(100);
+        // A blocking wake-up costs as much as moving a few blocks: lend a hand first, for about as long as the bytes take
+        // at 2 GB/s.
+        let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_millis(5));
+        let patience = Instant::now() + Duration::from_micros(100) + expected;
         while let Some(link) = &link {
             let moved = link.drive();
             if let Some(result) = self.0.take(&mut self.0.state.lock()) {
@@ -458,7 +460,9 @@ impl Transfer {
             if until.instant().is_some_and(|until| until <= now) || (!moved && now >= patience) {
                 break;
             }
-            std::hint::spin_loop();
+            if !moved {
+                std::thread::yield_now(); // the core may be needed by whoever moves the bytes
+            }
         }
         let mut state = self.0.state.lock();
         loop {

@@ -1,5 +1,6 @@
 //! Peers that stall, vanish or take back: transfers resolve, settle, and touch nothing afterwards.
 #![cfg(feature = "tcp")]
+#![allow(clippy::unwrap_used)]
 
 mod tcp_pair;
 

@@ -357,9 +357,9 @@ fn too_many_notifications_at_once_cost_a_connection() {
 
 /// A reader that is connected to whatever `owner` does after the handshakes of all lanes.
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
-    let port = free_port();
-    let honest = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "127.0.0.1:{port}"}}}}"#), None);
-    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let honest = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let lanes = (0..3).map(|_| {

@@ -168,7 +168,7 @@ fn ipv6_and_an_advertised_name_work() {
 #[test]
 fn an_address_that_does_not_answer_gives_way_to_the_next() {
     // 127.0.0.1 refuses at port 1; the second address is right.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = tcp_pair::raw::free_port();
     let options =
         format!(r#"{{"tcp": {{"ports": {port}, "advertise": ["127.0.0.1:1", "127.0.0.1:{port}"]}}}}"#);
     Pair::of(agent_with("owner", &options, None), agent("reader"), 4096).still_works();
@@ -186,7 +186,7 @@ fn nobody_at_the_address_is_a_lost_peer() {
 
 #[test]
 fn a_restarted_agent_on_the_same_port_says_so() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = tcp_pair::raw::free_port();
     let options = format!(r#"{{"tcp": {{"ports": {port}}}}}"#);
     let first = agent_with("owner", &options, None);
     let metadata = first.metadata().unwrap();

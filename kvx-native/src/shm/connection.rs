@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::copy::Owner;
 use super::error::error;
+use super::here::{Watched, Window};
 use super::host::PeerProcess;
 use super::link::{Import, Wiring};
 use super::memory::{self, Held};
@@ -41,7 +42,7 @@ struct Packet {
 #[derive(Debug)]
 pub(crate) enum Imported {
     Wanted(Arc<Import>),
-    Held(Held),
+    Held(Held, Arc<Import>),
     Refused(Error),
 }
 
@@ -71,7 +72,7 @@ pub(crate) struct Life {
 
 pub(crate) struct Connection {
     pub(crate) socket: OwnedFd,
-    pub(crate) process: PeerProcess,
+    pub(crate) process: Arc<PeerProcess>,
     pub(crate) phase: Phase,
     /// The link it carries; `None` on the target's side.
     pub(crate) link: Option<Arc<Wiring>>,
@@ -90,6 +91,8 @@ pub(crate) struct Connection {
     pub(crate) granted: HashSet<RegionId>,
     /// Regions of the peer that we read from.
     pub(crate) imports: HashMap<u64, Imported>,
+    /// The peer's process for reads that pass the machine by; made when first needed.
+    pub(crate) watched: Option<Arc<Watched>>,
     /// Imports that are not answered.
     pub(crate) wanted: usize,
     /// Transfers that wait for them.
@@ -120,7 +123,7 @@ impl Connection {
     ) -> Self {
         Connection {
             socket,
-            process,
+            process: Arc::new(process),
             phase: Phase::Hello(now + patience),
             link,
             peer: None,
@@ -132,6 +135,7 @@ impl Connection {
             broken: None,
             granted: HashSet::new(),
             imports: HashMap::new(),
+            watched: None,
             wanted: 0,
             waiting: Vec::new(),
             writes: Writes::default(),
@@ -160,6 +164,30 @@ impl Connection {
         poller.remove(self.socket.as_fd());
         if let Some(life) = self.process.life() {
             poller.remove(life);
+        }
+    }
+
+    /// A granted region as posters may see it; `None` when the process cannot be watched from there.
+    pub(crate) fn window(&mut self, held: &Held) -> Option<Window> {
+        let place = held.place.clone();
+        if place.mapping.is_some() {
+            return Some(Window { place, owner: None });
+        }
+        if self.watched.is_none() && self.process.pid > 0 {
+            let socket = self.socket.try_clone().ok()?;
+            self.watched = Some(Arc::new(Watched { process: Arc::clone(&self.process), socket }));
+        }
+        self.watched.clone().map(|owner| Window { place, owner: Some(owner) })
+    }
+
+    /// Ends reads that pass the machine by: after this none is under way.
+    pub(crate) fn shut_windows(&mut self, which: impl Fn(&Held) -> bool) {
+        for imported in self.imports.values() {
+            if let Imported::Held(held, import) = imported
+                && which(held)
+            {
+                import.shutter.shut();
+            }
         }
     }
 

@@ -174,7 +174,7 @@ impl Copier {
 
 /// # Safety
 /// `ours` names writable memory.
-unsafe fn readv(pid: i32, ours: &[libc::iovec], theirs: &[libc::iovec]) -> Result<usize, Errno> {
+pub(crate) unsafe fn readv(pid: i32, ours: &[libc::iovec], theirs: &[libc::iovec]) -> Result<usize, Errno> {
     // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our side.
     let got = unsafe {
         libc::process_vm_readv(

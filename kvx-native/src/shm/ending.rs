@@ -84,7 +84,9 @@ impl Machine {
         }
         connection.notice_bytes = 0;
         connection.wanted = 0;
+        connection.shut_windows(|_| true);
         connection.imports.clear();
+        connection.watched = None;
         connection.lent.clear();
         connection.parked.clear();
         connection.pulls = 0;

@@ -148,8 +148,9 @@ impl Machine {
         }
         let connection = &mut self.connections[at];
         connection.lent.remove(&id);
+        connection.shut_windows(|held| held.id == id);
         for imported in connection.imports.values_mut() {
-            if matches!(imported, Imported::Held(held) if held.id == id) {
+            if matches!(imported, Imported::Held(held, _) if held.id == id) {
                 *imported = Imported::Refused(reason.clone());
             }
         }

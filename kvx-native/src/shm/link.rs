@@ -12,9 +12,13 @@ use kvx_core::{
 };
 
 use super::error::error;
+use super::here::{Shutter, read_here};
 use super::memory::Reach;
 use super::progress::Command;
 use super::transport::{Opened, ShmRegion};
+
+/// The most blocks of a write whose request is sent on the poster's thread.
+const SHORT_WRITE: u64 = 2048;
 
 /// What the handshake found out about foreign memory: whether each side can read the other's.
 #[derive(Debug)]
@@ -51,6 +55,8 @@ pub(crate) struct Import {
     pub(crate) key: RegionKey,
     pub(crate) len: u64,
     pub(crate) reach: Reach,
+    /// Open while it may be read.
+    pub(crate) shutter: Shutter,
 }
 
 impl RemoteRegion for Import {}
@@ -134,7 +140,14 @@ unsafe impl Link for ShmLink {
         // Whether foreign memory can be read matters for reads only: a post says so.
         let reach = Reach::import(region.export)?;
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
-        let import = Arc::new(Import { number, id: region.id, key: region.key, len: region.len, reach });
+        let import = Arc::new(Import {
+            number,
+            id: region.id,
+            key: region.key,
+            len: region.len,
+            reach,
+            shutter: Shutter::default(),
+        });
         let link = Arc::clone(&self.wiring);
         self.opened.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
         Ok(import)
@@ -146,7 +159,14 @@ unsafe impl Link for ShmLink {
             return done.settle(Err(reason));
         }
         let size = plan.size();
-        let small = plan.op() == Op::Read && size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
+        let small = match plan.op() {
+            Op::Read => size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS,
+            Op::Write => size.blocks <= SHORT_WRITE,
+        };
+        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_here(&plan) {
+            drop(plan);
+            return done.settle(Ok(()));
+        }
         let link = Arc::clone(&self.wiring);
         if small {
             let here = Some(std::thread::current().id());

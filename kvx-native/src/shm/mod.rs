@@ -10,6 +10,7 @@ mod ending;
 mod error;
 mod granting;
 mod handshake;
+mod here;
 mod host;
 #[cfg(test)]
 mod hostile;

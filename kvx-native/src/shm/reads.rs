@@ -47,7 +47,7 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
         let any: &dyn std::any::Any = &*remote.region;
         let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(&import.number));
         match import {
-            Some(Imported::Held(held)) => places.push(held.place.clone()),
+            Some(Imported::Held(held, _)) => places.push(held.place.clone()),
             Some(Imported::Refused(reason)) => return Err(reason.clone()),
             Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
             None => return Err(closed()),
@@ -74,6 +74,8 @@ impl Machine {
             Ok(Grants::All(places)) => match transfer.plan.op() {
                 Op::Read => self.start_read(at, transfer, places, here, out),
                 Op::Write => {
+                    // On the poster's own thread: the first message, and nothing else.
+                    self.lent_turn |= here == Some(std::thread::current().id());
                     let Waiting { plan, id, done } = transfer;
                     self.connections[at].start_write(&self.poller, id, plan, done);
                     self.pump(at, out);
@@ -216,7 +218,10 @@ impl Machine {
         let imported = match held {
             Ok(held) => {
                 self.populate(at, &held);
-                Imported::Held(held)
+                if let Some(window) = self.connections[at].window(&held) {
+                    import.shutter.open(window);
+                }
+                Imported::Held(held, import)
             }
             Err(reason) => Imported::Refused(reason),
         };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvx_core::reactor::{self, Reactor};
+use kvx_core::reactor::Reactor;
 use kvx_core::transport::{
     Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
@@ -75,7 +75,7 @@ impl Factory for Shm {
         let name = format!("kvx-shm {}", context.agent.name);
         let machine = Machine::new(context, config, Arc::clone(&regions))?;
         let address = Address { host, socket: machine.socket_name() };
-        let reactor = Reactor::start(name, machine, events, reactor::Idle::default())?;
+        let reactor = Reactor::start(name, machine, events)?;
         let closed = AtomicBool::new(false);
         let capabilities = Arc::new(capabilities());
         Ok(Arc::new(ShmTransport(Arc::new(Opened { reactor, capabilities, regions, address, closed }))))

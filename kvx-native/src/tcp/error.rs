@@ -15,6 +15,13 @@ pub(super) fn of_peer(error: Error, peer: &Identity) -> Error {
 
 /// A connect that did not come about.
 pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
+    if matches!(errno, Errno::MFILE | Errno::NFILE) {
+        let error = Error::os(
+            format!("no socket for a connection to {address}: raise the limit of open files"),
+            errno,
+        );
+        return error.kind_is(Kind::Exhausted);
+    }
     let hint = match errno {
         Errno::CONNREFUSED => {
             "nobody listens there: check that the peer runs and that its metadata is current"

@@ -173,7 +173,9 @@ impl Lane {
         if request.transfer.is_some() && result.is_ok() && (request.left > 0 || going_out) {
             return Err(malformed("a good end before the last byte"));
         }
-        if request.op == Op::Write
+        let going_on = request.left > 0 || self.sending == Some(slot);
+        if going_on
+            && request.op == Op::Write
             && request.transfer.is_some()
             && self.stop_write(slot, request.left, output)
         {

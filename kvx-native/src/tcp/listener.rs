@@ -185,7 +185,7 @@ mod tests {
         let mut words =
             sentence.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u16>().ok());
         let free = words.rfind(|number| *number > 1024 && *number != port).expect("a free port is named");
-        assert_eq!(open(&format!(r#"{{"tcp": {{"ports": {free}}}}}"#)).unwrap().addresses[0].port(), free);
+        assert!(sentence.contains(&format!("set it to {free}")), "{sentence}");
     }
 
     #[test]

@@ -199,7 +199,8 @@ mod tests {
         let mut buffers = [vec![7; 100_000], vec![7; 100_000]];
         let mut chunk = over(&mut buffers);
         chunk.copy_in(&[1; 10]);
-        chunk.discard_into(&mut Bin::new());
+        let mut bin = Bin::new();
+        chunk.discard_into(&mut bin);
         assert_eq!(chunk.left(), 199_990);
         chunk.copy_in(&[9; 10]);
         assert!(buffers[0][10..].iter().chain(&buffers[1]).all(|byte| *byte == 7));

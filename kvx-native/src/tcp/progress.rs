@@ -1,12 +1,13 @@
 //! The machine: all connections of one agent, worked on in bounded turns.
 
 use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::reactor::{Armed, Outbox, Progress, SLICE};
-use kvx_core::transport::LinkState;
+use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 use slab::Slab;
 
@@ -21,8 +22,14 @@ use super::wake::{Event, Wake};
 
 /// How long a handshake may take.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
+/// How long no further closed connection makes a warning of its own.
+const WARNING_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that one connection moves before another has its turn.
 const SHARE: usize = 256 << 10;
+/// What a turn of a connection costs at least, in bytes.
+const TURN: usize = 4096;
+/// Bytes of a turn that are a stream's.
+const BURST: usize = 64 << 10;
 /// Small connections that have their turn before a bulk one has.
 const SMALL_TURNS: usize = 32;
 
@@ -56,10 +63,15 @@ pub(super) struct Machine {
     /// The next turn may be on the thread of somebody who posts: only small work.
     brief: bool,
     ticked: bool,
+    /// A stream of payload has moved since the machine last slept.
+    bursting: bool,
     pub(super) doors: usize,
     pub(super) guests: usize,
     /// Connections of guests by link and lane.
     pub(super) lanes: HashMap<([u8; 16], u8), usize>,
+    /// When a connection was last said to be closed, and how many were since then.
+    warned: Option<Instant>,
+    unsaid: u64,
 }
 
 impl Machine {
@@ -83,9 +95,12 @@ impl Machine {
             eager: Vec::new(),
             brief: false,
             ticked: false,
+            bursting: false,
             doors: 0,
             guests: 0,
             lanes: HashMap::new(),
+            warned: None,
+            unsaid: 0,
         })
     }
 
@@ -257,12 +272,12 @@ impl Machine {
         let from = conn.peer;
         match conn.role.lane() {
             None if matches!(error.kind(), Kind::Malformed | Kind::Denied | Kind::Incompatible) => {
-                tracing::warn!(%from, %error, "closed a TCP connection");
+                self.warn(from, &error, now);
             }
             None => tracing::debug!(%from, %error, "a TCP connection ended"),
             Some((link, lane)) => {
                 if error.kind() == Kind::Malformed {
-                    tracing::warn!(%from, %error, "closed a TCP connection");
+                    self.warn(from, &error, now);
                 }
                 let said = matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
                 if lane == 0 && conn.role.is_greeting() && !said {
@@ -272,6 +287,18 @@ impl Machine {
                 }
             }
         }
+    }
+
+    /// Says why a connection was closed, but not a thousand times a second.
+    fn warn(&mut self, from: SocketAddr, error: &Error, now: Instant) {
+        if self.warned.is_some_and(|at| now.saturating_duration_since(at) < WARNING_PAUSE) {
+            self.unsaid += 1;
+            tracing::debug!(%from, %error, "closed a TCP connection");
+            return;
+        }
+        let unsaid = std::mem::take(&mut self.unsaid);
+        self.warned = Some(now);
+        tracing::warn!(%from, %error, unsaid, "closed a TCP connection");
     }
 
     /// Sends out what links have, as far as lanes have room.
@@ -387,23 +414,37 @@ impl Progress for Machine {
         if self.knocking {
             done += self.accept(now);
         }
+        let mut left = if brief { INLINE_BYTES } else { SLICE } as usize;
         for _ in 0..self.small.len().min(SMALL_TURNS) {
+            if left == 0 {
+                break;
+            }
             let Some(key) = self.small.pop_front() else { break };
-            done += self.serve(key, now, out);
+            let moved = self.serve(key, now, out);
+            left = left.saturating_sub(moved);
+            done += moved;
         }
-        let mut left = if brief { 0 } else { SLICE as usize };
-        while left > 0
+        // Bulk work has its turn whatever small work there is, but not on the thread of somebody who posts.
+        let mut bulk = if brief { 0 } else { left.max(1) };
+        while bulk > 0
             && let Some(key) = self.bulk.pop_front()
         {
             let moved = self.serve(key, now, out);
-            left = left.saturating_sub(moved.max(4096));
+            bulk = bulk.saturating_sub(moved.max(TURN));
             done += moved;
         }
         self.issue(now);
+        self.bursting |= done > BURST;
         done
     }
 
+    fn patience(&self) -> Duration {
+        // The gap between two bursts of a stream is longer than a wake-up is worth.
+        Duration::from_micros(if self.bursting { 250 } else { 20 })
+    }
+
     fn arm(&mut self) -> Result<Armed> {
+        self.bursting = false;
         let work = !self.small.is_empty() || !self.bulk.is_empty() || !self.eager.is_empty();
         Ok(if work || self.knocking || self.ticked { Armed::Again } else { Armed::Sleep(None) })
     }

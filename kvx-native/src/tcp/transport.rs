@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::reactor::{Idle as Spin, Reactor};
+use kvx_core::reactor::Reactor;
 use kvx_core::transport::{
     Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
@@ -135,7 +135,7 @@ fn open(context: Context) -> Result<TcpTransport> {
         regions: Regions::default(),
     });
     let machine = Machine::new(Arc::clone(&shared), listener)?;
-    let reactor = Reactor::start(name, machine, events, Spin::default())?;
+    let reactor = Reactor::start(name, machine, events)?;
     let handle = Arc::new(Handle { shared, reactor, process: std::process::id() });
     Ok(TcpTransport { handle, capabilities: capabilities(), address })
 }

@@ -90,9 +90,16 @@ pub(crate) fn key_of(agent: &Agent, name: &str) -> (RegionId, RegionKey) {
     (region.id, region.key)
 }
 
-/// A port that is free now.
+/// A port that is free now, and that the system gives to nobody who does not ask for it.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    loop {
+        let offset = u64::from(std::process::id()) * 97 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 12_000 + (offset % 20_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// A connection that speaks by hand.

@@ -1,0 +1,275 @@
+//! What kvx's own work costs, without moving a byte: plans, segments, metadata, tickets, posts.
+//!
+//! `cargo bench --bench costs` runs criterion; with `-- --bars` it prints the few figures that have a bar, one JSON
+//! object a line, for `cargo xtask limits`.
+
+mod still;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use criterion::{BatchSize, Criterion, Throughput};
+use kvx::{
+    Agent, Bound, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region,
+    Ticket,
+};
+
+use still::{Still, last_posted};
+
+/// Counts every allocation, so that a path without one can be seen to have none.
+struct Counted;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+#[global_allocator]
+static COUNTED: Counted = Counted;
+
+// SAFETY: everything is left to the system's allocator, which keeps the promises of the trait.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+/// Blocks of the plans that are measured.
+const BLOCKS: u32 = 100_000;
+/// Bytes of each.
+const LENGTH: u64 = 4096;
+/// Regions of the metadata that is measured.
+const REGIONS: u32 = 64;
+/// How long a transfer or a shutdown may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Two agents over the transport that moves nothing.
+struct Ends {
+    agent: Agent,
+    peer: Peer,
+    local: GridSet<Region>,
+    remote: GridSet<PeerRegion>,
+    owner: Agent,
+}
+
+impl Ends {
+    fn new() -> Self {
+        let mut registry = kvx::registry();
+        registry.add(Still).expect("nobody else is called that");
+        let build =
+            |name: &str| Agent::builder(name).backends(["STILL"]).build(&registry).expect("it always opens");
+        let (agent, owner) = (build("costs"), build("costs-owner"));
+        let grid = Grid::packed(LENGTH, BLOCKS);
+        let register = |agent: &Agent| agent.register("blocks", sparse()).expect("any memory will do");
+        let (local, _theirs) = (register(&agent), register(&owner));
+        let peer = agent.connect(&owner.metadata().expect("it has metadata")).expect("its own format");
+        let remote = peer.region("blocks").expect("it was registered").grid(grid).expect("it fits");
+        Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner }
+    }
+
+    fn plan(&self, (to, from): (&Arc<[u32]>, &Arc<[u32]>)) -> Plan {
+        let (to, from) = (Arc::clone(to), Arc::clone(from));
+        Plan::read(self.local.blocks(to), self.remote.blocks(from)).expect("a right plan")
+    }
+
+    fn bound(&self, plan: &Plan) -> Arc<Bound> {
+        self.post(plan);
+        last_posted()
+    }
+
+    fn post(&self, plan: &Plan) {
+        self.peer.post(plan).expect("it may post").wait(PATIENCE).expect("it settles at once");
+    }
+
+    fn end(self) {
+        for agent in [self.agent, self.owner] {
+            agent.shutdown(PATIENCE).wait(PATIENCE).expect("nothing is in flight");
+        }
+    }
+}
+
+/// Memory for all blocks of which no page is present.
+fn sparse() -> Memory {
+    Memory::pool(LENGTH as usize * BLOCKS as usize).pre_touch(false).build().expect("address space")
+}
+
+/// The numbers below `count`, shuffled: no two that follow each other are neighbours, but by chance.
+fn scattered(count: u32, seed: u64) -> Arc<[u32]> {
+    let mut state = seed;
+    let mut numbers: Vec<u32> = (0..count).collect();
+    for at in (1..numbers.len()).rev() {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        numbers.swap(at, (state >> 33) as usize % (at + 1));
+    }
+    numbers.into()
+}
+
+/// Runs of 16 neighbours, in another order.
+fn in_runs(count: u32, seed: u64) -> Arc<[u32]> {
+    scattered(count / 16, seed).iter().flat_map(|run| run * 16..run * 16 + 16).collect()
+}
+
+/// Walks all segments of a plan; gives how many there are.
+fn walk(bound: &Arc<Bound>) -> u64 {
+    let mut count = 0;
+    for segment in bound.segments(1 << 20) {
+        black_box(segment);
+        count += 1;
+    }
+    count
+}
+
+/// An agent of all available backends with that many regions.
+fn with_regions() -> Agent {
+    let registry = kvx::registry();
+    let available = registry.factories().iter().filter(|factory| factory.available(&Options::new()).is_ok());
+    let names: Vec<_> = available.map(|factory| factory.name()).collect();
+    let agent =
+        Agent::builder("costs-metadata").backends(names).build(&registry).expect("they are available");
+    for layer in 0..REGIONS {
+        let region = agent.register(&format!("layer.{layer}"), sparse()).expect("any memory will do");
+        std::mem::forget(region); // it lives until the agent's shutdown
+    }
+    agent
+}
+
+fn criterion(mut criterion: Criterion) {
+    let ends = Ends::new();
+    let (to, from) = (scattered(BLOCKS, 1), scattered(BLOCKS, 2));
+    let (to_runs, from_runs) = (in_runs(BLOCKS, 1), in_runs(BLOCKS, 2));
+
+    let mut group = criterion.benchmark_group("plan of 100,000 blocks");
+    group.throughput(Throughput::Elements(BLOCKS.into()));
+    group.bench_function("scattered", |bencher| bencher.iter(|| ends.plan((&to, &from))));
+    group.bench_function("in runs of 16", |bencher| bencher.iter(|| ends.plan((&to_runs, &from_runs))));
+    group.finish();
+
+    let mut group = criterion.benchmark_group("segments of 100,000 blocks");
+    group.throughput(Throughput::Elements(BLOCKS.into()));
+    for (name, lists) in [("scattered", (&to, &from)), ("in runs of 16, merged", (&to_runs, &from_runs))] {
+        let plan = ends.plan(lists);
+        let bound = ends.bound(&plan);
+        group.bench_function(name, |bencher| bencher.iter(|| walk(&bound)));
+    }
+    group.finish();
+
+    let mut group = criterion.benchmark_group("post");
+    let empty: Arc<[u32]> = [].into();
+    for (name, lists) in
+        [("no blocks", (&empty, &empty)), ("one block, routed and settled", (&to.slice(1), &from.slice(1)))]
+    {
+        let plan = ends.plan(lists);
+        group.bench_function(name, |bencher| bencher.iter(|| ends.post(&plan)));
+    }
+    let first = (to.slice(1000), from.slice(1000));
+    group.bench_function("1000 blocks, planned, routed, bound and settled", |bencher| {
+        bencher.iter(|| ends.post(&ends.plan((&first.0, &first.1))));
+    });
+    group.finish();
+
+    let mut group = criterion.benchmark_group("ticket");
+    group.bench_function("a completion's, made, settled and waited for", |bencher| {
+        bencher.iter(|| {
+            let (done, ticket) = Completion::with_ticket();
+            ticket.settle(Ok(()));
+            done.wait(PATIENCE)
+        });
+    });
+    group.bench_function("a closure's, made and settled", |bencher| {
+        bencher.iter_batched(
+            || (),
+            |()| Ticket::new(|result| drop(black_box(result))).settle(Ok(())),
+            BatchSize::SmallInput,
+        );
+    });
+    group.finish();
+    ends.end();
+
+    let agent = with_regions();
+    let bytes = agent.metadata().expect("it has metadata");
+    let mut group = criterion.benchmark_group("metadata of 64 regions");
+    group.throughput(Throughput::Bytes(bytes.len() as u64));
+    group.bench_function("encode", |bencher| bencher.iter(|| agent.metadata()));
+    group.bench_function("decode", |bencher| bencher.iter(|| Metadata::decode(&bytes)));
+    group.finish();
+    agent.shutdown(PATIENCE).wait(PATIENCE).expect("nobody has connected");
+    criterion.final_summary();
+}
+
+trait Slice {
+    fn slice(&self, count: usize) -> Arc<[u32]>;
+}
+
+impl Slice for Arc<[u32]> {
+    fn slice(&self, count: usize) -> Arc<[u32]> {
+        self[..count].into()
+    }
+}
+
+/// The median time of a call, in nanoseconds.
+fn nanoseconds(times: usize, mut call: impl FnMut()) -> f64 {
+    let mut each: Vec<_> = (0..times)
+        .map(|_| {
+            let start = Instant::now();
+            call();
+            start.elapsed()
+        })
+        .collect();
+    each.sort_unstable();
+    each[times / 2].as_secs_f64() * 1e9
+}
+
+/// Prints the figures that have a bar.
+fn bars() {
+    let say = |cost: &str, value: f64| println!("{{\"cost\":\"{cost}\",\"value\":{value}}}");
+    let ends = Ends::new();
+    let (to, from) = (scattered(BLOCKS, 1), scattered(BLOCKS, 2));
+    let (to_runs, from_runs) = (in_runs(BLOCKS, 1), in_runs(BLOCKS, 2));
+    say("plan_us", nanoseconds(101, || drop(black_box(ends.plan((&to, &from))))) / 1e3);
+
+    let (plan, runs) = (ends.plan((&to, &from)), ends.plan((&to_runs, &from_runs)));
+    let (bound, bound_runs) = (ends.bound(&plan), ends.bound(&runs));
+    let per_block = |bound: &Arc<Bound>| nanoseconds(101, || assert!(walk(bound) > 0)) / f64::from(BLOCKS);
+    say("expansion_ns", per_block(&bound));
+    say("merging_ns", per_block(&bound_runs));
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let segments = walk(&bound) + walk(&bound_runs);
+    say("expansion_allocations", (ALLOCATIONS.load(Ordering::Relaxed) - before) as f64);
+    assert!(segments > u64::from(BLOCKS) && segments < 2 * u64::from(BLOCKS), "some were merged, some not");
+
+    // One call is shorter than the clock's step: a thousand are timed at once.
+    const MANY: usize = 1000;
+    let ticket = nanoseconds(201, || {
+        for _ in 0..MANY {
+            let (done, ticket) = Completion::with_ticket();
+            ticket.settle(Ok(()));
+            black_box(done.wait(PATIENCE)).expect("it is settled");
+        }
+    });
+    say("ticket_ns", ticket / MANY as f64);
+    ends.end();
+
+    let agent = with_regions();
+    say("metadata_bytes", agent.metadata().expect("it has metadata").len() as f64);
+    agent.shutdown(PATIENCE).wait(PATIENCE).expect("nobody has connected");
+}
+
+fn main() {
+    if std::env::args().any(|argument| argument == "--bars") {
+        return bars();
+    }
+    criterion(Criterion::default().configure_from_args());
+}

@@ -1,0 +1,139 @@
+//! A transport that moves nothing: what is left to measure is core.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvx::transport::{
+    Availability, Context, Events, Factory, Link, LinkState, LocalRegion, PeerSection, RegionSpec,
+    RemoteRegion, RemoteSpec, Transport,
+};
+use kvx::{
+    Bound, Capabilities, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
+    Ticket, TransferId, Unavailable, WithoutAList,
+};
+
+/// What was posted last.
+static LAST: Mutex<Option<Arc<Bound>>> = Mutex::new(None);
+
+/// The plan that was posted last, as transports see it.
+pub(crate) fn last_posted() -> Arc<Bound> {
+    let last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(last.as_ref().expect("a plan was posted"))
+}
+
+/// Makes such transports, under the name `STILL`.
+pub(crate) struct Still;
+
+fn capabilities() -> Capabilities {
+    Capabilities {
+        isolation: PerOp::same(Isolation::Owner),
+        idle: Idle::Asleep,
+        target_cpu: PerOp::NEITHER,
+        revocation: Revocation::Owner,
+        peer_loss_within: Some(Duration::from_secs(1)),
+        settles_without_peer: PerOp::BOTH,
+        ordered: true,
+        local: MemoryKinds::HOST,
+        remote: MemoryKinds::HOST,
+    }
+}
+
+impl Factory for Still {
+    fn name(&self) -> &'static str {
+        "STILL"
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 0, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+    }
+
+    fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
+        Ok(Availability {
+            version: "0".into(),
+            library: None,
+            devices: Vec::new(),
+            rdma: false,
+            capabilities: capabilities(),
+            caution: None,
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(Opened { events: context.events, capabilities: capabilities() }))
+    }
+}
+
+struct Opened {
+    events: Arc<dyn Events>,
+    capabilities: Capabilities,
+}
+
+// SAFETY: no memory is ever touched.
+unsafe impl Transport for Opened {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        Ok(Vec::new())
+    }
+
+    fn register(&self, _: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        Ok(Arc::new(Nothing))
+    }
+
+    fn link(&self, id: LinkId, _: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        self.events.link(id, LinkState::Up);
+        Ok(Arc::new(Nothing))
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        done.settle(Ok(()));
+    }
+}
+
+struct Nothing;
+
+impl LocalRegion for Nothing {
+    fn export(&self) -> &[u8] {
+        &[]
+    }
+
+    fn revoke(&self, done: Ticket) {
+        done.settle(Ok(()));
+    }
+}
+
+impl RemoteRegion for Nothing {}
+
+// SAFETY: no memory is ever touched.
+unsafe impl Link for Nothing {
+    fn capabilities(&self) -> Arc<Capabilities> {
+        Arc::new(capabilities())
+    }
+
+    fn describe(&self) -> String {
+        "moves nothing".into()
+    }
+
+    fn update(&self, _: PeerSection<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn import(&self, _: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
+        Ok(Arc::new(Nothing))
+    }
+
+    fn post(&self, plan: Arc<Bound>, _: TransferId, done: Ticket) {
+        *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(plan);
+        done.settle(Ok(()));
+    }
+
+    fn notify(&self, _: &[u8], done: Ticket) {
+        done.settle(Ok(()));
+    }
+
+    fn cancel(&self, _: TransferId) {}
+
+    fn close(&self) {}
+}

@@ -1,0 +1,98 @@
+//! Small reads on the poster's own thread, past the machine: their latency must not depend on what it is busy with.
+
+use std::any::Any;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use kvx_core::Bound;
+use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
+
+use super::copy;
+use super::host::PeerProcess;
+use super::link::Import;
+use super::memory::Place;
+
+/// The most regions of a read that is done here.
+const MAX_REGIONS: usize = 4;
+const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
+
+/// The process whose memory is read, and a socket by which it is known to be still the same.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    pub(crate) process: Arc<PeerProcess>,
+    pub(crate) socket: OwnedFd,
+}
+
+/// A granted region as posters see it.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) place: Place,
+    /// Whose memory it is, if it is not mapped here.
+    pub(crate) owner: Option<Arc<Watched>>,
+}
+
+/// Open while the region may be read. The machine shuts it before it lets go of the region, and so waits for copies
+/// that are under way: at most 64 KiB each.
+#[derive(Debug, Default)]
+pub(crate) struct Shutter(RwLock<Option<Window>>);
+
+impl Shutter {
+    pub(crate) fn open(&self, window: Window) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
+    }
+
+    pub(crate) fn shut(&self) {
+        let window = self.0.write().unwrap_or_else(PoisonError::into_inner).take();
+        drop(window);
+    }
+
+    /// Without waiting; `None` if it is shut or being shut.
+    fn look(&self) -> Option<RwLockReadGuard<'_, Option<Window>>> {
+        self.0.try_read().ok().filter(|window| window.is_some())
+    }
+}
+
+/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it.
+pub(crate) fn read_here(plan: &Arc<Bound>) -> bool {
+    let mut windows = [const { None }; MAX_REGIONS];
+    if plan.remotes().len() > MAX_REGIONS {
+        return false;
+    }
+    for (window, remote) in windows.iter_mut().zip(plan.remotes()) {
+        let any: &dyn Any = &*remote.region;
+        *window = any.downcast_ref::<Import>().and_then(|import| import.shutter.look());
+        if window.is_none() {
+            return false;
+        }
+    }
+    let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+    let (mut ours, mut theirs) = ([nothing; MAX_PIECES], [nothing; MAX_PIECES]);
+    let (mut pieces, mut bytes, mut owner) = (0, 0, None);
+    for segment in plan.segments(INLINE_BYTES) {
+        let Some(window) =
+            windows[segment.remote_region as usize].as_ref().and_then(|window| window.as_ref())
+        else {
+            return false;
+        };
+        let into = (plan.local(segment.local_region).memory.address() + segment.local_offset) as *mut u8;
+        let from = (window.place.base + segment.remote_offset) as *const u8;
+        let len = segment.len as usize;
+        match &window.owner {
+            None => {
+                // SAFETY: core checked the plan against the lengths of its regions, and the grant was held against the
+                // remote length; the plan keeps the local memory, the open window the mapping.
+                unsafe { std::ptr::copy_nonoverlapping(from, into, len) };
+            }
+            Some(_) if pieces == MAX_PIECES => return false,
+            Some(watched) => {
+                ours[pieces] = libc::iovec { iov_base: into.cast(), iov_len: len };
+                theirs[pieces] = libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len };
+                (pieces, bytes, owner) = (pieces + 1, bytes + len, Some(watched));
+            }
+        }
+    }
+    let Some(owner) = owner else { return true };
+    // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core checked.
+    let got = unsafe { copy::readv(owner.process.pid, &ours[..pieces], &theirs[..pieces]) };
+    got == Ok(bytes) && owner.process.still_behind(owner.socket.as_fd())
+}

@@ -38,7 +38,7 @@ enum Command {
     /// Move scattered blocks between two processes, and show what it cost and what happens when one is killed.
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
-    Bench(bench::Arguments),
+    Bench(Box<bench::Arguments>),
     /// The process that owns the other side's memory of `bench`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),

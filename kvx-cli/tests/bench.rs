@@ -21,11 +21,11 @@ fn bench(arguments: &[&str]) -> Command {
 fn lines(output: &Output) -> Vec<Value> {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{out}\n{err}");
-    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    out.lines().map(|line| serde_json::from_str(line).expect("each line is JSON")).collect()
 }
 
 fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
+    std::str::from_utf8(&output.stderr).expect("messages are UTF-8")
 }
 
 #[test]

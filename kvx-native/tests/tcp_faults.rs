@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Kind, Options, Plan};
 use tcp_pair::relay::Relay;
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry};
+use tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry, shuffled};
 
 const BIG: usize = 32 << 20;
 
@@ -198,4 +198,69 @@ fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
     let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
     let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
     assert!(error.to_string().contains("no answer from"), "{error}");
+}
+
+#[test]
+fn random_work_with_random_cancels_moves_what_it_says() {
+    const SHARE: usize = 1 << 20;
+    let pair = Pair::new(4 * SHARE);
+    std::thread::scope(|scope| {
+        for thread in 0..4usize {
+            let pair = &pair;
+            scope.spawn(move || {
+                let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ thread as u64;
+                let mut draw = move |below: u64| {
+                    state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+                    (state >> 33) % below
+                };
+                for round in 0..120u8 {
+                    let length = 1 << (6 + draw(13)); // 64 bytes to 256 KiB
+                    let count = (SHARE as u64 / length) as u32;
+                    let base = (thread * SHARE) as u64;
+                    let grid = Grid { base, ..Grid::packed(length, count) };
+                    let blocks = shuffled(count, draw(1 << 30));
+                    let blocks = &blocks[..1 + draw(u64::from(count)) as usize];
+                    let (read, cancelled) = (draw(2) == 0, draw(3) == 0);
+                    let (from, to) =
+                        if read { (&pair.theirs, &pair.ours) } else { (&pair.ours, &pair.theirs) };
+                    from.copy_in(base as usize, &vec![round; SHARE]).unwrap();
+                    to.copy_in(base as usize, &vec![0xff; SHARE]).unwrap();
+                    let (blocks, list) = (blocks.to_vec(), blocks);
+                    let plan = if read {
+                        pair.read(grid, blocks.clone(), blocks)
+                    } else {
+                        pair.write(grid, blocks.clone(), blocks)
+                    };
+                    let transfer = pair.peer.post(&plan).unwrap();
+                    let settled = transfer.settled();
+                    if cancelled {
+                        (0..draw(2000)).for_each(|_| std::hint::spin_loop());
+                        transfer.cancel();
+                    }
+                    let result = transfer.wait(CUT_OFF);
+                    settled.wait(CUT_OFF).unwrap();
+                    if let Err(error) = &result {
+                        assert!(cancelled && error.kind() == Kind::Cancelled, "{error}");
+                        // What was on its way to the owner is over when the next transfer has begun there.
+                        let grid = Grid { base, ..Grid::packed(64, 1) };
+                        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+                        continue;
+                    }
+                    let mut got = vec![0; SHARE];
+                    to.copy_out(base as usize, &mut got).unwrap();
+                    let mut wanted = vec![0xff; SHARE];
+                    for block in list {
+                        let at = *block as usize * length as usize;
+                        wanted[at..at + length as usize].fill(round);
+                    }
+                    assert!(
+                        got == wanted,
+                        "thread {thread}, round {round}: {length} x {}, read: {read}",
+                        list.len()
+                    );
+                }
+            });
+        }
+    });
+    pair.still_works();
 }

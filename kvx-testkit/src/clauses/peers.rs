@@ -311,6 +311,10 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
         "it has the same incarnation after its restart"
     );
 
+    // What is in flight when the loss is noticed says `PeerLost`: the handle has had time to notice it before these.
+    if let Some(within) = setup.capabilities()?.peer_loss_within {
+        until("the old handle has noticed the loss", within + CUT_OFF, || Ok(peer.lost().is_some()))?;
+    }
     let ours = blocks.fill_near()?;
     let late = stranger.connect(&old)?.ready(CUT_OFF).await;
     // Where its address died with it nobody can tell that it restarted.

@@ -1,0 +1,79 @@
+//! What depends on the process: limits and the environment. Each test runs itself again as a child that it prepares.
+
+use std::process::{Command, Output};
+
+use kvx_core::{Kind, Memory, Secret};
+
+const CHILD: &str = "KVX_TEST_CHILD";
+
+/// Runs the test `name` again in a child, with these variables.
+fn child(name: &str, variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args([name, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .env_remove("KVX_SECRET")
+        .env_remove("KVX_SECRET_FILE");
+    command.envs(variables.iter().copied());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    output
+}
+
+fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
+    if !is_child() {
+        child("a_pool_that_cannot_be_locked_names_the_limit_and_the_cure", &[]);
+        return;
+    }
+    let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
+    rustix::process::setrlimit(rustix::process::Resource::Memlock, none).unwrap();
+    // SAFETY: plain system call; root is not bound by the limit, so this child stops being root.
+    unsafe { libc::setresuid(65_534, 65_534, 65_534) };
+    let error = Memory::pool(1 << 20).lock(true).build().unwrap_err();
+    assert_eq!(error.kind(), Kind::Exhausted);
+    for word in ["RLIMIT_MEMLOCK is 0 bytes", "ulimit -l", "LimitMEMLOCK="] {
+        assert!(error.to_string().contains(word), "{word} is missing in: {error}");
+    }
+    Memory::pool(1 << 20).build().unwrap(); // without the lock it is still to be had
+}
+
+#[test]
+fn the_secret_comes_from_the_environment_or_is_an_error() {
+    const NAME: &str = "the_secret_comes_from_the_environment_or_is_an_error";
+    if is_child() {
+        match Secret::from_environment() {
+            Ok(secret) => println!(
+                "\ngot {:?}",
+                secret.map(|secret| String::from_utf8_lossy(secret.bytes()).into_owned())
+            ),
+            Err(error) => println!("\nfailed {error}"),
+        }
+        return;
+    }
+    let file = std::env::temp_dir().join(format!("kvx-secret-{}", std::process::id()));
+    std::fs::write(&file, "a secret in a file, longer\n").unwrap();
+    let path = file.to_str().unwrap();
+    let missing = format!("{path}-missing");
+    let cases: [(&[(&str, &str)], &str); 5] = [
+        (&[], "got None"),
+        (&[("KVX_SECRET", "sixteen bytes or more")], "got Some(\"sixteen bytes or more\")"),
+        (
+            &[("KVX_SECRET_FILE", path), ("KVX_SECRET", "sixteen bytes or more")],
+            "got Some(\"a secret in a file, longer\")",
+        ),
+        (&[("KVX_SECRET", "short")], "failed a shared secret of 5 bytes: use at least 16"),
+        (&[("KVX_SECRET_FILE", &missing)], "failed the shared secret's file"),
+    ];
+    for (variables, expected) in cases {
+        let output = child(NAME, variables);
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains(expected), "{variables:?}: {said}");
+    }
+    std::fs::remove_file(&file).unwrap();
+}

@@ -11,6 +11,23 @@ pub(crate) enum Request {
     Test(TestOptions),
     /// `cargo xtask features`
     Features,
+    /// `cargo xtask limits`
+    Limits(LimitsOptions),
+}
+
+/// The options of `cargo xtask limits`.
+#[derive(Debug, PartialEq)]
+pub(crate) struct LimitsOptions {
+    /// How often everything runs; medians are of as many figures.
+    pub(crate) times: usize,
+    /// Only runs whose names contain one of these; empty means every run.
+    pub(crate) only: Vec<String>,
+}
+
+impl Default for LimitsOptions {
+    fn default() -> Self {
+        LimitsOptions { times: 5, only: Vec::new() }
+    }
 }
 
 /// The options of `cargo xtask test`.
@@ -36,6 +53,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
             Some("--help" | "-h") => Ok(Request::Help),
             Some(other) => Err(format!("`features` takes no argument, but got `{other}`")),
         },
+        Some("limits") => parse_limits(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
     }
 }
@@ -65,6 +83,22 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
     Ok(Request::Test(options))
 }
 
+fn parse_limits(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut options = LimitsOptions::default();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--times" => {
+                let times = arguments.next().and_then(|times| times.parse().ok()).filter(|times| *times > 0);
+                options.times = times.ok_or("`--times` takes a number")?;
+            }
+            "--only" => options.only.push(arguments.next().ok_or("`--only` takes a part of a run's name")?),
+            other => return Err(format!("unknown argument `{other}` of `limits`")),
+        }
+    }
+    Ok(Request::Limits(options))
+}
+
 /// The usage text: every command that exists, and no other.
 pub(crate) fn usage() -> String {
     let steps: Vec<_> = steps::names().collect();
@@ -79,7 +113,12 @@ commands:
         --require all  a skip of what can run on this machine is a failure
         --only STEP    only this step, may be repeated: {}
   features
-      check that each feature of the facade builds alone, and what the crates depend on",
+      check that each feature of the facade builds alone, and what the crates depend on
+  limits [--times N] [--only PART]...
+      measure whether kvx is as near to what this host can do as it shall be, and print a table; about a quarter
+      of an hour, 5 GiB of memory, on a machine that is quiet meanwhile
+        --times N      how often everything runs, instead of 5 times
+        --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated",
         steps.join(", ")
     )
 }
@@ -101,6 +140,12 @@ mod tests {
         );
         assert_eq!(words("test"), Ok(Request::Test(TestOptions::default())));
         assert_eq!(words("features"), Ok(Request::Features));
+        let only = vec!["TCP".to_owned()];
+        assert_eq!(
+            words("limits --times 1 --only TCP"),
+            Ok(Request::Limits(LimitsOptions { times: 1, only }))
+        );
+        assert_eq!(words("limits"), Ok(Request::Limits(LimitsOptions::default())));
     }
 
     #[test]
@@ -114,6 +159,8 @@ mod tests {
             ("test --only nothing", "nothing"),
             ("test --only", "--only"),
             ("features tcp", "tcp"),
+            ("limits --times 0", "--times"),
+            ("limits fast", "fast"),
         ] {
             let complaint = words(line).expect_err(line);
             assert!(complaint.contains(name), "{line}: {complaint}");
@@ -123,7 +170,7 @@ mod tests {
     #[test]
     fn usage_names_the_commands_and_the_steps() {
         let usage = usage();
-        for name in ["\n  test ", "\n  features\n"].into_iter().chain(steps::names()) {
+        for name in ["\n  test ", "\n  features\n", "\n  limits "].into_iter().chain(steps::names()) {
             assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
         }
     }

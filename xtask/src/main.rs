@@ -3,9 +3,11 @@
 //! It depends on no kvx crate, so that it builds and speaks even when they do not.
 
 mod arguments;
+mod bars;
 mod features;
 mod harness;
 mod install;
+mod limits;
 mod metadata;
 mod process;
 mod skips;
@@ -36,6 +38,7 @@ fn main() -> ExitCode {
         }
         Request::Test(options) => test::run(&options),
         Request::Features => features::command(),
+        Request::Limits(options) => limits::run(&options),
     };
     match held {
         Ok(true) => ExitCode::SUCCESS,

@@ -1,0 +1,261 @@
+//! The bars of `cargo xtask limits`, as data: what is run, and what of it must hold.
+
+/// Something to run; each line of its output is a JSON object.
+pub(crate) struct Run {
+    /// How the bars name it.
+    pub(crate) name: &'static str,
+    /// What runs, with these arguments separated by single spaces.
+    pub(crate) program: Program,
+}
+
+/// What a [`Run`] runs.
+pub(crate) enum Program {
+    /// `kvx bench --json` of the release build, with these arguments.
+    Bench(&'static str),
+    /// The benchmark `costs` with `--bars`.
+    Costs,
+}
+
+/// One figure that must hold.
+pub(crate) struct Bar {
+    /// What it is, for people.
+    pub(crate) what: &'static str,
+    /// The run that it comes from.
+    pub(crate) run: &'static str,
+    /// How it is found in that run's lines.
+    pub(crate) figure: Figure,
+    /// What is asked of it.
+    pub(crate) asked: Asked,
+}
+
+/// How a figure comes out of the lines of a run. `at` chooses lines: words of the form `field=value`.
+pub(crate) enum Figure {
+    /// A field of the one line; a dot leads into an object.
+    Field { at: &'static str, field: &'static str },
+    /// The largest of some fields of the one line.
+    Largest { at: &'static str, fields: &'static [&'static str] },
+    /// A field of one line by a field of another.
+    Quotient { at: &'static str, field: &'static str, by_at: &'static str, by: &'static str },
+    /// Nanoseconds that a block costs beyond what it costs the limit.
+    BeyondTheCopy { at: &'static str },
+    /// How many times longer small reads take beside bulk ones than alone; or, if that is less, their 99th percentile in
+    /// fifths of what bare connections get.
+    BesideBulkOrBare { at: &'static str },
+}
+
+/// What is asked of a figure.
+#[derive(Clone, Copy)]
+pub(crate) enum Asked {
+    AtLeast(f64),
+    AtMost(f64),
+    /// Nothing: it stands beside another.
+    Nothing,
+}
+
+use Asked::{AtLeast, AtMost, Nothing};
+use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
+
+/// Everything that is run, in this order, five times over.
+pub(crate) const RUNS: &[Run] = &[
+    Run { name: "costs", program: Program::Costs },
+    bench("SHM 4K", "--backend SHM --block 4K --count 1,1024,8192 --memory kvx,foreign"),
+    bench("SHM 64K", "--backend SHM --block 64K --count 512,1024 --memory kvx,foreign"),
+    bench("SHM 1M", "--backend SHM --block 1M --count 64 --memory kvx,foreign"),
+    bench("SHM adjacent", "--backend SHM --block 4K --count 8192 --pattern adjacent"),
+    bench("SHM 16K", "--backend SHM --block 16K --count 4096"),
+    bench("TCP one", "--backend TCP --block 4K --count 1 --op read --wait block,async"),
+    bench("TCP 4K", "--backend TCP --block 4K --count 8192"),
+    bench("TCP 64K", "--backend TCP --block 64K --count 1024"),
+    bench("TCP 1M", "--backend TCP --block 1M --count 64"),
+    bench("100,000", "--block 4K --count 100000"),
+    bench("idle", "--idle 10"),
+    bench("readers", "--backend TCP --readers 64 --seconds 4"),
+    bench("bulk", "--beside-bulk 4G --seconds 5"),
+];
+
+const fn bench(name: &'static str, arguments: &'static str) -> Run {
+    Run { name, program: Program::Bench(arguments) }
+}
+
+/// A part of the limit, in the rounds of one point.
+const fn ratio(what: &'static str, run: &'static str, at: &'static str, least: f64) -> Bar {
+    Bar { what, run, figure: Field { at, field: "ratio" }, asked: AtLeast(least) }
+}
+
+const fn cost(what: &'static str, at: &'static str, most: f64) -> Bar {
+    Bar { what, run: "costs", figure: Field { at, field: "value" }, asked: AtMost(most) }
+}
+
+/// Every bar, in the order of the table.
+pub(crate) const BARS: &[Bar] = &[
+    ratio("SHM read 4K x1024, kvx memory, of memcpy", "SHM 4K", "op=read count=1024 memory=kvx", 0.85),
+    ratio("SHM read 4K x8192, kvx memory, of memcpy", "SHM 4K", "op=read count=8192 memory=kvx", 0.85),
+    ratio("SHM read 64K x1024, kvx memory, of memcpy", "SHM 64K", "op=read count=1024 memory=kvx", 0.9),
+    ratio("SHM read 1M x64, kvx memory, of memcpy", "SHM 1M", "op=read memory=kvx", 0.9),
+    ratio("SHM write 4K x1024, kvx memory, of memcpy", "SHM 4K", "op=write count=1024 memory=kvx", 0.85),
+    ratio("SHM write 4K x8192, kvx memory, of memcpy", "SHM 4K", "op=write count=8192 memory=kvx", 0.85),
+    ratio("SHM write 64K x1024, kvx memory, of memcpy", "SHM 64K", "op=write count=1024 memory=kvx", 0.9),
+    ratio("SHM write 1M x64, kvx memory, of memcpy", "SHM 1M", "op=write memory=kvx", 0.9),
+    ratio("SHM read 4K x1024, foreign memory, of readv", "SHM 4K", "op=read count=1024 memory=foreign", 0.85),
+    ratio("SHM read 4K x8192, foreign memory, of readv", "SHM 4K", "op=read count=8192 memory=foreign", 0.85),
+    ratio(
+        "SHM read 64K x1024, foreign memory, of readv",
+        "SHM 64K",
+        "op=read count=1024 memory=foreign",
+        0.9,
+    ),
+    ratio("SHM read 1M x64, foreign memory, of readv", "SHM 1M", "op=read memory=foreign", 0.9),
+    ratio(
+        "SHM write 4K x1024, foreign memory, of readv",
+        "SHM 4K",
+        "op=write count=1024 memory=foreign",
+        0.85,
+    ),
+    ratio(
+        "SHM write 4K x8192, foreign memory, of readv",
+        "SHM 4K",
+        "op=write count=8192 memory=foreign",
+        0.85,
+    ),
+    ratio(
+        "SHM write 64K x1024, foreign memory, of readv",
+        "SHM 64K",
+        "op=write count=1024 memory=foreign",
+        0.9,
+    ),
+    ratio("SHM write 1M x64, foreign memory, of readv", "SHM 1M", "op=write memory=foreign", 0.9),
+    Bar {
+        what: "SHM read 4K x8192 adjacent, of 64K x512 scattered",
+        run: "SHM adjacent",
+        figure: Quotient {
+            at: "run=SHM.adjacent op=read",
+            field: "gbps",
+            by_at: "run=SHM.64K op=read count=512 memory=kvx",
+            by: "gbps",
+        },
+        asked: AtLeast(1.0),
+    },
+    Bar {
+        what: "SHM write 4K x8192 adjacent, of 64K x512 scattered",
+        run: "SHM adjacent",
+        figure: Quotient {
+            at: "run=SHM.adjacent op=write",
+            field: "gbps",
+            by_at: "run=SHM.64K op=write count=512 memory=kvx",
+            by: "gbps",
+        },
+        asked: AtLeast(1.0),
+    },
+    Bar {
+        what: "SHM one 4K read by wait, kvx memory, times a bare process_vm_readv",
+        run: "SHM 4K",
+        figure: Quotient {
+            at: "op=read count=1 memory=kvx",
+            field: "p50_us",
+            by_at: "op=read count=1 memory=foreign",
+            by: "limit_p50_us",
+        },
+        asked: AtMost(2.0),
+    },
+    Bar {
+        what: "SHM one 4K read by wait, foreign memory, times a bare process_vm_readv",
+        run: "SHM 4K",
+        figure: Quotient {
+            at: "op=read count=1 memory=foreign",
+            field: "p50_us",
+            by_at: "op=read count=1 memory=foreign",
+            by: "limit_p50_us",
+        },
+        asked: AtMost(2.0),
+    },
+    Bar {
+        what: "SHM read 16K x4096, ns a block beyond the copy",
+        run: "SHM 16K",
+        figure: BeyondTheCopy { at: "op=read" },
+        asked: AtMost(330.0),
+    },
+    Bar {
+        what: "SHM write 16K x4096, ns a block beyond the copy",
+        run: "SHM 16K",
+        figure: BeyondTheCopy { at: "op=write" },
+        asked: AtMost(330.0),
+    },
+    ratio("TCP read 4K x8192, of sockets", "TCP 4K", "op=read", 0.7),
+    ratio("TCP read 64K x1024, of sockets", "TCP 64K", "op=read", 0.9),
+    ratio("TCP read 1M x64, of sockets", "TCP 1M", "op=read", 0.9),
+    ratio("TCP write 4K x8192, of sockets", "TCP 4K", "op=write", 0.7),
+    ratio("TCP write 64K x1024, of sockets", "TCP 64K", "op=write", 0.9),
+    ratio("TCP write 1M x64, of sockets", "TCP 1M", "op=write", 0.9),
+    Bar {
+        what: "TCP one 4K read by wait, times a bare request and reply",
+        run: "TCP one",
+        figure: Quotient { at: "wait=block", field: "p50_us", by_at: "wait=block", by: "limit_p50_us" },
+        asked: AtMost(1.3),
+    },
+    Bar {
+        what: "TCP one 4K read by .await, times a bare request and reply",
+        run: "TCP one",
+        figure: Quotient { at: "wait=async", field: "p50_us", by_at: "wait=async", by: "limit_p50_us" },
+        asked: Nothing,
+    },
+    Bar {
+        what: "SHM 4K reads beside 4 GiB, p99 in times of alone",
+        run: "bulk",
+        figure: Field { at: "backend=SHM", field: "small.times" },
+        asked: AtMost(5.0),
+    },
+    Bar {
+        what: "TCP 4K reads beside 4 GiB, p99 in times of alone, or in fifths of bare connections'",
+        run: "bulk",
+        figure: BesideBulkOrBare { at: "backend=TCP" },
+        asked: AtMost(5.0),
+    },
+    Bar {
+        what: "TCP with 64 readers, the slowest of the mean",
+        run: "readers",
+        figure: Field { at: "", field: "least_of_mean" },
+        asked: AtLeast(0.5),
+    },
+    Bar {
+        what: "SHM idle for 10 s, ms of CPU of a process",
+        run: "idle",
+        figure: Largest { at: "backend=SHM", fields: &["cpu_ms", "target_cpu_ms"] },
+        asked: AtMost(10.0),
+    },
+    Bar {
+        what: "TCP idle for 10 s, ms of CPU of a process",
+        run: "idle",
+        figure: Largest { at: "backend=TCP", fields: &["cpu_ms", "target_cpu_ms"] },
+        asked: AtMost(10.0),
+    },
+    cost("plan of 100,000 scattered blocks, us", "cost=plan_us", 1000.0),
+    Bar {
+        what: "post of 100,000 blocks, SHM read, us",
+        run: "100,000",
+        figure: Field { at: "backend=SHM op=read", field: "post_p50_us" },
+        asked: AtMost(100.0),
+    },
+    Bar {
+        what: "post of 100,000 blocks, SHM write, us",
+        run: "100,000",
+        figure: Field { at: "backend=SHM op=write", field: "post_p50_us" },
+        asked: AtMost(100.0),
+    },
+    Bar {
+        what: "post of 100,000 blocks, TCP read, us",
+        run: "100,000",
+        figure: Field { at: "backend=TCP op=read", field: "post_p50_us" },
+        asked: AtMost(100.0),
+    },
+    Bar {
+        what: "post of 100,000 blocks, TCP write, us",
+        run: "100,000",
+        figure: Field { at: "backend=TCP op=write", field: "post_p50_us" },
+        asked: AtMost(100.0),
+    },
+    cost("expansion of scattered blocks, ns a block", "cost=expansion_ns", 5.0),
+    cost("expansion and merging of runs of 16, ns a block", "cost=merging_ns", 5.0),
+    cost("allocations in the expansion of 200,000 blocks", "cost=expansion_allocations", 0.0),
+    cost("a ticket's life, ns", "cost=ticket_ns", 200.0),
+    cost("metadata of 64 regions of 100,000 blocks, bytes", "cost=metadata_bytes", 8192.0),
+];

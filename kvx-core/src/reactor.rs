@@ -53,6 +53,10 @@ pub trait Progress: Send + 'static {
 /// The most bytes to move in one turn before others get theirs.
 pub const SLICE: u64 = 1 << 20;
 
+/// How long a reactor stays away from a machine that another thread drives: the most that other work of the machine is
+/// kept waiting when that thread has gone.
+const NAP: Duration = Duration::from_micros(100);
+
 /// The answer of [`Progress::arm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Armed {
@@ -106,8 +110,12 @@ struct Shared<P: Progress> {
     queue: Mutex<Option<Vec<P::Command>>>,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,
+    /// Asleep only for [`NAP`], because somebody else drives the machine.
+    napping: AtomicBool,
     /// When a sleeping reactor wakes by itself, in nanoseconds since `started`.
     wakes_at: AtomicU64,
+    /// When another thread last had a turn, likewise.
+    driven_at: AtomicU64,
     started: Instant,
     stopping: AtomicBool,
     wake: OwnedFd,
@@ -123,7 +131,9 @@ impl<P: Progress> Reactor<P> {
             machine: Mutex::new(Some(machine)),
             queue: Mutex::new(Some(Vec::new())),
             asleep: AtomicBool::new(false),
+            napping: AtomicBool::new(false),
             wakes_at: AtomicU64::new(0),
+            driven_at: AtomicU64::new(0),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
             wake,
@@ -146,13 +156,19 @@ impl<P: Progress> Reactor<P> {
     /// counts.
     pub fn submit_here(&self, command: P::Command) {
         self.shared.push(command);
-        if !self.drive() {
+        if !self.turn_here() {
             self.shared.wake_if_asleep();
         }
     }
 
-    /// One turn on this thread, if the machine is free. Says whether anything was done.
+    /// One turn on this thread, if the machine is free. Says whether anything was done. For callers that call it until
+    /// what they wait for has happened: meanwhile the reactor's own thread stays out of their way.
     pub fn drive(&self) -> bool {
+        self.shared.driven_at.store(self.shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
+        self.turn_here()
+    }
+
+    fn turn_here(&self) -> bool {
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
         let Some(running) = machine.as_mut() else { return false };
         let mut out = Outbox::default();
@@ -161,6 +177,7 @@ impl<P: Progress> Reactor<P> {
         // or something to do earlier than it knows.
         let must_wake = done > 0
             && self.shared.asleep.load(Ordering::SeqCst)
+            && !self.shared.napping.load(Ordering::SeqCst)
             && match running.arm() {
                 Ok(Armed::Sleep(longest)) => {
                     self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
@@ -214,6 +231,12 @@ impl<P: Progress> Shared<P> {
         })
     }
 
+    /// Whether another thread has had a turn just now, and so is likely to have the next.
+    fn is_driven(&self) -> bool {
+        let driven = Duration::from_nanos(self.driven_at.load(Ordering::Relaxed));
+        !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < NAP / 2
+    }
+
     fn push(&self, command: P::Command) {
         let mut queue = self.queue.lock();
         match queue.as_mut() {
@@ -263,6 +286,10 @@ impl<P: Progress> Shared<P> {
         let mut idle_since: Option<Instant> = None;
         let mut fds: Vec<RawFd> = Vec::new();
         while !self.stopping.load(Ordering::SeqCst) {
+            if self.is_driven() {
+                self.nap();
+                idle_since = None;
+            }
             let mut guard = self.machine.lock();
             let Some(machine) = guard.as_mut() else { break };
             let (mut sleep, mut looking) = (None, false);
@@ -323,7 +350,23 @@ impl<P: Progress> Shared<P> {
             tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: longest.subsec_nanos().into(),
         });
-        if let Err(error) = rustix::event::poll(&mut polled, timeout.as_ref())
+        self.poll(&mut polled, timeout.as_ref());
+    }
+
+    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
+    fn nap(&self) {
+        let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: NAP.subsec_nanos().into() };
+        self.napping.store(true, Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
+        if self.queue.lock().as_ref().is_none_or(Vec::is_empty) && !self.stopping.load(Ordering::SeqCst) {
+            self.poll(&mut [PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)], Some(&time));
+        }
+        self.napping.store(false, Ordering::SeqCst);
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    fn poll(&self, fds: &mut [PollFd<'_>], timeout: Option<&rustix::time::Timespec>) {
+        if let Err(error) = rustix::event::poll(fds, timeout)
             && error != rustix::io::Errno::INTR
         {
             tracing::error!(%error, fd = self.wake.as_raw_fd(), "a reactor could not sleep; trying again in 10 ms");

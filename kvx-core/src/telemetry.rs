@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use metrics::{Counter, Histogram};
+
 use crate::plan::Size;
 use crate::{Error, Op};
 
-/// Says what the metrics mean to a recorder; call it once after installing one.
+/// Says what the metrics mean to a recorder; call it once after installing one. An agent reports to the recorder that is
+/// installed when the agent is built.
 pub fn describe_metrics() {
     use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
     describe_counter!(
@@ -33,16 +36,51 @@ pub fn describe_metrics() {
     );
 }
 
-pub(crate) fn succeeded(backend: &'static str, op: Op, size: Size, post: Duration, total: Duration) {
-    let op = match op {
-        Op::Read => "read",
-        Op::Write => "write",
-    };
-    metrics::counter!("kvx_transfers_total", "backend" => backend, "op" => op).increment(1);
-    metrics::counter!("kvx_bytes_total", "backend" => backend, "op" => op).increment(size.bytes);
-    metrics::counter!("kvx_blocks_total", "backend" => backend, "op" => op).increment(size.blocks);
-    metrics::histogram!("kvx_post_seconds", "backend" => backend).record(post);
-    metrics::histogram!("kvx_transfer_seconds", "backend" => backend, "op" => op).record(total);
+/// The metrics of one backend of one agent, looked up once: a look-up per transfer would cost more than a small read.
+pub(crate) struct Meters {
+    read: OpMeters,
+    write: OpMeters,
+    post: Histogram,
+}
+
+struct OpMeters {
+    transfers: Counter,
+    bytes: Counter,
+    blocks: Counter,
+    time: Histogram,
+}
+
+impl OpMeters {
+    fn of(backend: &'static str, op: &'static str) -> Self {
+        OpMeters {
+            transfers: metrics::counter!("kvx_transfers_total", "backend" => backend, "op" => op),
+            bytes: metrics::counter!("kvx_bytes_total", "backend" => backend, "op" => op),
+            blocks: metrics::counter!("kvx_blocks_total", "backend" => backend, "op" => op),
+            time: metrics::histogram!("kvx_transfer_seconds", "backend" => backend, "op" => op),
+        }
+    }
+}
+
+impl Meters {
+    pub(crate) fn of(backend: &'static str) -> Self {
+        Meters {
+            read: OpMeters::of(backend, "read"),
+            write: OpMeters::of(backend, "write"),
+            post: metrics::histogram!("kvx_post_seconds", "backend" => backend),
+        }
+    }
+
+    pub(crate) fn succeeded(&self, op: Op, size: Size, post: Duration, total: Duration) {
+        let meters = match op {
+            Op::Read => &self.read,
+            Op::Write => &self.write,
+        };
+        meters.transfers.increment(1);
+        meters.bytes.increment(size.bytes);
+        meters.blocks.increment(size.blocks);
+        meters.time.record(total);
+        self.post.record(post);
+    }
 }
 
 pub(crate) fn failed(error: &Error) {

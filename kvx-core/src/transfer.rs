@@ -232,7 +232,10 @@ impl TransferState {
         match told {
             Ok(report) => {
                 let Report { backend, post_time, transfer_time, .. } = report;
-                telemetry::succeeded(backend, self.plan.op(), self.plan.size(), post_time, transfer_time);
+                let open = self.peer.agent.transports.iter().find(|open| open.name == backend);
+                if let Some(open) = open {
+                    open.meters.succeeded(self.plan.op(), self.plan.size(), post_time, transfer_time);
+                }
                 tracing::trace!("succeeded");
             }
             Err(error) => {

@@ -13,6 +13,7 @@ use crate::inbox::{self, Inbox};
 use crate::memory::DeviceAccess;
 use crate::registry::{Registry, WithoutAList};
 use crate::sync::Mutex;
+use crate::telemetry::Meters;
 use crate::transport::{Context, Events};
 use crate::{Error, Kind, Options, Result, Secret, fork};
 
@@ -181,7 +182,8 @@ fn open(
                 tracing::warn!(backend = name, "{caution}");
             }
             let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
-            Ok(Open { name, speaks_for: factory.placement().speaks_for, transport })
+            let speaks_for = factory.placement().speaks_for;
+            Ok(Open { name, speaks_for, transport, meters: Meters::of(name) })
         });
         match opened {
             Ok(open) => transports.push(open),

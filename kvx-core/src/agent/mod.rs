@@ -21,6 +21,7 @@ use crate::metadata::{Metadata, RegionInfo};
 use crate::peer::{About, Peer, PeerInner};
 use crate::region::{Region, RegionCore};
 use crate::sync::Mutex;
+use crate::telemetry::Meters;
 use crate::transport::{Events, Full, LinkState, RegionSpec, Transport};
 use crate::{Deadline, Error, Kind, Memory, Result, Sender, fork};
 
@@ -69,6 +70,7 @@ pub(crate) struct Open {
     pub(crate) name: &'static str,
     pub(crate) speaks_for: &'static [&'static str],
     pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) meters: Meters,
 }
 
 #[derive(Default)]

@@ -31,6 +31,8 @@ use super::transport::{name_socket_name, random_socket_name};
 pub(crate) const LISTENERS: usize = 2;
 /// The most messages taken from one connection in a turn.
 const MESSAGES: usize = 32;
+/// Bytes of a turn that are more than a request or two.
+const BURST: u64 = 64 << 10;
 /// The most pieces of work done in a turn.
 const WORKS: usize = 32;
 
@@ -134,6 +136,8 @@ pub(crate) struct Machine {
     pub(crate) next_look: Option<Instant>,
     /// This turn was lent by a thread that posted a small read, which is done: nothing more is done on it.
     pub(crate) lent_turn: bool,
+    /// Much has been moved since the machine last slept.
+    bursting: bool,
     shutdown: Vec<Ticket>,
 }
 
@@ -174,6 +178,7 @@ impl Machine {
             buffer: vec![0; MAX_MESSAGE],
             next_look: None,
             lent_turn: false,
+            bursting: false,
             shutdown: Vec::new(),
         })
     }
@@ -359,6 +364,7 @@ impl Machine {
                 Work::Pull(pull) => self.pull_turn(pull, out),
             };
         }
+        self.bursting |= moved > BURST;
         if works == 0 { self.populate_turn() } else { works }
     }
 }
@@ -389,7 +395,13 @@ impl Progress for Machine {
         self.handle_events(out) + self.look(out) + self.work(out)
     }
 
+    fn patience(&self) -> Duration {
+        // A peer that has written much is likely to go on.
+        Duration::from_micros(if self.bursting { 250 } else { 20 })
+    }
+
     fn arm(&mut self) -> Result<Armed> {
+        self.bursting = false;
         if !self.turns.is_empty() || !self.populates.is_empty() {
             return Ok(Armed::Again);
         }

@@ -64,6 +64,35 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Every kind of this release.
+    pub const ALL: &[Kind] = &[
+        Kind::Invalid,
+        Kind::OutOfBounds,
+        Kind::Overlap,
+        Kind::Unregistered,
+        Kind::WrongKey,
+        Kind::Revoked,
+        Kind::StillShared,
+        Kind::TimedOut,
+        Kind::Cancelled,
+        Kind::Busy,
+        Kind::PeerLost,
+        Kind::PeerRestarted,
+        Kind::Incompatible,
+        Kind::Denied,
+        Kind::NoRoute,
+        Kind::UnknownBackend,
+        Kind::NotCompiled,
+        Kind::Unavailable,
+        Kind::Unsupported,
+        Kind::Exhausted,
+        Kind::Malformed,
+        Kind::Closed,
+        Kind::Forked,
+        Kind::Forgotten,
+        Kind::Native,
+    ];
+
     /// The kind as a short word: the label of metrics and of JSON output.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -272,6 +301,14 @@ impl std::error::Error for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_kind_has_a_word_of_its_own() {
+        let mut words: Vec<_> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
+        words.sort_unstable();
+        words.dedup();
+        assert_eq!(words.len(), Kind::ALL.len());
+    }
 
     #[test]
     fn an_error_names_all_it_knows_and_nothing_else() {

@@ -8,23 +8,22 @@ use crate::breaks::broken;
 use crate::deadline::Reason;
 use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId};
 use crate::metadata::Metadata;
-use crate::plan::{Bindings, Bound, LocalSide, Plan, Released, RemoteSide};
-use crate::region::{PeerRegion, What};
+use crate::plan::{Bindings, Released};
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
 use crate::transfer::TransferState;
-use crate::transport::{Link, LinkState, PeerSection, RemoteRegion, RemoteSpec};
+use crate::transport::{Link, LinkState, PeerSection, RemoteRegion};
 use crate::{Error, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) agent: Arc<AgentInner>,
     pub(crate) identity: Identity,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
 }
 
-struct State {
-    about: About,
-    candidates: Vec<Candidate>,
+pub(super) struct State {
+    pub(super) about: About,
+    pub(super) candidates: Vec<Candidate>,
     /// Backends that were no candidates, and why.
     excluded: Vec<(&'static str, Error)>,
     /// What waits for a link to come up.
@@ -52,15 +51,15 @@ pub(crate) enum About {
 }
 
 /// A backend that may serve the peer.
-struct Candidate {
-    backend: &'static str,
+pub(super) struct Candidate {
+    pub(super) backend: &'static str,
     /// Position in the agent's list of transports.
-    transport: usize,
+    pub(super) transport: usize,
     stage: Stage,
     /// The generation of the metadata that the link was last told.
     told: Generation,
-    imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
-    bindings: Bindings,
+    pub(super) imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
+    pub(super) bindings: Bindings,
 }
 
 enum Stage {
@@ -360,85 +359,6 @@ impl PeerInner {
             },
         }
         Ok(())
-    }
-
-    /// The plan on this link: kept from the last time, or made now.
-    fn bind(&self, plan: &Plan, at: usize, id: LinkId, link: &Arc<dyn Link>) -> Result<Arc<Bound>> {
-        if let Some((on, bound)) = &*plan.0.bound.lock()
-            && *on == id
-        {
-            return Ok(Arc::clone(bound));
-        }
-        let capabilities = link.capabilities();
-        for (side, kinds, kind) in [
-            ("local", capabilities.local, plan.0.locals.first().map(crate::region::Place::kind)),
-            ("remote", capabilities.remote, plan.0.remotes.first().map(crate::region::Place::kind)),
-        ] {
-            if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
-                return Err(Error::new(Kind::Unsupported, format!("it does not reach {side} {kind} memory")));
-            }
-        }
-        let transport = self.state.lock().candidates[at].transport;
-        let locals = plan
-            .0
-            .locals
-            .iter()
-            .map(|region| {
-                let core = region.core();
-                let native = core.locals[transport].clone()?;
-                Ok(LocalSide { id: core.id, key: core.key, memory: Arc::clone(&core.memory), region: native })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let remotes = plan
-            .0
-            .remotes
-            .iter()
-            .map(|region| {
-                let len = crate::region::Place::len(region);
-                Ok(RemoteSide {
-                    id: region.id(),
-                    key: region.key(),
-                    len,
-                    region: self.import(region, at, link)?,
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let bound = Arc::new(Bound::new(&plan.0, id, locals, remotes));
-        *plan.0.bound.lock() = Some((id, Arc::clone(&bound)));
-        self.state.lock().candidates[at].bindings.add(&plan.0);
-        plan.0.locals.iter().for_each(|region| region.core().bound(&plan.0));
-        Ok(bound)
-    }
-
-    fn import(&self, region: &PeerRegion, at: usize, link: &Arc<dyn Link>) -> Result<Arc<dyn RemoteRegion>> {
-        let info = match region.what() {
-            What::Foreign(range) => return link.import_foreign(*range),
-            What::Named(info) => info,
-        };
-        let position = {
-            let state = self.state.lock();
-            let candidate = &state.candidates[at];
-            if let Some(known) = candidate.imports.get(&info.id) {
-                return Ok(Arc::clone(known));
-            }
-            let About::Kvx(metadata) = &state.about else {
-                return Err(Error::new(
-                    Kind::Invalid,
-                    "a foreign agent has no named regions: use Peer::foreign",
-                ));
-            };
-            metadata.backend(candidate.backend).map(|(position, _)| position)
-        };
-        let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
-            Error::new(
-                Kind::Unsupported,
-                format!("the peer's region {} is not registered with it", info.name),
-            )
-        })?;
-        let spec = RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
-        let imported = link.import(spec)?;
-        let mut state = self.state.lock();
-        Ok(Arc::clone(state.candidates[at].imports.entry(info.id).or_insert(imported)))
     }
 
     /// A link of this peer changed.

@@ -1,5 +1,6 @@
 //! Peers: remote agents.
 
+mod binding;
 mod links;
 mod posting;
 

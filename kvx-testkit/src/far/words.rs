@@ -145,33 +145,5 @@ impl From<Notification> for Sent {
 
 /// The kind that is written so.
 pub(super) fn kind_of(word: &str) -> Option<Kind> {
-    use Kind::*;
-    let kinds = [
-        Invalid,
-        OutOfBounds,
-        Overlap,
-        Unregistered,
-        WrongKey,
-        Revoked,
-        StillShared,
-        TimedOut,
-        Cancelled,
-        Busy,
-        PeerLost,
-        PeerRestarted,
-        Incompatible,
-        Denied,
-        NoRoute,
-        UnknownBackend,
-        NotCompiled,
-        Unavailable,
-        Unsupported,
-        Exhausted,
-        Malformed,
-        Closed,
-        Forked,
-        Forgotten,
-        Native,
-    ];
-    kinds.into_iter().find(|kind| kind.as_str() == word)
+    Kind::ALL.iter().copied().find(|kind| kind.as_str() == word)
 }

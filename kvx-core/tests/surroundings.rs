@@ -8,14 +8,14 @@ const CHILD: &str = "KVX_TEST_CHILD";
 
 /// Runs the test `name` again in a child, with these variables.
 fn child(name: &str, variables: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = Command::new(std::env::current_exe().expect("this program has a path"));
     command
         .args([name, "--exact", "--nocapture"])
         .env(CHILD, "1")
         .env_remove("KVX_SECRET")
         .env_remove("KVX_SECRET_FILE");
     command.envs(variables.iter().copied());
-    let output = command.output().unwrap();
+    let output = command.output().expect("the child runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     output
 }

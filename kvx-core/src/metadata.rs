@@ -271,6 +271,26 @@ mod tests {
         assert_eq!(back.backend("TCP"), Some((1, &[4u8][..])));
     }
 
+    /// What release 0.1 writes, for ever readable.
+    const GOLDEN_0_1: &str = "4b56584d01000100930000000180220000000970726566696c6c2d3009090909090909090909090909090909\
+         030000000000000002000b0000000353484d0300000001020302000900000003544350010000000403803900\
+         0000000000000000000000000000000000000000000000000000076c617965722e3000006a18000000000002\
+         000900070707070707070707010000";
+
+    #[test]
+    fn golden_bytes_of_each_release_are_read_and_the_newest_are_written() {
+        let hex: String = sample(1).encode().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, GOLDEN_0_1);
+        let bytes: Vec<u8> = (0..GOLDEN_0_1.len())
+            .step_by(2)
+            .map(|at| u8::from_str_radix(&GOLDEN_0_1[at..at + 2], 16).unwrap())
+            .collect();
+        let read = Metadata::decode(&bytes).unwrap();
+        assert_eq!(&*read.identity.name, "prefill-0");
+        assert_eq!((&*read.regions[0].name, read.regions[0].len), ("layer.0", 100_000 * 4096));
+        assert_eq!(read.regions[0].export(0), Some(&[7u8; 9][..]));
+    }
+
     #[test]
     fn unknown_sections_are_skipped_unless_critical() {
         let add = |tag: u16| {

@@ -43,6 +43,7 @@ impl Grid {
     }
 
     /// Offset of a block.
+    #[inline]
     pub const fn offset(&self, index: u32) -> u64 {
         self.base + self.stride * index as u64
     }
@@ -115,6 +116,7 @@ impl Indices {
     }
 
     /// The index at `position`, which is below `len`.
+    #[inline]
     pub fn at(&self, position: usize) -> u32 {
         match &self.0 {
             Repr::List { list, part } => list[part.start + position],

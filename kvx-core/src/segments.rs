@@ -24,15 +24,65 @@ pub struct Segment {
 pub struct Segments {
     bound: Arc<Bound>,
     max: u64,
+    /// The pair and the grid of it that come after `walk`.
     pair: usize,
     grid: usize,
-    at: usize,
+    walk: Option<Walk>,
     rest: Option<Segment>,
+}
+
+/// The blocks of one grid of a pair, one after the other.
+struct Walk {
+    local: Placed,
+    remote: Placed,
+    local_indices: Indices,
+    remote_indices: Indices,
+    at: usize,
+    count: usize,
+    /// Both offsets of the block at `at`, while there is one.
+    next: (u64, u64),
+}
+
+impl Walk {
+    #[inline]
+    fn offsets(&self, at: usize) -> (u64, u64) {
+        let local = self.local.grid.offset(self.local_indices.at(at));
+        (local, self.remote.grid.offset(self.remote_indices.at(at)))
+    }
+
+    /// The next blocks that follow each other on both sides, until `max` bytes are reached. Inlined: handing a segment
+    /// over through memory costs more than finding it.
+    #[inline(always)]
+    fn merged(&mut self, max: u64) -> Option<Segment> {
+        if self.at == self.count {
+            return None;
+        }
+        let length = self.local.grid.length;
+        let ((local_offset, remote_offset), mut len) = (self.next, 0);
+        loop {
+            len += length;
+            self.at += 1;
+            if self.at == self.count {
+                break;
+            }
+            self.next = self.offsets(self.at);
+            if self.next != (local_offset + len, remote_offset + len) || len >= max {
+                break;
+            }
+        }
+        Some(Segment {
+            local_region: self.local.region,
+            remote_region: self.remote.region,
+            local_offset,
+            remote_offset,
+            len,
+        })
+    }
 }
 
 impl Segments {
     pub(crate) fn new(bound: Arc<Bound>, max: u64) -> Self {
-        Segments { bound, max: max.max(1), pair: 0, grid: 0, at: 0, rest: None }
+        Segments { bound, max: max.max(1), pair: 0, grid: 0, walk: None, rest: None }
     }
 
     /// The plan they come from.
@@ -40,40 +90,50 @@ impl Segments {
         &self.bound
     }
 
-    /// The next merged piece, however long.
-    fn merged(&mut self) -> Option<Segment> {
-        let pairs = self.bound.pairs();
+    /// The next segment where a long one was split, or a grid has ended.
+    #[cold]
+    fn next_slowly(&mut self) -> Option<Segment> {
+        let max = self.max;
+        let segment = match self.rest.take() {
+            Some(rest) => rest,
+            None => self.advance()?.merged(max)?,
+        };
+        Some(if segment.len <= max { segment } else { self.split(segment) })
+    }
+
+    /// The first `max` bytes of a longer segment; keeps the rest.
+    fn split(&mut self, segment: Segment) -> Segment {
+        let max = self.max;
+        self.rest = Some(Segment {
+            local_offset: segment.local_offset + max,
+            remote_offset: segment.remote_offset + max,
+            len: segment.len - max,
+            ..segment
+        });
+        Segment { len: max, ..segment }
+    }
+
+    /// Goes on to the next grid that has blocks to walk.
+    fn advance(&mut self) -> Option<&mut Walk> {
         loop {
-            let pair = pairs.get(self.pair)?;
+            let pair = self.bound.pairs().get(self.pair)?;
             let count = pair.local_indices.len();
-            if self.at == count || self.grid == pair.local.len() {
-                self.at = 0;
-                self.grid += 1;
-                if count == 0 || self.grid >= pair.local.len() {
-                    self.grid = 0;
-                    self.pair += 1;
-                }
+            let (Some(local), true) = (pair.local.get(self.grid), count > 0) else {
+                (self.pair, self.grid) = (self.pair + 1, 0);
                 continue;
-            }
-            let (local, remote) = (&pair.local[self.grid], &pair.remote[self.grid]);
-            let length = local.grid.length;
-            let mut segment = Segment {
-                local_region: local.region,
-                remote_region: remote.region,
-                local_offset: local.grid.offset(pair.local_indices.at(self.at)),
-                remote_offset: remote.grid.offset(pair.remote_indices.at(self.at)),
-                len: length,
             };
-            self.at += 1;
-            while self.at < count
-                && segment.len < self.max
-                && local.grid.offset(pair.local_indices.at(self.at)) == segment.local_offset + segment.len
-                && remote.grid.offset(pair.remote_indices.at(self.at)) == segment.remote_offset + segment.len
-            {
-                segment.len += length;
-                self.at += 1;
-            }
-            return Some(segment);
+            let mut walk = Walk {
+                local: *local,
+                remote: pair.remote[self.grid],
+                local_indices: pair.local_indices.clone(),
+                remote_indices: pair.remote_indices.clone(),
+                at: 0,
+                count,
+                next: (0, 0),
+            };
+            walk.next = walk.offsets(0);
+            self.grid += 1;
+            return Some(self.walk.insert(walk));
         }
     }
 }
@@ -81,21 +141,16 @@ impl Segments {
 impl Iterator for Segments {
     type Item = Segment;
 
+    #[inline]
     fn next(&mut self) -> Option<Segment> {
-        let mut segment = match self.rest.take() {
-            Some(rest) => rest,
-            None => self.merged()?,
-        };
-        if segment.len > self.max {
-            self.rest = Some(Segment {
-                local_offset: segment.local_offset + self.max,
-                remote_offset: segment.remote_offset + self.max,
-                len: segment.len - self.max,
-                ..segment
-            });
-            segment.len = self.max;
+        let max = self.max;
+        if self.rest.is_none()
+            && let Some(walk) = &mut self.walk
+            && let Some(segment) = walk.merged(max)
+        {
+            return Some(if segment.len <= max { segment } else { self.split(segment) });
         }
-        Some(segment)
+        self.next_slowly()
     }
 }
 

@@ -3,6 +3,7 @@
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 use std::sync::TryLockError;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{self, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -33,17 +34,23 @@ impl<T> Mutex<T> {
     }
 }
 
-/// `std::sync::Condvar` for [`Mutex`].
+/// `std::sync::Condvar` for [`Mutex`], except that notifying nobody costs no system call.
 #[derive(Debug, Default)]
-pub(crate) struct Condvar(sync::Condvar);
+pub(crate) struct Condvar {
+    inner: sync::Condvar,
+    /// Changed under the mutex only: who changes what is waited for, and then notifies, sees all who wait for it.
+    waiting: AtomicUsize,
+}
 
 impl Condvar {
     pub(crate) const fn new() -> Self {
-        Condvar(sync::Condvar::new())
+        Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
     pub(crate) fn notify_all(&self) {
-        self.0.notify_all();
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            self.inner.notify_all();
+        }
     }
 
     /// Waits for a notification, or until `until`; spurious wake-ups happen.
@@ -52,13 +59,16 @@ impl Condvar {
         guard: MutexGuard<'a, T>,
         until: Option<Instant>,
     ) -> MutexGuard<'a, T> {
-        match until {
-            None => self.0.wait(guard).unwrap_or_else(PoisonError::into_inner),
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let guard = match until {
+            None => self.inner.wait(guard).unwrap_or_else(PoisonError::into_inner),
             Some(until) => {
                 let left = until.saturating_duration_since(Instant::now());
-                self.0.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0
+                self.inner.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0
             }
-        }
+        };
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        guard
     }
 }
 

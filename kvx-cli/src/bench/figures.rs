@@ -42,6 +42,9 @@ pub(crate) struct Figures {
     limit_p50_us: Option<f64>,
     /// Transfers until the same blocks come again.
     lists: u32,
+    /// The best round's.
+    best_gbps: f64,
+    limit_best_gbps: Option<f64>,
     #[serde(flatten)]
     beside: Option<Beside>,
 }
@@ -73,8 +76,11 @@ impl Figures {
     pub(crate) fn of(point: &Point, measured: &Measured) -> Result<Self> {
         let shape = point.shape;
         let Measured { ours, limit, beside, plans, cpu_seconds, verified } = measured;
-        let rate =
-            |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
+        let rates = |rounds: &[Round]| -> Vec<f64> {
+            rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9).collect()
+        };
+        let rate = |rounds: &[Round]| median(rates(rounds));
+        let best = |rounds: &[Round]| rates(rounds).into_iter().reduce(f64::max);
         let us = |values: &dyn Fn(&Round) -> Vec<f64>, part| {
             quantile(ours.iter().flat_map(values), part).map(|seconds| round(seconds * 1e6, 2))
         };
@@ -121,6 +127,8 @@ impl Figures {
             rounds: ours.len(),
             limit_p50_us: limit_p50.map(|seconds| round(seconds * 1e6, 2)),
             lists: shape.lists,
+            best_gbps: round(best(ours).ok_or_else(missing)?, 3),
+            limit_best_gbps: limit.as_ref().and_then(|(_, rounds)| best(rounds)).map(|rate| round(rate, 3)),
             beside,
         })
     }

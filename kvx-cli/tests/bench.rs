@@ -37,9 +37,11 @@ fn a_sweep_has_a_line_for_every_point_with_every_field_in_order() {
     for line in &lines {
         let number = |field: &str| line[field].as_f64().unwrap_or_else(|| panic!("{field} in {line}"));
         assert_eq!((&line["verified"], &line["rounds"]), (&true.into(), &3.into()), "{line}");
-        for field in ["gbps", "p50_us", "p99_us", "post_p50_us", "cpu_s_per_gb", "limit_gbps"] {
+        for field in ["p50_us", "p99_us", "post_p50_us", "cpu_s_per_gb"] {
             assert!(number(field) > 0.0, "{field} in {line}");
         }
+        // Three decimals: a machine that stalls rounds single blocks down to nothing.
+        assert!(number("gbps") >= 0.0 && number("limit_gbps") >= 0.0, "{line}");
         assert!(number("plan_us") >= 0.0 && number("p50_us") <= number("p99_us"), "{line}");
         assert!(number("ratio_min") <= number("ratio") && number("ratio") <= number("ratio_max"), "{line}");
         let limit = match (line["backend"].as_str().unwrap(), line["memory"].as_str().unwrap()) {

@@ -206,9 +206,14 @@ impl Shared {
                 table = self.changed.wait_until(table, next);
                 continue;
             }
-            let due: Vec<usize> =
-                table.entries.iter().filter(|(_, entry)| entry.at <= now).map(|(slot, _)| slot).collect();
-            let due: Vec<_> = due.into_iter().map(|slot| table.entries.remove(slot).operation).collect();
+            let mut due: Vec<(Instant, usize)> = table
+                .entries
+                .iter()
+                .filter(|(_, entry)| entry.at <= now)
+                .map(|(slot, entry)| (entry.at, slot))
+                .collect();
+            due.sort_unstable();
+            let due: Vec<_> = due.into_iter().map(|(_, slot)| table.entries.remove(slot).operation).collect();
             table.next = table.entries.iter().map(|(_, entry)| entry.at).min();
             drop(table);
             for operation in due {
@@ -239,12 +244,12 @@ mod tests {
         let clock = Clock::start("test").unwrap();
         let (sender, receiver) = mpsc::channel();
         let at = |ms| Instant::now() + Duration::from_millis(ms);
-        let _late = clock.watch(at(60), Arc::new(Ring(sender.clone(), 60)));
-        let forgotten = clock.watch(at(40), Arc::new(Ring(sender.clone(), 40)));
+        let _late = clock.watch(at(600), Arc::new(Ring(sender.clone(), 600)));
+        let forgotten = clock.watch(at(500), Arc::new(Ring(sender.clone(), 500)));
         let _soon = clock.watch(at(20), Arc::new(Ring(sender.clone(), 20)));
         drop(forgotten);
         assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 20);
-        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 60);
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), 600);
         clock.stop();
     }
 

@@ -5,7 +5,7 @@
 use std::io::{BufRead, Write};
 use std::time::Duration;
 
-use criterion::{Criterion, Throughput};
+use criterion::{Criterion, SamplingMode, Throughput};
 use kvx::{Agent, Grid, Memory, Op, Options, Peer, Plan, Region};
 use kvx_testkit::Child;
 
@@ -91,7 +91,7 @@ fn main() {
         }
         let reader = Reader::connect(name);
         let mut group = criterion.benchmark_group(name);
-        group.throughput(Throughput::Bytes(POOL));
+        group.throughput(Throughput::Bytes(POOL)).sampling_mode(SamplingMode::Flat);
         for op in [Op::Read, Op::Write] {
             for kib in [4, 64, 1024] {
                 let plan = reader.plan(op, kib << 10);

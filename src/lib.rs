@@ -1,20 +1,28 @@
 #![doc = include_str!("../README.md")]
 
 // The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
+#[cfg(feature = "connector")]
+pub use kvx_connector as connector;
 pub use kvx_core::*;
+#[cfg(all(target_os = "linux", feature = "mooncake"))]
+pub use kvx_mooncake::Mooncake;
 #[cfg(all(target_os = "linux", feature = "shm"))]
 pub use kvx_native::Shm;
 #[cfg(all(target_os = "linux", feature = "tcp"))]
 pub use kvx_native::Tcp;
+#[cfg(all(target_os = "linux", feature = "rixl"))]
+pub use kvx_rixl::Rixl;
+#[cfg(all(target_os = "linux", feature = "ucx"))]
+pub use kvx_ucx::Ucx;
 
 /// Every backend's name that a user may write, and the feature of this crate that compiles it in.
 ///
 /// A backend without a feature is not in this release. For a registry of your own: `Registry::new().know(kvx::KNOWN)`.
 pub const KNOWN: &[Known] = &[
-    Known { name: "UCX", aliases: &[], feature: None },
+    Known { name: "UCX", aliases: &[], feature: Some("ucx") },
     Known { name: "LIBFABRIC", aliases: &[], feature: None },
-    Known { name: "MOONCAKE", aliases: &[], feature: None },
-    Known { name: "RIXL", aliases: &["NIXL"], feature: None },
+    Known { name: "MOONCAKE", aliases: &[], feature: Some("mooncake") },
+    Known { name: "RIXL", aliases: &["NIXL"], feature: Some("rixl") },
     Known { name: "SHM", aliases: &[], feature: Some("shm") },
     Known { name: "TCP", aliases: &[], feature: Some("tcp") },
 ];
@@ -30,11 +38,23 @@ pub const KNOWN: &[Known] = &[
 /// );
 /// ```
 pub fn registry() -> Registry {
-    #[cfg_attr(not(all(target_os = "linux", any(feature = "shm", feature = "tcp"))), allow(unused_mut))]
+    #[cfg_attr(
+        not(all(
+            target_os = "linux",
+            any(feature = "shm", feature = "tcp", feature = "ucx", feature = "mooncake", feature = "rixl")
+        )),
+        allow(unused_mut)
+    )]
     let mut registry = Registry::new().know(KNOWN);
     #[cfg(all(target_os = "linux", feature = "shm"))]
     registry.add(Shm).expect("SHM is added once");
     #[cfg(all(target_os = "linux", feature = "tcp"))]
     registry.add(Tcp).expect("TCP is added once");
+    #[cfg(all(target_os = "linux", feature = "ucx"))]
+    registry.add(Ucx).expect("UCX is added once");
+    #[cfg(all(target_os = "linux", feature = "mooncake"))]
+    registry.add(Mooncake::new()).expect("MOONCAKE is added once");
+    #[cfg(all(target_os = "linux", feature = "rixl"))]
+    registry.add(Rixl).expect("RIXL is added once");
     registry
 }

@@ -11,7 +11,7 @@ pub(crate) const PLACES: &str =
 /// Places below a folder of packages (`site-packages`).
 const IN_WHEELS: &[Place] = &[
     Place::new("UCX", "KVX_UCX_LIB", "libucx/lib/libucp.so.0"),
-    Place::new("MOONCAKE", "KVX_MOONCAKE_LIB", "mooncake/engine*.so"),
+    Place::new("MOONCAKE", "KVX_MOONCAKE_ENGINE", "mooncake/engine*.so"),
     Place::new("RIXL", "KVX_RIXL_LIB", ".nixl*.mesonpy.libs/libnixl_capi.so"),
 ];
 
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(
             found(&Environments { roots, conda: None }, &folder.0),
             [
-                ("MOONCAKE", "KVX_MOONCAKE_LIB", "lib/python3/dist-packages/mooncake/engine.so".into()),
+                ("MOONCAKE", "KVX_MOONCAKE_ENGINE", "lib/python3/dist-packages/mooncake/engine.so".into()),
                 (
                     "RIXL",
                     "KVX_RIXL_LIB",

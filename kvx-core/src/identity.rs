@@ -118,7 +118,7 @@ pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
 }
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
-fn random_bytes() -> Result<[u8; 16]> {
+pub(crate) fn random_bytes() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
@@ -129,7 +129,7 @@ fn random_bytes() -> Result<[u8; 16]> {
 }
 
 #[cfg(any(not(target_os = "linux"), kvx_portable))]
-fn random_bytes() -> Result<[u8; 16]> {
+pub(crate) fn random_bytes() -> Result<[u8; 16]> {
     use std::io::Read as _;
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")

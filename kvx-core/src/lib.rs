@@ -9,6 +9,8 @@ mod completion;
 pub mod config;
 mod deadline;
 mod error;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub mod fabric;
 mod fork;
 mod grid;
 mod identity;

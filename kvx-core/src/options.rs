@@ -53,7 +53,13 @@ impl Options {
 
     /// The names in `backends`, as written; `None` without the key.
     pub fn backends(&self) -> Result<Option<Vec<String>>> {
-        Table { name: "", object: Some(&self.0) }.texts("backends")
+        self.top().texts("backends")
+    }
+
+    /// The keys beside the tables, which vLLM's connectors share (`mooncake_protocol`, `num_workers`): whoever reads one
+    /// leaves the others alone.
+    pub fn top(&self) -> Table<'_> {
+        Table { name: "", object: Some(&self.0) }
     }
 
     /// The table `name`, empty if absent. Errors: `Invalid` when it is not an object or has a key that is not in
@@ -121,6 +127,17 @@ impl<'a> Table<'a> {
                 .map(Some),
             Some(value) => Err(wrong(value)),
         }
+    }
+
+    /// An object whose values are strings, in the order of its keys.
+    pub fn pairs(&self, key: &str) -> Result<Option<Vec<(String, String)>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wrong = || self.wrong(key, value, "an object of strings");
+        let pairs = value.as_object().ok_or_else(wrong)?.iter();
+        pairs
+            .map(|(key, value)| Ok((key.clone(), value.as_str().ok_or_else(wrong)?.to_owned())))
+            .collect::<Result<_>>()
+            .map(Some)
     }
 
     /// A whole number within `range`.

@@ -24,65 +24,35 @@ pub struct Segment {
 pub struct Segments {
     bound: Arc<Bound>,
     max: u64,
-    /// The pair and the grid of it that come after `walk`.
+    /// The pair and the grid that come next.
     pair: usize,
     grid: usize,
-    walk: Option<Walk>,
-    rest: Option<Segment>,
-}
-
-/// The blocks of one grid of a pair, one after the other.
-struct Walk {
-    local: Placed,
-    remote: Placed,
-    local_indices: Indices,
-    remote_indices: Indices,
+    /// The grids that are walked now, and the block that comes next.
+    now: Option<(Placed, Placed)>,
+    /// That block on either side.
+    next: (u32, u32),
+    /// Whether neighbours in the lists are neighbours in memory.
+    packed: bool,
     at: usize,
     count: usize,
-    /// Both offsets of the block at `at`, while there is one.
-    next: (u64, u64),
-}
-
-impl Walk {
-    #[inline]
-    fn offsets(&self, at: usize) -> (u64, u64) {
-        let local = self.local.grid.offset(self.local_indices.at(at));
-        (local, self.remote.grid.offset(self.remote_indices.at(at)))
-    }
-
-    /// The next blocks that follow each other on both sides, until `max` bytes are reached. Inlined: handing a segment
-    /// over through memory costs more than finding it.
-    #[inline(always)]
-    fn merged(&mut self, max: u64) -> Option<Segment> {
-        if self.at == self.count {
-            return None;
-        }
-        let length = self.local.grid.length;
-        let ((local_offset, remote_offset), mut len) = (self.next, 0);
-        loop {
-            len += length;
-            self.at += 1;
-            if self.at == self.count {
-                break;
-            }
-            self.next = self.offsets(self.at);
-            if self.next != (local_offset + len, remote_offset + len) || len >= max {
-                break;
-            }
-        }
-        Some(Segment {
-            local_region: self.local.region,
-            remote_region: self.remote.region,
-            local_offset,
-            remote_offset,
-            len,
-        })
-    }
+    rest: Option<Segment>,
 }
 
 impl Segments {
     pub(crate) fn new(bound: Arc<Bound>, max: u64) -> Self {
-        Segments { bound, max: max.max(1), pair: 0, grid: 0, walk: None, rest: None }
+        let max = max.max(1);
+        Segments {
+            bound,
+            max,
+            pair: 0,
+            grid: 0,
+            now: None,
+            next: (0, 0),
+            packed: false,
+            at: 0,
+            count: 0,
+            rest: None,
+        }
     }
 
     /// The plan they come from.
@@ -90,51 +60,72 @@ impl Segments {
         &self.bound
     }
 
-    /// The next segment where a long one was split, or a grid has ended.
+    /// Goes on with the next grid that has blocks; none when all have been walked.
     #[cold]
-    fn next_slowly(&mut self) -> Option<Segment> {
-        let max = self.max;
-        let segment = match self.rest.take() {
-            Some(rest) => rest,
-            None => self.advance()?.merged(max)?,
-        };
-        Some(if segment.len <= max { segment } else { self.split(segment) })
-    }
-
-    /// The first `max` bytes of a longer segment; keeps the rest.
-    fn split(&mut self, segment: Segment) -> Segment {
-        let max = self.max;
-        self.rest = Some(Segment {
-            local_offset: segment.local_offset + max,
-            remote_offset: segment.remote_offset + max,
-            len: segment.len - max,
-            ..segment
-        });
-        Segment { len: max, ..segment }
-    }
-
-    /// Goes on to the next grid that has blocks to walk.
-    fn advance(&mut self) -> Option<&mut Walk> {
+    fn enter(&mut self) -> Option<()> {
         loop {
             let pair = self.bound.pairs().get(self.pair)?;
-            let count = pair.local_indices.len();
-            let (Some(local), true) = (pair.local.get(self.grid), count > 0) else {
-                (self.pair, self.grid) = (self.pair + 1, 0);
-                continue;
-            };
-            let mut walk = Walk {
-                local: *local,
-                remote: pair.remote[self.grid],
-                local_indices: pair.local_indices.clone(),
-                remote_indices: pair.remote_indices.clone(),
-                at: 0,
-                count,
-                next: (0, 0),
-            };
-            walk.next = walk.offsets(0);
-            self.grid += 1;
-            return Some(self.walk.insert(walk));
+            match (pair.local.get(self.grid), pair.remote.get(self.grid)) {
+                (Some(local), Some(remote)) if !pair.local_indices.is_empty() => {
+                    self.grid += 1;
+                    (self.at, self.count) = (0, pair.local_indices.len());
+                    self.next = (pair.local_indices.at(0), pair.remote_indices.at(0));
+                    self.packed = local.grid.is_packed() && remote.grid.is_packed();
+                    self.now = Some((*local, *remote));
+                    return Some(());
+                }
+                _ => (self.pair, self.grid) = (self.pair + 1, 0),
+            }
         }
+    }
+
+    /// The next merged piece, however long.
+    #[inline]
+    fn merged(&mut self) -> Option<Segment> {
+        if self.at >= self.count {
+            self.enter()?;
+        }
+        let Some((local, remote)) = &self.now else { return None };
+        let pair = &self.bound.pairs()[self.pair];
+        let (ours, theirs) = (&pair.local_indices, &pair.remote_indices);
+        let (mut our, mut their) = self.next;
+        let length = local.grid.length;
+        let mut segment = Segment {
+            local_region: local.region,
+            remote_region: remote.region,
+            local_offset: local.grid.offset(our),
+            remote_offset: remote.grid.offset(their),
+            len: length,
+        };
+        let mut at = self.at + 1;
+        while at < self.count {
+            self.next = (ours.at(at), theirs.at(at));
+            let follows = |next: u32, index: u32| index.checked_add(1) == Some(next);
+            let neighbours = self.packed && follows(self.next.0, our) && follows(self.next.1, their);
+            if !neighbours || segment.len >= self.max {
+                break;
+            }
+            (our, their) = self.next;
+            segment.len += length;
+            at += 1;
+        }
+        self.at = at;
+        Some(segment)
+    }
+
+    /// The first `max` bytes of it; keeps the rest.
+    #[cold]
+    fn split(&mut self, mut segment: Segment) -> Segment {
+        if segment.len > self.max {
+            self.rest = Some(Segment {
+                local_offset: segment.local_offset + self.max,
+                remote_offset: segment.remote_offset + self.max,
+                len: segment.len - self.max,
+                ..segment
+            });
+            segment.len = self.max;
+        }
+        segment
     }
 }
 
@@ -143,14 +134,11 @@ impl Iterator for Segments {
 
     #[inline]
     fn next(&mut self) -> Option<Segment> {
-        let max = self.max;
-        if self.rest.is_none()
-            && let Some(walk) = &mut self.walk
-            && let Some(segment) = walk.merged(max)
-        {
-            return Some(if segment.len <= max { segment } else { self.split(segment) });
+        if self.rest.is_some() {
+            return self.rest.take().map(|rest| self.split(rest));
         }
-        self.next_slowly()
+        let segment = self.merged()?;
+        if segment.len > self.max { Some(self.split(segment)) } else { Some(segment) }
     }
 }
 

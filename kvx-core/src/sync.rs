@@ -72,6 +72,20 @@ impl Condvar {
     }
 }
 
+/// Looks in a row without a pause: about as many as fit into a round trip.
+const QUICK_LOOKS: u32 = 32;
+/// A pause between later ones, in the processor's own: about a microsecond.
+const PAUSES: u32 = 32;
+
+/// Between two looks for work, of which the last so many in a row found none: whoever moves the bytes may need this
+/// core, or be the other half of it.
+pub(crate) fn breathe(looks: u32) {
+    if looks > QUICK_LOOKS {
+        (0..PAUSES).for_each(|_| std::hint::spin_loop());
+    }
+    std::thread::yield_now();
+}
+
 /// Runs code that may be the program's (wakers, recorders): its panic must not end the thread that serves everybody.
 pub(crate) fn contained(run: impl FnOnce()) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {

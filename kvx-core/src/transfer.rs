@@ -12,7 +12,7 @@ use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
 use crate::peer::{Job, PeerInner};
 use crate::plan::{Bound, Plan, Size};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, breathe};
 use crate::ticket::Settle;
 use crate::transport::Link;
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
@@ -454,8 +454,10 @@ impl Transfer {
         // at 2 GB/s.
         let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_millis(5));
         let patience = Instant::now() + Duration::from_micros(100) + expected;
+        let mut looks = 0;
         while let Some(link) = &link {
             let moved = link.drive();
+            looks = if moved { 0 } else { looks + 1 };
             if let Some(result) = self.0.take(&mut self.0.state.lock()) {
                 return result;
             }
@@ -464,7 +466,7 @@ impl Transfer {
                 break;
             }
             if !moved {
-                std::thread::yield_now(); // the core may be needed by whoever moves the bytes
+                breathe(looks);
             }
         }
         let mut state = self.0.state.lock();

@@ -89,6 +89,12 @@ pub unsafe trait Transport: Send + Sync {
         Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 
+    /// What an agent that is not kvx needs to reach this one and the memory that is registered now. Memory that was told
+    /// so is never given back. May block.
+    fn foreign_metadata(&self) -> Result<Vec<u8>> {
+        Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
+    }
+
     /// The queue of notifications has room again after a [`Full`].
     fn resume(&self) {}
 

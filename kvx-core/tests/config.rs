@@ -94,7 +94,7 @@ fn the_four_removed_fields_are_accepted_with_one_warning() {
 }
 
 #[test]
-fn kv_compat_is_one_of_five_and_a_number_will_do() {
+fn kv_compat_is_one_of_six_and_a_number_will_do() {
     for (written, meant) in
         [("\"0.20\"", Compat::V0_20), ("0.20", Compat::V0_20), ("0.9", Compat::V0_9), ("0.11", Compat::V0_11)]
     {
@@ -105,7 +105,7 @@ fn kv_compat_is_one_of_five_and_a_number_will_do() {
     assert_eq!(
         error,
         "kv_compat is \"0.21\"; write the vLLM whose defaults kvx shall take: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
-         \"0.33\"; \"0.20\" stands for that one"
+         \"0.32\", \"0.33\"; \"0.20\" stands for that one"
     );
     let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.34.1"}}"#);
     assert!(error.ends_with("\"0.33\" stands for that one"), "{error}");

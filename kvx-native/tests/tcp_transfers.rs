@@ -81,6 +81,28 @@ fn many_transfers_at_once_from_many_threads() {
 }
 
 #[test]
+fn small_transfers_beside_large_ones_leave_every_byte_where_it_belongs() {
+    let pair = Pair::new(64 << 20);
+    let (large, small) = (Grid::packed(64 << 10, 1024), Grid::packed(4096, 16));
+    // The first block is the small transfers' own.
+    let list: Vec<u32> = shuffled(1024, 9).into_iter().filter(|block| *block > 0).collect();
+    let together = |plan: Plan| {
+        let running = pair.peer.post(&plan).unwrap();
+        for block in (0..16).cycle().take(320) {
+            pair.peer.post(&pair.read(small, vec![block], vec![block])).unwrap().wait(CUT_OFF).unwrap();
+        }
+        running.wait(CUT_OFF).unwrap();
+    };
+    together(pair.read(large, list.clone(), list.clone()));
+    assert!(Pair::all(&pair.ours) == pair.bytes);
+    let mut other: Vec<u8> = pair.bytes.iter().map(|byte| !byte).collect();
+    other[..64 << 10].copy_from_slice(&pair.bytes[..64 << 10]);
+    pair.ours.copy_in(0, &other).unwrap();
+    together(pair.write(large, list.clone(), list));
+    assert!(Pair::all(&pair.theirs) == other && Pair::all(&pair.ours) == other);
+}
+
+#[test]
 fn the_two_sides_may_be_cut_differently() {
     let pair = Pair::new(1 << 20);
     let ours = Grid { base: 3, stride: 1111, length: 1000, count: 900 };

@@ -67,7 +67,7 @@ impl Setup {
         (self.registry)(&self.variant)
     }
 
-    /// What the backend promises. Fails when it is not available.
+    /// What the backend promises on whatever link. Fails when it is not available.
     pub fn capabilities(&self) -> Result<Capabilities, Failure> {
         let options = Options::parse(&self.options)?;
         let registry = self.registry();

@@ -1,6 +1,6 @@
 //! The command line: which commands exist and what they take.
 
-use crate::steps;
+use crate::{peers, steps};
 
 /// What the developer asked for.
 #[derive(Debug, PartialEq)]
@@ -11,6 +11,13 @@ pub(crate) enum Request {
     Test(TestOptions),
     /// `cargo xtask features`
     Features,
+    /// `cargo xtask bindings`
+    Bindings {
+        /// Compare only.
+        check: bool,
+    },
+    /// `cargo xtask peers`, with their names; none means all
+    Peers(Vec<String>),
     /// `cargo xtask limits`
     Limits(LimitsOptions),
 }
@@ -53,6 +60,13 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
             Some("--help" | "-h") => Ok(Request::Help),
             Some(other) => Err(format!("`features` takes no argument, but got `{other}`")),
         },
+        Some("bindings") => match arguments.next().as_deref() {
+            None => Ok(Request::Bindings { check: false }),
+            Some("--check") => Ok(Request::Bindings { check: true }),
+            Some("--help" | "-h") => Ok(Request::Help),
+            Some(other) => Err(format!("`bindings` takes `--check`, but got `{other}`")),
+        },
+        Some("peers") => parse_peers(arguments),
         Some("limits") => parse_limits(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
     }
@@ -81,6 +95,21 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
         }
     }
     Ok(Request::Test(options))
+}
+
+fn parse_peers(arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut names = Vec::new();
+    for argument in arguments {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            name if peers::names().any(|known| known == name) => names.push(argument),
+            other => {
+                let known: Vec<_> = peers::names().collect();
+                return Err(format!("unknown peer `{other}`; the peers are: {}", known.join(", ")));
+            }
+        }
+    }
+    Ok(Request::Peers(names))
 }
 
 fn parse_limits(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
@@ -114,12 +143,18 @@ commands:
         --only STEP    only this step, may be repeated: {}
   features
       check that each feature of the facade builds alone, and what the crates depend on
+  bindings [--check]
+      generate the bindings to native libraries again, from the headers that are installed here
+        --check        only compare them with the committed ones
+  peers [NAME]...
+      install and build what tests and measurements beside other software need: {}
   limits [--times N] [--only PART]...
       measure whether kvx is as near to what this host can do as it shall be, and print a table; about a quarter
       of an hour, 5 GiB of memory, on a machine that is quiet meanwhile
         --times N      how often everything runs, instead of 5 times
         --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated",
-        steps.join(", ")
+        steps.join(", "),
+        peers::names().collect::<Vec<_>>().join(", ")
     )
 }
 
@@ -140,6 +175,10 @@ mod tests {
         );
         assert_eq!(words("test"), Ok(Request::Test(TestOptions::default())));
         assert_eq!(words("features"), Ok(Request::Features));
+        assert_eq!(words("peers mooncake"), Ok(Request::Peers(vec!["mooncake".to_owned()])));
+        assert_eq!(words("peers"), Ok(Request::Peers(Vec::new())));
+        assert_eq!(words("bindings"), Ok(Request::Bindings { check: false }));
+        assert_eq!(words("bindings --check"), Ok(Request::Bindings { check: true }));
         let only = vec!["TCP".to_owned()];
         assert_eq!(
             words("limits --times 1 --only TCP"),
@@ -157,8 +196,10 @@ mod tests {
             ("test --require some", "some"),
             ("test --require", "--require"),
             ("test --only nothing", "nothing"),
+            ("peers melon", "melon"),
             ("test --only", "--only"),
             ("features tcp", "tcp"),
+            ("bindings now", "now"),
             ("limits --times 0", "--times"),
             ("limits fast", "fast"),
         ] {
@@ -170,7 +211,9 @@ mod tests {
     #[test]
     fn usage_names_the_commands_and_the_steps() {
         let usage = usage();
-        for name in ["\n  test ", "\n  features\n", "\n  limits "].into_iter().chain(steps::names()) {
+        for name in
+            ["\n  test ", "\n  features\n", "\n  bindings ", "\n  limits "].into_iter().chain(steps::names())
+        {
             assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
         }
     }

@@ -12,8 +12,8 @@ pub(crate) struct Run {
 pub(crate) enum Program {
     /// `kvx bench --json` of the release build, with these arguments.
     Bench(&'static str),
-    /// The benchmark `costs` with `--bars`.
-    Costs,
+    /// A benchmark with `--bars`, by package and name.
+    Costs(&'static str, &'static str),
 }
 
 /// One figure that must hold.
@@ -57,7 +57,8 @@ use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 
 /// Everything that is run, in this order, five times over.
 pub(crate) const RUNS: &[Run] = &[
-    Run { name: "costs", program: Program::Costs },
+    Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
+    Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
     bench("SHM 4K", "--backend SHM --block 4K --count 1,1024,8192 --memory kvx,foreign"),
     bench("SHM 64K", "--backend SHM --block 64K --count 512,1024 --memory kvx,foreign"),
     bench("SHM 1M", "--backend SHM --block 1M --count 64 --memory kvx,foreign"),
@@ -67,10 +68,10 @@ pub(crate) const RUNS: &[Run] = &[
     bench("TCP 4K", "--backend TCP --block 4K --count 8192"),
     bench("TCP 64K", "--backend TCP --block 64K --count 1024"),
     bench("TCP 1M", "--backend TCP --block 1M --count 64"),
-    bench("100,000", "--block 4K --count 100000"),
-    bench("idle", "--idle 10"),
+    bench("100,000", "--backend SHM,TCP --block 4K --count 100000"),
+    bench("idle", "--backend SHM,TCP --idle 10"),
     bench("readers", "--backend TCP --readers 64 --seconds 4"),
-    bench("bulk", "--beside-bulk 4G --seconds 5"),
+    bench("bulk", "--backend SHM,TCP --beside-bulk 4G --seconds 5"),
 ];
 
 const fn bench(name: &'static str, arguments: &'static str) -> Run {
@@ -258,4 +259,10 @@ pub(crate) const BARS: &[Bar] = &[
     cost("allocations in the expansion of 200,000 blocks", "cost=expansion_allocations", 0.0),
     cost("a ticket's life, ns", "cost=ticket_ns", 200.0),
     cost("metadata of 64 regions of 100,000 blocks, bytes", "cost=metadata_bytes", 8192.0),
+    Bar {
+        what: "connector: both engines' work on a request of 60 layers x 2,000 blocks, us",
+        run: "requests",
+        figure: Field { at: "cost=request_us", field: "value" },
+        asked: AtMost(50.0),
+    },
 ];

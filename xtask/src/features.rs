@@ -20,6 +20,9 @@ const PORTABLE: &str = "--cfg kvx_portable -D warnings";
 /// The facade with this feature alone stays under this number of crates, itself included.
 const SMALL: (&str, usize) = ("tcp", 40);
 
+/// What authors of routers take of the connector: at most this number of crates, itself included, and no async runtime.
+const PARAMS: (&str, &str, usize) = ("kvx-connector", "params", 25);
+
 /// Runs the checks and prints what failed; false if any did.
 pub(crate) fn command() -> Result<bool> {
     let failures = check(steps::LIMIT)?;
@@ -37,6 +40,7 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
     failures.extend(core_has_no_runtime(until)?);
     failures.extend(core_is_portable(&metadata, until)?);
     failures.extend(stays_small(&metadata, until)?);
+    failures.extend(params_stay_small(until)?);
     failures.extend(rust_version_is_enough(&metadata)?);
     Ok(failures)
 }
@@ -92,6 +96,20 @@ fn stays_small(metadata: &Metadata, until: Instant) -> Result<Option<String>> {
         format!(
             "{facade} with `{feature}` only has {} crates, not under {below}: {}",
             crates.len(),
+            list.join(", ")
+        )
+    }))
+}
+
+fn params_stay_small(until: Instant) -> Result<Option<String>> {
+    let (package, feature, most) = PARAMS;
+    let crates = tree(&["-p", package, "--no-default-features", "--features", feature], until)?;
+    println!("{package} with `{feature}` only: {} crates, at most {most}", crates.len());
+    let runtimes = runtimes(&crates);
+    Ok((crates.len() > most || !runtimes.is_empty()).then(|| {
+        let list: Vec<_> = crates.iter().map(String::as_str).collect();
+        format!(
+            "{package} with `{feature}` only is to have at most {most} crates and no runtime: {}",
             list.join(", ")
         )
     }))

@@ -6,30 +6,38 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::Result;
 use crate::process::{self, Output};
+use crate::{Result, peers};
 
 /// A Debian package, installed for the whole machine.
-struct DebianPackage {
-    name: &'static str,
-    why: &'static str,
+pub(crate) struct DebianPackage {
+    pub(crate) name: &'static str,
+    pub(crate) why: &'static str,
 }
 
 /// A Python wheel of one version, installed without its dependencies into an environment below the target directory.
-struct Wheel {
+pub(crate) struct Wheel {
     /// Whose environment: `target/peers/<peer>/venv`. Wheels of one peer share it.
-    peer: &'static str,
-    name: &'static str,
-    version: &'static str,
-    why: &'static str,
+    pub(crate) peer: &'static str,
+    pub(crate) name: &'static str,
+    pub(crate) version: &'static str,
+    pub(crate) why: &'static str,
 }
 
 const DEBIAN_PACKAGES: &[DebianPackage] = &[
     DebianPackage { name: "iproute2", why: "network namespaces and links for the fault tests" },
     DebianPackage { name: "iptables", why: "cut links and lost packets in the fault tests" },
+    DebianPackage { name: "libclang-dev", why: "reads headers for `cargo xtask bindings`" },
+    DebianPackage { name: "libucx-dev", why: "the headers that the bindings to UCX come from" },
+    DebianPackage { name: "libucx0", why: "UCX 1.13, the oldest version that kvx-ucx is tested on" },
+    DebianPackage { name: "ucx-utils", why: "ucx_perftest, beside which a bare UCP loop is measured" },
 ];
 
-const WHEELS: &[Wheel] = &[];
+const WHEELS: &[Wheel] = &[
+    Wheel { peer: "ucx", name: "libucx-cu12", version: "1.22.0", why: "a recent UCX, and its headers" },
+    Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
+    Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
+];
 
 /// Installs what is missing, within `limit`, and returns what could not be installed, a sentence each.
 pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
@@ -43,10 +51,11 @@ pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
             failures.push(error.to_string());
         }
     }
+    failures.extend(peers::prepare_all(target, left(until)));
     Ok(failures)
 }
 
-fn install_debian_packages(packages: &[DebianPackage], until: Instant) -> Result<()> {
+pub(crate) fn install_debian_packages(packages: &[DebianPackage], until: Instant) -> Result<()> {
     let mut query = Command::new("dpkg-query");
     query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]);
     query.args(packages.iter().map(|package| package.name));
@@ -93,7 +102,7 @@ fn listed(packages: &[DebianPackage]) -> String {
     entries.join(", ")
 }
 
-fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Result<()> {
+pub(crate) fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Result<()> {
     let Wheel { peer, name, version, why } = wheel;
     let environment = target.join("peers").join(peer).join("venv");
     if is_installed(wheel, &environment) {
@@ -117,9 +126,7 @@ fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Result<()> {
 fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
     let name = wheel.name.replace(['-', '.'], "_").to_ascii_lowercase();
     let record = format!("{name}-{}.dist-info", wheel.version);
-    let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
-    let mut folders = pythons.map(|python| -> PathBuf { python.path().join("site-packages") });
-    folders.any(|folder| {
+    site_packages(environment).any(|folder| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         entries
             .map(|entry| entry.file_name())
@@ -127,7 +134,13 @@ fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
     })
 }
 
-fn must_succeed(command: Command, until: Instant) -> Result<()> {
+/// Where the wheels of an environment lie.
+pub(crate) fn site_packages(environment: &Path) -> impl Iterator<Item = PathBuf> {
+    let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
+    pythons.map(|python| python.path().join("site-packages"))
+}
+
+pub(crate) fn must_succeed(command: Command, until: Instant) -> Result<()> {
     let shown = format!("{command:?}");
     println!("{shown}");
     let finished = process::run(command, left(until), Output::Shown)?;

@@ -56,24 +56,25 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
 struct Programs {
     /// The program `kvx`.
     kvx: std::path::PathBuf,
-    /// The facade's package, which has the benchmark.
-    facade: String,
 }
 
 impl Programs {
     fn build() -> Result<Self> {
         let metadata = Metadata::of_members()?;
-        let facade = metadata.root_package()?.name().to_owned();
-        for arguments in [
-            vec!["build", "--release", "-p", "kvx-cli"],
-            vec!["bench", "--no-run", "-p", &facade, "--bench", "costs"],
-        ] {
+        let mut builds = vec![vec!["build", "--release", "-p", "kvx-cli"]];
+        builds.extend(RUNS.iter().filter_map(|run| match run.program {
+            Program::Costs(package, bench) => {
+                Some(vec!["bench", "--no-run", "-p", package, "--bench", bench])
+            }
+            Program::Bench(_) => None,
+        }));
+        for arguments in builds {
             let built = process::run(process::cargo(arguments.iter().copied()), BUILD_LIMIT, Output::Shown)?;
             if !built.succeeded() {
                 return Err(format!("cargo {}: {}", arguments.join(" "), built.end).into());
             }
         }
-        Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx"), facade })
+        Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx") })
     }
 
     /// The lines of one run, each with the run's name in it.
@@ -84,8 +85,8 @@ impl Programs {
                 command.args(["bench", "--json"]).args(arguments.split(' '));
                 command
             }
-            Program::Costs => {
-                process::cargo(["bench", "-p", &self.facade, "--bench", "costs", "--", "--bars"])
+            Program::Costs(package, bench) => {
+                process::cargo(["bench", "-p", package, "--bench", bench, "--", "--bars"])
             }
         };
         let finished = process::run(command, RUN_LIMIT, Output::Kept)?;

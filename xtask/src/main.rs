@@ -4,11 +4,13 @@
 
 mod arguments;
 mod bars;
+mod bindings;
 mod features;
 mod harness;
 mod install;
 mod limits;
 mod metadata;
+mod peers;
 mod process;
 mod skips;
 mod steps;
@@ -38,6 +40,8 @@ fn main() -> ExitCode {
         }
         Request::Test(options) => test::run(&options),
         Request::Features => features::command(),
+        Request::Bindings { check } => bindings::run(check),
+        Request::Peers(names) => peers::command(&names),
         Request::Limits(options) => limits::run(&options),
     };
     match held {

@@ -15,7 +15,7 @@
 //! test prints the same line and is done. A file is used because test harnesses swallow what a passing test prints.
 
 use std::fmt;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 /// The variable that names the file which tests append their skips to.
@@ -79,6 +79,18 @@ pub(crate) fn clear(path: &Path) -> io::Result<()> {
         std::fs::create_dir_all(folder)?;
     }
     std::fs::write(path, "")
+}
+
+/// Tells of a skip as a test does: on standard error, and in the file that the variable names.
+pub(crate) fn note(skip: &Skip) -> io::Result<()> {
+    let line = format!("SKIP {skip}\n");
+    eprint!("{line}");
+    match std::env::var_os(VARIABLE) {
+        Some(path) => {
+            std::fs::OpenOptions::new().append(true).create(true).open(path)?.write_all(line.as_bytes())
+        }
+        None => Ok(()),
+    }
 }
 
 /// The skips in the file at `path`.

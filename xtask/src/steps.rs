@@ -64,6 +64,12 @@ pub(crate) const STEPS: &[Step] = &[
         }),
         limit: LIMIT,
     },
+    // The committed bindings are what the headers say.
+    Step {
+        name: "bindings",
+        action: Action::Cargo(&CargoCall { line: "xtask bindings --check", environment: &[] }),
+        limit: LIMIT,
+    },
     // Unit, integration and documentation tests, and with them the conformance suite, its breakers (`catches`),
     // the multi-process and the fault tests: whatever `cargo test` finds.
     Step {

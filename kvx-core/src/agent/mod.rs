@@ -102,6 +102,24 @@ impl Events for Sink {
 }
 
 impl AgentInner {
+    /// The position of the open backend that speaks to foreign agents of this kind. Errors: `NoRoute`.
+    fn speaks(&self, backend: &str) -> Result<usize> {
+        let speaks = |open: &Open| {
+            open.name.eq_ignore_ascii_case(backend)
+                || open.speaks_for.iter().any(|name| name.eq_ignore_ascii_case(backend))
+        };
+        self.transports.iter().position(speaks).ok_or_else(|| {
+            let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
+            Error::new(
+                Kind::NoRoute,
+                format!(
+                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
+                    open.join(", ")
+                ),
+            )
+        })
+    }
+
     pub(crate) fn check_open(&self) -> Result<()> {
         if !broken("fork") {
             fork::check()?;
@@ -362,25 +380,24 @@ impl Agent {
     /// `UnknownBackend`; `NoRoute` when that backend is not open; what the backend says of the blob.
     pub fn connect_foreign(&self, backend: &str, blob: &[u8]) -> Result<Peer> {
         self.0.check_open()?;
-        let speaks = |open: &Open| {
-            open.name.eq_ignore_ascii_case(backend)
-                || open.speaks_for.iter().any(|name| name.eq_ignore_ascii_case(backend))
-        };
-        let Some(at) = self.0.transports.iter().position(speaks) else {
-            return Err(Error::new(
-                Kind::NoRoute,
-                format!(
-                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
-                    self.backends().join(", ")
-                ),
-            ));
-        };
+        let at = self.0.speaks(backend)?;
         let identity = Identity {
             name: format!("foreign {}", self.0.transports[at].name).into(),
             incarnation: Incarnation::random()?,
         };
         let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Foreign(blob.into()), Some(at));
         Ok(self.0.begin(peer))
+    }
+
+    /// What an agent that is not kvx needs to reach this one and the regions that are registered now: NIXL's metadata
+    /// (`RIXL`) or a Mooncake segment's name (`MOONCAKE`). Such agents cannot be asked to let go: revoking a region that
+    /// was told of says `StillShared`, and its memory is never freed.
+    ///
+    /// # Errors
+    /// `NoRoute` when that backend is not open; `Unsupported`; what the backend says.
+    pub fn foreign_metadata(&self, backend: &str) -> Result<Vec<u8>> {
+        self.0.check_open()?;
+        self.0.transports[self.0.speaks(backend)?].transport.foreign_metadata()
     }
 
     /// The oldest notification, if there is one.

@@ -20,7 +20,9 @@ pub enum Compat {
     V0_16,
     /// vLLM 0.20: a failed load fails the request.
     V0_20,
-    /// vLLM 0.33, the default: leases, and four fields fewer.
+    /// vLLM 0.32: leases, and four fields fewer.
+    V0_32,
+    /// vLLM 0.33, the default: another handshake.
     #[default]
     V0_33,
 }
@@ -48,7 +50,8 @@ pub(super) enum PortRule {
 
 impl Compat {
     /// All of them, oldest first.
-    pub const ALL: [Compat; 5] = [Compat::V0_9, Compat::V0_11, Compat::V0_16, Compat::V0_20, Compat::V0_33];
+    pub const ALL: [Compat; 6] =
+        [Compat::V0_9, Compat::V0_11, Compat::V0_16, Compat::V0_20, Compat::V0_32, Compat::V0_33];
 
     /// As it is written: `"0.33"`.
     pub fn as_str(self) -> &'static str {
@@ -57,6 +60,7 @@ impl Compat {
             Compat::V0_11 => "0.11",
             Compat::V0_16 => "0.16",
             Compat::V0_20 => "0.20",
+            Compat::V0_32 => "0.32",
             Compat::V0_33 => "0.33",
         }
     }
@@ -73,14 +77,14 @@ impl Compat {
             abort_after: match self {
                 Compat::V0_9 | Compat::V0_11 => Some(Duration::from_secs(120)),
                 Compat::V0_16 | Compat::V0_20 => Some(Duration::from_secs(480)),
-                Compat::V0_33 => None,
+                Compat::V0_32 | Compat::V0_33 => None,
             },
             side_channel_port: if old { 5557 } else { 5600 },
             ports: if old { PortRule::PerWorker } else { PortRule::PerEngine },
         }
     }
 
-    /// The version that stands for the one written, which is not in the list: `"0.32.1"` is covered by 0.20.
+    /// The version that stands for the one written, which is not in the list: `"0.17.2"` is covered by 0.16.
     fn covering(value: &Value) -> Option<Self> {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let minor = |text: &str| text.trim().strip_prefix("0.")?.split('.').next()?.parse::<u32>().ok();

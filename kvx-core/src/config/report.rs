@@ -221,7 +221,7 @@ fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
     if (Compat::V0_16..=Compat::V0_20).contains(&compat) {
         out.push(("enable_cross_layers_blocks", json!(settings.enable_cross_layers_blocks)));
     }
-    if compat >= Compat::V0_33 {
+    if compat >= Compat::V0_32 {
         out.push(("kv_lease_duration", seconds(settings.kv_lease_duration)));
     }
     if compat >= Compat::V0_20 {

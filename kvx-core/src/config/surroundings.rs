@@ -107,7 +107,7 @@ impl Environment {
         let layout = variables.read(LAYOUT, |key, text| {
             let layout = KvCacheLayout::read(key, &Value::String(text.to_owned()))?;
             let new_name = !matches!(layout, KvCacheLayout::Nhd | KvCacheLayout::Hnd);
-            if new_name && compat < Compat::V0_33 {
+            if new_name && compat < Compat::V0_32 {
                 return Err(invalid(format!(
                     "{key} is {layout}; {compat} knows NHD and HND: write one of them"
                 )));
@@ -133,7 +133,7 @@ impl Environment {
 
     /// The abort timeout wins over leases, and the version that has leases no longer knows it.
     pub(super) fn abort_warning(&self, compat: Compat) -> Option<Warning> {
-        let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_33)?;
+        let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_32)?;
         let sentence = format!(
             "{ABORT} is set: blocks are kept for {} s and not leased; {compat} has no such variable, so unset it and use \
              kv_connector_extra_config.kv_lease_duration",

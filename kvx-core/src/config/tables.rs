@@ -28,10 +28,26 @@ pub const OPTION_TABLES: &[OptionTable] = &[
         keys: &["advertise", "bind", "connections", "max_connections", "ports"],
     },
     OptionTable { name: "shm", aliases: &[], keys: &["foreign_memory"] },
-    OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "tls"] },
+    OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "set", "tls"] },
     OptionTable { name: "libfabric", aliases: &["ofi"], keys: &["domain", "provider"] },
-    OptionTable { name: "mooncake", aliases: &[], keys: &[] },
-    OptionTable { name: "rixl", aliases: &["nixl"], keys: &["params", "plugin"] },
+    OptionTable {
+        name: "mooncake",
+        aliases: &[],
+        keys: &[
+            "any_version",
+            "device_name",
+            "host",
+            "location",
+            "metadata",
+            "mooncake_protocol",
+            "num_workers",
+        ],
+    },
+    OptionTable {
+        name: "rixl",
+        aliases: &["nixl"],
+        keys: &["any_version", "params", "plugin", "progress_thread"],
+    },
 ];
 
 #[derive(Clone, Copy)]
@@ -65,7 +81,7 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("backends", Shape::Texts),
     known("kv_compat", Shape::Any),
     known("num_threads", Shape::Whole),
-    KnownKey { since: Compat::V0_33, ..known("kv_lease_duration", Shape::Seconds) },
+    KnownKey { since: Compat::V0_32, ..known("kv_lease_duration", Shape::Seconds) },
     recent("decoder_kv_blocks_ttl", Shape::Seconds),
     recent("kv_recompute_threshold", Shape::Whole),
     recent("bidirectional_kv_xfer", Shape::Flag),

@@ -219,7 +219,7 @@ impl KvTransferConfig {
             names.filter(|name| object.contains_key(*name)).collect()
         };
         let removed = written(|field| field.removed);
-        if compat >= Compat::V0_33 && !removed.is_empty() {
+        if compat >= Compat::V0_32 && !removed.is_empty() {
             warn(
                 Concern::Version,
                 format!(
@@ -236,7 +236,7 @@ impl KvTransferConfig {
             );
         }
         let nixl = matches!(self.connector, Some(Connector::NixlPull | Connector::NixlPush));
-        if self.kv_role == Some(Role::Both) && nixl && compat >= Compat::V0_33 {
+        if self.kv_role == Some(Role::Both) && nixl && compat >= Compat::V0_32 {
             warn(
                 Concern::Version,
                 format!(
@@ -440,7 +440,7 @@ impl KvTransferConfig {
     /// The fields that the chosen version has, and those written besides.
     pub(super) fn fields_of_version(&self) -> impl Iterator<Item = &'static str> + '_ {
         let has = |field: &fields::Field| match self.compat {
-            Compat::V0_33 => !field.removed,
+            Compat::V0_32 | Compat::V0_33 => !field.removed,
             Compat::V0_9 => !field.added,
             _ => true,
         };

@@ -13,7 +13,7 @@ use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
 use crate::transfer::TransferState;
 use crate::transport::{Link, LinkState, PeerSection, RemoteRegion};
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Capabilities, Error, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) agent: Arc<AgentInner>,
@@ -163,6 +163,15 @@ impl PeerInner {
             .iter()
             .map(|(backend, error)| Considered { backend, verdict: Verdict::Refused(error.clone()) });
         Route { considered: tried.chain(excluded).collect() }
+    }
+
+    /// What the first link that is up promises.
+    pub(crate) fn capabilities(&self) -> Option<Arc<Capabilities>> {
+        let up = self.state.lock().candidates.iter().find_map(|candidate| match &candidate.stage {
+            Stage::Up { link, .. } => Some(Arc::clone(link)),
+            _ => None,
+        });
+        up.map(|link| link.capabilities())
     }
 
     /// Why the peer is lost, if it is.

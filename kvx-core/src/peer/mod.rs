@@ -16,7 +16,7 @@ use crate::region::{PeerRegion, What};
 use crate::route::Route;
 use crate::transfer::Transfer;
 use crate::transport::{ForeignRange, MAX_NOTIFICATION};
-use crate::{Deadline, Error, Kind, MemoryKind, Result, Ticket};
+use crate::{Capabilities, Deadline, Error, Kind, MemoryKind, Result, Ticket};
 
 pub(crate) use links::{About, Job, PeerInner};
 pub use posting::Posting;
@@ -120,6 +120,12 @@ impl Peer {
     /// Which backend serves the peer, and why not another.
     pub fn route(&self) -> Route {
         self.0.route()
+    }
+
+    /// What the link promises that serves what it can, while one is up. It knows more than its backend, which promises what
+    /// holds for each of its links.
+    pub fn capabilities(&self) -> Option<Arc<Capabilities>> {
+        self.0.capabilities()
     }
 
     /// Whether the peer is lost, and why.

@@ -26,6 +26,10 @@ pub(super) struct Scope {
     pub(super) effects: Vec<Effect>,
     /// Bytes of queued descriptions, over all guests.
     pub(super) described: usize,
+    /// The most payload that is moved at a time now.
+    pub(super) piece: usize,
+    /// A small transfer has come.
+    pub(super) small_came: bool,
 }
 
 // SAFETY: `pieces` means nothing between two system calls; all else is Send.
@@ -142,7 +146,7 @@ impl Role {
 
     pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         match self {
-            Role::Lane(lane) => lane.next_frame(output),
+            Role::Lane(lane) => lane.next_frame(output, scope.piece),
             Role::Guest(guest) => guest.next_frame(output, scope),
             _ => {}
         }
@@ -298,7 +302,7 @@ impl Conn {
                     let input = &mut self.input;
                     if input.chunk.left() == 0 {
                         input.chunk.clear();
-                        self.role.fill(&mut input.chunk, left, &mut scope.bin);
+                        self.role.fill(&mut input.chunk, left.min(scope.piece), &mut scope.bin);
                     }
                     if !input.drain_into_chunk(left) {
                         return Ok(());

@@ -266,8 +266,8 @@ impl Lane {
         !self.writes.is_empty() || self.sending.is_some()
     }
 
-    /// The next piece of a write.
-    pub(super) fn next_frame(&mut self, output: &mut Output) {
+    /// The next piece of a write, of at most so many bytes.
+    pub(super) fn next_frame(&mut self, output: &mut Output, most: usize) {
         if let Some(slot) = self.sending.take()
             && let Some(request) = self.requests.get(slot)
             && request.left > 0
@@ -278,7 +278,7 @@ impl Lane {
         let Some(request) = self.requests.get_mut(slot) else { return };
         let Some(blocks) = request.blocks.as_mut() else { return };
         output.chunk.clear();
-        blocks.gather(&mut output.chunk, MAX_DATA);
+        blocks.gather(&mut output.chunk, most.min(MAX_DATA));
         let len = output.chunk.left();
         request.left -= len as u64;
         Header { frame: Frame::Data, len, id: request.id }.encode(output.head());

@@ -132,13 +132,13 @@ impl Peer {
         now + share.min(longest)
     }
 
-    /// Takes a transfer; `issue` follows.
-    pub(super) fn post(&mut self, plan: Arc<Bound>, id: TransferId, done: Ticket, out: &mut Outbox) {
+    /// Takes a transfer; `issue` follows. Says whether it is a small one.
+    pub(super) fn post(&mut self, plan: Arc<Bound>, id: TransferId, done: Ticket, out: &mut Outbox) -> bool {
         let size = plan.size();
         let parts = described::parts(plan.pairs(), PART);
         if parts.is_empty() {
             out.settle(done, Ok(()));
-            return;
+            return false;
         }
         let is_small = size.bytes <= SMALL && size.blocks <= SMALL_BLOCKS;
         if is_small {
@@ -147,6 +147,7 @@ impl Peer {
             self.bulk.push_back(id)
         }
         self.transfers.insert(id, Transfer { plan, done, parts, next: 0, out: 0 });
+        is_small
     }
 
     /// Takes a notification; `issue` follows.

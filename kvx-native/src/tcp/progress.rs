@@ -13,6 +13,7 @@ use slab::Slab;
 
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
+use super::frames::MAX_DATA;
 use super::linking::greet;
 use super::listener::Listener;
 use super::payload::{Bin, MAX_PIECES};
@@ -26,6 +27,10 @@ pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
 const WARNING_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that one connection moves before another has its turn.
 const SHARE: usize = 256 << 10;
+/// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much on either side.
+const BESIDE_SMALL: usize = 64 << 10;
+/// How long after a small transfer the next is expected. Not long: bulk work is half as fast meanwhile.
+const LATELY: Duration = Duration::from_millis(1);
 /// What a turn of a connection costs at least, in bytes.
 const TURN: usize = 4096;
 /// Bytes of a turn that are a stream's.
@@ -65,6 +70,8 @@ pub(super) struct Machine {
     ticked: bool,
     /// A stream of payload has moved since the machine last slept.
     bursting: bool,
+    /// When there was last a small transfer, of ours or of a peer.
+    small_at: Option<Instant>,
     pub(super) doors: usize,
     pub(super) guests: usize,
     /// Connections of guests by link and lane.
@@ -83,6 +90,8 @@ impl Machine {
                 pieces: Vec::with_capacity(MAX_PIECES + 2),
                 effects: Vec::new(),
                 described: 0,
+                piece: MAX_DATA,
+                small_came: false,
             },
             wake: Wake::new(&listener.socket)?,
             listener,
@@ -96,6 +105,7 @@ impl Machine {
             brief: false,
             ticked: false,
             bursting: false,
+            small_at: None,
             doors: 0,
             guests: 0,
             lanes: HashMap::new(),
@@ -192,12 +202,13 @@ impl Machine {
                 return 1;
             }
         }
-        let received = conn.receive(SHARE, key, &mut self.scope);
+        let share = SHARE.min(self.scope.piece);
+        let received = conn.receive(share, key, &mut self.scope);
         let moved = match received {
-            Ok(received) => conn.send(SHARE, &mut self.scope).map(|sent| (received, sent)),
+            Ok(received) => conn.send(share, &mut self.scope).map(|sent| (received, sent)),
             Err(error) => {
                 if conn.role.is_greeting() {
-                    conn.send(SHARE, &mut self.scope).ok(); // the last word of a refusal
+                    conn.send(share, &mut self.scope).ok(); // the last word of a refusal
                 }
                 Err(error)
             }
@@ -371,7 +382,7 @@ impl Progress for Machine {
             Command::Post { link, plan, id, done } => match self.peers.get_mut(&link) {
                 Some(peer) => {
                     self.brief = true;
-                    peer.post(plan, id, done, out);
+                    self.scope.small_came |= peer.post(plan, id, done, out);
                     self.eager.push(link);
                 }
                 None => out.settle(done, Err(error::gone())),
@@ -414,7 +425,12 @@ impl Progress for Machine {
         if self.knocking {
             done += self.accept(now);
         }
-        let mut left = if brief { INLINE_BYTES } else { SLICE } as usize;
+        if std::mem::take(&mut self.scope.small_came) {
+            self.small_at = Some(now);
+        }
+        let beside_small = self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
+        self.scope.piece = if beside_small { BESIDE_SMALL } else { MAX_DATA };
+        let mut left = if brief { INLINE_BYTES as usize } else { self.scope.piece.min(SLICE as usize) };
         for _ in 0..self.small.len().min(SMALL_TURNS) {
             if left == 0 {
                 break;
@@ -441,6 +457,10 @@ impl Progress for Machine {
     fn patience(&self) -> Duration {
         // The gap between two bursts of a stream is longer than a wake-up is worth.
         Duration::from_micros(if self.bursting { 250 } else { 20 })
+    }
+
+    fn lets_others_go_first(&self) -> bool {
+        self.scope.piece == BESIDE_SMALL
     }
 
     fn arm(&mut self) -> Result<Armed> {

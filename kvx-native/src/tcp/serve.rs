@@ -147,7 +147,8 @@ impl Guest {
     }
 
     /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
-    fn request(&mut self, id: u64, body: &[u8], scope: &Scope) -> Result<(u64, Result<Blocks>)> {
+    fn request(&mut self, id: u64, body: &[u8], scope: &mut Scope) -> Result<(u64, Result<Blocks>)> {
+        scope.small_came |= self.lane == 0;
         if self.last_id.is_some_and(|last| last >= id) {
             return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
         }
@@ -264,7 +265,7 @@ impl Guest {
         }
         let Some(mut reading) = self.reads.next_turn() else { return };
         output.chunk.clear();
-        reading.blocks.gather(&mut output.chunk, MAX_DATA);
+        reading.blocks.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
         let len = output.chunk.left();
         Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
         if reading.blocks.left() == 0 {

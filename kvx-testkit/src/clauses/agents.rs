@@ -8,7 +8,7 @@ use kvx_core::{
     Transfer, quarantined_bytes,
 };
 
-use super::traffic::{GRACE, OPS, Traffic, exchange, until};
+use super::traffic::{GRACE, OPS, Traffic, exchange, promised_by, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -346,11 +346,11 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
 /// A shutdown waits for no peer longer than its deadline, and says what it could not end.
 async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_millis(500);
-    let capabilities = setup.capabilities()?;
     for op in OPS {
         let mut pair = setup.pair()?;
         let blocks = Traffic::new(&mut pair, "kv", LEN)?;
         let peer = pair.connect().await?;
+        let alone = promised_by(&peer)?.settles_without_peer.of(op);
         blocks.works(&mut pair.far, &peer, "before the stop").await?;
         let plan = blocks.plan(op, &peer)?;
         pair.far.process()?.stop()?;
@@ -370,8 +370,7 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         if let Err(error) = result {
             ensure_kind!(Err::<(), _>(error), Closed);
         }
-        let provable =
-            capabilities.revocation == Revocation::Owner && capabilities.settles_without_peer.of(op);
+        let provable = setup.capabilities()?.revocation == Revocation::Owner && alone;
         match ended {
             Ok(()) => {}
             Err(error) if provable => {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Completion, Kind, Op, Peer, Revocation};
 
-use super::traffic::{GRACE, OPS, Traffic, altered_region, now, stays, until};
+use super::traffic::{GRACE, OPS, Traffic, altered_region, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -311,7 +311,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
 
     // Timed out against a stopped peer.
     if setup.mode == Mode::TwoProcesses {
-        for op in OPS.into_iter().filter(|op| capabilities.target_cpu.of(*op)) {
+        let needs = promised_by(&peer)?.target_cpu;
+        for op in OPS.into_iter().filter(|op| needs.of(*op)) {
             let plan = blocks.plan(op, &peer)?;
             pair.far.process()?.stop()?;
             let transfer = peer.transfer(&plan).deadline(LOOK).notify(numbered(next())).post()?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Kind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes};
 
-use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
+use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::{Chaos, Fault};
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -109,6 +109,7 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut Pair) -> Check {
     for op in OPS {
         let traffic = Traffic::new(pair, &format!("stopped-{op}"), 1 << 20)?;
         let peer = pair.connect().await?;
+        let alone = promised_by(&peer)?.settles_without_peer.of(op);
         let memory = Arc::downgrade(traffic.near.memory());
         // Once before, so that the next one reaches the peer: one that still waits for a region may end at once.
         traffic.post(op, &peer, CUT_OFF)?.await?;
@@ -116,7 +117,7 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut Pair) -> Check {
         let transfer = traffic.post(op, &peer, Duration::from_secs(30))?;
         let mut settled = transfer.settled();
         drop((transfer, peer, traffic));
-        if capabilities.settles_without_peer.of(op) {
+        if alone {
             let what = format!("a dropped {op} settles while the peer is stopped");
             until(&what, Duration::from_secs(3), || Ok(now(&mut settled).is_some()))?;
             if capabilities.revocation == Revocation::Owner {
@@ -161,10 +162,10 @@ pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
 
 /// O5: after a transfer has settled its memory is the program's, whatever a late peer does.
 pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
-    let alone = setup.capabilities()?.settles_without_peer.read;
     let mut pair = setup.pair()?;
     let traffic = Traffic::new(&mut pair, "kv", 16 << 20)?;
     let peer = pair.connect().await?;
+    let alone = promised_by(&peer)?.settles_without_peer.read;
     // The peer is stopped before the post; then in the middle of the transfer; then as it answers.
     for round in 0..3 {
         traffic.fill_near()?;

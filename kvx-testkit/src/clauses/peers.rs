@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Plan, Transfer};
 
-use super::traffic::{GRACE, OPS, Traffic, now, stays, until};
+use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -31,12 +31,12 @@ const AT_ONCE: Duration = Duration::from_millis(500);
 /// P1: while the peer is stopped a transfer ends by its deadline, and afterwards the handle works.
 pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_millis(300);
-    let needs = setup.capabilities()?.target_cpu;
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
     // What a write that timed out does to the peer's region, and when, is not said: these blocks are others.
     let others = Traffic::new(&mut pair, "others", LEN)?;
     let peer = pair.connect().await?;
+    let needs = promised_by(&peer)?.target_cpu;
     blocks.works(&mut pair.far, &peer, "before the stop").await?;
     for op in OPS {
         let seed = match op {
@@ -76,10 +76,10 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
 /// P2: silence with work in flight loses the peer after `peer_timeout`, silence without work does not.
 pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
-    let needs = setup.capabilities()?.target_cpu;
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
     let peer = pair.connect().await?;
+    let needs = promised_by(&peer)?.target_cpu;
     blocks.works(&mut pair.far, &peer, "before the stop").await?;
 
     pair.far.process()?.stop()?;
@@ -249,7 +249,6 @@ async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
 /// P5: a lost handle stays lost; what had arrived stays, and other peers go on.
 pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
     let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
-    let needs = setup.capabilities()?.target_cpu;
     let mut pair = setup.pair()?;
     let kept = Traffic::new(&mut pair, "kept", LEN)?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
@@ -259,6 +258,7 @@ pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
     let mut other = Pair { near: pair.near.clone(), far, setup: setup.clone() };
     let others = Traffic::new(&mut other, "other", LEN)?;
     let other_peer = other.connect().await?;
+    let needs = promised_by(&other_peer)?.target_cpu;
 
     let seed = kept.fill_far(&mut pair.far)?;
     kept.run(Op::Read, &peer, CUT_OFF).await?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvx_core::{Deadline, Grid, Indices, Kind, Limits, Op, Peer, Plan, Region, Transfer};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::traffic::{GRACE, OPS, Traffic, now, until};
+use super::traffic::{GRACE, OPS, Traffic, now, promised_by, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::{Fault, Gate};
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -168,19 +168,14 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
         peer.ready(CUT_OFF).await?;
     }
     if setup.mode == Mode::TwoProcesses {
-        cancelled_while_stopped(setup, &mut pair.far, &peer, &traffic).await?;
+        cancelled_while_stopped(&mut pair.far, &peer, &traffic).await?;
     }
     traffic.works(&mut pair.far, &peer, "after cancels").await
 }
 
 /// Cancels transfers to a peer that is stopped.
-async fn cancelled_while_stopped(
-    setup: &Setup,
-    far: &mut crate::Far,
-    peer: &Peer,
-    traffic: &Traffic,
-) -> Check {
-    let alone = setup.capabilities()?.settles_without_peer;
+async fn cancelled_while_stopped(far: &mut crate::Far, peer: &Peer, traffic: &Traffic) -> Check {
+    let alone = promised_by(peer)?.settles_without_peer;
     for op in OPS {
         far.process()?.stop()?;
         let mut transfer = traffic.post(op, peer, Duration::from_secs(30))?;

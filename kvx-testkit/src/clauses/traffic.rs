@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Grid, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer};
+use kvx_core::{Capabilities, Grid, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer};
 
 use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
@@ -140,6 +140,11 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
         }
     }
     Ok(())
+}
+
+/// What the link to a peer promises, which may be more than its backend does.
+pub(crate) fn promised_by(peer: &Peer) -> Result<Arc<Capabilities>, Failure> {
+    peer.capabilities().ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
 }
 
 /// Metadata in which one region is described otherwise.

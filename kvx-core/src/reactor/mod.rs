@@ -5,6 +5,8 @@
 //! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
 //! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
 
+mod turns;
+
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,9 +15,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
-use crate::sync::{Mutex, contained};
+use crate::sync::{Mutex, breathe, contained};
 use crate::transport::{Events, LinkState};
 use crate::{Error, Kind, LinkId, Result, Ticket};
+
+pub use turns::Turns;
 
 /// What a reactor drives.
 pub trait Progress: Send + 'static {
@@ -37,6 +41,12 @@ pub trait Progress: Send + 'static {
         Duration::from_micros(20)
     }
 
+    /// Whether whoever waits for this core goes first after a turn, although there is more to do: work whose latency
+    /// counts comes by. A core that is never let go of is taken away only every few milliseconds.
+    fn lets_others_go_first(&self) -> bool {
+        false
+    }
+
     /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
     /// own shows one epoll descriptor.
     fn fds(&self) -> &[RawFd];
@@ -55,7 +65,9 @@ pub const SLICE: u64 = 1 << 20;
 
 /// How long a reactor stays away from a machine that another thread drives: the most that other work of the machine is
 /// kept waiting when that thread has gone.
-const NAP: Duration = Duration::from_micros(100);
+const NAP: Duration = Duration::from_micros(400);
+/// How long after a turn of another thread its next one is expected.
+const DRIVEN: Duration = Duration::from_micros(50);
 
 /// The answer of [`Progress::arm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,6 +126,8 @@ struct Shared<P: Progress> {
     napping: AtomicBool,
     /// When a sleeping reactor wakes by itself, in nanoseconds since `started`.
     wakes_at: AtomicU64,
+    /// Threads that have a turn of [`Reactor::drive`], which may take longer than [`NAP`], or try to.
+    driving: AtomicU64,
     /// When another thread last had a turn, likewise.
     driven_at: AtomicU64,
     started: Instant,
@@ -133,6 +147,7 @@ impl<P: Progress> Reactor<P> {
             asleep: AtomicBool::new(false),
             napping: AtomicBool::new(false),
             wakes_at: AtomicU64::new(0),
+            driving: AtomicU64::new(0),
             driven_at: AtomicU64::new(0),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
@@ -164,8 +179,12 @@ impl<P: Progress> Reactor<P> {
     /// One turn on this thread, if the machine is free. Says whether anything was done. For callers that call it until
     /// what they wait for has happened: meanwhile the reactor's own thread stays out of their way.
     pub fn drive(&self) -> bool {
-        self.shared.driven_at.store(self.shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
-        self.turn_here()
+        let shared = &*self.shared;
+        shared.driving.fetch_add(1, Ordering::Relaxed);
+        let done = self.turn_here();
+        shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
+        shared.driving.fetch_sub(1, Ordering::Relaxed);
+        done
     }
 
     fn turn_here(&self) -> bool {
@@ -218,8 +237,10 @@ impl<P: Progress> Shared<P> {
         rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok();
     }
 
+    /// After a push. A reactor that naps is left alone while the thread that drives is likely to come again: it takes
+    /// the command, and would be preempted by the wake-up.
     fn wake_if_asleep(&self) {
-        if self.asleep.load(Ordering::SeqCst) {
+        if self.asleep.load(Ordering::SeqCst) && !(self.napping.load(Ordering::SeqCst) && self.is_driven()) {
             self.wake();
         }
     }
@@ -233,8 +254,11 @@ impl<P: Progress> Shared<P> {
 
     /// Whether another thread has had a turn just now, and so is likely to have the next.
     fn is_driven(&self) -> bool {
+        if self.driving.load(Ordering::Relaxed) > 0 {
+            return true;
+        }
         let driven = Duration::from_nanos(self.driven_at.load(Ordering::Relaxed));
-        !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < NAP / 2
+        !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < DRIVEN
     }
 
     fn push(&self, command: P::Command) {
@@ -284,17 +308,27 @@ impl<P: Progress> Shared<P> {
     fn run(&self) {
         let mut out = Outbox::default();
         let mut idle_since: Option<Instant> = None;
+        let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();
         while !self.stopping.load(Ordering::SeqCst) {
-            if self.is_driven() {
-                self.nap();
+            let mut guard = if self.is_driven() {
                 idle_since = None;
-            }
-            let mut guard = self.machine.lock();
+                let seen = self.driven_at.load(Ordering::Relaxed);
+                self.nap();
+                if self.driven_at.load(Ordering::Relaxed) != seen {
+                    continue;
+                }
+                // It is in a long turn, or has gone or lost its core.
+                let Some(guard) = self.machine.try_lock() else { continue };
+                guard
+            } else {
+                self.machine.lock()
+            };
             let Some(machine) = guard.as_mut() else { break };
-            let (mut sleep, mut looking) = (None, false);
+            let (mut sleep, mut looking, mut yields) = (None, false, false);
             if self.turn(machine, &mut out) > 0 || !out.is_empty() {
                 idle_since = None;
+                yields = machine.lets_others_go_first();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= machine.patience() {
                 match machine.arm() {
                     Ok(Armed::Again) => {}
@@ -315,8 +349,11 @@ impl<P: Progress> Shared<P> {
             }
             drop(guard);
             out.deliver(&*self.events);
+            looks = if looking { looks + 1 } else { 0 };
             if looking {
-                std::thread::yield_now(); // others may need the core, and callers the machine
+                breathe(looks);
+            } else if yields {
+                std::thread::yield_now();
             }
             if let Some(longest) = sleep
                 && self.queue.lock().as_ref().is_none_or(Vec::is_empty)
@@ -358,7 +395,7 @@ impl<P: Progress> Shared<P> {
         let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: NAP.subsec_nanos().into() };
         self.napping.store(true, Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
-        if self.queue.lock().as_ref().is_none_or(Vec::is_empty) && !self.stopping.load(Ordering::SeqCst) {
+        if !self.stopping.load(Ordering::SeqCst) {
             self.poll(&mut [PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)], Some(&time));
         }
         self.napping.store(false, Ordering::SeqCst);
@@ -374,70 +411,6 @@ impl<P: Progress> Shared<P> {
         }
         let mut count = [0; 8];
         rustix::io::read(&self.wake, &mut count).ok(); // empty after a wake-up by another descriptor
-    }
-}
-
-/// Whose turn it is: small work first, bulk work round robin, and every eighth turn to bulk work so that a stream of
-/// small requests cannot starve it.
-#[derive(Debug)]
-pub struct Turns<W> {
-    small: std::collections::VecDeque<W>,
-    bulk: std::collections::VecDeque<W>,
-    in_a_row: u32,
-}
-
-impl<W> Default for Turns<W> {
-    fn default() -> Self {
-        Turns { small: Default::default(), bulk: Default::default(), in_a_row: 0 }
-    }
-}
-
-impl<W> Turns<W> {
-    /// The size up to which work counts as small.
-    pub const SMALL: u64 = 256 << 10;
-
-    /// Queues work with `left` bytes to go.
-    pub fn push(&mut self, work: W, left: u64) {
-        if left <= Self::SMALL { self.small.push_back(work) } else { self.bulk.push_back(work) }
-    }
-
-    /// The next to have a turn; push it again if it is not finished.
-    pub fn next_turn(&mut self) -> Option<W> {
-        if self.in_a_row < 8
-            && let Some(work) = self.small.pop_front()
-        {
-            self.in_a_row += 1;
-            return Some(work);
-        }
-        self.in_a_row = 0;
-        self.bulk.pop_front().or_else(|| self.small.pop_front())
-    }
-
-    /// How much work waits.
-    pub fn len(&self) -> usize {
-        self.small.len() + self.bulk.len()
-    }
-
-    /// Whether none waits.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Everything that waits, in no particular order.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut W> {
-        self.small.iter_mut().chain(self.bulk.iter_mut())
-    }
-
-    /// Takes out what `gone` says.
-    pub fn extract(&mut self, mut gone: impl FnMut(&W) -> bool) -> Vec<W> {
-        let mut taken = Vec::new();
-        for queue in [&mut self.small, &mut self.bulk] {
-            for _ in 0..queue.len() {
-                let Some(work) = queue.pop_front() else { break };
-                if gone(&work) { taken.push(work) } else { queue.push_back(work) }
-            }
-        }
-        taken
     }
 }
 
@@ -519,6 +492,30 @@ mod tests {
         done.wait(Duration::from_secs(10)).unwrap();
     }
 
+    #[test]
+    fn what_is_submitted_behind_a_thread_that_drove_is_done() {
+        let reactor = echo();
+        for _ in 0..200 {
+            for _ in 0..100 {
+                reactor.drive();
+            }
+            let (done, ticket) = Completion::with_ticket();
+            reactor.submit(ticket);
+            done.wait(Duration::from_secs(10)).unwrap();
+        }
+        reactor.stop();
+    }
+
+    #[test]
+    fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
+        let reactor = echo();
+        reactor.shared.driving.fetch_add(1, Ordering::Relaxed); // and it never comes back
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        done.wait(Duration::from_secs(10)).unwrap();
+        reactor.stop();
+    }
+
     /// Panics at its first command.
     struct Fragile(Vec<Ticket>);
 
@@ -559,17 +556,5 @@ mod tests {
         reactor.submit(ticket);
         drop(reactor);
         assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
-    }
-
-    #[test]
-    fn small_work_goes_first_and_does_not_starve_bulk_work() {
-        let mut turns = Turns::default();
-        turns.push("bulk", 10 << 20);
-        for _ in 0..20 {
-            turns.push("small", 4096);
-        }
-        let order: Vec<_> = std::iter::from_fn(|| turns.next_turn()).collect();
-        assert_eq!(order.iter().position(|work| *work == "bulk"), Some(8));
-        assert_eq!(order.len(), 21);
     }
 }

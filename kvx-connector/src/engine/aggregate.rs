@@ -1,0 +1,158 @@
+//! Reports of several workers made one: a request is over when all of them say so.
+
+use std::collections::BTreeMap;
+
+use super::failure::TransferFailure;
+use super::identity::{EngineId, RequestId};
+use super::stats::TransferStats;
+use super::step::{FailedLoad, WorkerOutput};
+use super::time::{ClockOffset, Time};
+
+/// What all workers together have to tell the scheduler half.
+#[derive(Clone, Debug, Default)]
+pub struct EngineOutput {
+    /// As in [`WorkerOutput`], by all workers.
+    pub finished_sending: Vec<RequestId>,
+    /// As in [`WorkerOutput`], by all workers.
+    pub finished_recving: Vec<RequestId>,
+    /// Those of them that failed on at least one worker.
+    pub failed_recving: Vec<FailedLoad>,
+    /// Clocks of peers with the worker's clock that they were compared to.
+    pub clocks: Vec<(Time, EngineId, ClockOffset)>,
+    /// For the log.
+    pub failures: Vec<TransferFailure>,
+    /// Of all workers.
+    pub stats: TransferStats,
+}
+
+/// Which workers have said that a request is over, a bit for each.
+#[derive(Debug, Default)]
+struct Votes {
+    workers: Vec<u64>,
+    count: usize,
+}
+
+impl Votes {
+    /// Counts a worker, once.
+    fn add(&mut self, worker: usize) {
+        let (word, bit) = (worker / 64, 1 << (worker % 64));
+        if self.workers.len() <= word {
+            self.workers.resize(word + 1, 0);
+        }
+        self.count += usize::from(self.workers[word] & bit == 0);
+        self.workers[word] |= bit;
+    }
+}
+
+/// Counts the reports of an engine's workers.
+#[derive(Debug)]
+pub struct OutputAggregator {
+    world_size: usize,
+    sending: BTreeMap<RequestId, Votes>,
+    recving: BTreeMap<RequestId, (Votes, Option<FailedLoad>)>,
+}
+
+impl OutputAggregator {
+    /// Of an engine with that many workers, all tensor- and pipeline-parallel ranks.
+    pub fn new(world_size: usize) -> Self {
+        OutputAggregator { world_size: world_size.max(1), sending: BTreeMap::new(), recving: BTreeMap::new() }
+    }
+
+    /// Another number of reports completes a request from now on. What was reported stays counted; requests that have
+    /// enough of it now come with the next output.
+    pub fn set_world_size(&mut self, world_size: usize) {
+        self.world_size = world_size.max(1);
+    }
+
+    /// Adds what some workers say, each with its number in the engine; gives what all have said.
+    pub fn add(&mut self, outputs: impl IntoIterator<Item = (usize, WorkerOutput)>) -> EngineOutput {
+        let mut whole = EngineOutput::default();
+        for (worker, output) in outputs {
+            for request in output.finished_sending {
+                self.sending.entry(request).or_default().add(worker);
+            }
+            for request in output.finished_recving {
+                self.recving.entry(request).or_default().0.add(worker);
+            }
+            for failed in output.failed_recving {
+                let (_, so_far) = self.recving.entry(failed.request.clone()).or_default();
+                match so_far {
+                    None => *so_far = Some(failed),
+                    Some(so_far) => {
+                        so_far.invalid.extend(failed.invalid);
+                        so_far.invalid.sort_unstable();
+                        so_far.invalid.dedup();
+                    }
+                }
+            }
+            whole
+                .clocks
+                .extend(output.clocks.into_iter().map(|(engine, offset)| (output.at, engine, offset)));
+            whole.failures.extend(output.failures);
+            whole.stats.aggregate(output.stats);
+        }
+        let enough = |votes: &Votes| votes.count >= self.world_size;
+        let sent = self.sending.iter().filter(|(_, votes)| enough(votes)).map(|(request, _)| request.clone());
+        whole.finished_sending = sent.collect();
+        let received =
+            self.recving.iter().filter(|(_, (votes, _))| enough(votes)).map(|(request, _)| request.clone());
+        whole.finished_recving = received.collect();
+        for request in &whole.finished_sending {
+            self.sending.remove(request);
+        }
+        for request in &whole.finished_recving {
+            let failed = self.recving.remove(request).and_then(|(_, failed)| failed);
+            whole.failed_recving.extend(failed);
+        }
+        whole
+    }
+
+    /// Requests that some workers, but not all, have reported.
+    pub fn incomplete(&self) -> usize {
+        self.sending.len() + self.recving.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::LoadFailure;
+
+    fn received(request: &str) -> WorkerOutput {
+        WorkerOutput { finished_recving: vec![request.into()], ..Default::default() }
+    }
+
+    fn failed(request: &str, invalid: &[u32]) -> WorkerOutput {
+        let failed =
+            FailedLoad { request: request.into(), failure: LoadFailure::Stale, invalid: invalid.to_vec() };
+        WorkerOutput { failed_recving: vec![failed], ..received(request) }
+    }
+
+    #[test]
+    fn a_request_is_over_when_every_worker_has_said_so() {
+        let mut aggregator = OutputAggregator::new(3);
+        assert!(aggregator.add([(0, received("a")), (1, received("a"))]).finished_recving.is_empty());
+        assert!(aggregator.add([(1, received("a"))]).finished_recving.is_empty(), "a worker counts once");
+        assert_eq!(aggregator.incomplete(), 1);
+        assert_eq!(aggregator.add([(2, received("a"))]).finished_recving, ["a".into()]);
+        assert_eq!(aggregator.incomplete(), 0);
+    }
+
+    #[test]
+    fn one_failed_worker_fails_the_request_with_all_their_invalid_blocks() {
+        let mut aggregator = OutputAggregator::new(3);
+        assert!(aggregator.add([(0, failed("a", &[4, 7]))]).failed_recving.is_empty());
+        let whole = aggregator.add([(1, received("a")), (2, failed("a", &[2, 4]))]);
+        assert_eq!(whole.failed_recving.len(), 1);
+        assert_eq!(whole.failed_recving[0].invalid, [2, 4, 7]);
+    }
+
+    #[test]
+    fn votes_outlive_a_change_of_the_world_size() {
+        let mut aggregator = OutputAggregator::new(4);
+        assert!(aggregator.add([(0, received("a")), (1, failed("a", &[1]))]).finished_recving.is_empty());
+        aggregator.set_world_size(2);
+        let whole = aggregator.add([]);
+        assert_eq!((whole.finished_recving.len(), whole.failed_recving.len()), (1, 1));
+    }
+}

@@ -1,0 +1,76 @@
+//! Which peers are told, from time to time, that their blocks are still wanted.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::identity::{EngineId, RequestId};
+use super::super::step::{Heartbeat, RemoteEngine};
+use super::super::time::Time;
+
+/// The requests of one peer, each with how many of ours want it.
+#[derive(Debug)]
+struct Wanted {
+    peer: Arc<RemoteEngine>,
+    requests: BTreeMap<RequestId, u32>,
+}
+
+#[derive(Debug)]
+pub(super) struct Heartbeats {
+    /// `None`: the peers keep blocks a fixed time, and listen to nobody.
+    every: Option<Duration>,
+    last: Option<Time>,
+    peers: BTreeMap<EngineId, Wanted>,
+}
+
+impl Heartbeats {
+    pub(super) fn new(every: Option<Duration>) -> Self {
+        Heartbeats { every, last: None, peers: BTreeMap::new() }
+    }
+
+    pub(super) fn start(&mut self, peer: &Arc<RemoteEngine>, request: &RequestId) {
+        if self.every.is_none() {
+            return;
+        }
+        let wanted = self
+            .peers
+            .entry(peer.engine.clone())
+            .or_insert_with(|| Wanted { peer: Arc::clone(peer), requests: BTreeMap::new() });
+        if peer.registration > wanted.peer.registration {
+            wanted.peer = Arc::clone(peer);
+        }
+        *wanted.requests.entry(request.clone()).or_default() += 1;
+    }
+
+    pub(super) fn stop(&mut self, engine: &EngineId, request: &RequestId) {
+        let Some(wanted) = self.peers.get_mut(engine) else { return };
+        if let Some(count) = wanted.requests.get_mut(request) {
+            *count -= 1;
+            if *count == 0 {
+                wanted.requests.remove(request);
+            }
+        }
+        if wanted.requests.is_empty() {
+            self.peers.remove(engine);
+        }
+    }
+
+    /// When the next ones are due.
+    pub(super) fn next(&self, now: Time) -> Option<Time> {
+        let every = self.every.filter(|_| !self.peers.is_empty())?;
+        Some(self.last.map_or(now, |last| last + every))
+    }
+
+    /// The ones that are due.
+    pub(super) fn take(&mut self, now: Time) -> Vec<Heartbeat> {
+        if !self.next(now).is_some_and(|due| now.has_reached(due)) {
+            return Vec::new();
+        }
+        self.last = Some(now);
+        let heartbeat = |wanted: &Wanted| Heartbeat {
+            peer: Arc::clone(&wanted.peer),
+            requests: wanted.requests.keys().cloned().collect(),
+        };
+        self.peers.values().map(heartbeat).collect()
+    }
+}

@@ -1,0 +1,407 @@
+//! The scheduler's half: which blocks to load, which to keep for a peer, and what became of them.
+
+mod heartbeats;
+mod outcome;
+mod publish;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::heartbeats::Heartbeats;
+pub use self::outcome::{Kept, Outcome, Then};
+pub use self::publish::{Ending, Finished, Status};
+use super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::settings::Settings;
+use super::step::{ConnectorMeta, ReceiveOrder, RemoteEngine, RemoteRequest};
+use super::time::{ClockOffset, Deadlines, Time};
+use crate::params::{ParamsError, TransferMode, TransferParams};
+
+/// A load from a decode is not begun when its blocks live no longer than this.
+pub(super) const EXPIRY_MARGIN: Duration = Duration::from_secs(5);
+
+/// A request as it arrives.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival<'a> {
+    /// The engine's own name of it, never used twice.
+    pub request: &'a RequestId,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// `kv_transfer_params`, if it has any.
+    pub params: Option<&'a TransferParams>,
+    /// When the request as a whole must have ended.
+    pub deadline: Option<Time>,
+}
+
+/// Why a request is computed here, although it has parameters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NotLoaded {
+    /// The parameters are wrong.
+    Params(ParamsError),
+    /// They promise more tokens than they name blocks for.
+    TooFewBlocks,
+    /// A request of that name has not ended yet.
+    Known,
+}
+
+impl fmt::Display for NotLoaded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NotLoaded::Params(error) => write!(f, "Invalid KVTransferParams: {error}; the prompt is computed here"),
+            NotLoaded::TooFewBlocks => f.write_str(
+                "Invalid KVTransferParams: there are fewer remote blocks than the prompt needs; it is computed here",
+            ),
+            NotLoaded::Known => f.write_str("a request of that name has not ended yet; nothing changes for it"),
+        }
+    }
+}
+
+impl std::error::Error for NotLoaded {}
+
+/// How many tokens can be loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Matched {
+    /// Beyond the ones that the engine has.
+    pub tokens: u32,
+    /// They come while other requests run: the request waits for an [`Outcome`].
+    pub asynchronous: bool,
+}
+
+/// Blocks that the engine has given to a request.
+#[derive(Clone, Debug)]
+pub struct Allocation {
+    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix cache.
+    pub fill: BlockLists,
+    /// Tokens that the engine has already.
+    pub computed: u32,
+    /// Tokens to load: what [`get_num_new_matched_tokens`](Scheduler::get_num_new_matched_tokens) has said, or 0.
+    pub external: u32,
+}
+
+/// What is to be loaded for a request.
+#[derive(Debug)]
+struct Load {
+    source: Source,
+    remote: RemoteRequest,
+    /// Tokens of the prompt that the peer's blocks are for.
+    end: u32,
+    /// Tokens that the peer's blocks hold.
+    held_there: u32,
+    deadline: Time,
+    /// The request's own deadline is the reason for that one.
+    deadline_is_final: bool,
+    stage: Stage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// A prefill keeps the blocks under a lease, and this engine reads them.
+    Prefill,
+    /// A prefill writes them.
+    Push,
+    /// A decode keeps the blocks of an earlier turn for a fixed time.
+    Decode,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// No blocks to fill yet.
+    Arrived,
+    /// The next step's message has it.
+    Ordered(Allocation),
+    /// The workers have it.
+    Loading(Allocation),
+    /// It is over, or was never begun: nothing is loaded again.
+    Over,
+}
+
+/// What a request leaves behind when it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Publishes {
+    Nothing,
+    /// Blocks for a decode to fetch, or to be pushed.
+    ForDecode,
+    /// Blocks for the prefill of the next turn.
+    ForNextTurn,
+}
+
+#[derive(Debug)]
+struct Entry {
+    load: Option<Load>,
+    publishes: Publishes,
+    announced: bool,
+}
+
+/// The scheduler's half of a connector, for an engine with a step loop.
+///
+/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded always
+/// gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
+/// [`next_deadline`](Self::next_deadline) has come, and once a step.
+#[derive(Debug)]
+pub struct Scheduler {
+    settings: Settings,
+    requests: BTreeMap<RequestId, Entry>,
+    next: ConnectorMeta,
+    heartbeats: Heartbeats,
+    deadlines: Deadlines<RequestId>,
+    /// Requests whose blocks wait for a peer.
+    sending: BTreeSet<RequestId>,
+    /// Blocks of loads that nobody waits for any more, but that a transfer may still touch.
+    held: BTreeMap<RequestId, BlockLists>,
+    /// Clocks of peers, relative to the scheduler's.
+    clocks: BTreeMap<EngineId, ClockOffset>,
+}
+
+impl Scheduler {
+    /// The half of one engine.
+    pub fn new(settings: Settings) -> Self {
+        let every = settings.lease().map(|lease| lease.heartbeat());
+        Scheduler {
+            settings,
+            requests: BTreeMap::new(),
+            next: ConnectorMeta::default(),
+            heartbeats: Heartbeats::new(every),
+            deadlines: Deadlines::default(),
+            sending: BTreeSet::new(),
+            held: BTreeMap::new(),
+            clocks: BTreeMap::new(),
+        }
+    }
+
+    /// What it was made with.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The engine has registered its memory anew (after sleep, for example): what is published from now on says so.
+    pub fn registered_anew(&mut self) {
+        self.settings.registration += 1;
+    }
+
+    /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
+    ///
+    /// # Errors
+    ///
+    /// The parameters cannot be used; the request is computed here, as if it had none.
+    pub fn on_new_request(&mut self, now: Time, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
+        let Arrival { request, params, .. } = arrival;
+        if self.requests.contains_key(request) {
+            return Err(NotLoaded::Known);
+        }
+        let mut entry = Entry { load: None, publishes: Publishes::Nothing, announced: false };
+        let mut result = Ok(());
+        if let Some(params) = params {
+            if params.do_remote_decode {
+                entry.publishes = Publishes::ForDecode;
+            } else if params.do_remote_prefill && self.settings.bidirectional {
+                entry.publishes = Publishes::ForNextTurn;
+            }
+            let source = match (params.do_remote_prefill, self.settings.mode) {
+                (true, TransferMode::Pull) => Some(Source::Prefill),
+                (true, TransferMode::Push) => Some(Source::Push),
+                (false, TransferMode::Pull) if params.do_remote_decode && self.settings.bidirectional => {
+                    params.remote_engine_id.is_some().then_some(Source::Decode)
+                }
+                (false, _) => None,
+            };
+            if let Some(source) = source {
+                match self.load(now, source, params, arrival) {
+                    Ok(load) => entry.load = Some(load),
+                    Err(error) => result = Err(error),
+                }
+            }
+        }
+        if let Some(load) = &entry.load {
+            if load.source != Source::Decode {
+                self.heartbeats.start(&load.remote.peer, &load.remote.request);
+            }
+            self.deadlines.set(request.clone(), load.deadline);
+        }
+        if entry.load.is_some() || entry.publishes != Publishes::Nothing {
+            self.requests.insert(request.clone(), entry);
+        }
+        result
+    }
+
+    fn load(
+        &self,
+        now: Time,
+        source: Source,
+        params: &TransferParams,
+        arrival: Arrival<'_>,
+    ) -> Result<Load, NotLoaded> {
+        let remote = params.remote_blocks_for(self.settings.mode).map_err(NotLoaded::Params)?;
+        let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
+        let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
+        let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
+        let held_there = remote.num_tokens.map_or(wanted, tokens);
+        let mut end = wanted.min(held_there);
+        let blocks =
+            if source == Source::Push { BlockLists::default() } else { BlockLists::new(remote.block_ids) };
+        if source != Source::Push {
+            if blocks.is_empty() {
+                end = 0;
+            }
+            let whole = blocks.groups().iter().zip(&self.settings.groups).filter(|(_, clip)| clip.is_none());
+            let needed = self.settings.blocks_for(end) as usize;
+            let short = whole.clone().any(|(blocks, _)| blocks.len() < needed);
+            if end > 0 && (short || blocks.groups().len() != self.settings.groups.len()) {
+                return Err(NotLoaded::TooFewBlocks);
+            }
+            // A window ends where the peer's tokens end: of fewer tokens it has not all blocks.
+            if end != held_there && self.settings.groups.iter().any(Option::is_some) {
+                end = 0;
+            }
+        }
+        let own = now + self.settings.load_timeout;
+        let deadline_is_final = arrival.deadline.is_some_and(|deadline| deadline <= own);
+        Ok(Load {
+            source,
+            remote: RemoteRequest {
+                request: remote.request_id.into(),
+                peer: Arc::new(RemoteEngine {
+                    engine: remote.engine_id.into(),
+                    address: Address { host: remote.host.into(), port: remote.port },
+                    tp_size: remote.tp_size,
+                    pp_size: remote.pp_size,
+                    dcp_size: remote.dcp_size,
+                    registration: remote.registration_generation,
+                }),
+                blocks,
+                expires_at_peer: remote.expiry_time,
+                reference,
+            },
+            end,
+            held_there,
+            deadline: arrival.deadline.map_or(own, |deadline| deadline.min(own)),
+            deadline_is_final,
+            stage: Stage::Arrived,
+        })
+    }
+
+    /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
+    pub fn get_num_new_matched_tokens(&self, now: Time, request: &RequestId, computed: u32) -> Matched {
+        let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
+        let Some(load) = load.filter(|load| matches!(load.stage, Stage::Arrived)) else {
+            return Matched::default();
+        };
+        let tokens = load.end.saturating_sub(computed);
+        if load.source == Source::Decode
+            && tokens > 0
+            && (tokens < self.settings.recompute_threshold || self.expiring(now, load))
+        {
+            return Matched::default();
+        }
+        Matched { tokens, asynchronous: tokens > 0 }
+    }
+
+    /// Whether the peer frees the blocks too soon to begin, as far as its clock is known.
+    fn expiring(&self, now: Time, load: &Load) -> bool {
+        let Some(expires) = load.remote.expires_at_peer else { return false };
+        let offset = self.clocks.get(&load.remote.peer.engine);
+        let ours = offset.and_then(|offset| offset.to_ours(expires));
+        ours.is_some_and(|ours| (now + EXPIRY_MARGIN).has_reached(ours))
+    }
+
+    /// Blocks were given to a request. A second call for the same load changes nothing.
+    pub fn update_state_after_alloc(&mut self, request: &RequestId, allocation: Allocation) {
+        let Some(entry) = self.requests.get_mut(request) else { return };
+        if entry.publishes == Publishes::ForDecode && !entry.announced {
+            entry.announced = true;
+            self.next.prefilling.push(request.clone());
+        }
+        let Some(load) = entry.load.as_mut().filter(|load| matches!(load.stage, Stage::Arrived)) else {
+            return;
+        };
+        if allocation.external == 0 {
+            load.stage = Stage::Over;
+            let order = release_order(request, load);
+            self.next.receive.extend(order);
+            self.over(request);
+            return;
+        }
+        self.next.receive.push(ReceiveOrder {
+            request: request.clone(),
+            local: allocation.fill.clone(),
+            remote: load.remote.clone(),
+            computed: allocation.computed,
+            end: load.end,
+            held_there: load.held_there,
+            awaited: true,
+            deadline: load.deadline,
+        });
+        load.stage = Stage::Ordered(allocation);
+    }
+
+    /// The message of this step for the workers; what was gathered for it is reset.
+    pub fn build_connector_meta(&mut self, now: Time) -> ConnectorMeta {
+        let mut meta = std::mem::take(&mut self.next);
+        meta.built_at = now;
+        meta.heartbeats = self.heartbeats.take(now);
+        for order in &meta.receive {
+            if let Some(load) = self.requests.get_mut(&order.request).and_then(|entry| entry.load.as_mut())
+                && matches!(load.stage, Stage::Ordered(_))
+                && let Stage::Ordered(allocation) = std::mem::replace(&mut load.stage, Stage::Over)
+            {
+                load.stage = Stage::Loading(allocation);
+            }
+        }
+        meta
+    }
+
+    /// When [`poll`](Self::poll) or the next step is due, though nothing else may happen.
+    pub fn next_deadline(&self, now: Time) -> Option<Time> {
+        self.deadlines.next().into_iter().chain(self.heartbeats.next(now)).min()
+    }
+
+    /// Whether requests wait to be pushed: the engine keeps its step loop going.
+    pub fn has_pending_push_work(&self) -> bool {
+        self.settings.mode == TransferMode::Push && !self.sending.is_empty()
+    }
+
+    /// Whether blocks will be freed without anybody's doing: the engine waits rather than preempt.
+    pub fn has_pending_block_frees(&self) -> bool {
+        !self.sending.is_empty() || !self.held.is_empty()
+    }
+
+    /// Blocks that nobody waits for, but that a transfer may still touch.
+    pub fn blocks_held(&self) -> usize {
+        self.held.values().map(BlockLists::len).sum()
+    }
+
+    /// Requests that the half still knows of.
+    pub fn len(&self) -> usize {
+        self.requests.len() + self.sending.len() + self.held.len()
+    }
+
+    /// Whether it knows of no request.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Nobody waits for the load any more: no heartbeat, no deadline.
+    fn over(&mut self, request: &RequestId) {
+        self.deadlines.clear(request);
+        if let Some(load) = self.requests.get(request).and_then(|entry| entry.load.as_ref())
+            && load.source != Source::Decode
+        {
+            self.heartbeats.stop(&load.remote.peer.engine, &load.remote.request);
+        }
+    }
+}
+
+/// The order that loads nothing: it tells the peer that it may free its blocks. In push there is nothing to be told: a prefill
+/// that nobody has registered with waits for its lease to end.
+fn release_order(request: &RequestId, load: &Load) -> Option<ReceiveOrder> {
+    (load.source != Source::Push).then(|| ReceiveOrder {
+        request: request.clone(),
+        local: BlockLists::default(),
+        remote: load.remote.clone(),
+        computed: 0,
+        end: 0,
+        held_there: load.held_there,
+        awaited: false,
+        deadline: load.deadline,
+    })
+}

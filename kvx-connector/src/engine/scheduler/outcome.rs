@@ -1,0 +1,177 @@
+//! What became of loads and of blocks that waited for a peer.
+
+use std::collections::BTreeSet;
+
+use kvx_core::config::LoadFailurePolicy;
+
+use super::super::aggregate::EngineOutput;
+use super::super::failure::LoadFailure;
+use super::super::identity::{BlockLists, RequestId};
+use super::super::recovery::valid_prefix;
+use super::super::step::FailedLoad;
+use super::super::time::{ClockOffset, Time};
+use super::{Allocation, Load, Scheduler, Source, Stage, release_order};
+
+/// What the engine does next with a request whose load has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// It ends with an error for the client.
+    Fail,
+    /// It goes on here: this many tokens count as computed, the rest is computed.
+    Recompute {
+        /// Tokens before the first block that is not right; 0 if no blocks had been given to it yet.
+        computed: u32,
+    },
+}
+
+/// What the engine is told.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// All blocks of a load are there. The last token of a prompt that was loaded whole is computed again, for its output.
+    Loaded {
+        /// Which request.
+        request: RequestId,
+        /// Tokens that count as computed.
+        computed: u32,
+    },
+    /// A load has failed.
+    Failed {
+        /// Which request.
+        request: RequestId,
+        /// Why.
+        failure: LoadFailure,
+        /// What is next.
+        then: Then,
+        /// Blocks without the right contents: never to be found in a prefix cache.
+        invalid: Vec<u32>,
+        /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes on, and
+        /// frees these when [`Outcome::Free`] names the request.
+        held: BlockLists,
+    },
+    /// Blocks may be freed: those of a request that has ended and was kept, or those that a failed load held.
+    Free {
+        /// Which request.
+        request: RequestId,
+        /// Which of its blocks.
+        kept: Kept,
+    },
+}
+
+/// Blocks that an engine keeps for the connector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kept {
+    /// Those of a load that was aborted or has failed at its deadline.
+    Load,
+    /// All of a request that has ended, for a peer.
+    Request,
+}
+
+impl Scheduler {
+    /// What the workers have to tell. Reports about requests that nobody knows are nothing new, and ignored.
+    pub fn update_connector_output(&mut self, now: Time, output: EngineOutput) -> Vec<Outcome> {
+        for (at, engine, offset) in output.clocks {
+            // The offset is from the worker's clock, of which `at` was read just now.
+            let seconds = offset.seconds + at.seconds() - now.seconds();
+            self.clocks.insert(engine, ClockOffset { seconds, ..offset });
+        }
+        let mut failed = output.failed_recving;
+        let mut outcomes = Vec::new();
+        for request in output.finished_recving {
+            let at = failed.iter().position(|failed| failed.request == request);
+            let failed = at.map(|at| failed.swap_remove(at));
+            if self.held.remove(&request).is_some() {
+                outcomes.push(Outcome::Free { request, kept: Kept::Load });
+            } else {
+                outcomes.extend(self.load_ended(now, request, failed));
+            }
+        }
+        for request in output.finished_sending {
+            if self.sending.remove(&request) {
+                outcomes.push(Outcome::Free { request, kept: Kept::Request });
+            }
+        }
+        outcomes
+    }
+
+    fn load_ended(&mut self, now: Time, request: RequestId, failed: Option<FailedLoad>) -> Option<Outcome> {
+        let load = self.requests.get_mut(&request)?.load.as_mut()?;
+        if !matches!(load.stage, Stage::Loading(_)) {
+            return None;
+        }
+        let Stage::Loading(allocation) = std::mem::replace(&mut load.stage, Stage::Over) else { return None };
+        let end = load.end;
+        self.over(&request);
+        let Some(FailedLoad { failure, invalid, .. }) = failed else {
+            return Some(Outcome::Loaded { request, computed: end });
+        };
+        let then = self.then(now, &request, &failure, self.valid(&allocation, &invalid));
+        Some(Outcome::Failed { request, failure, then, invalid, held: BlockLists::default() })
+    }
+
+    /// Tokens that count after a failed load. Blocks tell only with one KV cache group, and if any were named.
+    fn valid(&self, allocation: &Allocation, invalid: &[u32]) -> u32 {
+        let [fill] = allocation.fill.groups() else { return allocation.computed };
+        let invalid: BTreeSet<u32> = invalid.iter().copied().collect();
+        let size = self.settings.block_size;
+        let whole = allocation.computed / size.max(1) * size;
+        match valid_prefix(fill, &invalid, size) {
+            Some(0) | None => allocation.computed,
+            Some(prefix) => whole.saturating_add(prefix),
+        }
+    }
+
+    fn then(&self, now: Time, request: &RequestId, failure: &LoadFailure, computed: u32) -> Then {
+        let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
+        let ended = load.is_some_and(|load| load.deadline_is_final && now.has_reached(load.deadline));
+        // What a decode keeps is an offer: the prompt can be computed as if there had been none.
+        let offer =
+            load.is_some_and(|load| load.source == Source::Decode) || *failure == LoadFailure::Expiring;
+        match self.settings.policy {
+            _ if ended => Then::Fail,
+            LoadFailurePolicy::Fail if !offer => Then::Fail,
+            _ => Then::Recompute { computed },
+        }
+    }
+
+    /// Ends loads whose deadline has come.
+    pub fn poll(&mut self, now: Time) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        while let Some(request) = self.deadlines.take_reached(now) {
+            outcomes.extend(self.load_timed_out(now, &request));
+        }
+        outcomes
+    }
+
+    fn load_timed_out(&mut self, now: Time, request: &RequestId) -> Option<Outcome> {
+        let load: &mut Load = self.requests.get_mut(request)?.load.as_mut()?;
+        let stage = std::mem::replace(&mut load.stage, Stage::Over);
+        let release = release_order(request, load);
+        let (computed, held) = match stage {
+            Stage::Over => return None,
+            Stage::Arrived => {
+                self.next.receive.extend(release);
+                (0, BlockLists::default())
+            }
+            Stage::Ordered(allocation) => {
+                self.next.receive.retain(|order| order.request != *request);
+                self.next.receive.extend(release);
+                (allocation.computed, BlockLists::default())
+            }
+            Stage::Loading(allocation) => {
+                self.next.cancel.push(request.clone());
+                self.held.insert(request.clone(), allocation.fill.clone());
+                (allocation.computed, allocation.fill)
+            }
+        };
+        self.over(request);
+        let failure = LoadFailure::Deadline;
+        let then = self.then(now, request, &failure, computed);
+        Some(Outcome::Failed {
+            request: request.clone(),
+            failure,
+            then,
+            invalid: held.iter().collect(),
+            held,
+        })
+    }
+}

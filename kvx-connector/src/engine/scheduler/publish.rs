@@ -1,0 +1,163 @@
+//! The end of a request: whether its blocks stay for a peer, and what the peer is told of them.
+
+use kvx_core::config::BlockRelease;
+
+use super::super::generations::BlockReference;
+use super::super::identity::{BlockLists, RequestId};
+use super::super::step::SendOrder;
+use super::super::time::Time;
+use super::{Publishes, Scheduler, Stage, release_order};
+use crate::params::{RemoteBlocks, TransferMode, TransferParams};
+
+/// How a request has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Status {
+    /// It has as many tokens as it may have. A prefill leg always ends like this, after one token.
+    LengthCapped,
+    /// The model has stopped.
+    Stopped,
+    /// The client has gone, or it was refused.
+    Aborted,
+    /// It has failed.
+    Failed,
+}
+
+/// A request that ends, with what it has.
+#[derive(Clone, Debug)]
+pub struct Ending {
+    /// How.
+    pub status: Status,
+    /// Its blocks from the first token on, group by group; of a group with a sliding window at least those of the window.
+    pub blocks: BlockLists,
+    /// Tokens whose KV is in the blocks.
+    pub computed: u32,
+    /// Tokens of the prompt that were found in the prefix cache.
+    pub cached: Option<u32>,
+    /// What [`Generations`](crate::engine::Generations) says now, if the pool has them.
+    pub reference: Option<BlockReference>,
+}
+
+/// What becomes of a request that has ended.
+#[derive(Clone, Debug, Default)]
+pub struct Finished {
+    /// The engine keeps the blocks until [`Outcome::Free`](super::Outcome::Free) names the request.
+    pub delay_free: bool,
+    /// What goes into the answer as `kv_transfer_params`.
+    pub params: Option<TransferParams>,
+    /// Why there are none although the request asked for them.
+    pub withheld: Option<&'static str>,
+}
+
+impl Scheduler {
+    /// A request has ended, in whatever state it was. An engine with one KV cache group calls the same method.
+    pub fn request_finished(&mut self, now: Time, request: &RequestId, ending: Ending) -> Finished {
+        let Some(entry) = self.requests.get(request) else { return Finished::default() };
+        let (publishes, announced) = (entry.publishes, entry.announced);
+        if !self.end_load(request) {
+            if announced {
+                self.next.dropped.push(request.clone());
+            }
+            return Finished { delay_free: true, ..Finished::default() };
+        }
+        let normal = matches!(ending.status, Status::LengthCapped | Status::Stopped);
+        let finished = match publishes {
+            Publishes::Nothing => Finished::default(),
+            _ if !normal => Finished::default(),
+            _ => match self.publish(now, request, publishes, ending) {
+                Ok(params) => Finished { delay_free: true, params: Some(params), withheld: None },
+                Err(why) => Finished { withheld: Some(why), ..Finished::default() },
+            },
+        };
+        if announced && finished.params.is_none() {
+            self.next.dropped.push(request.clone());
+        }
+        finished
+    }
+
+    /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
+    fn end_load(&mut self, request: &RequestId) -> bool {
+        self.over(request);
+        let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else { return true };
+        match &load.stage {
+            Stage::Over => {}
+            Stage::Arrived => self.next.receive.extend(release_order(request, &load)),
+            Stage::Ordered(_) => {
+                self.next.receive.retain(|order| order.request != *request);
+                self.next.receive.extend(release_order(request, &load));
+            }
+            Stage::Loading(allocation) => {
+                self.next.cancel.push(request.clone());
+                self.held.insert(request.clone(), allocation.fill.clone());
+                return false;
+            }
+        }
+        true
+    }
+
+    fn publish(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        publishes: Publishes,
+        ending: Ending,
+    ) -> Result<TransferParams, &'static str> {
+        let for_next_turn = publishes == Publishes::ForNextTurn;
+        let settings = &self.settings;
+        if ending.computed == 0 {
+            return Err("no token was computed");
+        }
+        // A peer pairs lists by their ends, so they hold exactly the blocks of the tokens: with fewer, vLLM's engine dies.
+        let needed = settings.blocks_for(ending.computed) as usize;
+        if ending.blocks.groups().len() != settings.groups.len() {
+            return Err("there is not a list of blocks for each KV cache group");
+        }
+        let mut lists = Vec::with_capacity(settings.groups.len());
+        for (blocks, clip) in ending.blocks.groups().iter().zip(&settings.groups) {
+            let (from, to) = match clip {
+                None => (0, needed),
+                // The list of a window may begin anywhere; it ends with the request.
+                Some(clip) => (blocks.len().saturating_sub((*clip as usize).min(needed)), blocks.len()),
+            };
+            let list = blocks.get(from..to).ok_or("there are fewer blocks than computed tokens need")?;
+            if list.is_empty() {
+                return Err("there are fewer blocks than computed tokens need");
+            }
+            lists.push(list.to_vec());
+        }
+        let kept = if for_next_turn {
+            settings.decoder_ttl
+        } else {
+            match settings.release {
+                BlockRelease::Lease(lease) => lease.duration,
+                BlockRelease::After(duration) => duration,
+            }
+        };
+        let expires = now + kept;
+        let push = (settings.mode == TransferMode::Push && !for_next_turn)
+            .then(|| BlockLists::new(lists.iter().map(Vec::as_slice)));
+        let mut remote = RemoteBlocks::new(
+            settings.engine.as_str(),
+            request.as_str(),
+            &*settings.address.host,
+            settings.address.port,
+            lists,
+        );
+        remote.tp_size = settings.tp_size.max(settings.dcp_size);
+        remote.dcp_size = settings.dcp_size;
+        remote.pp_size = settings.pp_size;
+        remote.num_tokens = Some(ending.computed.into());
+        remote.expiry_time = for_next_turn.then_some(expires.seconds());
+        remote.registration_generation = settings.registration;
+        remote.mode = settings.mode;
+        remote.prefill_cached_tokens = ending.cached.map(u64::from);
+        remote.block_reference = ending.reference.map(|reference| reference.to_string());
+        let params = if for_next_turn {
+            TransferParams::decoded(remote, settings.dialect)
+        } else {
+            TransferParams::prefilled(remote, settings.dialect)
+        };
+        self.next.send.push(SendOrder { request: request.clone(), expires, push });
+        self.sending.insert(request.clone());
+        Ok(params)
+    }
+}

@@ -1,0 +1,261 @@
+//! The worker's half: one for each tensor- and pipeline-parallel rank, beside the memory that moves.
+
+mod events;
+mod push;
+mod receive;
+mod send;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use self::push::Pushes;
+use self::receive::{MoveState, Receive};
+use self::send::Sends;
+use super::action::{Action, Connection, MoveId};
+use super::failure::{FailureKind, TransferFailure};
+use super::identity::{EngineId, RequestId, WorkerRank};
+use super::peers::{Peers, Reach};
+use super::settings::Settings;
+use super::step::{ConnectorMeta, Heartbeat, RemoteEngine, WorkerOutput};
+use super::time::{Deadlines, Time};
+use crate::mapping::{MAX_RANKS, Tp, handshake_ranks};
+use crate::params::TransferMode;
+
+pub use self::events::{HandshakeFailure, MoveFailure};
+
+/// The worker's half of a connector.
+///
+/// Nothing here waits, sends or reads: what is to be done comes out of [`next_action`](Self::next_action), and what came
+/// of it goes in by the methods that the actions name. Methods of the step loop have the names of vLLM's
+/// `KVConnectorBase_V1`. All times are on the worker's own clock.
+#[derive(Debug)]
+pub struct Worker {
+    settings: Settings,
+    rank: WorkerRank,
+    peers: Peers,
+    receives: BTreeMap<RequestId, Receive>,
+    /// Requests that wait for a handshake.
+    waiting: BTreeMap<EngineId, Vec<Waiting>>,
+    moves: BTreeMap<MoveId, MoveState>,
+    last_move: u64,
+    deadlines: Deadlines<RequestId>,
+    sends: Sends,
+    pushes: Pushes,
+    /// Heartbeats for engines that are being connected to.
+    heartbeats: BTreeMap<EngineId, Heartbeat>,
+    actions: VecDeque<Action>,
+    output: WorkerOutput,
+}
+
+/// Who waits for a handshake.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Waiting {
+    /// A load, or the word that nothing is loaded.
+    Receive(RequestId),
+    /// Blocks to be pushed.
+    Push(RequestId),
+}
+
+impl Worker {
+    /// The half of one worker.
+    pub fn new(settings: Settings, rank: WorkerRank) -> Self {
+        Worker {
+            rank,
+            peers: Peers::new(settings.engine_ttl),
+            receives: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            moves: BTreeMap::new(),
+            last_move: 0,
+            deadlines: Deadlines::default(),
+            sends: Sends::new(settings.lease(), settings.consumers, settings.tp_size),
+            pushes: Pushes::new(settings.push_timeout),
+            heartbeats: BTreeMap::new(),
+            actions: VecDeque::new(),
+            output: WorkerOutput::default(),
+            settings,
+        }
+    }
+
+    /// Which worker it is.
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// The next thing to do, in order.
+    pub fn next_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Takes the message of a step. Never waits for a peer.
+    pub fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
+        let built_at = meta.built_at;
+        let ours = |time: Time| time.rebased(built_at, now);
+        for request in meta.prefilling {
+            self.sends.prefilling(request);
+        }
+        for request in meta.dropped {
+            self.sends.dropped(&request);
+        }
+        for order in meta.send {
+            let request = order.request;
+            if self.sends.keep(request.clone(), ours(order.expires)) {
+                self.output.finished_sending.push(request);
+            } else if let Some(blocks) = order.push {
+                self.push_ready(now, request, blocks);
+            }
+        }
+        for mut order in meta.receive {
+            order.deadline = ours(order.deadline);
+            self.receive(now, order);
+        }
+        for request in meta.cancel {
+            self.cancel(now, &request);
+        }
+        for heartbeat in meta.heartbeats {
+            self.heartbeat(now, heartbeat);
+        }
+    }
+
+    /// What there is to tell; also the moment at which deadlines are looked at.
+    pub fn get_finished(&mut self, now: Time) -> WorkerOutput {
+        while let Some(request) = self.deadlines.take_reached(now) {
+            self.receive_timed_out(now, &request);
+        }
+        self.expire_sends(now);
+        self.pushes.forget_late(now);
+        self.output.at = now;
+        std::mem::take(&mut self.output)
+    }
+
+    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
+    pub fn next_deadline(&self) -> Option<Time> {
+        [self.deadlines.next(), self.sends.next_deadline(), self.pushes.next_deadline()]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Ends what can be ended: handshakes and connections without a transfer are given back at once, the others with their
+    /// last transfer. May be called again.
+    pub fn shutdown(&mut self) {
+        for (id, state) in &self.moves {
+            if state.is_running() {
+                self.actions.push_back(Action::Cancel { id: *id });
+            }
+        }
+        self.peers.forget_all(&mut self.actions);
+        self.waiting.clear();
+        self.heartbeats.clear();
+    }
+
+    /// Loads, moves, kept blocks and connections that it still knows of.
+    pub fn len(&self) -> usize {
+        self.receives.len()
+            + self.moves.len()
+            + self.sends.len()
+            + self.pushes.len()
+            + self.peers.connections()
+    }
+
+    /// Whether it knows of nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The way to a peer, or a place in the queue for it.
+    fn reach(&mut self, now: Time, peer: &Arc<RemoteEngine>) -> Reach {
+        let (settings, rank) = (&self.settings, self.rank);
+        self.peers.reach(now, peer, || ranks_to_ask(settings, rank, peer), &mut self.actions)
+    }
+
+    fn wait_for(&mut self, engine: &EngineId, waiting: Waiting) {
+        let queue = self.waiting.entry(engine.clone()).or_default();
+        if !queue.contains(&waiting) {
+            queue.push(waiting);
+        }
+    }
+
+    /// Tells all workers of a peer that it was connected to.
+    fn tell_all(&mut self, connection: Connection, request: Option<&RequestId>, bytes: &Arc<[u8]>) {
+        let Some(plan) = self.peers.plan(connection) else { return };
+        let lanes = plan.lanes.iter().map(|lane| lane.rank);
+        let ranks: BTreeSet<_> = lanes.chain(plan.told.iter().map(|(rank, _)| *rank)).collect();
+        for rank in ranks {
+            self.actions.push_back(Action::Notify {
+                connection,
+                rank,
+                request: request.cloned(),
+                bytes: Arc::clone(bytes),
+            });
+        }
+    }
+
+    fn heartbeat(&mut self, now: Time, heartbeat: Heartbeat) {
+        match self.reach(now, &heartbeat.peer) {
+            Reach::Ready(connection, _) => self.send_heartbeat(connection, &heartbeat),
+            Reach::Wait => {
+                self.heartbeats.insert(heartbeat.peer.engine.clone(), heartbeat);
+            }
+            Reach::Refused(_) => {}
+        }
+    }
+
+    fn record(&mut self, failure: TransferFailure) {
+        self.output.stats.record_failure(failure.kind);
+        self.output.failures.push(failure);
+    }
+
+    /// What fails when a handshake for these does.
+    fn handshake_failure_kind(&self, waiting: &[Waiting], setup: bool) -> FailureKind {
+        let pushes = waiting.iter().any(|waiting| matches!(waiting, Waiting::Push(_)));
+        match self.settings.mode {
+            _ if pushes => FailureKind::PushHandshakeFailed,
+            TransferMode::Push if !waiting.is_empty() => FailureKind::PushRegHandshakeFailed,
+            _ if setup => FailureKind::HandshakeSetupFailed,
+            _ => FailureKind::HandshakeFailed,
+        }
+    }
+}
+
+/// Which workers of a peer one worker shakes hands with.
+fn ranks_to_ask(
+    settings: &Settings,
+    rank: WorkerRank,
+    peer: &RemoteEngine,
+) -> Result<Vec<WorkerRank>, String> {
+    let own = Tp::new(rank.tp, settings.tp_size).and_then(|tp| tp.with_dcp(settings.dcp_size));
+    let ranks = own.and_then(|own| handshake_ranks(own, peer.tp_size, peer.dcp_size));
+    let ranks = ranks.map_err(|error| error.to_string())?;
+    if peer.pp_size == 0 || u64::from(peer.pp_size) * ranks.len() as u64 > u64::from(MAX_RANKS) {
+        return Err(format!("{} pipeline ranks of {} workers each", peer.pp_size, ranks.len()));
+    }
+    Ok((0..peer.pp_size).flat_map(|pp| ranks.iter().map(move |tp| WorkerRank { pp, tp: *tp })).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Address;
+
+    fn asked(own: (u32, u32), tp_size: u32, pp_size: u32) -> Result<Vec<(u32, u32)>, String> {
+        let address = Address { host: "h".into(), port: 1 };
+        let settings = Settings { tp_size: own.1, ..Settings::new("d", address.clone()) };
+        let peer =
+            RemoteEngine { engine: "p".into(), address, tp_size, pp_size, dcp_size: 1, registration: 0 };
+        let ranks = ranks_to_ask(&settings, WorkerRank { pp: 0, tp: own.0 }, &peer)?;
+        Ok(ranks.into_iter().map(|rank| (rank.pp, rank.tp)).collect())
+    }
+
+    #[test]
+    fn all_stages_of_the_ranks_that_are_read_are_asked() {
+        assert_eq!(asked((3, 4), 2, 1), Ok(vec![(0, 1)]));
+        assert_eq!(asked((1, 2), 4, 2), Ok(vec![(0, 2), (0, 3), (1, 2), (1, 3)]));
+    }
+
+    #[test]
+    fn sizes_that_no_engine_has_are_refused_before_anything_is_made_of_them() {
+        for (tp, pp) in [(0, 1), (1, 0), (u32::MAX, 1), (1, u32::MAX), (1024, 1024), (3, 1)] {
+            assert!(asked((0, 2), tp, pp).is_err(), "{tp} {pp}");
+        }
+    }
+}

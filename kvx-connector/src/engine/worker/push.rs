@@ -1,0 +1,400 @@
+//! Push: a decode tells where its blocks are, a prefill writes into them. Either may be first.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{Error, Kind};
+
+use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
+use super::super::failure::{FailureKind, TransferFailure};
+use super::super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::super::peers::Reach;
+use super::super::plan::{PeerPlan, pair_push};
+use super::super::step::RemoteEngine;
+use super::super::time::{Deadlines, Time};
+use super::receive::{MoveState, Phase, Stage, lane_groups};
+use super::{Waiting, Worker};
+use crate::wire::{Notification, PushRegistration};
+
+/// Registrations that wait for a prefill: a peer cannot make this engine remember more.
+const MAX_REGISTRATIONS: usize = 65_536;
+
+/// A decode's blocks for a request.
+#[derive(Debug)]
+struct Registration {
+    request: RequestId,
+    peer: Arc<RemoteEngine>,
+    blocks: BlockLists,
+    /// The decode does not wait longer.
+    until: Time,
+}
+
+/// A request whose blocks are being written.
+#[derive(Debug)]
+struct Push {
+    registration: Registration,
+    blocks: BlockLists,
+    connection: Option<Connection>,
+    /// Writes that may still read the blocks.
+    unsettled: usize,
+    failed: bool,
+    /// Nobody keeps the blocks any longer than the writes do.
+    expired: bool,
+}
+
+/// Who is waiting under one shared name.
+#[derive(Debug, Default)]
+struct Names {
+    ready: BTreeSet<RequestId>,
+    registered: BTreeSet<RequestId>,
+}
+
+impl Names {
+    /// A request and its registration: those of the same name, else the only ones. Two of either cannot be told apart.
+    fn matching(&self) -> Option<(RequestId, RequestId)> {
+        if let Some(name) = self.ready.intersection(&self.registered).next() {
+            return Some((name.clone(), name.clone()));
+        }
+        match (self.ready.len(), self.registered.len()) {
+            (1, 1) => Some((self.ready.first()?.clone(), self.registered.first()?.clone())),
+            _ => None,
+        }
+    }
+}
+
+/// The prefill's side of push.
+#[derive(Debug)]
+pub(super) struct Pushes {
+    timeout: Duration,
+    /// Finished requests that no decode has registered for.
+    ready: BTreeMap<RequestId, BlockLists>,
+    /// Registrations that no request has finished for, by the decode's name.
+    registrations: BTreeMap<RequestId, Registration>,
+    watchdog: Deadlines<RequestId>,
+    /// Both, by the part of the name that both engines share.
+    names: BTreeMap<Box<str>, Names>,
+    running: BTreeMap<RequestId, Push>,
+    /// Registrations that were served or withdrawn: a repeated one must not find the next request of that name.
+    served: BTreeSet<(EngineId, RequestId)>,
+    served_until: Deadlines<(EngineId, RequestId)>,
+}
+
+impl Pushes {
+    pub(super) fn new(timeout: Duration) -> Self {
+        Pushes {
+            timeout,
+            ready: BTreeMap::new(),
+            registrations: BTreeMap::new(),
+            watchdog: Deadlines::default(),
+            names: BTreeMap::new(),
+            running: BTreeMap::new(),
+            served: BTreeSet::new(),
+            served_until: Deadlines::default(),
+        }
+    }
+
+    pub(super) fn forget_late(&mut self, now: Time) {
+        while let Some(request) = self.watchdog.take_reached(now) {
+            self.take_registration(request.as_str());
+        }
+        while let Some(served) = self.served_until.take_reached(now) {
+            self.served.remove(&served);
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Time> {
+        self.watchdog.next().into_iter().chain(self.served_until.next()).min()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ready.len() + self.registrations.len() + self.running.len()
+    }
+
+    pub(super) fn connection(&self, request: &RequestId) -> Option<Connection> {
+        self.running.get(request)?.connection
+    }
+
+    /// A lease has ended. True: the blocks may be freed now; else with the last write.
+    pub(super) fn expired(&mut self, request: &RequestId) -> bool {
+        self.take_ready(request.as_str());
+        let Some(push) = self.running.get_mut(request) else { return true };
+        push.expired = true;
+        if push.unsettled > 0 {
+            return false;
+        }
+        self.running.remove(request);
+        true
+    }
+
+    /// Nobody wants the blocks any more.
+    pub(super) fn give_up(&mut self, request: &str) -> Option<RequestId> {
+        self.take_ready(request).map(|(request, _)| request)
+    }
+
+    fn serve(&mut self, now: Time, registration: &Registration) {
+        let served = (registration.peer.engine.clone(), registration.request.clone());
+        self.served_until.set(served.clone(), now + self.timeout);
+        self.served.insert(served);
+    }
+
+    fn add_ready(&mut self, request: RequestId, blocks: BlockLists) {
+        self.names.entry(request.shared().into()).or_default().ready.insert(request.clone());
+        self.ready.insert(request, blocks);
+    }
+
+    fn take_ready(&mut self, request: &str) -> Option<(RequestId, BlockLists)> {
+        let (request, blocks) = self.ready.remove_entry(request)?;
+        self.unname(&request, |names| &mut names.ready);
+        Some((request, blocks))
+    }
+
+    fn add_registration(&mut self, registration: Registration) {
+        let request = registration.request.clone();
+        self.watchdog.set(request.clone(), registration.until);
+        self.names.entry(request.shared().into()).or_default().registered.insert(request.clone());
+        self.registrations.insert(request, registration);
+    }
+
+    fn take_registration(&mut self, request: &str) -> Option<Registration> {
+        let (request, registration) = self.registrations.remove_entry(request)?;
+        self.watchdog.clear(&request);
+        self.unname(&request, |names| &mut names.registered);
+        Some(registration)
+    }
+
+    fn unname(&mut self, request: &RequestId, side: fn(&mut Names) -> &mut BTreeSet<RequestId>) {
+        let Some(names) = self.names.get_mut(request.shared()) else { return };
+        side(names).remove(request);
+        if names.ready.is_empty() && names.registered.is_empty() {
+            self.names.remove(request.shared());
+        }
+    }
+
+    /// Takes a request and the registration it is for, if both are there.
+    fn take_matching(&mut self, shared: &str) -> Option<(RequestId, BlockLists, Registration)> {
+        let (request, registered) = self.names.get(shared)?.matching()?;
+        let registration = self.take_registration(registered.as_str())?;
+        let (request, blocks) = self.take_ready(request.as_str())?;
+        Some((request, blocks, registration))
+    }
+}
+
+impl Worker {
+    /// Decode: tells the prefill where the blocks of a request are.
+    pub(super) fn register(&mut self, request: &RequestId, connection: Connection, plan: &PeerPlan) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let remote = &receive.order.remote;
+        let blocks = receive.order.local.groups().iter().map(|group| group.to_vec()).collect();
+        let mut registration = PushRegistration::new(request.as_str(), blocks);
+        registration.decode_engine_id = Some(self.settings.engine.as_str().to_owned());
+        registration.decode_host = Some(self.settings.address.host.to_string());
+        registration.decode_port = Some(self.settings.address.port);
+        registration.decode_tp_size = Some(self.settings.tp_size);
+        registration.remote_engine_id = Some(remote.peer.engine.as_str().to_owned());
+        registration.remote_host = Some(remote.peer.address.host.to_string());
+        registration.remote_port = Some(remote.peer.address.port);
+        registration.remote_tp_size = Some(remote.peer.tp_size);
+        registration.remote_pp_size = Some(remote.peer.pp_size);
+        receive.stage = Stage::Awaiting { expected: plan.completions.max(1) as usize };
+        let bytes: Arc<[u8]> = Notification::Registration(Box::new(registration)).encode().into();
+        self.tell_all(connection, Some(request), &bytes);
+    }
+
+    /// Prefill: a request has finished, its blocks may be pushed.
+    pub(super) fn push_ready(&mut self, now: Time, request: RequestId, blocks: BlockLists) {
+        let shared: Box<str> = request.shared().into();
+        self.pushes.add_ready(request, blocks);
+        self.push_matching(now, &shared);
+    }
+
+    /// Prefill: a decode has told where its blocks are.
+    pub(super) fn registered(&mut self, now: Time, registration: PushRegistration) -> kvx_core::Result<()> {
+        let missing = |key: &str| {
+            Error::new(
+                Kind::Malformed,
+                format!("malformed push registration: it has no {key}; nothing is pushed"),
+            )
+        };
+        let peer = RemoteEngine {
+            engine: registration.decode_engine_id.ok_or_else(|| missing("decode_engine_id"))?.into(),
+            address: Address {
+                host: registration.decode_host.ok_or_else(|| missing("decode_host"))?.into(),
+                port: registration.decode_port.ok_or_else(|| missing("decode_port"))?,
+            },
+            tp_size: registration.decode_tp_size.ok_or_else(|| missing("decode_tp_size"))?,
+            pp_size: 1,
+            dcp_size: 1,
+            registration: 0,
+        };
+        let request = RequestId::from(registration.request_id);
+        let served = (peer.engine.clone(), request.clone());
+        let known = self.pushes.served.contains(&served) || self.pushes.registrations.contains_key(&request);
+        if known
+            || registration.remote_engine_id.is_some_and(|engine| engine != self.settings.engine.as_str())
+        {
+            return Ok(());
+        }
+        if self.pushes.registrations.len() >= MAX_REGISTRATIONS
+            || self.pushes.served.len() >= MAX_REGISTRATIONS
+        {
+            return Err(Error::new(
+                Kind::Busy,
+                format!(
+                    "{MAX_REGISTRATIONS} push registrations wait for a prefill: request {request} is not pushed"
+                ),
+            ));
+        }
+        let until = now + self.pushes.timeout;
+        let blocks = BlockLists::new(registration.local_block_ids);
+        let registration = Registration { request: request.clone(), peer: Arc::new(peer), blocks, until };
+        self.pushes.add_registration(registration);
+        self.push_matching(now, request.shared());
+        Ok(())
+    }
+
+    fn push_matching(&mut self, now: Time, shared: &str) {
+        while let Some((request, blocks, registration)) = self.pushes.take_matching(shared) {
+            self.pushes.serve(now, &registration);
+            let push =
+                Push { registration, blocks, connection: None, unsettled: 0, failed: false, expired: false };
+            self.pushes.running.insert(request.clone(), push);
+            self.find_decode(now, &request);
+        }
+    }
+
+    pub(super) fn find_decode(&mut self, now: Time, request: &RequestId) {
+        let Some(peer) = self.pushes.running.get(request).map(|push| Arc::clone(&push.registration.peer))
+        else {
+            return;
+        };
+        match self.reach(now, &peer) {
+            Reach::Ready(connection, plan) => self.write(now, request, connection, &plan),
+            Reach::Wait => self.wait_for(&peer.engine, Waiting::Push(request.clone())),
+            Reach::Refused(why) => {
+                self.record(self.describe_push(request, FailureKind::PushHandshakeFailed, &why));
+                self.push_failed(request);
+            }
+        }
+    }
+
+    fn write(&mut self, now: Time, request: &RequestId, connection: Connection, plan: &Arc<PeerPlan>) {
+        let Some(push) = self.pushes.running.get_mut(request) else { return };
+        let paired = pair_push(plan, &push.registration.blocks, &push.blocks, &self.settings.groups);
+        let groups = match paired.and_then(|paired| paired.push_moves()) {
+            Ok(groups) => groups,
+            Err(why) => {
+                self.record(self.describe_push(request, FailureKind::TransferSetupFailed, &why));
+                return self.push_failed(request);
+            }
+        };
+        push.connection = Some(connection);
+        self.peers.hold(connection);
+        let deadline = push.registration.until;
+        let theirs = push.registration.request.clone();
+        let done = Notification::done(theirs.as_str(), self.settings.tp_size);
+        let done: Option<Arc<[u8]>> = done.ok().map(|done| done.encode().into());
+        let groups: Arc<[_]> = groups.into();
+        let (local, remote) = (push.blocks.clone(), push.registration.blocks.clone());
+        let lists = MoveLists { local, remote, tokens: None };
+        for (at, lane) in plan.lanes.iter().enumerate() {
+            let groups = lane_groups(lane, &groups);
+            for part in 0..lane.parts.max(1) {
+                self.last_move += 1;
+                let id = MoveId(self.last_move);
+                let state =
+                    MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: true };
+                self.moves.insert(id, state);
+                push.unsettled += 1;
+                // The word goes with the last part; a decode counts senders, not parts.
+                let last = part + 1 == lane.parts.max(1);
+                self.actions.push_back(Action::Write(Move {
+                    id,
+                    connection,
+                    rank: lane.rank,
+                    part,
+                    groups: Arc::clone(&groups),
+                    lists: lists.clone(),
+                    notification: done.clone().filter(|_| last),
+                    deadline,
+                }));
+            }
+        }
+        if plan.lanes.is_empty() {
+            self.push_over(now, request);
+        }
+    }
+
+    pub(super) fn write_done(&mut self, now: Time, id: MoveId) {
+        if let Some(connection) = self.moves.get(&id).and_then(|state| self.pushes.connection(&state.request))
+        {
+            self.peers.proven(connection);
+        }
+        self.write_over(now, id);
+    }
+
+    pub(super) fn write_over(&mut self, now: Time, id: MoveId) {
+        let Some(MoveState { request, .. }) = self.moves.remove(&id) else { return };
+        if let Some(push) = self.pushes.running.get_mut(&request) {
+            push.unsettled -= 1;
+            if push.unsettled == 0 {
+                self.push_over(now, &request);
+            }
+        }
+    }
+
+    /// Nothing reads the blocks for this push any more. A failed one leaves them until the lease ends.
+    fn push_over(&mut self, now: Time, request: &RequestId) {
+        let Some(push) = self.pushes.running.get_mut(request) else { return };
+        let connection = push.connection.take();
+        let (keeps, expired) = (push.failed, push.expired);
+        if !keeps || expired {
+            self.pushes.running.remove(request);
+            self.sends.remove(request.as_str());
+            self.output.finished_sending.push(request.clone());
+        }
+        if let Some(connection) = connection {
+            self.peers.release(now, connection, &mut self.actions);
+        }
+    }
+
+    pub(super) fn push_failed(&mut self, request: &RequestId) {
+        if let Some(push) = self.pushes.running.get_mut(request) {
+            push.failed = true;
+        }
+    }
+
+    /// A decode does not want its blocks written any more; it has named them by its own name of the request. False: no such
+    /// registration.
+    pub(super) fn withdrawn(&mut self, now: Time, theirs: &str) -> bool {
+        if self.sends.keeps(theirs) {
+            return false;
+        }
+        if let Some(registration) = self.pushes.take_registration(theirs) {
+            self.pushes.serve(now, &registration);
+            return true;
+        }
+        let running =
+            self.pushes.running.iter_mut().find(|(_, push)| push.registration.request.as_str() == theirs);
+        let Some((request, push)) = running else { return false };
+        push.expired = true;
+        let (request, idle) = (request.clone(), push.unsettled == 0);
+        self.cancel_moves(&request);
+        if idle {
+            self.push_over(now, &request);
+        }
+        true
+    }
+
+    fn describe_push(&self, request: &RequestId, kind: FailureKind, error: &str) -> TransferFailure {
+        let mut failure = TransferFailure::new(kind, error);
+        failure.request = Some(request.clone());
+        if let Some(push) = self.pushes.running.get(request) {
+            failure.remote_request = Some(push.registration.request.clone());
+            failure.engine = Some(push.registration.peer.engine.clone());
+            failure.address = Some(push.registration.peer.address.clone());
+            failure.blocks = push.blocks.groups().iter().map(|group| group.len()).collect();
+        }
+        failure
+    }
+}

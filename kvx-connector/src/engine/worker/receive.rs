@@ -1,0 +1,543 @@
+//! Loads: from the order to the report that nothing touches their blocks any more.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kvx_core::Indices;
+
+use super::super::action::{Action, Connection, GroupMove, Move, MoveId, MoveLists};
+use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
+use super::super::generations::BlockReference;
+use super::super::identity::{BlockLists, RequestId, WorkerRank};
+use super::super::peers::Reach;
+use super::super::plan::{Paired, PeerLane, PeerPlan, pair_load};
+use super::super::scheduler::EXPIRY_MARGIN;
+use super::super::step::{FailedLoad, ReceiveOrder};
+use super::super::time::Time;
+use super::{Waiting, Worker};
+use crate::params::TransferMode;
+
+/// One load.
+#[derive(Debug)]
+pub(super) struct Receive {
+    pub(super) order: ReceiveOrder,
+    pub(super) connection: Option<Connection>,
+    pub(super) stage: Stage,
+    /// Why it has failed, if it has: the first reason.
+    failure: Option<LoadFailure>,
+    /// Local blocks without the right contents.
+    invalid: Invalid,
+    /// Nobody waits for the contents any more.
+    cancelled: bool,
+    /// Who has said that it has written. What one worker of ours registers may be written for all of them.
+    pub(super) written_by: BTreeSet<Box<str>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// For the handshake.
+    Waiting,
+    /// Reads are under way.
+    Reading(Reading),
+    /// The peer writes; so many of its workers say so.
+    Awaiting { expected: usize },
+    /// What the peer may still write is being ended.
+    Fencing,
+}
+
+#[derive(Debug)]
+pub(super) struct Reading {
+    paired: Paired,
+    reference: Option<BlockReference>,
+    lanes: Vec<LaneState>,
+    /// Moves that may still touch blocks, and words still to be read.
+    unsettled: usize,
+}
+
+#[derive(Debug)]
+struct LaneState {
+    rank: WorkerRank,
+    readers: u32,
+    parts_left: u8,
+    told: bool,
+}
+
+#[derive(Debug)]
+enum Invalid {
+    Blocks(BTreeSet<u32>),
+    All,
+}
+
+/// One move in flight.
+#[derive(Debug)]
+pub(super) struct MoveState {
+    pub(super) request: RequestId,
+    pub(super) lane: usize,
+    pub(super) phase: Phase,
+    pub(super) push: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The data moves.
+    Running,
+    /// It has an outcome, but may still touch memory.
+    Unsettled,
+    /// The data is there; the words are being read.
+    Checking,
+}
+
+impl MoveState {
+    pub(super) fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+}
+
+impl Receive {
+    /// Nobody waits for the contents: what was cancelled for that is no failure.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.cancelled
+    }
+
+    /// Nothing more is told to the peer after a failure.
+    fn fail(&mut self, failure: LoadFailure, blocks: Option<Vec<u32>>) {
+        match blocks {
+            None => self.invalid = Invalid::All,
+            Some(blocks) => {
+                if let Invalid::Blocks(invalid) = &mut self.invalid {
+                    invalid.extend(blocks);
+                }
+            }
+        }
+        self.failure.get_or_insert(failure);
+    }
+}
+
+impl Worker {
+    pub(super) fn receive(&mut self, now: Time, order: ReceiveOrder) {
+        let request = order.request.clone();
+        if self.receives.contains_key(&request) {
+            return;
+        }
+        self.deadlines.set(request.clone(), order.deadline);
+        let receive = Receive {
+            order,
+            connection: None,
+            stage: Stage::Waiting,
+            failure: None,
+            invalid: Invalid::Blocks(BTreeSet::new()),
+            cancelled: false,
+            written_by: BTreeSet::new(),
+        };
+        self.receives.insert(request.clone(), receive);
+        self.find_peer(now, &request);
+    }
+
+    /// Begins if the peer is known; waits for the handshake if not.
+    pub(super) fn find_peer(&mut self, now: Time, request: &RequestId) {
+        let Some(peer) = self.receives.get(request).map(|receive| Arc::clone(&receive.order.remote.peer))
+        else {
+            return;
+        };
+        match self.reach(now, &peer) {
+            Reach::Ready(connection, plan) => self.begin(now, request, connection, &plan),
+            Reach::Wait => self.wait_for(&peer.engine, Waiting::Receive(request.clone())),
+            Reach::Refused(why) => {
+                let failure = self.describe(request, FailureKind::HandshakeSetupFailed, None, &why);
+                self.record(failure);
+                self.fail_receive(request, LoadFailure::Handshake(why), None);
+                self.advance(now, request);
+            }
+        }
+    }
+
+    fn begin(&mut self, now: Time, request: &RequestId, connection: Connection, plan: &Arc<PeerPlan>) {
+        let mode = self.settings.mode;
+        let windows = &self.settings.groups;
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        receive.connection = Some(connection);
+        self.peers.hold(connection);
+        if mode == TransferMode::Push {
+            self.register(request, connection, plan);
+            return self.advance(now, request);
+        }
+        if receive.order.local.is_empty() {
+            self.tell_lanes(request, connection, plan);
+            return self.finish(now, request);
+        }
+        if let Some(expires) = receive.order.remote.expires_at_peer {
+            let ours = plan.clock.and_then(|clock| clock.to_ours(expires));
+            if ours.is_none_or(|ours| (now + EXPIRY_MARGIN).has_reached(ours)) {
+                receive.fail(LoadFailure::Expiring, None);
+                return self.advance(now, request);
+            }
+        }
+        let reading = checked(receive, plan, windows, self.settings.block_size)
+            .and_then(|()| pair_load(plan, &receive.order, windows))
+            .and_then(|paired| Ok((paired.load_moves()?, paired)));
+        let (groups, paired) = match reading {
+            Ok(reading) => reading,
+            Err(why) => {
+                let failure = self.describe(request, FailureKind::TransferSetupFailed, None, &why);
+                self.record(failure);
+                self.fail_receive(request, LoadFailure::Refused(why), None);
+                return self.advance(now, request);
+            }
+        };
+        if paired.is_empty() {
+            self.tell_lanes(request, connection, plan);
+            return self.finish(now, request);
+        }
+        let reference = receive.order.remote.reference.filter(|_| plan.generations);
+        let lanes = plan.lanes.iter().map(|lane| LaneState {
+            rank: lane.rank,
+            readers: lane.readers,
+            parts_left: lane.parts.max(1),
+            told: false,
+        });
+        let reading = Reading { paired, reference, lanes: lanes.collect(), unsettled: 0 };
+        let order = &receive.order;
+        let remote = order.remote.request.clone();
+        let all = Move {
+            id: MoveId(0),
+            connection,
+            rank: WorkerRank::default(),
+            part: 0,
+            groups: groups.into(),
+            lists: MoveLists {
+                local: order.local.clone(),
+                remote: order.remote.blocks.clone(),
+                tokens: Some(order.tokens()),
+            },
+            notification: None,
+            deadline: order.deadline,
+        };
+        receive.stage = Stage::Reading(reading);
+        for (at, lane) in plan.lanes.iter().enumerate() {
+            self.read_lane(request, &remote, (at, lane), &all, reference.is_none());
+        }
+        for (rank, readers) in &plan.told {
+            self.complete(request, &remote, connection, *rank, *readers);
+        }
+    }
+
+    /// Posts what one worker of the peer has of `all`.
+    fn read_lane(
+        &mut self,
+        request: &RequestId,
+        remote: &RequestId,
+        (at, lane): (usize, &PeerLane),
+        all: &Move,
+        unchecked: bool,
+    ) {
+        let groups = lane_groups(lane, &all.groups);
+        // The word rides on the read where the read alone decides.
+        let rides = unchecked && lane.parts.max(1) == 1;
+        let notification = if rides { self.completion(remote, lane.readers) } else { None };
+        for part in 0..lane.parts.max(1) {
+            self.last_move += 1;
+            let id = MoveId(self.last_move);
+            let state = MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: false };
+            self.moves.insert(id, state);
+            if let Some(Stage::Reading(reading)) =
+                self.receives.get_mut(request).map(|receive| &mut receive.stage)
+            {
+                reading.unsettled += 1;
+                reading.lanes[at].told |= rides;
+            }
+            self.actions.push_back(Action::Read(Move {
+                id,
+                rank: lane.rank,
+                part,
+                groups: Arc::clone(&groups),
+                notification: notification.clone(),
+                ..all.clone()
+            }));
+        }
+    }
+
+    /// The data of a read is there, and nothing touches its memory any more.
+    pub(super) fn read_done(&mut self, now: Time, id: MoveId) {
+        let Some(state) = self.moves.get_mut(&id) else { return };
+        let (request, lane) = (state.request.clone(), state.lane);
+        let Some(receive) = self.receives.get_mut(&request) else { return };
+        let Some(connection) = receive.connection else { return };
+        self.peers.proven(connection);
+        let Stage::Reading(reading) = &mut receive.stage else { return };
+        if reading.reference.is_some() && receive.failure.is_none() && !receive.cancelled {
+            state.phase = Phase::Checking;
+            self.actions.push_back(Action::ReadGenerations {
+                id,
+                connection,
+                rank: reading.lanes[lane].rank,
+                blocks: reading.paired.producer_blocks().into(),
+            });
+            return;
+        }
+        self.part_done(now, id);
+    }
+
+    /// One part of one lane is right.
+    fn part_done(&mut self, now: Time, id: MoveId) {
+        let Some(MoveState { request, lane, .. }) = self.moves.remove(&id) else { return };
+        let Some(receive) = self.receives.get_mut(&request) else { return };
+        let (failed, connection) = (receive.failure.is_some(), receive.connection);
+        let Stage::Reading(reading) = &mut receive.stage else { return };
+        reading.unsettled -= 1;
+        let lane = &mut reading.lanes[lane];
+        lane.parts_left = lane.parts_left.saturating_sub(1);
+        if lane.parts_left == 0 && !lane.told && !failed {
+            lane.told = true;
+            let (rank, readers, remote) = (lane.rank, lane.readers, receive.order.remote.request.clone());
+            if let Some(connection) = connection {
+                self.complete(&request, &remote, connection, rank, readers);
+            }
+        }
+        self.advance(now, &request);
+    }
+
+    /// One part of one lane is over without the right data.
+    pub(super) fn part_failed(&mut self, now: Time, id: MoveId) {
+        let Some(MoveState { request, .. }) = self.moves.remove(&id) else { return };
+        if let Some(Stage::Reading(reading)) =
+            self.receives.get_mut(&request).map(|receive| &mut receive.stage)
+        {
+            reading.unsettled -= 1;
+        }
+        self.advance(now, &request);
+    }
+
+    /// The words of a read's blocks.
+    pub(super) fn words_read(&mut self, now: Time, id: MoveId, result: Result<(u64, &[u64]), String>) {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Checking) else { return };
+        let (request, lane) = (state.request.clone(), state.lane);
+        let Some(receive) = self.receives.get_mut(&request) else { return };
+        let Stage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) = &receive.stage else {
+            return;
+        };
+        let expected: usize = paired.producer_blocks().iter().map(Indices::len).sum();
+        let (failure, blocks, error) = match result {
+            Ok((pool, words)) if words.len() == expected => {
+                let stale = reference.stale(pool, words);
+                if stale.is_empty() {
+                    return self.part_done(now, id);
+                }
+                let blocks = paired.consumers_of(&stale);
+                (LoadFailure::Stale, Some(blocks), LoadFailure::Stale.to_string())
+            }
+            Ok((_, words)) => {
+                let why = format!("{} generations were read of {expected} blocks", words.len());
+                (LoadFailure::Transfer(why.clone()), None, why)
+            }
+            Err(why) => (LoadFailure::Transfer(why.clone()), None, why),
+        };
+        let rank = lanes[lane].rank;
+        receive.fail(failure, blocks);
+        let failure = self.describe(&request, FailureKind::TransferFailed, Some(rank), &error);
+        self.record(failure);
+        self.part_failed(now, id);
+    }
+
+    pub(super) fn fail_receive(
+        &mut self,
+        request: &RequestId,
+        failure: LoadFailure,
+        blocks: Option<Vec<u32>>,
+    ) {
+        if let Some(receive) = self.receives.get_mut(request) {
+            receive.fail(failure, blocks);
+        }
+    }
+
+    /// Finishes a load once nothing touches its blocks.
+    pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get(request) else { return };
+        match &receive.stage {
+            Stage::Reading(reading) if reading.unsettled > 0 => {}
+            Stage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
+                if receive.written_by.len() >= *expected {
+                    self.finish(now, request);
+                }
+            }
+            Stage::Awaiting { .. } => self.fence(request),
+            Stage::Fencing => {}
+            Stage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
+            // Another worker of this engine may have told the peer of the blocks of all of them.
+            Stage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
+            Stage::Waiting if receive.failure.is_none() => {}
+            Stage::Waiting | Stage::Reading(_) => self.finish(now, request),
+        }
+    }
+
+    /// Reports a load, and forgets it.
+    pub(super) fn finish(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.remove(request) else { return };
+        self.deadlines.clear(request);
+        if let Some(connection) = receive.connection {
+            if let (Stage::Reading(reading), true, None) =
+                (&receive.stage, receive.cancelled, &receive.failure)
+            {
+                // Nobody has taken the blocks, and nobody will.
+                for lane in reading.lanes.iter().filter(|lane| !lane.told || lane.parts_left > 0) {
+                    self.complete(
+                        request,
+                        &receive.order.remote.request,
+                        connection,
+                        lane.rank,
+                        lane.readers,
+                    );
+                }
+            }
+            self.peers.release(now, connection, &mut self.actions);
+        }
+        if !receive.order.awaited {
+            return;
+        }
+        self.output.finished_recving.push(request.clone());
+        let Some(failure) = receive.failure.filter(|_| !receive.cancelled) else { return };
+        let invalid = match receive.invalid {
+            Invalid::Blocks(blocks) => blocks.into_iter().collect(),
+            Invalid::All => {
+                let mut all: Vec<_> = receive.order.local.iter().collect();
+                all.sort_unstable();
+                all
+            }
+        };
+        self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+    }
+
+    /// Nobody waits for a load any more; its blocks are wanted back.
+    pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        if receive.cancelled {
+            return;
+        }
+        receive.cancelled = true;
+        match receive.stage {
+            Stage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
+            // Nothing has touched the blocks. The peer is still to be told, once it is connected to.
+            Stage::Waiting => {
+                if std::mem::replace(&mut receive.order.awaited, false) {
+                    self.output.finished_recving.push(request.clone());
+                }
+                receive.order.local = BlockLists::default();
+            }
+            Stage::Reading(_) => self.cancel_moves(request),
+            Stage::Awaiting { .. } => self.advance(now, request),
+            Stage::Fencing => {}
+        }
+    }
+
+    pub(super) fn cancel_moves(&mut self, request: &RequestId) {
+        for (id, state) in &self.moves {
+            if state.request == *request && state.is_running() {
+                self.actions.push_back(Action::Cancel { id: *id });
+            }
+        }
+    }
+
+    pub(super) fn receive_timed_out(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let failure = match receive.stage {
+            Stage::Awaiting { .. } => LoadFailure::NotPushed,
+            _ => LoadFailure::Deadline,
+        };
+        receive.fail(failure, None);
+        self.cancel_moves(request);
+        self.advance(now, request);
+    }
+
+    /// Tells all workers of the peer that their blocks are not wanted.
+    fn tell_lanes(&mut self, request: &RequestId, connection: Connection, plan: &PeerPlan) {
+        let Some(receive) = self.receives.get(request) else { return };
+        let remote = receive.order.remote.request.clone();
+        let lanes = plan.lanes.iter().map(|lane| (lane.rank, lane.readers));
+        for (rank, readers) in lanes.chain(plan.told.iter().copied()) {
+            self.complete(request, &remote, connection, rank, readers);
+        }
+    }
+
+    fn complete(
+        &mut self,
+        request: &RequestId,
+        remote: &RequestId,
+        connection: Connection,
+        rank: WorkerRank,
+        readers: u32,
+    ) {
+        if let Some(bytes) = self.completion(remote, readers) {
+            self.actions.push_back(Action::Notify {
+                connection,
+                rank,
+                request: Some(request.clone()),
+                bytes,
+            });
+        }
+    }
+
+    /// What is known about a failed step of a load.
+    pub(super) fn describe(
+        &self,
+        request: &RequestId,
+        kind: FailureKind,
+        rank: Option<WorkerRank>,
+        error: &str,
+    ) -> TransferFailure {
+        let mut failure = TransferFailure::new(kind, error);
+        failure.request = Some(request.clone());
+        failure.rank = rank;
+        if let Some(receive) = self.receives.get(request) {
+            let remote = &receive.order.remote;
+            failure.remote_request = Some(remote.request.clone());
+            failure.engine = Some(remote.peer.engine.clone());
+            failure.address = Some(remote.peer.address.clone());
+            failure.blocks = receive.order.local.groups().iter().map(|group| group.len()).collect();
+        }
+        failure
+    }
+
+    pub(super) fn rank_of_lane(&self, request: &RequestId, lane: usize) -> Option<WorkerRank> {
+        match &self.receives.get(request)?.stage {
+            Stage::Reading(reading) => Some(reading.lanes.get(lane)?.rank),
+            _ => None,
+        }
+    }
+}
+
+/// What a lane moves: all groups, shared with the other lanes, or some.
+pub(super) fn lane_groups(lane: &PeerLane, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
+    match &lane.groups {
+        None => Arc::clone(groups),
+        Some(own) => groups.iter().filter(|group| own.contains(&group.group)).cloned().collect(),
+    }
+}
+
+/// Refuses what cannot be right before anything is posted.
+fn checked(
+    receive: &Receive,
+    plan: &PeerPlan,
+    windows: &[Option<u32>],
+    block_size: u32,
+) -> Result<(), String> {
+    let order = &receive.order;
+    if plan.generations && order.remote.reference.is_none() {
+        return Err("the peer has generations of blocks, but the parameters carry no reference to them; forward what it \
+                    answered, unchanged"
+            .into());
+    }
+    let size = block_size.max(1);
+    let (first, end) = (order.computed / size, order.end.div_ceil(size));
+    let needed = end.saturating_sub(first) as usize;
+    let whole = order.local.groups().iter().zip(windows).filter(|(_, window)| window.is_none());
+    for (blocks, _) in whole {
+        if blocks.len() != needed {
+            return Err(format!(
+                "{} blocks to fill with tokens {} to {}",
+                blocks.len(),
+                order.computed,
+                order.end
+            ));
+        }
+    }
+    Ok(())
+}

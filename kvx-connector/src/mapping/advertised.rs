@@ -1,0 +1,166 @@
+//! Between the geometry of a rank and the metadata that its handshake carries.
+
+use std::sync::Arc;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::caches::Caches;
+use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, malformed, shown};
+use super::layout::KvLayout;
+use crate::params::Dialect;
+use crate::wire::NixlAgentMetadata;
+
+/// The attention backend whose K has dimensions before tokens.
+const TRANSPOSES_KEYS: &str = "CPU_ATTN";
+
+impl Geometry {
+    /// The geometry that a peer's rank advertises: every number is its word, and checked. Versions that tell no groups, names
+    /// or kinds of memory count as one group, nameless layers and device memory.
+    ///
+    /// # Errors
+    /// `Malformed` for lists of different lengths and numbers that cannot be; `Unsupported` for state-space layers, extra
+    /// per-layer pages and prefill context parallelism, which are not moved.
+    pub fn advertised(metadata: &NixlAgentMetadata) -> Result<Self> {
+        metadata.check_regions()?;
+        let fault = if metadata.ssm_sizes != (0, 0) {
+            "state-space (Mamba) layers"
+        } else if metadata.ple_block_len.is_some() {
+            "pages of per-layer embeddings"
+        } else if metadata.pcp_size != 1 {
+            "prefill context parallelism"
+        } else {
+            ""
+        };
+        if !fault.is_empty() {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("the peer has {fault}, which kvx does not move"),
+            ));
+        }
+        let mut regions = Vec::with_capacity(metadata.regions());
+        for (at, base) in metadata.kv_caches_base_addr.iter().enumerate() {
+            let blocks = metadata.blocks_of(at).unwrap_or(0);
+            let group = metadata
+                .region_group_ids
+                .as_ref()
+                .map_or(Ok(RegionGroup::Of(0)), |ids| RegionGroup::from_wire(ids[at]));
+            let memory = metadata
+                .region_mem_types
+                .as_ref()
+                .map_or(Ok(MemoryType::Vram), |types| MemoryType::from_wire(&types[at]));
+            regions.push(KvRegion {
+                base: *base,
+                block_len: metadata.block_lens[at],
+                block_stride: metadata.block_strides[at],
+                blocks: small(blocks, "blocks in a region")?,
+                group: group?,
+                memory: memory?,
+                layers: layers(metadata, at),
+                packed: Vec::new(),
+            });
+        }
+        place_packed(metadata, &mut regions)?;
+        let geometry = Geometry::new(
+            regions,
+            KvLayout::from_wire(&metadata.kv_cache_layout)?,
+            small(metadata.block_size, "tokens in a block")?,
+            metadata.physical_blocks_per_logical_kv_block,
+            metadata.device_id,
+        )?;
+        Ok(match metadata.attn_backend_name == TRANSPOSES_KEYS {
+            true => geometry.with_transposed_keys(),
+            false => geometry,
+        })
+    }
+}
+
+impl Caches {
+    /// Writes this rank's regions into the metadata of its handshake, in the words of `dialect`: names of layouts and
+    /// regions, groups and kinds of memory changed with versions.
+    ///
+    /// # Errors
+    /// `Incompatible` for a layout, padding, groups or counts that the version has no words for.
+    pub fn advertise(&self, metadata: &mut NixlAgentMetadata, dialect: Dialect) -> Result<()> {
+        let geometry = self.geometry();
+        let regions = geometry.regions();
+        let of = |field: fn(&KvRegion) -> u64| regions.iter().map(field).collect::<Vec<u64>>();
+        let newest = dialect >= Dialect::V0_32;
+        let counts = of(|region| region.blocks.into());
+        if !newest {
+            check_old(geometry, dialect)?;
+        }
+        metadata.kv_caches_base_addr = of(|region| region.base);
+        metadata.block_lens = of(|region| region.block_len);
+        metadata.block_strides = of(|region| region.block_stride);
+        metadata.device_id = geometry.device();
+        metadata.num_blocks = counts.iter().copied().max().unwrap_or(0);
+        metadata.block_size = geometry.block_tokens().into();
+        metadata.physical_blocks_per_logical_kv_block = geometry.kernel_per_logical();
+        let layout = geometry.layout();
+        metadata.kv_cache_layout =
+            if newest { layout.as_str() } else { layout.old_name().unwrap_or(layout.as_str()) }.to_owned();
+        if newest {
+            let names =
+                |region: &KvRegion| region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>();
+            metadata.region_num_blocks = Some(counts);
+            metadata.region_group_ids = Some(regions.iter().map(|region| region.group.to_wire()).collect());
+            metadata.region_names = Some(
+                regions.iter().map(|region| names(region).into_iter().next().unwrap_or_default()).collect(),
+            );
+            metadata.region_mem_types =
+                Some(regions.iter().map(|region| region.memory.as_str().to_owned()).collect());
+            let shared = regions.iter().any(|region| region.layers.len() > 1);
+            metadata.region_members = if shared { regions.iter().map(names).collect() } else { Vec::new() };
+        }
+        Ok(())
+    }
+}
+
+/// Versions before 0.32 know one count of blocks, one group of regions, unpadded blocks and two layouts.
+fn check_old(geometry: &Geometry, dialect: Dialect) -> Result<()> {
+    let regions = geometry.regions();
+    let fault = if geometry.layout().old_name().is_none() {
+        "this layout"
+    } else if regions.iter().any(|region| region.block_stride != region.block_len) {
+        "padded blocks"
+    } else if regions.iter().any(|region| region.blocks != regions[0].blocks) {
+        "regions of different numbers of blocks"
+    } else if geometry.kernel_per_logical() != 1 {
+        "several kernel blocks per logical block"
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(Kind::Incompatible, format!("the metadata of vLLM {dialect} has no words for {fault}")))
+}
+
+/// Puts packed layers into their region: the one that has them as a member, else the row that is named after one of them.
+fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Result<()> {
+    let has = |region: &KvRegion, name: &str| region.layers.iter().any(|layer| **layer == *name);
+    let packed = &metadata.packed_member_layouts;
+    let row = regions.iter().position(|region| packed.iter().any(|layer| has(region, &layer.layer)));
+    for layer in packed {
+        let own = regions.iter().position(|region| has(region, &layer.layer));
+        let Some(region) = own.or(row).map(|at| &mut regions[at]) else {
+            return Err(malformed(format!("packed layer {} lies in no region", shown(&layer.layer))));
+        };
+        let name: Arc<str> = layer.layer.as_str().into();
+        if own.is_none() {
+            region.layers.push(Arc::clone(&name));
+        }
+        region.packed.push((name, layer.offset, layer.len));
+    }
+    Ok(())
+}
+
+fn layers(metadata: &NixlAgentMetadata, region: usize) -> Vec<Arc<str>> {
+    let text = |name: &String| Arc::from(name.as_str());
+    match (metadata.region_members.get(region), &metadata.region_names) {
+        (Some(members), _) if !members.is_empty() => members.iter().map(text).collect(),
+        (_, Some(names)) => names.get(region).map(text).into_iter().collect(),
+        _ => Vec::new(),
+    }
+}
+
+fn small(number: u64, what: &str) -> Result<u32> {
+    u32::try_from(number).map_err(|_| malformed(format!("{number} {what}: at most {}", u32::MAX)))
+}

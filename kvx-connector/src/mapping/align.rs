@@ -1,0 +1,318 @@
+//! Which blocks of two lists hold the same tokens.
+
+use std::ops::Range;
+
+use kvx_core::{Error, Indices, Kind, Result};
+
+/// The most units of one logical block; index arithmetic relies on it.
+const MAX_UNITS: u32 = 65_536;
+
+/// How both sides divide a sequence: into units of equal tokens, the kernel blocks of the producer. A logical block of
+/// either side is a whole number of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Units {
+    consumer: u32,
+    producer: u32,
+    tokens: u32,
+}
+
+/// The tokens of a sequence that both lists speak of, counted from its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    /// Tokens that the producer's list reaches up to.
+    pub producer: u32,
+    /// Tokens that the consumer wants to have at the end; at most `producer`.
+    pub wanted: u32,
+}
+
+/// Whether lists of a group lack blocks at their front.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Clip {
+    /// The producer's list begins with the sequence; the consumer's lacks what it has cached.
+    Whole,
+    /// Both are clipped to the last blocks of a sliding window.
+    Window,
+}
+
+/// What two lists have in common, in units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Aligned {
+    units: Units,
+    /// Units of the consumer's list before the first common one.
+    pub consumer_skip: u64,
+    /// Units of the producer's list before the first common one.
+    pub producer_skip: u64,
+    /// Common units.
+    pub count: u64,
+}
+
+impl Units {
+    /// `consumer` and `producer` units to a logical block of each side, `tokens` to a unit. Errors: `Invalid` for 0, and
+    /// for more than 65,536 units to a block.
+    pub fn new(consumer: u32, producer: u32, tokens: u32) -> Result<Self> {
+        let known = 1..=MAX_UNITS;
+        if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "blocks of {consumer} and {producer} units of {tokens} tokens: units are 1 to {MAX_UNITS}, tokens at least 1"
+                ),
+            ));
+        }
+        Ok(Units { consumer, producer, tokens })
+    }
+
+    /// Blocks of equal size on both sides.
+    pub fn equal(tokens: u32) -> Result<Self> {
+        Units::new(1, 1, tokens)
+    }
+
+    /// Units of a logical block of the consumer.
+    pub fn consumer(self) -> u32 {
+        self.consumer
+    }
+
+    /// Units of a logical block of the producer.
+    pub fn producer(self) -> u32 {
+        self.producer
+    }
+
+    /// Tokens of a unit.
+    pub fn tokens(self) -> u32 {
+        self.tokens
+    }
+
+    /// Finds what a consumer's and a producer's list of so many logical blocks have in common.
+    ///
+    /// A consumer with a cached prefix lists only the blocks that it lacks: both lists end with the same token, and the
+    /// producer's is cut at the front, by whole blocks of the consumer. Without `tokens` the producer's list is taken to be
+    /// the whole sequence; with them, also a producer's list that starts or ends elsewhere pairs exactly.
+    ///
+    /// # Errors
+    /// `OutOfBounds` when the consumer lists blocks that the producer's list does not reach; `Invalid` for
+    /// `tokens.wanted` beyond `tokens.producer`.
+    pub fn align(
+        self,
+        consumer: usize,
+        producer: usize,
+        tokens: Option<Tokens>,
+        clip: Clip,
+    ) -> Result<Aligned> {
+        let aligned = Aligned { units: self, consumer_skip: 0, producer_skip: 0, count: 0 };
+        if consumer == 0 {
+            return Ok(aligned);
+        }
+        let (own, theirs) = (i64::from(self.consumer), i64::from(self.producer));
+        let (listed, offered) = (len(consumer)?, len(producer)?);
+        let too_short = || {
+            Error::new(
+                Kind::OutOfBounds,
+                format!(
+                    "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far (units per block: {own} and {theirs})"
+                ),
+            )
+        };
+        let (producer_end, wanted_end) = match tokens {
+            None => (offered * theirs, offered * theirs),
+            Some(tokens) if tokens.wanted <= tokens.producer => {
+                (self.end_of(tokens.producer), self.end_of(tokens.wanted))
+            }
+            Some(tokens) => {
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!("{} tokens wanted of a producer that has {}", tokens.wanted, tokens.producer),
+                ));
+            }
+        };
+        // A list that is longer than its tokens has spare blocks at its end, not at its front.
+        let producer_start = (div_ceil(producer_end, theirs) - offered).max(0) * theirs;
+        let consumer_start = div_ceil(wanted_end, own) - listed;
+        if consumer_start < 0 && clip == Clip::Whole && tokens.is_none() {
+            return Err(too_short());
+        }
+        let consumer_start = if tokens.is_some() { consumer_start.max(0) } else { consumer_start } * own;
+        if consumer_start < producer_start && clip == Clip::Whole {
+            return Err(too_short());
+        }
+        let start = consumer_start.max(producer_start);
+        let end = wanted_end
+            .min(producer_end)
+            .min(consumer_start + listed * own)
+            .min(producer_start + offered * theirs);
+        if start >= end {
+            return Ok(aligned);
+        }
+        Ok(Aligned {
+            consumer_skip: (start - consumer_start) as u64,
+            producer_skip: (start - producer_start) as u64,
+            count: (end - start) as u64,
+            ..aligned
+        })
+    }
+
+    fn end_of(self, tokens: u32) -> i64 {
+        i64::from(tokens.div_ceil(self.tokens))
+    }
+}
+
+impl Aligned {
+    /// The consumer's units, as indices of a grid of units. Errors: `OutOfBounds` for indices that are no `u32`.
+    pub fn of_consumer(&self, list: &Indices) -> Result<Indices> {
+        expand(list, self.units.consumer, self.consumer_skip..self.consumer_skip + self.count)
+    }
+
+    /// The producer's units, as indices of a grid of units. Errors as [`of_consumer`](Aligned::of_consumer).
+    pub fn of_producer(&self, list: &Indices) -> Result<Indices> {
+        expand(list, self.units.producer, self.producer_skip..self.producer_skip + self.count)
+    }
+}
+
+/// The indices of the `part` of a list whose every block is `each` smaller ones: block `b` is `b * each` and the
+/// `each - 1` after it. Shares the list where `each` is 1.
+///
+/// # Errors
+/// `OutOfBounds` when an index is no `u32` or the part ends beyond the list.
+pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
+    let available = list.len() as u64 * u64::from(each);
+    if part.start > part.end || part.end > available {
+        return Err(Error::new(
+            Kind::OutOfBounds,
+            format!("units {} to {} of a list of {available}", part.start, part.end),
+        ));
+    }
+    if each == 1 {
+        return Ok(list.slice(part.start as usize..part.end as usize));
+    }
+    if let Some(max) = list.max()
+        && (u64::from(max) + 1) * u64::from(each) > u64::from(u32::MAX)
+    {
+        return Err(Error::new(
+            Kind::OutOfBounds,
+            format!("block {max} of {each} smaller ones: their indices do not fit into 32 bits"),
+        ));
+    }
+    let mut expanded = Vec::with_capacity((part.end - part.start) as usize);
+    let mut at = part.start;
+    while at < part.end {
+        let (block, first) = ((at / u64::from(each)) as usize, (at % u64::from(each)) as u32);
+        let until = u64::from(each - first).min(part.end - at) as u32;
+        let start = list.at(block) * each + first;
+        expanded.extend(start..start + until);
+        at += u64::from(until);
+    }
+    Ok(expanded.into())
+}
+
+/// Blocks that a sliding window of `window` tokens can reach: one more than it fills, as it may begin inside a block.
+pub fn window_blocks(window: u32, block_tokens: u32) -> u32 {
+    window.div_ceil(block_tokens.max(1)).saturating_add(1)
+}
+
+/// The last `blocks` of a list, sharing it: what is sent of a sliding-window group.
+pub fn clip_to_window(list: &Indices, blocks: u32) -> Indices {
+    list.slice(list.len().saturating_sub(blocks as usize)..list.len())
+}
+
+fn len(list: usize) -> Result<i64> {
+    u32::try_from(list)
+        .map(i64::from)
+        .map_err(|_| Error::new(Kind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known")))
+}
+
+fn div_ceil(a: i64, b: i64) -> i64 {
+    (a + b - 1) / b
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(indices: &Indices) -> Vec<u32> {
+        (0..indices.len()).map(|at| indices.at(at)).collect()
+    }
+
+    fn pair(
+        units: Units,
+        consumer: &[u32],
+        producer: &[u32],
+        tokens: Option<(u32, u32)>,
+    ) -> (Vec<u32>, Vec<u32>) {
+        let tokens = tokens.map(|(producer, wanted)| Tokens { producer, wanted });
+        let aligned = units.align(consumer.len(), producer.len(), tokens, Clip::Whole).unwrap();
+        let of = aligned.of_consumer(&consumer.into()).unwrap();
+        (list(&of), list(&aligned.of_producer(&producer.into()).unwrap()))
+    }
+
+    #[test]
+    fn a_cached_prefix_cuts_the_producers_list_at_the_front() {
+        let units = Units::equal(16).unwrap();
+        assert_eq!(pair(units, &[7, 8], &[1, 2, 3, 4], None), (vec![7, 8], vec![3, 4]));
+        assert_eq!(pair(units, &[], &[1, 2], None), (vec![], vec![]));
+        assert_eq!(units.align(3, 2, None, Clip::Whole).unwrap_err().kind(), Kind::OutOfBounds);
+    }
+
+    #[test]
+    fn equal_blocks_share_the_list() {
+        let shared: std::sync::Arc<[u32]> = [1, 2, 3].into();
+        let aligned = Units::equal(16).unwrap().align(2, 3, None, Clip::Whole).unwrap();
+        let cut = aligned.of_producer(&shared.clone().into()).unwrap();
+        assert_eq!(list(&cut), [2, 3]);
+        assert_eq!(std::sync::Arc::strong_count(&shared), 2);
+    }
+
+    #[test]
+    fn larger_blocks_of_the_consumer_are_cut_into_the_producers() {
+        let units = Units::new(4, 1, 4).unwrap();
+        let ten: Vec<u32> = (1..=10).collect();
+        assert_eq!(pair(units, &[1, 2, 3], &ten, None), ((4..14).collect(), ten.clone()));
+        // One block is cached: its four units are skipped although the last block is not full.
+        assert_eq!(pair(units, &[2, 3], &ten, None), ((8..14).collect(), (5..=10).collect()));
+    }
+
+    #[test]
+    fn kernel_blocks_expand_with_each_sides_own_ratio() {
+        // Logical blocks of 32 and 64 tokens, kernel blocks of 16 at both.
+        let units = Units::new(2, 4, 16).unwrap();
+        assert_eq!(pair(units, &[5, 6, 7], &[1, 2], Some((90, 90))), ((10..16).collect(), (4..10).collect()));
+        assert_eq!(pair(units, &[7], &[1, 2], Some((90, 90))), ((14..16).collect(), (8..10).collect()));
+        assert_eq!(list(&expand(&[3, 9].into(), 2, 0..4).unwrap()), [6, 7, 18, 19]);
+    }
+
+    #[test]
+    fn a_consumer_may_want_less_than_the_producer_has() {
+        let units = Units::equal(16).unwrap();
+        assert_eq!(pair(units, &[7, 8], &[1, 2, 3, 4], Some((60, 33))), (vec![7, 8], vec![2, 3]));
+        let more = Some(Tokens { producer: 10, wanted: 11 });
+        assert_eq!(units.align(1, 1, more, Clip::Whole).unwrap_err().kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn spare_blocks_at_the_end_are_left_alone() {
+        let units = Units::equal(16).unwrap();
+        assert_eq!(pair(units, &[7, 8, 9], &[1, 2, 3], Some((17, 17))), (vec![7, 8], vec![1, 2]));
+    }
+
+    #[test]
+    fn windows_are_paired_at_their_common_end() {
+        // A window of 16 tokens: 2 blocks of 16 at the consumer, 5 of 4 at the producer, after 42 tokens.
+        assert_eq!((window_blocks(16, 16), window_blocks(16, 4)), (2, 5));
+        let units = Units::new(4, 1, 4).unwrap();
+        let tokens = Some(Tokens { producer: 42, wanted: 42 });
+        let aligned = units.align(2, 5, tokens, Clip::Window).unwrap();
+        // The consumer's blocks are tokens 16..48, the producer's 24..44.
+        assert_eq!((aligned.consumer_skip, aligned.producer_skip, aligned.count), (2, 0, 5));
+        assert!(units.align(2, 5, tokens, Clip::Whole).is_err());
+        assert_eq!(list(&clip_to_window(&[1, 2, 3].into(), 2)), [2, 3]);
+        assert_eq!(list(&clip_to_window(&[1].into(), 2)), [1]);
+    }
+
+    #[test]
+    fn indices_beyond_32_bits_are_errors() {
+        let error = expand(&[u32::MAX / 2].into(), 4, 0..4).unwrap_err();
+        assert_eq!(error.kind(), Kind::OutOfBounds);
+        assert!(
+            Units::new(0, 1, 1).is_err() && Units::new(1, 65_537, 1).is_err() && Units::new(1, 1, 0).is_err()
+        );
+        assert!(expand(&[1].into(), 4, 3..5).is_err());
+    }
+}

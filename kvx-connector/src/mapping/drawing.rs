@@ -1,0 +1,152 @@
+//! The lanes between this rank and each rank of a peer, drawn region by region.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use kvx_core::{Error, Grid, Op, Result};
+
+use super::caches::Caches;
+use super::geometry::{Geometry, RegionGroup};
+use super::lanes::{Lane, RegionGrid, SetKey, Source};
+use super::pairing::{Match, pair_regions};
+use super::peer::{Options, Remote, RemoteRank, incompatible, invalid};
+use super::ranks::{Heads, Mapping, Tp};
+use super::slices::{RegionPair, Slice};
+
+/// What all lanes of a map are drawn from.
+pub(super) struct Drawing<'a> {
+    pub(super) op: Op,
+    pub(super) local: &'a Caches,
+    pub(super) tp: Tp,
+    pub(super) remote: &'a Remote<'a>,
+    /// Producer's blocks to one of the consumer.
+    pub(super) ratio: u32,
+    /// A range of heads is a range of bytes on the wire.
+    pub(super) contiguous: bool,
+}
+
+/// What is drawn for one stage.
+#[derive(Clone, Default)]
+struct Stage {
+    lanes: Vec<Lane>,
+    sets: Vec<(SetKey, Vec<u32>)>,
+}
+
+impl Stage {
+    fn add(&mut self, lane: Lane, keys: impl Iterator<Item = SetKey>) {
+        let number = self.lanes.len() as u32;
+        self.lanes.push(lane);
+        for key in keys {
+            match self.sets.iter_mut().find(|(known, _)| *known == key) {
+                Some((_, members)) => members.push(number),
+                None => self.sets.push((key, vec![number])),
+            }
+        }
+    }
+}
+
+impl Drawing<'_> {
+    /// Adds the sources of one tensor-parallel rank of the peer: one per stage.
+    pub(super) fn sources(
+        &self,
+        rank: u32,
+        stages: &[&Geometry],
+        options: &Options,
+        sources: &mut Vec<Source>,
+    ) -> Result<()> {
+        let ours = self.local.geometry();
+        let matches = pair_regions(ours, stages, self.op == Op::Read)?;
+        let peer = Tp::new(rank, self.remote.tp_size)?.with_dcp(self.remote.dcp_size)?;
+        let (consumer, producer) = match self.op {
+            Op::Read => (self.tp, peer),
+            Op::Write => (peer, self.tp),
+        };
+        let mut mappings: HashMap<Heads, Mapping> = HashMap::new();
+        let mut drawn = vec![Stage::default(); stages.len()];
+        for (at, found) in matches.iter().enumerate() {
+            let Some(found) = found else { continue };
+            let heads = self.local.heads(at);
+            let mapping = match mappings.entry(heads) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    refuse_copies(heads, consumer, producer)?;
+                    new.insert(Mapping::new(consumer, producer.size(), producer.dcp(), heads, &[])?)
+                }
+            };
+            let (own, theirs) = (&ours.regions()[at], &stages[found.stage].regions()[found.region]);
+            let in_words = |error: Error| {
+                let name = own.layers.first().map_or("", |layer| layer);
+                Error::new(error.kind(), format!("region {at} ({name}): {error}"))
+            };
+            let pair = self.pair(at, found, stages[found.stage], (consumer.size(), producer.size()));
+            let slices = pair.slices(mapping, producer.rank()).map_err(in_words)?;
+            let groups = groups_of(ours, at, options.groups.len())?;
+            let memory = (own.memory, theirs.memory);
+            for Slice { phase, consumer, producer } in slices {
+                let (local, remote) = match self.op {
+                    Op::Read => (consumer, producer),
+                    Op::Write => (producer, consumer),
+                };
+                let lane = Lane {
+                    local: RegionGrid { region: at as u32, grid: local },
+                    remote: RegionGrid { region: found.region as u32, grid: remote },
+                };
+                drawn[found.stage]
+                    .add(lane, groups.iter().map(|group| SetKey { group: *group, phase, memory }));
+            }
+        }
+        for (pp, (stage, geometry)) in drawn.into_iter().zip(stages).enumerate() {
+            let rank = RemoteRank { pp: pp as u32, tp: rank };
+            sources.push(Source::new(rank, geometry, stage.lanes, stage.sets));
+        }
+        Ok(())
+    }
+
+    fn pair(&self, at: usize, found: &Match, stage: &Geometry, sizes: (u32, u32)) -> RegionPair {
+        let own = self.local.geometry().regions()[at].grid();
+        let their = Grid { base: found.offset, length: found.len, ..stage.regions()[found.region].grid() };
+        let (consumer, producer) = match self.op {
+            Op::Read => (own, their),
+            Op::Write => (their, own),
+        };
+        RegionPair {
+            consumer,
+            producer,
+            sizes,
+            heads: self.local.heads(at),
+            parts: self.local.geometry().parts(),
+            ratio: self.ratio,
+            contiguous: self.contiguous,
+        }
+    }
+}
+
+/// vLLM refuses a producer whose ranks hold copies of heads when it has more ranks than the consumer.
+fn refuse_copies(heads: Heads, consumer: Tp, producer: Tp) -> Result<()> {
+    match heads {
+        Heads::Sharded(heads) if producer.size() > consumer.size() && producer.size() > heads => {
+            Err(incompatible(format!(
+                "{} producer ranks hold copies of {heads} KV heads, and the consumer has {} ranks: the producer may have at most {}",
+                producer.size(),
+                consumer.size(),
+                heads.max(consumer.size())
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The groups whose blocks go through a region; one `None` where all regions take the blocks of all.
+fn groups_of(geometry: &Geometry, region: usize, groups: usize) -> Result<Vec<Option<u32>>> {
+    let regions = geometry.regions();
+    if regions.iter().all(|other| other.group == regions[0].group) {
+        return Ok(vec![None]);
+    }
+    match regions[region].group {
+        RegionGroup::Of(group) if (group as usize) < groups => Ok(vec![Some(group)]),
+        RegionGroup::Of(group) => {
+            Err(invalid(format!("region {region} is of KV cache group {group} of {groups}")))
+        }
+        RegionGroup::Shared => Ok((0..groups as u32).map(Some).collect()),
+    }
+}

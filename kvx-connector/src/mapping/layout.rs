@@ -1,0 +1,163 @@
+//! The order of the dimensions of a KV cache, and which orders two engines can have.
+
+use std::fmt;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::geometry::{malformed, shown};
+
+/// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head and token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvLayout {
+    /// Tokens before heads; formerly NHD.
+    Lbnhc,
+    /// Heads before tokens; formerly HND.
+    Lbhnc,
+    /// Heads before blocks.
+    Lhbnc,
+    /// Blocks of all layers, heads before tokens.
+    Blhnc,
+    /// Blocks of all layers, tokens before heads.
+    Blnhc,
+    /// Blocks of all layers, heads before layers.
+    Bhlnc,
+}
+
+impl KvLayout {
+    /// All layouts.
+    pub const ALL: [KvLayout; 6] = [
+        KvLayout::Lbnhc,
+        KvLayout::Lbhnc,
+        KvLayout::Lhbnc,
+        KvLayout::Blhnc,
+        KvLayout::Blnhc,
+        KvLayout::Bhlnc,
+    ];
+
+    /// By its name on the wire, old or new. Errors: `Malformed`.
+    pub fn from_wire(name: &str) -> Result<Self> {
+        let by_name = |layout: &KvLayout| layout.as_str() == name;
+        match name {
+            "NHD" => Ok(KvLayout::Lbnhc),
+            "HND" => Ok(KvLayout::Lbhnc),
+            _ => KvLayout::ALL.into_iter().find(by_name).ok_or_else(|| {
+                malformed(format!(
+                    "KV cache layout {:?}: NHD, HND and the orders of L, B, H, N, C are known",
+                    shown(name)
+                ))
+            }),
+        }
+    }
+
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            KvLayout::Lbnhc => "LBNHC",
+            KvLayout::Lbhnc => "LBHNC",
+            KvLayout::Lhbnc => "LHBNC",
+            KvLayout::Blhnc => "BLHNC",
+            KvLayout::Blnhc => "BLNHC",
+            KvLayout::Bhlnc => "BHLNC",
+        }
+    }
+
+    /// Its name up to vLLM 0.20, which knew two.
+    pub fn old_name(self) -> Option<&'static str> {
+        match self {
+            KvLayout::Lbnhc => Some("NHD"),
+            KvLayout::Lbhnc => Some("HND"),
+            _ => None,
+        }
+    }
+
+    /// Whether a range of heads is a range of bytes of a block.
+    pub fn has_contiguous_heads(self) -> bool {
+        matches!(self, KvLayout::Lbhnc | KvLayout::Blhnc | KvLayout::Bhlnc)
+    }
+
+    /// Whether the blocks of a layer have heads before tokens.
+    pub fn heads_before_tokens(self) -> bool {
+        !matches!(self, KvLayout::Lbnhc | KvLayout::Blnhc)
+    }
+}
+
+impl fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// How a consumer's layout and a producer's fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayoutMatch {
+    /// Bytes are moved as they are.
+    Same,
+    /// The producer's LBHNC is received and turned into LBNHC afterwards.
+    Permute,
+}
+
+impl LayoutMatch {
+    /// Whether a consumer of layout `consumer` can take blocks of layout `producer`. Layouts of caches without heads
+    /// (MLA) need not be asked about. `enable_permute_local_kv` allows LBHNC into LBNHC, for models of one group.
+    ///
+    /// # Errors
+    /// `Incompatible`, naming both and the way out.
+    pub fn of(
+        consumer: KvLayout,
+        producer: KvLayout,
+        enable_permute_local_kv: bool,
+        groups: usize,
+    ) -> Result<Self> {
+        if consumer == producer {
+            return Ok(LayoutMatch::Same);
+        }
+        let permutable = (consumer, producer) == (KvLayout::Lbnhc, KvLayout::Lbhnc);
+        let why = match (permutable, enable_permute_local_kv, groups) {
+            (true, true, ..=1) => return Ok(LayoutMatch::Permute),
+            (true, true, _) => "enable_permute_local_kv does not work with several KV cache groups",
+            (true, false, _) => "set enable_permute_local_kv, or give both sides the same layout",
+            (false, ..) => "only LBHNC can be received into LBNHC: give both sides the same layout",
+        };
+        Err(Error::new(
+            Kind::Incompatible,
+            format!(
+                "the KV cache layouts differ: {consumer} at the consumer, {producer} at the producer; {why}"
+            ),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_old_and_new() {
+        for layout in KvLayout::ALL {
+            assert_eq!(KvLayout::from_wire(layout.as_str()).unwrap(), layout);
+            if let Some(old) = layout.old_name() {
+                assert_eq!(KvLayout::from_wire(old).unwrap(), layout);
+            }
+        }
+        let error = KvLayout::from_wire(&"x".repeat(10_000)).unwrap_err();
+        assert_eq!(error.kind(), Kind::Malformed);
+        assert!(error.to_string().len() < 300);
+    }
+
+    #[test]
+    fn only_heads_first_into_tokens_first_is_permuted() {
+        use KvLayout::{Blhnc, Lbhnc, Lbnhc};
+        assert_eq!(LayoutMatch::of(Lbhnc, Lbhnc, false, 3).unwrap(), LayoutMatch::Same);
+        assert_eq!(LayoutMatch::of(Lbnhc, Lbhnc, true, 1).unwrap(), LayoutMatch::Permute);
+        for (consumer, producer, permute, groups) in [
+            (Lbnhc, Lbhnc, false, 1),
+            (Lbnhc, Lbhnc, true, 2),
+            (Lbhnc, Lbnhc, true, 1),
+            (Blhnc, Lbhnc, true, 1),
+        ] {
+            let error = LayoutMatch::of(consumer, producer, permute, groups).unwrap_err();
+            assert_eq!(error.kind(), Kind::Incompatible);
+            assert!(error.to_string().contains(consumer.as_str()), "{error}");
+        }
+    }
+}

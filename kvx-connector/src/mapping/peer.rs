@@ -1,0 +1,324 @@
+//! One peer as this rank sees it: what pairs with what, drawn up once.
+
+use std::collections::HashMap;
+
+use kvx_core::{Error, Kind, Op, Result};
+
+use super::align::{Clip, Units};
+use super::caches::Caches;
+use super::descriptors::Row;
+use super::drawing::Drawing;
+use super::geometry::{Geometry, KvRegion};
+use super::lanes::{Source, row};
+use super::layout::LayoutMatch;
+use super::permute::{BlockShape, Finishing};
+use super::ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks, reader_ranks};
+
+/// A rank of a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RemoteRank {
+    /// Pipeline stage.
+    pub pp: u32,
+    /// Tensor-parallel rank.
+    pub tp: u32,
+}
+
+/// What a peer said of itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Remote<'a> {
+    /// Its tensor-parallel size.
+    pub tp_size: u32,
+    /// Its pipeline stages.
+    pub pp_size: u32,
+    /// Its decode-context-parallel size.
+    pub dcp_size: u32,
+    /// Its ranks: all stages of all ranks that [`handshake_ranks`] names.
+    pub ranks: &'a [(RemoteRank, Geometry)],
+}
+
+/// What this engine is set to.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The KV cache groups, in the order of the block lists.
+    pub groups: Vec<(GroupKind, Clip)>,
+    /// `enable_permute_local_kv`.
+    pub permute: bool,
+    /// Blocks go through a buffer in host memory.
+    pub host_buffer: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { groups: vec![(GroupKind::Attention, Clip::Whole)], permute: false, host_buffer: false }
+    }
+}
+
+/// What pairs with what between this rank and one peer: drawn up once, after the handshake, and immutable.
+#[derive(Clone, Debug)]
+pub struct PeerMap {
+    pub(super) op: Op,
+    pub(super) units: Units,
+    pub(super) ratio: u32,
+    /// Of this rank.
+    pub(super) kernel_per_logical: u32,
+    pub(super) clips: Vec<Clip>,
+    pub(super) sources: Vec<Source>,
+    finishing: Option<Finishing>,
+    consumers: u32,
+    completions: u32,
+    logical_blocks: (u32, u32),
+    bases: Vec<u64>,
+    device: u64,
+}
+
+impl PeerMap {
+    /// The map of a rank that reads from (`Op::Read`: this rank consumes) or writes to (`Op::Write`: this rank produces)
+    /// the ranks of a peer.
+    ///
+    /// # Errors
+    /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`, with both sides' numbers,
+    /// where block lengths, block sizes, layouts, layers or groups do not fit; `OutOfBounds` for a slice outside of a
+    /// peer's block; `Unsupported` for state-space groups and differing context parallelism.
+    pub fn new(op: Op, local: &Caches, tp: Tp, remote: &Remote<'_>, options: &Options) -> Result<Self> {
+        let ranks = match op {
+            Op::Read => handshake_ranks(tp, remote.tp_size, remote.dcp_size)?,
+            Op::Write => reader_ranks(tp, remote.tp_size)?,
+        };
+        let stages = stages_of(&ranks, remote)?;
+        let uniform = uniform(remote)?;
+        let ours = local.geometry();
+        let (consumer, producer) = match op {
+            Op::Read => (ours, uniform),
+            Op::Write => (uniform, ours),
+        };
+        let ratio = block_ratio(op, consumer, producer, options)?;
+        let layout = match local.any_sharded() {
+            true => {
+                let permute = options.permute && op == Op::Read;
+                LayoutMatch::of(consumer.layout(), producer.layout(), permute, options.groups.len())?
+            }
+            false => LayoutMatch::Same,
+        };
+        check_kinds(tp, remote, consumer, producer, options)?;
+        if consumer.transposed_keys && (ratio > 1 || layout == LayoutMatch::Permute) {
+            return Err(incompatible(
+                "blocks with transposed keys can only be moved whole: give both sides the same block size and layout".into(),
+            ));
+        }
+        let units = Units::new(
+            consumer.kernel_per_logical().saturating_mul(ratio),
+            producer.kernel_per_logical(),
+            producer.block_tokens(),
+        )?;
+        let drawing =
+            Drawing { op, local, tp, remote, ratio, contiguous: producer.layout().has_contiguous_heads() };
+        let mut sources = Vec::with_capacity(stages.len() * remote.pp_size as usize);
+        for (rank, stages) in ranks.iter().zip(&stages) {
+            drawing.sources(*rank, stages, options, &mut sources)?;
+        }
+        let peer = |rank| Tp::new(rank, remote.tp_size)?.with_dcp(remote.dcp_size);
+        let (reader, source) = match op {
+            Op::Read => (tp, peer(ranks[0])?),
+            Op::Write => (peer(ranks[0])?, tp),
+        };
+        let logical = |geometries: &mut dyn Iterator<Item = &Geometry>| {
+            let most = |geometry: &Geometry| geometry.regions().iter().map(|region| region.blocks).max();
+            geometries
+                .map(|geometry| most(geometry).unwrap_or(0) / geometry.kernel_per_logical())
+                .max()
+                .unwrap_or(0)
+        };
+        Ok(PeerMap {
+            op,
+            units,
+            ratio,
+            kernel_per_logical: ours.kernel_per_logical(),
+            clips: options.groups.iter().map(|(_, clip)| *clip).collect(),
+            finishing: finishing(op, local, tp, ratio, layout)?,
+            consumers: Mapping::new(reader, source.size(), source.dcp(), Heads::Replicated, &[])?.consumers(),
+            completions: remote.pp_size.saturating_mul((source.size() / reader.size()).max(1)),
+            logical_blocks: (
+                logical(&mut std::iter::once(ours)),
+                logical(&mut remote.ranks.iter().map(|(_, geometry)| geometry)),
+            ),
+            bases: ours.regions().iter().map(|region| region.base).collect(),
+            device: ours.device(),
+            sources,
+        })
+    }
+
+    /// The direction.
+    pub fn op(&self) -> Op {
+        self.op
+    }
+
+    /// The peer's ranks, all stages of all ranks that notifications go to.
+    pub fn sources(&self) -> &[Source] {
+        &self.sources
+    }
+
+    /// How many ranks of the consumer tell each rank of the producer that they are done.
+    pub fn consumers(&self) -> u32 {
+        self.consumers
+    }
+
+    /// How many ranks of a producer that writes tell this rank that they are done: all stages of all ranks that it
+    /// pairs with. Meaningful for a map of the peer's as producer, `Op::Read`.
+    pub fn completions(&self) -> u32 {
+        self.completions
+    }
+
+    /// The largest pools of logical blocks, here and at the peer. A region may have fewer: [`moves`](PeerMap::moves) and
+    /// [`pairings`](PeerMap::pairings) check each.
+    pub fn logical_blocks(&self) -> (u32, u32) {
+        self.logical_blocks
+    }
+
+    /// How both sides divide a sequence.
+    pub fn units(&self) -> Units {
+        self.units
+    }
+
+    /// How many kernel blocks of the producer one of the consumer is.
+    pub fn block_size_ratio(&self) -> u32 {
+        self.ratio
+    }
+
+    /// What this rank does with its blocks once they were filled; `None` when it writes.
+    pub fn finishing(&self) -> Option<&Finishing> {
+        self.finishing.as_ref()
+    }
+
+    /// The rows of the local descriptor list for a source, in the order of [`Source::lanes`].
+    pub fn local_rows(&self, source: &Source) -> Vec<Row> {
+        source.lanes.iter().map(|lane| row(lane.local, &self.bases, self.device)).collect()
+    }
+}
+
+/// The stages of each rank, in order.
+fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geometry>>> {
+    if remote.pp_size == 0 || remote.pp_size > MAX_RANKS {
+        return Err(invalid(format!("{} pipeline stages: there are 1 to {MAX_RANKS}", remote.pp_size)));
+    }
+    let mut given: HashMap<RemoteRank, &Geometry> = HashMap::new();
+    for (rank, geometry) in remote.ranks {
+        if rank.pp >= remote.pp_size || !ranks.contains(&rank.tp) || given.insert(*rank, geometry).is_some() {
+            return Err(invalid(format!(
+                "rank (pp {}, tp {}) of a peer with {} stages is not one to shake hands with, or is there twice",
+                rank.pp, rank.tp, remote.pp_size
+            )));
+        }
+    }
+    let stage = |tp: u32, pp: u32| match given.get(&RemoteRank { pp, tp }) {
+        Some(geometry) => Ok(*geometry),
+        None => Err(invalid(format!("rank (pp {pp}, tp {tp}) of the peer is missing"))),
+    };
+    ranks.iter().map(|tp| (0..remote.pp_size).map(|pp| stage(*tp, pp)).collect()).collect()
+}
+
+/// The first rank's geometry, once all ranks were found to agree with it.
+fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
+    let Some((_, first)) = remote.ranks.first() else {
+        return Err(invalid("a peer without ranks"));
+    };
+    let common = |geometry: &Geometry| {
+        (
+            geometry.layout,
+            geometry.block_tokens,
+            geometry.kernel_per_logical,
+            geometry.halves,
+            geometry.transposed_keys,
+        )
+    };
+    match remote.ranks.iter().find(|(_, geometry)| common(geometry) != common(first)) {
+        None => Ok(first),
+        Some((rank, _)) => Err(incompatible(format!(
+            "rank (pp {}, tp {}) of the peer has another layout or block size than the peer's other ranks",
+            rank.pp, rank.tp
+        ))),
+    }
+}
+
+fn block_ratio(op: Op, consumer: &Geometry, producer: &Geometry, options: &Options) -> Result<u32> {
+    let (own, theirs) = (consumer.block_tokens(), producer.block_tokens());
+    let ratio = own / theirs;
+    let why = if own % theirs != 0 {
+        "the consumer's must be a multiple of the producer's"
+    } else if ratio > 1 && options.host_buffer {
+        "a buffer in host memory needs equal sizes"
+    } else if ratio > 1 && op == Op::Write {
+        "a producer that writes needs equal sizes"
+    } else {
+        return Ok(ratio);
+    };
+    Err(incompatible(format!(
+        "kernel blocks of {own} tokens at the consumer and {theirs} at the producer: {why}"
+    )))
+}
+
+fn check_kinds(
+    tp: Tp,
+    remote: &Remote<'_>,
+    consumer: &Geometry,
+    producer: &Geometry,
+    options: &Options,
+) -> Result<()> {
+    if consumer.parts() != producer.parts() {
+        return Err(incompatible("K and V are halves of a block on one side only".into()));
+    }
+    if consumer.transposed_keys != producer.transposed_keys {
+        return Err(incompatible(
+            "one side has K with dimensions before tokens (CPU_ATTN), the other has not: use the same attention backend"
+                .into(),
+        ));
+    }
+    if options.groups.is_empty() {
+        return Err(invalid("a model of no KV cache groups"));
+    }
+    if options.groups.iter().any(|(kind, _)| *kind == GroupKind::StateSpace) {
+        return Err(unsupported("state-space (Mamba) groups are mapped, but not moved".into()));
+    }
+    if tp.dcp() != remote.dcp_size {
+        return Err(unsupported(format!(
+            "decode-context-parallel sizes {} and {}: blocks are moved between equal ones only",
+            tp.dcp(),
+            remote.dcp_size
+        )));
+    }
+    Ok(())
+}
+
+fn finishing(op: Op, local: &Caches, tp: Tp, ratio: u32, layout: LayoutMatch) -> Result<Option<Finishing>> {
+    if op == Op::Write {
+        return Ok(None);
+    }
+    let geometry = local.geometry();
+    let parts = geometry.parts() as usize;
+    let reorders = layout == LayoutMatch::Permute || (ratio > 1 && geometry.layout().heads_before_tokens());
+    let shape = |(at, region): (usize, &KvRegion)| {
+        let len = usize::try_from(region.block_len)
+            .map_err(|_| invalid(format!("region {at} has blocks of {} bytes", region.block_len)))?;
+        // Where nothing is reordered, a sub-block is any range of bytes.
+        let (heads, tokens) = match local.heads(at).per_rank(tp.size()) {
+            heads if reorders && heads > 1 => (heads as usize, geometry.block_tokens() as usize),
+            _ => (1, ratio as usize),
+        };
+        BlockShape::of_block(len / parts, heads, tokens)
+    };
+    let shapes = geometry.regions().iter().enumerate().map(shape).collect::<Result<_>>()?;
+    let heads_before_tokens = geometry.layout().heads_before_tokens();
+    let groups = geometry.regions().iter().map(|region| region.group).collect();
+    Ok(Some(Finishing { ratio, layout, heads_before_tokens, parts, shapes, groups }))
+}
+
+pub(super) fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(Kind::Invalid, sentence)
+}
+
+pub(super) fn incompatible(sentence: String) -> Error {
+    Error::new(Kind::Incompatible, sentence)
+}
+
+fn unsupported(sentence: String) -> Error {
+    Error::new(Kind::Unsupported, sentence)
+}

@@ -1,0 +1,355 @@
+//! Which ranks of a producer a rank of a consumer reads from, and which piece of a block each of them holds.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvx_core::{Error, Kind, Result};
+
+/// The largest tensor-parallel size that is accepted; a peer's word is checked against it before anything is allocated.
+pub const MAX_RANKS: u32 = 1024;
+
+/// One rank's place in the tensor parallelism of its engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tp {
+    rank: u32,
+    size: u32,
+    dcp: u32,
+}
+
+impl Tp {
+    /// Rank `rank` of `size`. Errors: `Invalid` for sizes of 0 or above [`MAX_RANKS`], and ranks beyond the size.
+    pub fn new(rank: u32, size: u32) -> Result<Self> {
+        check_size("tensor-parallel", size)?;
+        if rank >= size {
+            return Err(invalid(format!("tensor-parallel rank {rank} of {size}: ranks count from 0")));
+        }
+        Ok(Tp { rank, size, dcp: 1 })
+    }
+
+    /// With decode context parallelism over `dcp` ranks: 1, or all ranks of the tensor parallelism. Errors: `Invalid`.
+    pub fn with_dcp(self, dcp: u32) -> Result<Self> {
+        check_dcp(self.size, dcp)?;
+        Ok(Tp { dcp, ..self })
+    }
+
+    /// The rank.
+    pub fn rank(self) -> u32 {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(self) -> u32 {
+        self.size
+    }
+
+    /// Ranks that share a sequence under decode context parallelism; 1 without it.
+    pub fn dcp(self) -> u32 {
+        self.dcp
+    }
+}
+
+/// How a cache is spread over the ranks of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Heads {
+    /// One latent that every rank holds whole (MLA).
+    Replicated,
+    /// This many KV heads in the whole model, spread evenly; with more ranks than heads, neighbours hold the same head.
+    Sharded(u32),
+}
+
+impl Heads {
+    /// Heads that one rank of `size` holds.
+    pub fn per_rank(self, size: u32) -> u32 {
+        match self {
+            Heads::Replicated => 1,
+            Heads::Sharded(heads) => (heads / size.max(1)).max(1),
+        }
+    }
+
+    /// The first head of a rank.
+    pub(super) fn first(heads: u32, rank: u32, size: u32) -> u32 {
+        (u64::from(rank) * u64::from(heads) / u64::from(size)) as u32
+    }
+}
+
+/// What the layers of a KV cache group are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupKind {
+    /// Attention: blocks of tokens.
+    Attention,
+    /// A state-space model (Mamba): blocks are whole states.
+    StateSpace,
+}
+
+/// Which ranks of a producer one rank of a consumer reads from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    sources_per_group: Vec<Vec<u32>>,
+    sources: Vec<u32>,
+    attention: Vec<u32>,
+    slots: BTreeMap<u32, u32>,
+    rank_offset: u32,
+    consumers: u32,
+    handshake: Vec<u32>,
+    ratio: i64,
+}
+
+impl Mapping {
+    /// The mapping of the consumer's rank `consumer` onto a producer of `producer_size` ranks.
+    ///
+    /// # Errors
+    /// `Invalid` for sizes of which neither divides the other, zero heads, and context parallelism with sharded heads.
+    pub fn new(
+        consumer: Tp,
+        producer_size: u32,
+        producer_dcp: u32,
+        heads: Heads,
+        groups: &[GroupKind],
+    ) -> Result<Self> {
+        let handshake = handshake_ranks(consumer, producer_size, producer_dcp)?;
+        if heads == Heads::Sharded(0) {
+            return Err(invalid("a cache of 0 KV heads"));
+        }
+        if matches!(heads, Heads::Sharded(_)) && (consumer.dcp > 1 || producer_dcp > 1) {
+            return Err(invalid("decode context parallelism with sharded heads: it is defined for MLA only"));
+        }
+        let attention = match heads {
+            Heads::Replicated if producer_dcp > 1 => handshake.clone(),
+            Heads::Replicated => vec![handshake[0]],
+            Heads::Sharded(heads) => first_of_each_head(&handshake, heads, producer_size),
+        };
+        let state: &[u32] = if consumer.size < producer_size { &handshake } else { &attention };
+        let sources_per_group: Vec<Vec<u32>> = groups
+            .iter()
+            .map(|group| match group {
+                GroupKind::Attention => attention.clone(),
+                GroupKind::StateSpace => state.to_vec(),
+            })
+            .collect();
+        // A consumer of no groups still reads attention: what draws the mapping for one region passes none.
+        let sources: BTreeSet<u32> = match groups {
+            [] => attention.iter().copied().collect(),
+            _ => sources_per_group.iter().flatten().copied().collect(),
+        };
+        let slots =
+            sources.iter().map(|rank| (*rank, slot(*rank, &attention, heads, producer_size))).collect();
+        Ok(Mapping {
+            sources: sources.into_iter().collect(),
+            sources_per_group,
+            slots,
+            rank_offset: rank_offset(consumer, producer_size, heads),
+            consumers: consumers(consumer, producer_size, producer_dcp),
+            ratio: ratio(consumer.size, producer_size),
+            attention,
+            handshake,
+        })
+    }
+
+    /// The ranks that each group is read from; the position is the piece of the local block.
+    pub fn sources_per_group(&self) -> &[Vec<u32>] {
+        &self.sources_per_group
+    }
+
+    /// The ranks that attention is read from, in the order of the pieces of the local block.
+    pub fn attention_sources(&self) -> &[u32] {
+        &self.attention
+    }
+
+    /// All ranks that are read from, ascending.
+    pub fn sources(&self) -> &[u32] {
+        &self.sources
+    }
+
+    /// Which piece of the local attention block each source fills.
+    pub fn slots(&self) -> &BTreeMap<u32, u32> {
+        &self.slots
+    }
+
+    /// Where this rank's heads start in the producer's block, in local block lengths.
+    pub fn rank_offset(&self) -> u32 {
+        self.rank_offset
+    }
+
+    /// How many ranks of the consumer read from one rank of the producer: the number in the completion notification.
+    pub fn consumers(&self) -> u32 {
+        self.consumers
+    }
+
+    /// The ranks to shake hands with. Those that are not read from get a bare notification.
+    pub fn handshake_ranks(&self) -> &[u32] {
+        &self.handshake
+    }
+
+    /// Consumer's size by producer's where it is the larger or equal one, else minus the inverse.
+    pub fn ratio(&self) -> i64 {
+        self.ratio
+    }
+}
+
+/// The ranks of a producer of `producer_size` ranks that one rank of a consumer shakes hands with, ascending.
+///
+/// # Errors
+/// `Invalid` when a size is 0 or above [`MAX_RANKS`], or neither of two sizes divides the other.
+pub fn handshake_ranks(consumer: Tp, producer_size: u32, producer_dcp: u32) -> Result<Vec<u32>> {
+    check_size("the peer's tensor-parallel", producer_size)?;
+    check_dcp(producer_size, producer_dcp)?;
+    divides("tensor-parallel", consumer.size, producer_size)?;
+    divides("decode-context-parallel", consumer.dcp, producer_dcp)?;
+    if producer_dcp > 1 {
+        let own_shard = consumer.rank % consumer.dcp;
+        return Ok(if consumer.dcp <= producer_dcp {
+            (0..producer_size).filter(|rank| rank % consumer.dcp == own_shard).collect()
+        } else {
+            vec![own_shard % producer_dcp]
+        });
+    }
+    if consumer.size >= producer_size {
+        return Ok(vec![consumer.rank / (consumer.size / producer_size)]);
+    }
+    let each = producer_size / consumer.size;
+    Ok((consumer.rank * each..(consumer.rank + 1) * each).collect())
+}
+
+/// Consumer ranks that shake hands with one rank of a producer: the other direction of [`handshake_ranks`], for a
+/// producer that writes.
+pub(super) fn reader_ranks(producer: Tp, consumer_size: u32) -> Result<Vec<u32>> {
+    handshake_ranks(producer, consumer_size, 1)
+}
+
+fn first_of_each_head(ranks: &[u32], heads: u32, size: u32) -> Vec<u32> {
+    let mut last = None;
+    let mut first = ranks.to_vec();
+    first.retain(|rank| {
+        let head = Heads::first(heads, *rank, size);
+        last.replace(head) != Some(head)
+    });
+    first
+}
+
+fn slot(rank: u32, attention: &[u32], heads: Heads, size: u32) -> u32 {
+    let Heads::Sharded(heads) = heads else { return 0 };
+    let head = Heads::first(heads, rank, size);
+    let same_head = |source: &u32| Heads::first(heads, *source, size) == head;
+    attention.iter().position(same_head).unwrap_or(0) as u32
+}
+
+fn rank_offset(consumer: Tp, producer_size: u32, heads: Heads) -> u32 {
+    let Heads::Sharded(heads) = heads else { return 0 };
+    if consumer.size <= producer_size {
+        return 0;
+    }
+    let each = consumer.size / producer_size;
+    if consumer.size <= heads {
+        return consumer.rank % each;
+    }
+    let own = Heads::first(heads, consumer.rank, consumer.size);
+    own - Heads::first(heads, consumer.rank / each, producer_size)
+}
+
+fn consumers(consumer: Tp, producer_size: u32, producer_dcp: u32) -> u32 {
+    match (consumer.dcp, producer_dcp) {
+        (_, 1) => (consumer.size / producer_size).max(1),
+        (1, _) => consumer.size,
+        (own, theirs) => (own / theirs).max(1),
+    }
+}
+
+fn ratio(consumer: u32, producer: u32) -> i64 {
+    match consumer >= producer {
+        true => i64::from(consumer / producer),
+        false => -i64::from(producer / consumer),
+    }
+}
+
+fn check_size(what: &str, size: u32) -> Result<()> {
+    match size {
+        1..=MAX_RANKS => Ok(()),
+        _ => Err(invalid(format!("{what} size {size}: it lies between 1 and {MAX_RANKS}"))),
+    }
+}
+
+fn check_dcp(size: u32, dcp: u32) -> Result<()> {
+    if dcp == 1 || dcp == size {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "decode-context-parallel size {dcp} of {size} ranks: a cache is either whole on every rank (1) or spread over all of them ({size})"
+    )))
+}
+
+fn divides(what: &str, own: u32, theirs: u32) -> Result<()> {
+    if own.is_multiple_of(theirs) || theirs.is_multiple_of(own) {
+        return Ok(());
+    }
+    Err(invalid(format!("{what} sizes {own} and {theirs}: one must be a multiple of the other")))
+}
+
+fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(Kind::Invalid, sentence)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offset(rank: u32, size: u32, producer: u32, heads: u32) -> u32 {
+        let mapping = Mapping::new(Tp::new(rank, size).unwrap(), producer, 1, Heads::Sharded(heads), &[]);
+        mapping.unwrap().rank_offset()
+    }
+
+    #[test]
+    fn draft_heads_start_where_the_facts_say() {
+        assert_eq!(offset(3, 8, 1, 8), 3);
+        assert_eq!(offset(5, 8, 2, 8), 1);
+        assert_eq!(offset(5, 16, 1, 8), 2);
+        let offsets: Vec<u32> = (0..8).map(|rank| offset(rank, 8, 2, 4)).collect();
+        assert_eq!(offsets, [0, 0, 1, 1, 0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn replicated_heads_are_read_once() {
+        let of = |rank| Mapping::new(Tp::new(rank, 2).unwrap(), 8, 1, Heads::Sharded(4), &[]).unwrap();
+        assert_eq!(of(0).attention_sources(), [0, 2]);
+        assert_eq!(of(1).attention_sources(), [4, 6]);
+        assert_eq!(of(1).handshake_ranks(), [4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn every_producer_rank_counts_as_many_readers_as_it_has() {
+        for consumer_size in [1, 2, 4, 8] {
+            for producer_size in [1, 2, 4, 8] {
+                for (consumer_dcp, producer_dcp) in
+                    [(1, 1), (consumer_size, 1), (1, producer_size), (consumer_size, producer_size)]
+                {
+                    let mappings: Vec<Mapping> = (0..consumer_size)
+                        .map(|rank| {
+                            let tp = Tp::new(rank, consumer_size).unwrap().with_dcp(consumer_dcp).unwrap();
+                            Mapping::new(tp, producer_size, producer_dcp, Heads::Replicated, &[]).unwrap()
+                        })
+                        .collect();
+                    for rank in 0..producer_size {
+                        // A rank counts those that notify it: readers, and the bare notifications of MLA.
+                        let told = mappings.iter().filter(|m| m.handshake_ranks().contains(&rank)).count();
+                        assert!(
+                            mappings.iter().all(|m| m.consumers() as usize == told),
+                            "{mappings:?} at {rank}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_divide_are_refused_in_words() {
+        let error = handshake_ranks(Tp::new(0, 3).unwrap(), 2, 1).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        assert!(error.to_string().contains("3 and 2"), "{error}");
+        assert!(Tp::new(2, 2).is_err() && Tp::new(0, 0).is_err() && Tp::new(0, MAX_RANKS + 1).is_err());
+        assert!(handshake_ranks(Tp::new(0, 1).unwrap(), 0, 1).is_err());
+        assert!(handshake_ranks(Tp::new(0, 1).unwrap(), u32::MAX, 1).is_err());
+        assert!(handshake_ranks(Tp::new(0, 4).unwrap(), 4, 2).is_err());
+        assert!(Mapping::new(Tp::new(0, 1).unwrap(), 1, 1, Heads::Sharded(0), &[]).is_err());
+        let sharded = Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8), &[]);
+        assert_eq!(sharded.unwrap_err().kind(), Kind::Invalid);
+    }
+}

@@ -1,0 +1,83 @@
+//! Typed values out of JSON objects: what is absent, null or of the wrong kind is told apart.
+
+use serde_json::{Map, Value};
+
+use super::ParamsError;
+
+/// Takes known keys off an object; what is left is what this version does not know.
+///
+/// A known key that is null stays in the object, so that it is written as null again.
+pub(super) struct Fields {
+    left: Map<String, Value>,
+}
+
+impl Fields {
+    pub(super) fn new(object: Map<String, Value>) -> Self {
+        Fields { left: object }
+    }
+
+    pub(super) fn rest(self) -> Map<String, Value> {
+        self.left
+    }
+
+    pub(super) fn take<T>(
+        &mut self,
+        key: &'static str,
+        wanted: &str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ParamsError> {
+        match self.left.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => {
+                let read = read(value).ok_or_else(|| wrong(key, wanted, value))?;
+                self.left.remove(key);
+                Ok(Some(read))
+            }
+        }
+    }
+
+    pub(super) fn flag(&mut self, key: &'static str) -> Result<bool, ParamsError> {
+        Ok(self.take(key, "true or false", Value::as_bool)?.unwrap_or(false))
+    }
+
+    pub(super) fn text(&mut self, key: &'static str) -> Result<Option<String>, ParamsError> {
+        self.take(key, "a string that is not empty", |value| {
+            value.as_str().filter(|text| !text.is_empty()).map(str::to_owned)
+        })
+    }
+
+    pub(super) fn number(&mut self, key: &'static str) -> Result<Option<u64>, ParamsError> {
+        self.take(key, "a whole number, not negative", Value::as_u64)
+    }
+
+    /// A count of ranks: at least one.
+    pub(super) fn size(&mut self, key: &'static str) -> Result<Option<u32>, ParamsError> {
+        self.take(key, "a whole number from 1", |value| {
+            value.as_u64().and_then(|size| u32::try_from(size).ok()).filter(|size| *size > 0)
+        })
+    }
+
+    pub(super) fn port(&mut self, key: &'static str) -> Result<Option<u16>, ParamsError> {
+        self.take(key, "a port number from 1 to 65535", |value| {
+            value.as_u64().and_then(|port| u16::try_from(port).ok()).filter(|port| *port > 0)
+        })
+    }
+}
+
+/// The sentence for a value of the wrong kind; a long value is cut.
+pub(super) fn wrong(key: &'static str, wanted: &str, value: &Value) -> ParamsError {
+    let mut shown = value.to_string();
+    if let Some((end, _)) = shown.char_indices().nth(80) {
+        shown.truncate(end);
+        shown.push('…');
+    }
+    ParamsError::new(key, format!("{key} is {shown}; it takes {wanted}"))
+}
+
+/// The object that a value must be.
+pub(super) fn object<'a>(
+    what: &'static str,
+    value: &'a Value,
+) -> Result<&'a Map<String, Value>, ParamsError> {
+    value.as_object().ok_or_else(|| wrong(what, "a JSON object", value))
+}

@@ -1,0 +1,21 @@
+//! Typed `kv_transfer_params`, and the recipes of proxies.
+//!
+//! A router carries these parameters from one instance to another; an engine reads and writes them. Nothing here knows
+//! of HTTP clients or runtimes: bodies are [`serde_json::Value`]s, recipes are functions.
+
+mod dialect;
+mod error;
+mod fields;
+mod mooncake;
+pub mod recipe;
+mod remote;
+mod request_id;
+mod transfer;
+mod uuid;
+
+pub use dialect::Dialect;
+pub use error::ParamsError;
+pub use mooncake::{MooncakeLeg, MooncakeParams, TransferId};
+pub use remote::{RemoteBlocks, TransferMode};
+pub use request_id::{X_REQUEST_ID, XRequestId};
+pub use transfer::TransferParams;

@@ -1,0 +1,110 @@
+//! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted is written as bytes
+//! that mean the same.
+
+use std::fmt::Debug;
+
+use kvx_core::Result;
+
+use super::mooncake::{PullRequest, PullResponse};
+use super::{
+    CompatibilityHash, Expectation, Handshake, HandshakePayload, HandshakeRequest, Listener,
+    NixlAgentMetadata, Notification,
+};
+use crate::Dialect;
+use crate::engine::{Time, WorkerRank};
+use crate::params::recipe::{Answer, AnswerStream};
+use crate::params::{MooncakeParams, TransferParams};
+
+/// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
+fn stable<T: Debug + PartialEq>(
+    bytes: &[u8],
+    decode: impl Fn(&[u8]) -> Result<T>,
+    encode: impl Fn(&T) -> Vec<u8>,
+) {
+    let Ok(first) = decode(bytes) else { return };
+    let written = encode(&first);
+    match decode(&written) {
+        Ok(second) => {
+            assert_eq!(first, second);
+            assert_eq!(written, encode(&second));
+        }
+        Err(error) => panic!("{first:?} was read, but not again: {error}"),
+    }
+}
+
+/// A request on the side channel, and a listener that gets it in different envelopes.
+pub fn handshake_request(bytes: &[u8]) {
+    stable(bytes, HandshakeRequest::decode, HandshakeRequest::encode);
+    let mut listener = Listener::new(CompatibilityHash::foreign("h"));
+    listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("e", Dialect::V0_33));
+    let pieces: Vec<&[u8]> = bytes.split(|byte| *byte == 0xfe).collect();
+    for frames in [vec![b"id", &b""[..], bytes], vec![b"id", bytes], pieces] {
+        let Ok(answer) = listener.answer(&frames, Time::default()) else { continue };
+        let sent: Vec<&[u8]> = answer.frames().collect();
+        assert_eq!(sent[0], frames[0], "the answer goes to who asked");
+        let payload = sent.iter().find_map(|frame| HandshakePayload::decode(frame).ok());
+        let payload = payload.expect("every answer has a payload");
+        assert_eq!(payload.refusal.is_some(), answer.refusal().is_some());
+    }
+}
+
+/// A payload from the side channel: read, checked by an expectation that compares no hashes, and answered with.
+pub fn handshake_payload(bytes: &[u8]) {
+    stable(bytes, HandshakePayload::decode, HandshakePayload::encode);
+    let hash = CompatibilityHash::foreign("h");
+    let expectation =
+        Expectation { enforce_handshake_compat: false, ..Expectation::new(Dialect::V0_33, "e1", hash) };
+    let rank = WorkerRank { pp: 0, tp: 0 };
+    let mut handshake = Handshake::new(expectation, [rank], (1, 1)).expect("the worker exists");
+    let asked = handshake.request(Time::default());
+    assert!(asked.is_some());
+    let frames: Vec<&[u8]> = vec![bytes, b"\xcb\x3f\xf8\0\0\0\0\0\0"];
+    let taken = handshake.received(&frames, Time::default()).is_ok();
+    assert_eq!(handshake.finish().is_ok(), taken);
+}
+
+/// Agent metadata, in every dialect.
+pub fn agent_metadata(bytes: &[u8]) {
+    for dialect in Dialect::ALL {
+        stable(bytes, |bytes| NixlAgentMetadata::decode(bytes, dialect), NixlAgentMetadata::encode);
+        if let Ok(metadata) = NixlAgentMetadata::decode(bytes, dialect)
+            && metadata.check_regions().is_ok()
+        {
+            for region in 0..metadata.regions() {
+                let last = metadata.blocks_of(region).expect("every region has blocks").saturating_sub(1);
+                let start = metadata.kv_caches_base_addr[region] + last * metadata.block_strides[region];
+                assert!(start.checked_add(metadata.block_lens[region]).is_some());
+            }
+        }
+    }
+}
+
+/// A notification.
+pub fn notification(bytes: &[u8]) {
+    stable(bytes, Notification::decode, Notification::encode);
+}
+
+/// The MooncakeConnector's two messages.
+pub fn mooncake(bytes: &[u8]) {
+    stable(bytes, PullRequest::decode, PullRequest::encode);
+    stable(bytes, PullResponse::decode, PullResponse::encode);
+}
+
+/// `kv_transfer_params` as JSON, and the same bytes as a streamed answer in two pieces.
+pub fn params(bytes: &[u8]) {
+    let mut stream = AnswerStream::with_max_line(4096);
+    let (first, second) = bytes.split_at(bytes.len() / 2);
+    let _ = stream.push(first).and_then(|()| stream.push(second));
+    let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) else { return };
+    let _ = Answer::from_body(&value);
+    if let Ok(params) = MooncakeParams::from_value(&value) {
+        let written = params.to_value().expect("what was read can be written");
+        assert_eq!(MooncakeParams::from_value(&written).as_ref(), Ok(&params));
+    }
+    let Ok(params) = TransferParams::from_value(&value) else { return };
+    for dialect in Dialect::ALL {
+        if let Ok(written) = params.to_value(dialect) {
+            assert_eq!(TransferParams::from_value(&written).as_ref(), Ok(&params));
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! What a peer's answer must be, checked in vLLM's order.
+
+use kvx_core::{Error, Kind, Result};
+
+use super::{HandshakePayload, NixlAgentMetadata};
+use crate::Dialect;
+use crate::wire::CompatibilityHash;
+
+/// What an engine is, and which engine it expects at the other end of a handshake.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Expectation {
+    /// What the peer speaks.
+    pub dialect: Dialect,
+    /// The engine that the parameters name.
+    pub engine_id: String,
+    /// This engine's own hash.
+    pub compatibility_hash: CompatibilityHash,
+    /// Whether the peer's must be the same.
+    pub enforce_handshake_compat: bool,
+    /// This engine's decode context parallel size.
+    pub dcp_size: u32,
+    /// This engine's prefill context parallel size.
+    pub pcp_size: u32,
+}
+
+impl Expectation {
+    /// Hashes are compared, no context parallelism.
+    pub fn new(
+        dialect: Dialect,
+        engine_id: impl Into<String>,
+        compatibility_hash: CompatibilityHash,
+    ) -> Self {
+        Expectation {
+            dialect,
+            engine_id: engine_id.into(),
+            compatibility_hash,
+            enforce_handshake_compat: true,
+            dcp_size: 1,
+            pcp_size: 1,
+        }
+    }
+
+    /// Reads a payload and checks it, in this order: it can be read; it is no refusal; the hashes are the same; the metadata
+    /// can be read; the context parallel sizes go together; it is the expected engine; the metadata is sound in itself.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed`](Kind::Malformed): a part cannot be read, or its lists do not fit each other.
+    /// [`Invalid`](Kind::Invalid): a kvx peer refuses what it was asked, in its own words.
+    /// [`Incompatible`](Kind::Incompatible): the hashes differ.
+    /// [`Unsupported`](Kind::Unsupported): the context parallel sizes.
+    /// [`PeerRestarted`](Kind::PeerRestarted): another engine answers at this address.
+    pub fn check(&self, payload: &[u8]) -> Result<NixlAgentMetadata> {
+        let payload = HandshakePayload::decode(payload).map_err(|error| {
+            Error::new(
+                Kind::Malformed,
+                format!(
+                    "{error}; the peer may speak another version than {}: set kv_compat to its version",
+                    self.dialect
+                ),
+            )
+        })?;
+        if let Some(why) = &payload.refusal {
+            return Err(Error::new(Kind::Invalid, format!("the peer refuses the handshake: {why}")));
+        }
+        let (ours, theirs) = (&self.compatibility_hash, &payload.compatibility_hash);
+        if self.enforce_handshake_compat && ours != theirs {
+            return Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "compatibility hash mismatch: here {ours}, there {theirs}; the versions of vLLM, the model's name, \
+                     types, heads, layers, attention backend or transfer mode differ: give both sides the same, or set \
+                     enforce_handshake_compat to false in kv_connector_extra_config of both"
+                ),
+            ));
+        }
+        let metadata =
+            NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.dialect).map_err(|error| {
+                Error::new(
+                    Kind::Malformed,
+                    format!("{error}; the peer does not write what {} does", self.dialect),
+                )
+            })?;
+        self.check_context_parallel(&metadata)?;
+        if metadata.engine_id != self.engine_id {
+            return Err(Error::new(
+                Kind::PeerRestarted,
+                format!(
+                    "engine id mismatch: {} expected, {} answers; the prefill side has restarted, or its side channel \
+                     host is the default and leads to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                    self.engine_id, metadata.engine_id
+                ),
+            ));
+        }
+        metadata.check_regions()?;
+        Ok(metadata)
+    }
+
+    fn check_context_parallel(&self, peer: &NixlAgentMetadata) -> Result<()> {
+        let sizes = format!(
+            "here PCP {} and DCP {}, there PCP {} and DCP {}",
+            self.pcp_size, self.dcp_size, peer.pcp_size, peer.dcp_size
+        );
+        let refused = |why| {
+            Err(Error::new(
+                Kind::Unsupported,
+                format!("{why}: {sizes}; give the engines sizes that go together"),
+            ))
+        };
+        if peer.pcp_size > 1 && peer.dcp_size != 1 && peer.dcp_size != peer.pcp_size {
+            return refused(
+                "the peer's decode context parallelism does not span its prefill context parallel ranks",
+            );
+        }
+        let replicated = |pcp, dcp| pcp > 1 && dcp == 1;
+        if (replicated(self.pcp_size, self.dcp_size) && peer.dcp_size > 1)
+            || (replicated(peer.pcp_size, peer.dcp_size) && self.dcp_size > 1)
+        {
+            return refused(
+                "one side's cache is replicated over its prefill context ranks, the other's is split",
+            );
+        }
+        Ok(())
+    }
+}

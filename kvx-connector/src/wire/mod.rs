@@ -1,0 +1,28 @@
+//! What travels between engines, byte for byte as vLLM writes it.
+//!
+//! - The side channel: [`HandshakeRequest`], [`HandshakePayload`] and [`NixlAgentMetadata`]; [`Listener`] answers and
+//!   [`Handshake`] asks, both without a socket.
+//! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
+//! - [`Notification`]s accompany the data.
+//! - [`mooncake`]: the MooncakeConnector's own two messages.
+//!
+//! Every decoder takes bytes from anyone: sizes, counts and depth are bounded before memory is taken, and nothing panics.
+//! What was read is written again with the same bytes, unknown keys included.
+
+mod compatibility;
+#[doc(hidden)]
+pub mod fuzz;
+mod handshake;
+pub mod mooncake;
+mod msgpack;
+mod notification;
+mod push;
+mod python_json;
+
+pub use compatibility::{CompatibilityFactors, CompatibilityHash, SpeculativeFactors};
+pub use handshake::{
+    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, Listener,
+    NixlAgentMetadata, PackedMember, Reply,
+};
+pub use notification::Notification;
+pub use push::PushRegistration;

@@ -1,0 +1,122 @@
+//! What the prefill side answers, several times for one request.
+
+use kvx_core::Result;
+
+use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+
+const WHAT: &str = "pull response";
+
+/// How a pull stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum PullStatus {
+    /// This is the last answer.
+    Finish = 0,
+    /// More answers follow.
+    Continue = 1,
+    /// The pull has failed: `err_msg` says why.
+    Error = 2,
+    /// The layout is not known (any more): ask again with it.
+    LayoutMiss = 3,
+}
+
+/// `MooncakeXferResponse`: what a prefill worker says of the requests that it was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullResponse {
+    /// How the pull stands.
+    pub status: PullStatus,
+    /// Requests whose blocks are written, by the decode side's ids.
+    pub ok_reqs: Option<Vec<String>>,
+    /// Requests that have failed, by the decode side's ids.
+    pub err_reqs: Option<Vec<String>>,
+    /// Why.
+    pub err_msg: Option<String>,
+    /// The layout that the prefill worker now knows; 0: it does not say.
+    pub layout_id: u64,
+    shape: Shape,
+}
+
+impl PullResponse {
+    /// The longest that is read.
+    pub const MAX_LEN: usize = 16 << 20;
+    /// The most requests that are read.
+    pub const MAX_REQUESTS: usize = 1 << 16;
+
+    /// An answer that names no request.
+    pub fn new(status: PullStatus) -> Self {
+        PullResponse {
+            status,
+            ok_reqs: None,
+            err_reqs: None,
+            err_msg: None,
+            layout_id: 0,
+            shape: Shape::default(),
+        }
+    }
+
+    /// Keys that are not known here, with their values as msgpack.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shape.unknown()
+    }
+
+    /// The message as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        self.encode_map()
+    }
+
+    /// Reads a message.
+    ///
+    /// # Errors
+    ///
+    /// Malformed bytes, or a status that is not known.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let ids = |reader: &mut Reader<'_>| reader.list(Self::MAX_REQUESTS, Reader::owned_text);
+        Ok(PullResponse {
+            status: fields.required("status", |reader| match reader.unsigned()? {
+                0 => Ok(PullStatus::Finish),
+                1 => Ok(PullStatus::Continue),
+                2 => Ok(PullStatus::Error),
+                3 => Ok(PullStatus::LayoutMiss),
+                other => Err(reader.malformed(format_args!("the status {other} is not known"))),
+            })?,
+            ok_reqs: fields.nullable("ok_reqs", ids)?,
+            err_reqs: fields.nullable("err_reqs", ids)?,
+            err_msg: fields.nullable("err_msg", Reader::owned_text)?,
+            layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
+            shape: fields.shape(),
+        })
+    }
+}
+
+impl Record for PullResponse {
+    const KEYS: &'static [&'static str] = &["status", "ok_reqs", "err_reqs", "err_msg", "layout_id"];
+
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn is_default(&self, key: &str) -> bool {
+        match key {
+            "ok_reqs" => self.ok_reqs.is_none(),
+            "err_reqs" => self.err_reqs.is_none(),
+            "err_msg" => self.err_msg.is_none(),
+            "layout_id" => self.layout_id == 0,
+            _ => false,
+        }
+    }
+
+    fn write(&self, key: &str, writer: &mut Writer) {
+        let ids = |writer: &mut Writer, ids: &Option<Vec<String>>| {
+            writer.optional(ids.as_deref(), |writer, ids| writer.list(ids, |writer, id| writer.text(id)));
+        };
+        match key {
+            "status" => writer.unsigned(self.status as u64),
+            "ok_reqs" => ids(writer, &self.ok_reqs),
+            "err_reqs" => ids(writer, &self.err_reqs),
+            "err_msg" => writer.optional(self.err_msg.as_deref(), Writer::text),
+            "layout_id" => writer.unsigned(self.layout_id),
+            other => unreachable!("{other} is no key of a {WHAT}"),
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! Takes values off a message.
+
+use kvx_core::{Error, Kind, Result};
+
+/// How deep values may be nested: the deepest known message has four levels.
+const MAX_DEPTH: usize = 16;
+
+/// Takes values off a message, each checked against what is left of it.
+#[derive(Clone, Debug)]
+pub(in crate::wire) struct Reader<'a> {
+    what: &'static str,
+    field: Option<&'static str>,
+    left: &'a [u8],
+}
+
+/// The head of a value: all of it, or how much follows.
+enum Head<'a> {
+    Nil,
+    Bool,
+    Unsigned(u64),
+    Negative(i64),
+    Float(f64),
+    Text(&'a [u8]),
+    Binary(&'a [u8]),
+    Array(usize),
+    Map(usize),
+}
+
+impl Head<'_> {
+    fn name(&self) -> &'static str {
+        match self {
+            Head::Nil => "nil",
+            Head::Bool => "a boolean",
+            Head::Unsigned(_) | Head::Negative(_) => "an integer",
+            Head::Float(_) => "a float",
+            Head::Text(_) => "a string",
+            Head::Binary(_) => "bytes",
+            Head::Array(_) => "an array",
+            Head::Map(_) => "a map",
+        }
+    }
+}
+
+impl<'a> Reader<'a> {
+    /// Reads a message of at most `max` bytes; `what` names it in errors.
+    pub(in crate::wire) fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
+        let reader = Reader { what, field: None, left: bytes };
+        if bytes.len() > max {
+            return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
+        }
+        Ok(reader)
+    }
+
+    /// Reads a value that was skipped before, as the field of this name.
+    pub(super) fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
+        Reader { what, field: Some(field), left: bytes }
+    }
+
+    /// An error of this message.
+    pub(in crate::wire) fn malformed(&self, why: impl std::fmt::Display) -> Error {
+        let sentence = match self.field {
+            None => format!("malformed {}: {why}", self.what),
+            Some(field) => format!("malformed {}: {field}: {why}", self.what),
+        };
+        Error::new(Kind::Malformed, sentence)
+    }
+
+    /// Nothing may be left.
+    pub(in crate::wire) fn end(&self) -> Result<()> {
+        if self.left.is_empty() {
+            return Ok(());
+        }
+        Err(self.malformed(format_args!("{} bytes too many", self.left.len())))
+    }
+
+    fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
+        let Some((bytes, left)) = self.left.split_at_checked(len) else {
+            return Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len())));
+        };
+        self.left = left;
+        Ok(bytes)
+    }
+
+    /// A big-endian number of 1, 2, 4 or 8 bytes.
+    fn number(&mut self, width: usize) -> Result<u64> {
+        Ok(self.bytes(width)?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    }
+
+    fn sized(&mut self, width: usize) -> Result<&'a [u8]> {
+        let len = self.number(width)?;
+        self.bytes(usize::try_from(len).unwrap_or(usize::MAX))
+    }
+
+    /// A length, held against what is left: an item takes at least `each` bytes.
+    fn count(&mut self, count: u64, each: usize) -> Result<usize> {
+        match usize::try_from(count).ok().filter(|count| count.saturating_mul(each) <= self.left.len()) {
+            Some(count) => Ok(count),
+            None => Err(self.malformed(format_args!("{count} items announced in {} bytes", self.left.len()))),
+        }
+    }
+
+    fn head(&mut self) -> Result<Head<'a>> {
+        Ok(match self.number(1)? as u8 {
+            byte @ 0x00..=0x7f => Head::Unsigned(byte.into()),
+            byte @ 0x80..=0x8f => Head::Map(self.count((byte & 0x0f).into(), 2)?),
+            byte @ 0x90..=0x9f => Head::Array(self.count((byte & 0x0f).into(), 1)?),
+            byte @ 0xa0..=0xbf => Head::Text(self.bytes((byte & 0x1f).into())?),
+            0xc0 => Head::Nil,
+            0xc2 | 0xc3 => Head::Bool,
+            byte @ 0xc4..=0xc6 => Head::Binary(self.sized(1 << (byte - 0xc4))?),
+            0xca => Head::Float(f32::from_bits(self.number(4)? as u32).into()),
+            0xcb => Head::Float(f64::from_bits(self.number(8)?)),
+            byte @ 0xcc..=0xcf => Head::Unsigned(self.number(1 << (byte - 0xcc))?),
+            byte @ 0xd0..=0xd3 => {
+                let width = 1 << (byte - 0xd0);
+                let unused = 64 - 8 * width as u32;
+                match (self.number(width)? << unused) as i64 >> unused {
+                    negative @ ..0 => Head::Negative(negative),
+                    positive => Head::Unsigned(positive as u64),
+                }
+            }
+            byte @ 0xd9..=0xdb => Head::Text(self.sized(1 << (byte - 0xd9))?),
+            byte @ 0xdc | byte @ 0xdd => {
+                let count = self.number(2 << (byte - 0xdc))?;
+                Head::Array(self.count(count, 1)?)
+            }
+            byte @ 0xde | byte @ 0xdf => {
+                let count = self.number(2 << (byte - 0xde))?;
+                Head::Map(self.count(count, 2)?)
+            }
+            byte @ 0xe0..=0xff => Head::Negative(i64::from(byte as i8)),
+            byte @ 0xc1 | byte @ 0xc7..=0xc9 | byte @ 0xd4..=0xd8 => {
+                return Err(
+                    self.malformed(format_args!("a value of type {byte:#04x}, which is not known here"))
+                );
+            }
+        })
+    }
+
+    fn wrong<T>(&self, wanted: &str, got: &Head<'_>) -> Result<T> {
+        Err(self.malformed(format_args!("{wanted} wanted, got {}", got.name())))
+    }
+
+    /// An integer that is not negative.
+    pub(in crate::wire) fn unsigned(&mut self) -> Result<u64> {
+        match self.head()? {
+            Head::Unsigned(number) => Ok(number),
+            Head::Negative(number) => Err(self.malformed(format_args!("{number} is negative"))),
+            other => self.wrong("an integer", &other),
+        }
+    }
+
+    /// An integer of at most 32 bits that is not negative.
+    pub(in crate::wire) fn unsigned_32(&mut self) -> Result<u32> {
+        let number = self.unsigned()?;
+        u32::try_from(number).map_err(|_| self.malformed(format_args!("{number} is too large")))
+    }
+
+    /// An integer of at most 32 bits that is not zero.
+    pub(in crate::wire) fn size(&mut self) -> Result<u32> {
+        match self.unsigned_32()? {
+            0 => Err(self.malformed("it is 0, and must be at least 1")),
+            size => Ok(size),
+        }
+    }
+
+    /// A port number.
+    pub(in crate::wire) fn port(&mut self) -> Result<u16> {
+        let number = self.unsigned()?;
+        u16::try_from(number).map_err(|_| self.malformed(format_args!("{number} is no port")))
+    }
+
+    /// An integer.
+    pub(in crate::wire) fn signed(&mut self) -> Result<i64> {
+        match self.head()? {
+            Head::Unsigned(number) => {
+                i64::try_from(number).map_err(|_| self.malformed(format_args!("{number} is too large")))
+            }
+            Head::Negative(number) => Ok(number),
+            other => self.wrong("an integer", &other),
+        }
+    }
+
+    /// A number with a fraction; integers are taken too.
+    pub(in crate::wire) fn float(&mut self) -> Result<f64> {
+        match self.head()? {
+            Head::Float(number) => Ok(number),
+            Head::Unsigned(number) => Ok(number as f64),
+            Head::Negative(number) => Ok(number as f64),
+            other => self.wrong("a float", &other),
+        }
+    }
+
+    /// A string.
+    pub(in crate::wire) fn text(&mut self) -> Result<&'a str> {
+        match self.head()? {
+            Head::Text(bytes) => {
+                std::str::from_utf8(bytes).map_err(|_| self.malformed("a string that is not UTF-8"))
+            }
+            other => self.wrong("a string", &other),
+        }
+    }
+
+    /// A string, owned.
+    pub(in crate::wire) fn owned_text(&mut self) -> Result<String> {
+        self.text().map(str::to_owned)
+    }
+
+    /// Bytes.
+    pub(in crate::wire) fn binary(&mut self) -> Result<&'a [u8]> {
+        match self.head()? {
+            Head::Binary(bytes) => Ok(bytes),
+            other => self.wrong("bytes", &other),
+        }
+    }
+
+    /// Bytes, or the bytes of a string.
+    pub(in crate::wire) fn binary_or_text(&mut self) -> Result<&'a [u8]> {
+        match self.head()? {
+            Head::Binary(bytes) | Head::Text(bytes) => Ok(bytes),
+            other => self.wrong("bytes", &other),
+        }
+    }
+
+    /// The number of items of an array, at most `max`; the items follow.
+    pub(in crate::wire) fn array(&mut self, max: usize) -> Result<usize> {
+        match self.head()? {
+            Head::Array(len) if len <= max => Ok(len),
+            Head::Array(len) => Err(self.malformed(format_args!("{len} items, at most {max} are taken"))),
+            other => self.wrong("an array", &other),
+        }
+    }
+
+    /// The number of entries of a map, at most `max`; keys and values follow.
+    pub(in crate::wire) fn map(&mut self, max: usize) -> Result<usize> {
+        match self.head()? {
+            Head::Map(len) if len <= max => Ok(len),
+            Head::Map(len) => Err(self.malformed(format_args!("{len} entries, at most {max} are taken"))),
+            other => self.wrong("a map", &other),
+        }
+    }
+
+    /// An array of at most `max` items, each read by `item`.
+    pub(in crate::wire) fn list<T>(
+        &mut self,
+        max: usize,
+        mut item: impl FnMut(&mut Self) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let len = self.array(max)?;
+        let mut items = Vec::with_capacity(len);
+        for _ in 0..len {
+            items.push(item(self)?);
+        }
+        Ok(items)
+    }
+
+    /// An array of exactly two items.
+    pub(in crate::wire) fn pair<A, B>(
+        &mut self,
+        first: impl FnOnce(&mut Self) -> Result<A>,
+        second: impl FnOnce(&mut Self) -> Result<B>,
+    ) -> Result<(A, B)> {
+        match self.array(2)? {
+            2 => Ok((first(self)?, second(self)?)),
+            len => Err(self.malformed(format_args!("{len} items, 2 wanted"))),
+        }
+    }
+
+    /// A value, or nil.
+    pub(in crate::wire) fn optional<T>(
+        &mut self,
+        value: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<Option<T>> {
+        if let Some((0xc0, left)) = self.left.split_first() {
+            self.left = left;
+            return Ok(None);
+        }
+        value(self).map(Some)
+    }
+
+    /// Any value, as its bytes. They are well formed, but strings in them may not be UTF-8.
+    pub(in crate::wire) fn skip(&mut self) -> Result<&'a [u8]> {
+        let all = self.left;
+        let mut open: [usize; MAX_DEPTH] = [0; MAX_DEPTH];
+        let mut depth = 0;
+        open[0] = 1;
+        loop {
+            while open[depth] == 0 {
+                if depth == 0 {
+                    return Ok(&all[..all.len() - self.left.len()]);
+                }
+                depth -= 1;
+            }
+            open[depth] -= 1;
+            let items = match self.head()? {
+                Head::Array(len) => len,
+                Head::Map(len) => len.saturating_mul(2),
+                _ => continue,
+            };
+            if items == 0 {
+                continue;
+            }
+            depth += 1;
+            match open.get_mut(depth) {
+                Some(level) => *level = items,
+                None => return Err(self.malformed(format_args!("nested deeper than {MAX_DEPTH} levels"))),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reader(bytes: &[u8]) -> Reader<'_> {
+        Reader::new("test", bytes, 1 << 20).unwrap()
+    }
+
+    #[test]
+    fn every_width_of_integer_is_read() {
+        for (bytes, number) in [
+            (&[0x7f][..], 127),
+            (&[0xcc, 0xff], 255),
+            (&[0xcd, 1, 0], 256),
+            (&[0xce, 0, 1, 0, 0], 65_536),
+            (&[0xcf, 0, 0, 0, 1, 0, 0, 0, 0], 1 << 32),
+            (&[0xe0], -32),
+            (&[0xd0, 0x80], -128),
+            (&[0xd1, 0x80, 0], -32_768),
+            (&[0xd2, 0x80, 0, 0, 0], i64::from(i32::MIN)),
+            (&[0xd3, 0x80, 0, 0, 0, 0, 0, 0, 0], i64::MIN),
+            (&[0xd0, 0x05], 5),
+        ] {
+            assert_eq!(reader(bytes).signed().unwrap(), number);
+        }
+        assert_eq!(reader(&[0xcf; 9]).unsigned().unwrap(), 0xcfcf_cfcf_cfcf_cfcf);
+    }
+
+    #[test]
+    fn a_length_that_the_message_cannot_hold_is_refused_before_anything_is_allocated() {
+        for bytes in [
+            &[0xdd, 0xff, 0xff, 0xff, 0xff][..],
+            &[0xdf, 0xff, 0xff, 0xff, 0xff],
+            &[0xc6, 0xff, 0xff, 0xff, 0xff],
+            &[0xdb, 0xff, 0xff, 0xff, 0xff],
+            &[0x93, 1, 2],
+            &[0x82, 0xa0, 0xa0, 0xa0],
+            &[0xcf, 1],
+            &[],
+        ] {
+            assert_eq!(reader(bytes).skip().unwrap_err().kind(), Kind::Malformed, "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn nesting_is_limited_and_unknown_types_are_refused() {
+        let deep = [vec![0x91; MAX_DEPTH - 1], vec![0x00]].concat();
+        assert_eq!(reader(&deep).skip().unwrap(), deep);
+        let deeper = [vec![0x91; MAX_DEPTH], vec![0x00]].concat();
+        assert!(reader(&deeper).skip().unwrap_err().to_string().contains("nested deeper than 16 levels"));
+        for extension in [&[0xc1][..], &[0xc7, 0, 1], &[0xd4, 1, 2]] {
+            assert!(reader(extension).skip().unwrap_err().to_string().contains("not known here"));
+        }
+    }
+
+    #[test]
+    fn a_skipped_value_is_exactly_its_own_bytes() {
+        let mut reader = reader(&[0x82, 0xa1, b'k', 0x92, 1, 0xc0, 0xa1, b'l', 0x80, 0x2a]);
+        assert_eq!(reader.skip().unwrap(), &[0x82, 0xa1, b'k', 0x92, 1, 0xc0, 0xa1, b'l', 0x80]);
+        assert_eq!(reader.unsigned().unwrap(), 42);
+        reader.end().unwrap();
+    }
+}

@@ -1,0 +1,174 @@
+//! Messages that are maps with known keys: order, absence and unknown keys survive reading and writing.
+
+use kvx_core::Result;
+
+use super::{Reader, Writer};
+
+/// How many keys a map with known keys may have.
+const MAX_KEYS: usize = 256;
+
+/// The keys of a map as it came: their order, which known ones were there, and the unknown ones with their values.
+///
+/// Two shapes are equal if they keep the same unknown keys: the rest is no part of a message's meaning.
+#[derive(Clone, Debug, Default)]
+pub(in crate::wire) struct Shape {
+    slots: Vec<Slot>,
+}
+
+#[derive(Clone, Debug)]
+enum Slot {
+    Known(&'static str),
+    Unknown { key: String, value: Vec<u8> },
+}
+
+impl Shape {
+    /// These known keys, in this order.
+    pub(in crate::wire) fn of(keys: impl IntoIterator<Item = &'static str>) -> Self {
+        Shape { slots: keys.into_iter().map(Slot::Known).collect() }
+    }
+
+    fn has(&self, known: &str) -> bool {
+        self.slots.iter().any(|slot| matches!(slot, Slot::Known(key) if *key == known))
+    }
+
+    /// The unknown keys, with their values as msgpack.
+    pub(in crate::wire) fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.slots.iter().filter_map(|slot| match slot {
+            Slot::Known(_) => None,
+            Slot::Unknown { key, value } => Some((key.as_str(), value.as_slice())),
+        })
+    }
+}
+
+impl PartialEq for Shape {
+    fn eq(&self, other: &Self) -> bool {
+        self.unknown().eq(other.unknown())
+    }
+}
+
+impl Eq for Shape {}
+
+/// The fields of a map that is being read.
+pub(in crate::wire) struct Fields<'a> {
+    what: &'static str,
+    values: Vec<(&'static str, &'a [u8])>,
+    shape: Shape,
+}
+
+impl<'a> Fields<'a> {
+    /// Reads a map of at most `max` bytes and nothing after it. Keys that are not in `known` are kept as they are.
+    pub(in crate::wire) fn read(
+        what: &'static str,
+        bytes: &'a [u8],
+        max: usize,
+        known: &[&'static str],
+    ) -> Result<Self> {
+        let mut reader = Reader::new(what, bytes, max)?;
+        let mut fields = Fields { what, values: Vec::new(), shape: Shape::default() };
+        for _ in 0..reader.map(MAX_KEYS)? {
+            let key = reader.text()?;
+            let value = reader.skip()?;
+            let known = known.iter().find(|known| **known == key);
+            if known.map_or_else(
+                || fields.shape.unknown().any(|(other, _)| other == key),
+                |known| fields.shape.has(known),
+            ) {
+                return Err(reader.malformed(format_args!("the key {key:?} comes twice")));
+            }
+            fields.shape.slots.push(match known {
+                Some(known) => {
+                    fields.values.push((known, value));
+                    Slot::Known(known)
+                }
+                None => Slot::Unknown { key: key.to_owned(), value: value.to_owned() },
+            });
+        }
+        reader.end()?;
+        Ok(fields)
+    }
+
+    /// The field, if it is there.
+    pub(in crate::wire) fn optional<T>(
+        &self,
+        key: &'static str,
+        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let Some((_, bytes)) = self.values.iter().find(|(known, _)| *known == key) else { return Ok(None) };
+        read(&mut Reader::field(self.what, key, bytes)).map(Some)
+    }
+
+    /// The field, which must be there.
+    pub(in crate::wire) fn required<T>(
+        &self,
+        key: &'static str,
+        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+    ) -> Result<T> {
+        let absent = || Reader::field(self.what, key, &[]).malformed("this required key is absent");
+        self.optional(key, read)?.ok_or_else(absent)
+    }
+
+    /// The field, which must be there if `needed`.
+    pub(in crate::wire) fn required_if<T>(
+        &self,
+        needed: bool,
+        key: &'static str,
+        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+    ) -> Result<Option<T>> {
+        if needed { self.required(key, read).map(Some) } else { self.optional(key, read) }
+    }
+
+    /// The field, if it is there and not nil.
+    pub(in crate::wire) fn nullable<T>(
+        &self,
+        key: &'static str,
+        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+    ) -> Result<Option<T>> {
+        Ok(self.optional(key, |reader| reader.optional(read))?.flatten())
+    }
+
+    /// How the map looked.
+    pub(in crate::wire) fn shape(self) -> Shape {
+        self.shape
+    }
+}
+
+/// A message that is a map with known keys.
+pub(in crate::wire) trait Record {
+    /// The known keys in the order of a new message.
+    const KEYS: &'static [&'static str];
+
+    /// How the message looked when it was read, or shall look.
+    fn shape(&self) -> &Shape;
+
+    /// Whether the field may stay out of a message whose shape does not name it.
+    fn is_default(&self, key: &str) -> bool;
+
+    /// Writes the value of a known key.
+    fn write(&self, key: &str, writer: &mut Writer);
+
+    /// The message: the keys of its shape, then those that are not in it and not at their defaults.
+    fn encode_map(&self) -> Vec<u8> {
+        let shape = self.shape();
+        let further: Vec<_> =
+            Self::KEYS.iter().filter(|key| !shape.has(key) && !self.is_default(key)).collect();
+        let mut writer = Writer::default();
+        writer.map(shape.slots.len() + further.len());
+        for slot in &shape.slots {
+            match slot {
+                Slot::Known(key) => {
+                    writer.text(key);
+                    self.write(key, &mut writer);
+                }
+                Slot::Unknown { key, value } => {
+                    writer.text(key);
+                    writer.raw(value);
+                }
+            }
+        }
+        for key in further {
+            writer.text(key);
+            self.write(key, &mut writer);
+        }
+        writer.into_bytes()
+    }
+}

@@ -1,0 +1,156 @@
+//! What a decode side with the NixlPushConnector tells the prefill side: where to write.
+
+use kvx_core::Result;
+
+use super::msgpack::{Fields, Reader, Record, Shape, Writer};
+
+const WHAT: &str = "push registration";
+
+/// A decode side's blocks for a request, for the prefill side to write into: the map behind `PUSH_REG:`.
+///
+/// Only `request_id` is always there. A prefill side needs the rest too, and must look before it uses it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PushRegistration {
+    /// The decode side's id of the request.
+    pub request_id: String,
+    /// The decode side's engine.
+    pub decode_engine_id: Option<String>,
+    /// Where its side channel listens.
+    pub decode_host: Option<String>,
+    /// Where its side channel listens.
+    pub decode_port: Option<u16>,
+    /// Its tensor parallel size.
+    pub decode_tp_size: Option<u32>,
+    /// Its logical blocks, per KV cache group.
+    pub local_block_ids: Vec<Vec<u32>>,
+    /// The prefill side's engine, as the decode side was told.
+    pub remote_engine_id: Option<String>,
+    /// Where the prefill side's channel listens.
+    pub remote_host: Option<String>,
+    /// Where the prefill side's channel listens.
+    pub remote_port: Option<u16>,
+    /// The prefill side's tensor parallel size.
+    pub remote_tp_size: Option<u32>,
+    /// The prefill side's pipeline parallel size.
+    pub remote_pp_size: Option<u32>,
+    shape: Shape,
+}
+
+impl PushRegistration {
+    /// The longest that is read.
+    pub const MAX_LEN: usize = 16 << 20;
+    /// The most KV cache groups that are read.
+    pub const MAX_GROUPS: usize = 1024;
+    /// The most blocks of a group that are read.
+    pub const MAX_BLOCKS: usize = 1 << 20;
+
+    /// A registration of these blocks, without addresses.
+    pub fn new(request_id: impl Into<String>, local_block_ids: Vec<Vec<u32>>) -> Self {
+        PushRegistration {
+            request_id: request_id.into(),
+            decode_engine_id: None,
+            decode_host: None,
+            decode_port: None,
+            decode_tp_size: None,
+            local_block_ids,
+            remote_engine_id: None,
+            remote_host: None,
+            remote_port: None,
+            remote_tp_size: None,
+            remote_pp_size: None,
+            shape: Shape::default(),
+        }
+    }
+
+    /// Keys that are not known here, with their values as msgpack.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shape.unknown()
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        self.encode_map()
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
+        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let groups = |reader: &mut Reader<'_>| {
+            reader.list(Self::MAX_GROUPS, |reader| reader.list(Self::MAX_BLOCKS, Reader::unsigned_32))
+        };
+        Ok(PushRegistration {
+            request_id: fields.required("request_id", Reader::owned_text)?,
+            decode_engine_id: fields.optional("decode_engine_id", Reader::owned_text)?,
+            decode_host: fields.optional("decode_host", Reader::owned_text)?,
+            decode_port: fields.optional("decode_port", Reader::port)?,
+            decode_tp_size: fields.optional("decode_tp_size", Reader::size)?,
+            local_block_ids: fields.optional("local_block_ids", groups)?.unwrap_or_default(),
+            remote_engine_id: fields.optional("remote_engine_id", Reader::owned_text)?,
+            remote_host: fields.optional("remote_host", Reader::owned_text)?,
+            remote_port: fields.optional("remote_port", Reader::port)?,
+            remote_tp_size: fields.optional("remote_tp_size", Reader::size)?,
+            remote_pp_size: fields.optional("remote_pp_size", Reader::size)?,
+            shape: fields.shape(),
+        })
+    }
+}
+
+impl Record for PushRegistration {
+    const KEYS: &'static [&'static str] = &[
+        "request_id",
+        "decode_engine_id",
+        "decode_host",
+        "decode_port",
+        "decode_tp_size",
+        "local_block_ids",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+        "remote_tp_size",
+        "remote_pp_size",
+    ];
+
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn is_default(&self, key: &str) -> bool {
+        match key {
+            "decode_engine_id" => self.decode_engine_id.is_none(),
+            "decode_host" => self.decode_host.is_none(),
+            "decode_port" => self.decode_port.is_none(),
+            "decode_tp_size" => self.decode_tp_size.is_none(),
+            "remote_engine_id" => self.remote_engine_id.is_none(),
+            "remote_host" => self.remote_host.is_none(),
+            "remote_port" => self.remote_port.is_none(),
+            "remote_tp_size" => self.remote_tp_size.is_none(),
+            "remote_pp_size" => self.remote_pp_size.is_none(),
+            _ => false,
+        }
+    }
+
+    fn write(&self, key: &str, writer: &mut Writer) {
+        let text =
+            |writer: &mut Writer, text: &Option<String>| writer.optional(text.as_deref(), Writer::text);
+        let port = |writer: &mut Writer, port: Option<u16>| {
+            writer.optional(port.as_ref(), |writer, port| writer.unsigned((*port).into()));
+        };
+        let size = |writer: &mut Writer, size: Option<u32>| {
+            writer.optional(size.as_ref(), |writer, size| writer.unsigned((*size).into()));
+        };
+        match key {
+            "request_id" => writer.text(&self.request_id),
+            "decode_engine_id" => text(writer, &self.decode_engine_id),
+            "decode_host" => text(writer, &self.decode_host),
+            "decode_port" => port(writer, self.decode_port),
+            "decode_tp_size" => size(writer, self.decode_tp_size),
+            "local_block_ids" => writer.list(&self.local_block_ids, |writer, group| {
+                writer.list(group, |writer, id| writer.unsigned((*id).into()));
+            }),
+            "remote_engine_id" => text(writer, &self.remote_engine_id),
+            "remote_host" => text(writer, &self.remote_host),
+            "remote_port" => port(writer, self.remote_port),
+            "remote_tp_size" => size(writer, self.remote_tp_size),
+            "remote_pp_size" => size(writer, self.remote_pp_size),
+            other => unreachable!("{other} is no key of a {WHAT}"),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A conversation's second turn: the prefill fetches back what the decode still has.
+
+use kvx_connector::engine::{
+    BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, Settings, Status, Then,
+};
+use kvx_connector::params::{Dialect, TransferParams};
+
+use crate::rig::{Rig, at, beats, blocks, loaded, notes, pairs, plan, prefilled, reads, remote, settings};
+
+fn both(engine: &str) -> Settings {
+    Settings { bidirectional: true, ..settings(engine) }
+}
+
+/// What a decode leaves behind of a turn: blocks 500 and on, to be kept until `expires` on its clock.
+fn decoded(request: &str, tokens: u32, expires: f64) -> TransferParams {
+    let mut from = remote("d", request, blocks(500, tokens), tokens);
+    from.expiry_time = Some(expires);
+    TransferParams::decoded(from, Dialect::default())
+}
+
+/// A plan of a peer whose clock is 1000 s ahead.
+fn clocked() -> kvx_connector::engine::PeerPlan {
+    kvx_connector::engine::PeerPlan { clock: ClockOffset::sampled(at(0.0), at(0.0), 1000.0), ..plan() }
+}
+
+fn ends(rig: &mut Rig, now: f64, id: &str, tokens: u32) -> Finished {
+    let ending = Ending {
+        status: Status::Stopped,
+        blocks: BlockLists::single(blocks(100, tokens)),
+        computed: tokens,
+        cached: None,
+        reference: None,
+    };
+    rig.scheduler.request_finished(at(now), &id.into(), ending)
+}
+
+#[test]
+fn a_decode_keeps_its_blocks_and_says_until_when() {
+    let mut decode = Rig::new(both("d"));
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    decode.read_done(1.0, &read);
+    decode.outcomes(1.0);
+    let finished = ends(&mut decode, 2.0, "r", 50);
+    assert!(finished.delay_free);
+    let params = finished.params.unwrap();
+    assert!(params.do_remote_decode && !params.do_remote_prefill);
+    assert_eq!(params.remote_blocks_expiry_time, Some(482.0));
+    assert_eq!((params.remote_num_tokens, params.remote_block_ids), (Some(50), Some(vec![blocks(100, 50)])));
+    decode.step(2.0);
+    assert_eq!(decode.outcomes(481.0), []);
+    assert_eq!(decode.outcomes(482.0).len(), 1, "whoever has come");
+}
+
+#[test]
+fn two_turns_load_forth_and_back() {
+    let mut prefill = Rig::new(both("p"));
+    prefill.arrive(0.0, "turn2", 200, &decoded("d-r", 150, 1480.0));
+    assert_eq!(prefill.matched(0.0, "turn2", 0), 150);
+    prefill.allocate(0.0, "turn2", 100, 0);
+    let connection = prefill.step_to_handshake(0.0);
+    let actions = prefill.connected(0.0, connection, clocked());
+    assert!(beats(&actions).is_empty(), "a decode is sent no heartbeat");
+    let read = reads(&actions).remove(0);
+    prefill.read_done(1.0, &read);
+    assert_eq!(prefill.outcomes(1.0), [loaded("turn2", 150)]);
+    // It is not read twice when the request is scheduled again, and it is published at its end.
+    assert_eq!(prefill.matched(2.0, "turn2", 0), 0);
+    let finished = ends(&mut prefill, 3.0, "turn2", 200);
+    assert!(finished.params.unwrap().do_remote_prefill);
+    // The decode's side: one completion frees.
+    let mut decode = Rig::new(both("d"));
+    let first = decode.load_to_read(0.0, "d-r", 40, &prefilled("p", "p-r", 40));
+    decode.read_done(0.0, &first);
+    decode.outcomes(0.0);
+    ends(&mut decode, 0.0, "d-r", 150);
+    decode.step(0.0);
+    decode.notified(1.0, "p/0", b"d-r:1");
+    assert_eq!(decode.outcomes(1.0).len(), 1);
+}
+
+#[test]
+fn no_more_than_the_prompt_is_fetched_and_the_last_block_may_be_partial() {
+    let mut prefill = Rig::new(both("p"));
+    prefill.arrive(0.0, "r", 100, &decoded("d-r", 150, 1480.0));
+    assert_eq!(prefill.matched(0.0, "r", 16), 84);
+    prefill.allocate(0.0, "r", 100, 16);
+    let connection = prefill.step_to_handshake(0.0);
+    let read = reads(&prefill.connected(0.0, connection, clocked())).remove(0);
+    let expected: Vec<_> = (0..6).map(|place| (100 + place, 501 + place)).collect();
+    assert_eq!(pairs(&read), expected, "blocks 1 to 6 of the prompt, not the last six of the decode's");
+}
+
+#[test]
+fn few_tokens_are_computed_and_the_decode_is_told() {
+    let mut prefill = Rig::new(both("p"));
+    prefill.arrive(0.0, "few", 100, &decoded("d-few", 79, 1480.0));
+    assert_eq!(prefill.matched(0.0, "few", 16), 0, "63 of 64");
+    assert_eq!(prefill.matched(0.0, "few", 0), 79);
+    prefill.allocate(0.0, "few", 100, 16);
+    let connection = prefill.step_to_handshake(0.0);
+    assert_eq!(notes(&prefill.connected(0.0, connection, clocked())), [(0, "d-few:1".to_owned())]);
+    assert_eq!(prefill.outcomes(0.0), []);
+}
+
+#[test]
+fn blocks_about_to_expire_are_declined_and_computed() {
+    let mut prefill = Rig::new(both("p"));
+    prefill.arrive(0.0, "r", 200, &decoded("d-r", 150, 1004.9));
+    prefill.allocate(0.0, "r", 100, 0);
+    let connection = prefill.step_to_handshake(0.0);
+    assert!(reads(&prefill.connected(0.0, connection, clocked())).is_empty());
+    let outcomes = prefill.outcomes(0.0);
+    let [Outcome::Failed { failure, then, .. }] = &outcomes[..] else { panic!("{outcomes:?}") };
+    assert_eq!(
+        (failure, *then),
+        (&LoadFailure::Expiring, Then::Recompute { computed: 0 }),
+        "under either policy"
+    );
+    // Once the peer's clock is known, such an offer is not even taken up.
+    prefill.arrive(1.0, "s", 200, &decoded("d-s", 150, 1005.9));
+    assert_eq!(prefill.matched(1.0, "s", 0), 0);
+    prefill.arrive(1.0, "t", 200, &decoded("d-t", 150, 1007.0));
+    assert_eq!(prefill.matched(1.0, "t", 0), 150);
+}
+
+#[test]
+fn a_whole_prompt_in_the_cache_asks_neither_threshold_nor_expiry() {
+    let mut prefill = Rig::new(both("p"));
+    prefill.arrive(0.0, "r", 160, &decoded("d-r", 150, 1.0));
+    prefill.allocate(0.0, "r", 100, 160);
+    let connection = prefill.step_to_handshake(0.0);
+    assert_eq!(notes(&prefill.connected(0.0, connection, clocked())), [(0, "d-r:1".to_owned())]);
+    assert_eq!(prefill.log, [""; 0]);
+}
+
+#[test]
+fn an_offer_of_a_decode_is_ignored_where_it_is_not_switched_on() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.arrive(0.0, "r", 200, &decoded("d-r", 150, 1480.0));
+    assert_eq!(prefill.matched(0.0, "r", 0), 0);
+    let mut decode = Rig::new(settings("d"));
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    decode.read_done(0.0, &read);
+    decode.outcomes(0.0);
+    assert!(!ends(&mut decode, 1.0, "r", 50).delay_free);
+}

@@ -1,0 +1,253 @@
+//! Engines that are replaced, come back, register anew, or are not heard of again.
+
+use std::time::Duration;
+
+use kvx_connector::engine::{
+    Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings,
+};
+use kvx_connector::params::{Dialect, TransferParams};
+
+use crate::rig::{
+    Rig, at, blocks, disconnects, handshakes, loaded, plan, prefilled, reads, remote, settings,
+};
+
+/// Parameters of an engine that shares another one's address.
+fn at_address_of(address: &str, engine: &str, request: &str) -> TransferParams {
+    let mut from = remote(engine, request, blocks(500, 40), 40);
+    from.host = format!("{address}.host");
+    TransferParams::prefilled(from, Dialect::default())
+}
+
+fn registered(generation: u64) -> TransferParams {
+    let mut from = remote("p", "p-r", blocks(500, 40), 40);
+    from.registration_generation = generation;
+    TransferParams::prefilled(from, Dialect::default())
+}
+
+/// Loads a request to its end; gives the connection, and what was asked for on the way.
+fn load_whole(
+    decode: &mut Rig,
+    now: f64,
+    id: &str,
+    params: &TransferParams,
+) -> (Connection, Vec<Connection>) {
+    decode.load(now, id, 40, params);
+    let mut actions = decode.step(now);
+    if let [connection] = handshakes(&actions)[..] {
+        actions.extend(decode.connected(now, connection, plan()));
+    }
+    let read = reads(&actions).remove(0);
+    actions.extend(decode.read_done(now, &read));
+    assert_eq!(decode.outcomes(now), [loaded(id, 40)]);
+    (read.connection, disconnects(&actions))
+}
+
+fn gone(decode: &mut Rig, now: f64, what: &Move) {
+    let failure = MoveFailure {
+        kind: FailureKind::TransferFailed,
+        settled: true,
+        peer_is_gone: true,
+        error: "the peer has restarted".into(),
+    };
+    decode.worker.move_resolved(at(now), what.id, Err(failure));
+}
+
+fn no_answer(rig: &mut Rig, now: f64, connection: Connection) {
+    rig.worker.connected(
+        at(now),
+        connection,
+        Err(HandshakeFailure { setup: false, error: "no answer".into() }),
+    );
+}
+
+#[test]
+fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
+    let mut decode = Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
+    let (first, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
+    decode.step(1000.0);
+    assert_eq!(decode.worker.len(), 1, "time alone forgets nobody");
+    let (_, forgotten) = load_whole(&mut decode, 1000.0, "b", &prefilled("q", "q-b", 40));
+    assert_eq!(forgotten, [first]);
+}
+
+#[test]
+fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
+    let mut forever = Rig::new(Settings { engine_ttl: None, ..settings("d") });
+    load_whole(&mut forever, 0.0, "a", &prefilled("p", "p-a", 40));
+    assert_eq!(load_whole(&mut forever, 1e6, "b", &prefilled("q", "q-b", 40)).1, []);
+
+    let mut decode = Rig::new(Settings {
+        engine_ttl: Some(Duration::from_secs(60)),
+        load_timeout: Duration::from_secs(900),
+        ..settings("d")
+    });
+    decode.load_to_read(0.0, "reading", 40, &prefilled("p", "p-a", 40));
+    assert_eq!(load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1, [], "it is read from");
+
+    let mut decode = Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
+    decode.arrive(0.0, "waiting", 40, &prefilled("p", "p-a", 40));
+    let connection = decode.step_to_handshake(0.0);
+    decode.connected(0.0, connection, plan());
+    for beat in 1..20 {
+        decode.step(f64::from(beat) * 5.0);
+    }
+    assert_eq!(load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1, [], "it has heartbeats");
+}
+
+#[test]
+fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
+    let mut decode = Rig::new(settings("d"));
+    let (old, _) = load_whole(&mut decode, 0.0, "a", &at_address_of("h", "old", "a"));
+    let (other, _) = load_whole(&mut decode, 0.0, "b", &at_address_of("elsewhere", "other", "b"));
+    decode.load(1.0, "c", 40, &at_address_of("h", "new", "c"));
+    let connection = decode.step_to_handshake(1.0);
+    assert_eq!(decode.worker.len(), 3, "nothing goes before the handshake has succeeded");
+    assert_eq!(disconnects(&decode.connected(1.0, connection, plan())), [old]);
+    assert_ne!(old, other);
+}
+
+#[test]
+fn the_old_engine_stays_when_the_handshake_with_the_new_one_fails() {
+    let mut decode = Rig::new(settings("d"));
+    let (old, _) = load_whole(&mut decode, 0.0, "a", &at_address_of("h", "old", "a"));
+    decode.load(1.0, "b", 40, &at_address_of("h", "new", "b"));
+    let connection = decode.step_to_handshake(1.0);
+    no_answer(&mut decode, 6.0, connection);
+    assert!(disconnects(&decode.actions()).is_empty());
+    decode.outcomes(6.0);
+    assert_eq!(load_whole(&mut decode, 7.0, "c", &at_address_of("h", "old", "c")).0, old);
+}
+
+#[test]
+fn a_replaced_engine_goes_with_its_last_read() {
+    let mut decode = Rig::new(settings("d"));
+    let read = decode.load_to_read(0.0, "a", 40, &at_address_of("h", "old", "a"));
+    let (_, gone) = load_whole(&mut decode, 1.0, "b", &at_address_of("h", "new", "b"));
+    assert_eq!(gone, [], "it is read from");
+    assert_eq!(disconnects(&decode.read_done(2.0, &read)), [read.connection]);
+    assert_eq!(decode.outcomes(2.0), [loaded("a", 40)]);
+}
+
+#[test]
+fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
+    let mut decode = Rig::new(settings("d"));
+    decode.load(0.0, "a", 40, &prefilled("p", "p-a", 40));
+    let connection = decode.step_to_handshake(0.0);
+    no_answer(&mut decode, 5.0, connection);
+    assert_eq!(decode.outcomes(5.0).len(), 1);
+    decode.load(5.0, "b", 40, &prefilled("p", "p-b", 40));
+    let again = decode.step_to_handshake(5.0);
+    assert_ne!(again, connection);
+}
+
+#[test]
+fn an_engine_whose_data_is_wrong_is_asked_anew_after_longer_and_longer_waits() {
+    let mut decode = Rig::new(settings("d"));
+    let mut now = 0.0;
+    for (round, wait) in [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0].into_iter().enumerate() {
+        let id = format!("r{round}");
+        decode.load(now, &id, 40, &prefilled("p", &id, 40));
+        let connection = decode.step_to_handshake(now);
+        let read = reads(&decode.connected(now, connection, plan())).remove(0);
+        gone(&mut decode, now, &read);
+        assert_eq!(disconnects(&decode.actions()), [connection], "fresh descriptors each time");
+        assert_eq!(decode.outcomes(now).len(), 1);
+        // Before the wait is over a request fails at once, and nobody is asked.
+        decode.load(now + wait - 0.1, &format!("early{round}"), 40, &prefilled("p", "x", 40));
+        assert!(decode.step(now + wait - 0.1).is_empty());
+        let outcomes = decode.outcomes(now + wait - 0.1);
+        assert!(
+            matches!(&outcomes[..], [Outcome::Failed { failure: LoadFailure::Handshake(_), .. }]),
+            "{outcomes:?}"
+        );
+        now += wait;
+    }
+    // A read that succeeds ends it.
+    load_whole(&mut decode, now, "good", &prefilled("p", "good", 40));
+    decode.load(now, "bad", 40, &prefilled("p", "bad", 40));
+    let read = reads(&decode.step(now)).remove(0);
+    gone(&mut decode, now, &read);
+    decode.actions();
+    decode.outcomes(now);
+    decode.load(now + 1.0, "next", 40, &prefilled("p", "next", 40));
+    decode.step_to_handshake(now + 1.0);
+}
+
+#[test]
+fn success_and_expiry_ask_nobody() {
+    let mut decode = Rig::new(settings("d"));
+    load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
+    decode.outcomes(100.0);
+    assert!(decode.step(100.0).is_empty());
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(30.0).len(), 1);
+    assert!(prefill.step(31.0).is_empty());
+}
+
+#[test]
+fn a_higher_registration_asks_for_a_new_handshake() {
+    let mut decode = Rig::new(settings("d"));
+    let (old, _) = load_whole(&mut decode, 0.0, "a", &registered(0));
+    decode.load(1.0, "b", 40, &registered(1));
+    let actions = decode.step(1.0);
+    assert_eq!(disconnects(&actions), [old]);
+    let connection = handshakes(&actions)[0];
+    assert_eq!(reads(&decode.connected(1.0, connection, plan())).len(), 1);
+}
+
+#[test]
+fn a_lower_registration_is_refused() {
+    let mut decode = Rig::new(settings("d"));
+    load_whole(&mut decode, 0.0, "a", &registered(2));
+    decode.load(1.0, "b", 40, &registered(1));
+    assert!(decode.step(1.0).is_empty());
+    let outcomes = decode.outcomes(1.0);
+    assert!(matches!(&outcomes[..], [Outcome::Failed { .. }]), "{outcomes:?}");
+}
+
+#[test]
+fn a_registration_that_rises_during_the_handshake_starts_another() {
+    let mut decode = Rig::new(settings("d"));
+    decode.load(0.0, "a", 40, &registered(0));
+    let first = decode.step_to_handshake(0.0);
+    decode.load(1.0, "b", 40, &registered(1));
+    let second = decode.step_to_handshake(1.0);
+    assert_eq!(disconnects(&decode.connected(2.0, first, plan())), [first], "nobody waits for it any more");
+    let actions = decode.connected(3.0, second, plan());
+    assert_eq!(reads(&actions).len(), 1, "the blocks of the older registration are refused");
+    assert_eq!(decode.outcomes(3.0).len(), 1);
+}
+
+#[test]
+fn an_engine_that_registers_anew_says_so() {
+    let mut prefill = Rig::new(settings("p"));
+    assert_eq!(prefill.prefill(0.0, "a", 40).remote_registration_generation, Some(0));
+    prefill.scheduler.registered_anew();
+    assert_eq!(prefill.prefill(1.0, "b", 40).remote_registration_generation, Some(1));
+}
+
+#[test]
+fn the_loss_of_a_peer_gives_its_mappings_back() {
+    let mut decode = Rig::new(settings("d"));
+    let (connection, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
+    decode.worker.connection_lost(at(1.0), connection);
+    assert_eq!(disconnects(&decode.actions()), [connection]);
+    let (other, _) = load_whole(&mut decode, 2.0, "b", &prefilled("p", "p-b", 40));
+    assert_ne!(connection, other);
+}
+
+#[test]
+fn shutdown_releases_every_connection_once() {
+    let mut decode = Rig::new(settings("d"));
+    let (idle, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
+    let read = decode.load_to_read(1.0, "b", 40, &prefilled("q", "q-b", 40));
+    decode.worker.shutdown();
+    assert_eq!(disconnects(&decode.actions()), [idle]);
+    assert_eq!(disconnects(&decode.read_done(2.0, &read)), [read.connection]);
+    decode.worker.shutdown();
+    assert!(decode.actions().is_empty());
+    decode.outcomes(2.0);
+    assert!(decode.worker.is_empty());
+    assert!(decode.step(3.0).is_empty());
+}

@@ -1,0 +1,75 @@
+//! From what a handshake has told to whom a worker reads from.
+
+use kvx_connector::engine::{PeerPlan, WorkerRank};
+use kvx_connector::mapping::{
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Options, PeerMap, Remote, RemoteRank, Tp,
+    handshake_ranks,
+};
+use kvx_core::Op;
+
+use crate::rig::{BLOCK, BLOCKS, Rig, note_of, pairs, prefilled, reads, settings};
+
+/// The caches of one of `size` ranks of a model with two layers.
+fn caches(heads: Heads, size: u64, kernel_per_logical: u32) -> Caches {
+    let whole = if heads == Heads::Replicated { 4096 } else { 32768 / size };
+    let block_len = whole / u64::from(kernel_per_logical);
+    let layer = |layer: u64| LayerCache {
+        name: format!("layers.{layer}").into(),
+        tensors: KvTensors::Together((layer + 1) << 32),
+        block_len,
+        block_stride: block_len,
+        blocks: BLOCKS * kernel_per_logical,
+        group: 0,
+        memory: if layer == 0 { MemoryType::Vram } else { MemoryType::Dram },
+        heads,
+    };
+    let block = BLOCK / kernel_per_logical;
+    Caches::of_layers(vec![layer(0), layer(1)], KvLayout::Lbhnc, block, kernel_per_logical, 0).unwrap()
+}
+
+fn plan(heads: Heads, (d, rank): (u32, u32), p: u32, kernel_per_logical: u32) -> PeerPlan {
+    let own = caches(heads, d.into(), 1);
+    let theirs = caches(heads, p.into(), kernel_per_logical);
+    let tp = Tp::new(rank, d).unwrap();
+    let ranks: Vec<_> = handshake_ranks(tp, p, 1)
+        .unwrap()
+        .into_iter()
+        .map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()))
+        .collect();
+    let remote = Remote { tp_size: p, pp_size: 1, dcp_size: 1, ranks: &ranks };
+    let map = PeerMap::new(Op::Read, &own, tp, &remote, &Options::default()).unwrap();
+    PeerPlan::of(&map, own.geometry(), theirs.geometry())
+}
+
+fn ranks(plan: &PeerPlan) -> (Vec<u32>, Vec<u32>) {
+    let told = plan.told.iter().map(|(rank, _)| rank.tp).collect();
+    (plan.lanes.iter().map(|lane| lane.rank.tp).collect(), told)
+}
+
+#[test]
+fn heads_that_are_divided_are_read_from_every_rank_and_a_latent_from_one() {
+    assert_eq!(ranks(&plan(Heads::Sharded(8), (2, 1), 4, 1)), (vec![2, 3], vec![]));
+    assert_eq!(ranks(&plan(Heads::Replicated, (2, 1), 4, 1)), (vec![2], vec![3]));
+    let shared = plan(Heads::Sharded(8), (4, 3), 2, 1);
+    assert_eq!((ranks(&shared), shared.lanes[0].readers), ((vec![1], vec![]), 2));
+}
+
+#[test]
+fn regions_in_two_kinds_of_memory_take_two_moves_of_each_lane() {
+    let plan = plan(Heads::Sharded(8), (1, 0), 1, 1);
+    assert_eq!(plan.lanes[0].parts, 2);
+    assert_eq!((plan.local_blocks, plan.remote_blocks, plan.completions), (BLOCKS, BLOCKS, 1));
+}
+
+#[test]
+fn blocks_of_the_peers_kernel_are_named_in_its_units() {
+    let mut decode = Rig::new(settings("d"));
+    decode.load(0.0, "r", 24, &prefilled("p", "p-r", 24));
+    let connection = decode.step_to_handshake(0.0);
+    let plan = plan(Heads::Sharded(8), (1, 0), 1, 2);
+    assert_eq!(plan.lanes[0].rank, WorkerRank::default());
+    let moves = reads(&decode.connected(0.0, connection, plan));
+    // 24 tokens are three kernel blocks of eight; one of the prefill's logical blocks is two of them.
+    assert_eq!(pairs(&moves[0]), [(200, 1000), (201, 1001), (202, 1002)]);
+    assert_eq!(note_of(&moves[0]), None, "two moves: the word comes after both");
+}

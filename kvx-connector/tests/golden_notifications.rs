@@ -1,0 +1,42 @@
+//! Notifications captured from a live vLLM, and those that follow from its rules.
+#![cfg(feature = "protocol")]
+#![allow(clippy::unwrap_used, reason = "a golden file of another form is a failed test")]
+
+mod golden;
+
+use kvx_connector::wire::Notification;
+use serde_json::Value;
+
+fn entries(kind: &str) -> Vec<Value> {
+    let file = golden::json("notifications.json");
+    let entries: Vec<_> = ["captured", "by_rule"]
+        .iter()
+        .flat_map(|origin| file[origin][kind].as_array().cloned().unwrap_or_default())
+        .collect();
+    assert!(!entries.is_empty() || !golden::own(), "no {kind} in the vectors");
+    entries
+}
+
+fn check(entry: &Value, expected: Notification) {
+    let bytes = golden::hex(entry["hex"].as_str().unwrap());
+    assert_eq!(bytes, entry["text"].as_str().unwrap().as_bytes());
+    let read = Notification::decode(&bytes).unwrap();
+    assert_eq!(read, expected);
+    assert_eq!(read.encode(), bytes);
+}
+
+#[test]
+fn golden_completions() {
+    for entry in entries("completion") {
+        let count = entry["consumers"].as_u64().unwrap().try_into().unwrap();
+        check(&entry, Notification::done(entry["remote_request_id"].as_str().unwrap(), count).unwrap());
+    }
+}
+
+#[test]
+fn golden_heartbeats() {
+    for entry in entries("heartbeat") {
+        let ids = entry["request_ids"].as_array().unwrap().iter().map(|id| id.as_str().unwrap());
+        check(&entry, Notification::heartbeat(ids).unwrap());
+    }
+}

@@ -1,0 +1,41 @@
+//! Numbers that depend on the seed and on nothing else.
+
+use std::ops::Range;
+
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut random = Random(seed ^ 0x9e37_79b9_7f4a_7c15);
+        random.word();
+        random
+    }
+
+    pub(crate) fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// One of the range, which is not empty.
+    pub(crate) fn within(&mut self, range: Range<u64>) -> u64 {
+        range.start + self.word() % (range.end - range.start)
+    }
+
+    /// True so many times of a hundred.
+    pub(crate) fn percent(&mut self, chance: u64) -> bool {
+        self.word() % 100 < chance
+    }
+
+    pub(crate) fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.within(0..of.len() as u64) as usize]
+    }
+
+    /// Mostly near the start of the range, seldom far from it.
+    pub(crate) fn skewed(&mut self, range: Range<u64>) -> u64 {
+        let far = self.within(range.clone());
+        let shift = self.within(0..8);
+        range.start + ((far - range.start) >> shift)
+    }
+}

@@ -1,0 +1,111 @@
+//! Notifications: what is never sent, and what is read without harm.
+#![cfg(feature = "protocol")]
+
+use kvx_connector::wire::{Notification, PushRegistration};
+use kvx_core::Kind;
+
+/// vLLM's engine ends on a notification that has no colon, no number behind the last one, or is not UTF-8.
+#[test]
+fn malformed_notifications_are_errors() {
+    let long = vec![b'x'; Notification::MAX_LEN + 1];
+    let bad: [&[u8]; 14] = [
+        b"",
+        b"r",
+        b"r:",
+        b":1",
+        b"r:0",
+        b"r:-1",
+        b"r:+1",
+        b"r:01",
+        b"r:1x",
+        b"r:4294967296",
+        b"\xff:1",
+        b"HB:",
+        b"HB:a,,b",
+        &long,
+    ];
+    for bytes in bad {
+        let error = Notification::decode(bytes).unwrap_err();
+        assert_eq!(error.kind(), Kind::Malformed, "{:?}", bytes.escape_ascii().to_string());
+        assert!(error.to_string().len() < 400, "{error}");
+    }
+}
+
+#[test]
+fn malformed_registrations_are_errors_that_name_the_key() {
+    for (map, named) in [
+        (&b""[..], "bytes wanted"),
+        (b"\x80", "request_id"),
+        (b"\x81\xaarequest_id\x07", "request_id"),
+        (b"\x82\xaarequest_id\xa1r\xaflocal_block_ids\x91\x07", "local_block_ids"),
+        (b"\x82\xaarequest_id\xa1r\xabdecode_port\xce\x00\x01\x00\x00", "decode_port"),
+        (b"\x82\xaarequest_id\xa1r\xaedecode_tp_size\x00", "decode_tp_size"),
+        (b"\x82\xaarequest_id\xa1r\xaarequest_id\xa1r", "comes twice"),
+        (b"\x81\xaarequest_id\xa1r\x00", "too many"),
+        (b"\x90", "a map"),
+    ] {
+        let error = Notification::decode(&[b"PUSH_REG:", map].concat()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Malformed);
+        assert!(error.to_string().contains(named), "{named}: {error}");
+    }
+}
+
+#[test]
+fn a_registration_keeps_what_it_does_not_know() {
+    let bytes = b"PUSH_REG:\x83\xa5later\x92\x01\xc0\xaarequest_id\xa1r\xaflocal_block_ids\x90";
+    let read = Notification::decode(bytes).unwrap();
+    let Notification::Registration(registration) = &read else { panic!("{read:?}") };
+    assert_eq!(registration.unknown().collect::<Vec<_>>(), [("later", &b"\x92\x01\xc0"[..])]);
+    assert_eq!(registration.request_id, "r");
+    assert_eq!(read.encode(), bytes);
+}
+
+#[test]
+fn a_registration_without_addresses_says_so() {
+    let registration = PushRegistration::new("r", vec![vec![7], vec![]]);
+    let bytes = Notification::Registration(Box::new(registration.clone())).encode();
+    assert_eq!(Notification::decode(&bytes).unwrap(), Notification::Registration(Box::new(registration)));
+    assert!(!bytes.windows(6).any(|window| window == b"decode"), "what is not known is left out");
+}
+
+#[test]
+fn what_the_other_engine_would_misread_is_not_made() {
+    for id in ["", "HB:a", "PUSH_REG:a"] {
+        assert_eq!(Notification::done(id, 1).unwrap_err().kind(), Kind::Invalid, "{id}");
+    }
+    assert_eq!(Notification::done("r", 0).unwrap_err().kind(), Kind::Invalid);
+    for ids in [&[][..], &[""], &["a,b"], &["a", ""]] {
+        assert_eq!(
+            Notification::heartbeat(ids.iter().copied()).unwrap_err().kind(),
+            Kind::Invalid,
+            "{ids:?}"
+        );
+    }
+    assert_eq!(Notification::done("a:b,c", 3).unwrap().encode(), b"a:b,c:3");
+}
+
+#[test]
+fn many_requests_share_heartbeats_that_every_transport_carries() {
+    let ids: Vec<String> = (0..5000).map(|index| format!("cmpl-{index:036}-0-0123abcd")).collect();
+    let beats = Notification::heartbeats(ids.clone()).unwrap();
+    let mut seen = Vec::new();
+    for beat in &beats {
+        let bytes = beat.encode();
+        assert!(bytes.len() <= Notification::MAX_HEARTBEAT);
+        let Notification::Heartbeat { request_ids, .. } = Notification::decode(&bytes).unwrap() else {
+            panic!("{beat:?}")
+        };
+        seen.extend(request_ids);
+    }
+    assert_eq!(seen, ids);
+    let total: usize = ids.iter().map(|id| id.len() + 1).sum();
+    assert_eq!(
+        beats.len(),
+        total.div_ceil(Notification::MAX_HEARTBEAT - 60),
+        "none is half empty but the last"
+    );
+    assert_eq!(Notification::heartbeats(Vec::<String>::new()).unwrap(), []);
+    let edge = "x".repeat(Notification::MAX_HEARTBEAT - 3);
+    assert_eq!(Notification::heartbeats([edge.clone(), "y".to_owned()]).unwrap().len(), 2);
+    assert_eq!(Notification::heartbeats([edge + "x"]).unwrap_err().kind(), Kind::Invalid);
+}

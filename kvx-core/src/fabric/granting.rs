@@ -1,0 +1,151 @@
+//! Which regions a peer may use: asked for, granted, recalled.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::reactor::Outbox;
+use crate::transport::RemoteSpec;
+use crate::{Error, Kind, RegionId, Result, Ticket};
+
+use super::handle::{Import, Imports, Wiring};
+use super::machine::Machine;
+use super::messages::{Key, Message};
+use super::regions::{Registered, revoked};
+use super::session::Imported;
+use super::{EndpointId, Fabric};
+
+/// A region that is being revoked.
+pub(super) struct Recall<L> {
+    pub(super) region: Arc<Registered<L>>,
+    /// The sessions whose peers hold it.
+    waiting: HashSet<u64>,
+    pub(super) done: Ticket,
+}
+
+impl<F: Fabric> Machine<F> {
+    pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {
+        let Some(&number) = self.links.get(&link.id) else { return };
+        let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else { return };
+        match &import.what {
+            Imports::Foreign(range) => {
+                let made = match self.fabric.unpack_foreign(EndpointId(number), range) {
+                    Ok(remote) => Imported::Held(Arc::new(remote), RegionId(u64::MAX)),
+                    Err(why) => Imported::Refused(why.backend(self.name)),
+                };
+                session.imports.insert(import.number, made);
+            }
+            Imports::Region { id, key, .. } => {
+                session.imports.insert(import.number, Imported::Wanted(Arc::clone(import)));
+                session.wanted += 1;
+                let want = Message::Want { import: import.number, id: *id, key: Key(*key) };
+                self.send(number, &want, out);
+                self.after_work(number, out);
+            }
+        }
+    }
+
+    /// The owner has answered. Errors: `Malformed` for what was not asked.
+    pub(super) fn take_grant(
+        &mut self,
+        number: u64,
+        import: u64,
+        answer: Result<()>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let name = self.name;
+        let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
+        let Some(Imported::Wanted(wanted)) = session.imports.get(&import) else {
+            return Err(Error::new(
+                Kind::Malformed,
+                "malformed link message: a region is granted that was not asked for",
+            ));
+        };
+        session.wanted -= 1;
+        let made = match (&wanted.what, answer) {
+            (Imports::Region { id, key, len, kind, export }, Ok(())) => {
+                let spec = RemoteSpec { id: *id, key: *key, len: *len, kind: *kind, export };
+                let made = self.fabric.unpack(EndpointId(number), &spec);
+                made.map(|remote| Imported::Held(Arc::new(remote), *id))
+            }
+            (_, Err(why)) => Err(why),
+            (Imports::Foreign(_), Ok(())) => return Ok(()),
+        };
+        let made = made.unwrap_or_else(|why| Imported::Refused(why.backend(name)));
+        session.imports.insert(import, made);
+        for transfer in std::mem::take(&mut session.waiting) {
+            self.post(number, transfer, None, out);
+        }
+        self.after_work(number, out);
+        Ok(())
+    }
+
+    /// A region of ours is revoked: everyone who was granted it is asked to let go.
+    pub(super) fn revoke(&mut self, region: Arc<Registered<F::Local>>, done: Ticket, out: &mut Outbox) {
+        let id = region.id;
+        let mut waiting: HashSet<u64> = HashSet::new();
+        for (number, session) in &self.sessions {
+            if session.granted.contains(&id) {
+                waiting.insert(*number);
+            }
+        }
+        let asked: Vec<u64> = waiting.iter().copied().collect();
+        waiting.extend(
+            self.unproven.iter().filter(|(_, lost)| lost.granted.contains(&id)).map(|(number, _)| *number),
+        );
+        self.recalls.push(Recall { region, waiting, done });
+        for number in asked {
+            self.send(number, &Message::Recall { id }, out);
+        }
+        self.check_unproven(out);
+        self.finish_recalls(out);
+    }
+
+    /// The peer of a session has let go of one region, or of all.
+    pub(super) fn confirm(&mut self, number: u64, id: Option<RegionId>, out: &mut Outbox) {
+        for recall in &mut self.recalls {
+            if id.is_none_or(|id| recall.region.id == id) {
+                recall.waiting.remove(&number);
+            }
+        }
+        self.finish_recalls(out);
+    }
+
+    pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
+        for Recall { region, done, .. } in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
+            let result = self.fabric.unregister(&region.local);
+            match &result {
+                Ok(()) => region.give_back(),
+                Err(_) => region.quarantine(),
+            }
+            out.settle(done, result.map_err(|why| why.backend(self.name)));
+        }
+    }
+
+    /// The owner takes a region back that we were granted.
+    pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
+        let why = revoked(id).backend(self.name);
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        for imported in session.imports.values_mut() {
+            if matches!(imported, Imported::Held(_, held) if *held == id) {
+                *imported = Imported::Refused(why.clone());
+            }
+        }
+        session.recalled.push(id);
+        self.fail_jobs(|running| running.session == number && running.uses(id), &why, out);
+        self.let_go_of_recalled(number, out);
+    }
+
+    /// Says which recalled regions no transfer uses any more.
+    pub(super) fn let_go_of_recalled(&mut self, number: u64, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        if session.recalled.is_empty() {
+            return;
+        }
+        let jobs = &self.jobs;
+        let used = |id: RegionId| jobs.iter().any(|(_, job)| job.session == number && job.uses(id));
+        let released: Vec<RegionId> = session.recalled.extract_if(.., |id| !used(*id)).collect();
+        for id in released {
+            self.send(number, &Message::Released { id }, out);
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! What core holds of a transport: the handles of the transport, its regions, its links.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
+
+use crate::reactor::Reactor;
+use crate::sync::Mutex;
+use crate::transport::{
+    Context, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection,
+    RegionSpec, RemoteRegion, RemoteSpec, Transport,
+};
+use crate::{
+    Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId, RegionKey, Result,
+    Ticket, TransferId,
+};
+
+use super::machine::{Command, Machine};
+use super::regions::{Regions, Registered};
+use super::{Fabric, Parts, Registrar};
+
+pub(super) fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
+    let Parts { name, capabilities, address, fabric, registrar } = parts;
+    let regions = Arc::new(Regions::default());
+    let address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync> = address.into();
+    let thread = format!("kvx-{} {}", name.to_ascii_lowercase(), context.agent.name);
+    let events = Arc::clone(&context.events);
+    let machine = Machine::new(context, name, fabric, Arc::clone(&regions), Arc::clone(&address))?;
+    let reactor = Reactor::start(thread, machine, events)?;
+    Ok(Arc::new(Opened {
+        name,
+        reactor: Arc::new(reactor),
+        capabilities: Arc::new(capabilities),
+        regions,
+        registrar,
+        address,
+        closed: AtomicBool::new(false),
+    }))
+}
+
+struct Opened<F: Fabric> {
+    name: &'static str,
+    reactor: Arc<Reactor<Machine<F>>>,
+    capabilities: Arc<Capabilities>,
+    regions: Arc<Regions<F::Local>>,
+    registrar: Arc<dyn Registrar<F::Local>>,
+    address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+    closed: AtomicBool,
+}
+
+impl<F: Fabric> Opened<F> {
+    fn error(&self, kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+        Error::new(kind, sentence).backend(self.name)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(self.error(Kind::Closed, "the transport has been shut down"));
+        }
+        Ok(())
+    }
+
+    fn link(&self, wiring: Arc<Wiring>, address: &[u8], foreign: bool) -> Arc<dyn Link> {
+        let command = Command::Connect { link: Arc::clone(&wiring), address: address.into(), foreign };
+        self.reactor.submit(command);
+        Arc::new(FabricLink {
+            name: self.name,
+            reactor: Arc::clone(&self.reactor),
+            capabilities: Arc::clone(&self.capabilities),
+            wiring,
+            foreign,
+            imports: AtomicU64::new(0),
+        })
+    }
+}
+
+// SAFETY: a `Fabric` touches local memory only for pieces that it has not reported, and the machine settles a ticket
+// when all pieces of its job have been; a region's memory is kept until every peer that was granted it has released it.
+unsafe impl<F: Fabric> Transport for Opened<F> {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        (self.address)().map_err(|error| error.backend(self.name))
+    }
+
+    fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        self.check_open()?;
+        let kind = region.memory.kind();
+        if !self.capabilities.local.contains(kind) {
+            let moves = self.capabilities.local;
+            return Err(self.error(
+                Kind::Unsupported,
+                format!(
+                    "{} moves {moves} memory, and this is {kind} memory: use a backend that reaches it",
+                    self.name
+                ),
+            ));
+        }
+        let (local, export) =
+            self.registrar.register(region.id, &region.memory).map_err(|error| error.backend(self.name))?;
+        let registered = Arc::new(Registered::new(region, local));
+        self.regions.open(Arc::clone(&registered));
+        let (reactor, regions) = (Arc::clone(&self.reactor), Arc::clone(&self.regions));
+        Ok(Arc::new(FabricRegion::<F> { reactor, regions, registered, export }))
+    }
+
+    fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        self.check_open()?;
+        Ok(self.link(Arc::new(Wiring::new(id, peer.identity.clone())), peer.address, false))
+    }
+
+    fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
+        self.check_open()?;
+        let nobody = Identity { name: "foreign agent".into(), incarnation: Incarnation([0; 16]) };
+        Ok(self.link(Arc::new(Wiring::new(id, nobody)), blob, true))
+    }
+
+    fn foreign_metadata(&self) -> Result<Vec<u8>> {
+        self.check_open()?;
+        self.registrar.foreign_metadata().map_err(|error| error.backend(self.name))
+    }
+
+    fn resume(&self) {
+        self.reactor.submit(Command::Resume);
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        self.closed.store(true, Ordering::Release);
+        // The machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        self.reactor.submit(Command::Shutdown { done });
+        self.reactor.stop();
+    }
+}
+
+/// One of our regions.
+pub(super) struct FabricRegion<F: Fabric> {
+    reactor: Arc<Reactor<Machine<F>>>,
+    regions: Arc<Regions<F::Local>>,
+    pub(super) registered: Arc<Registered<F::Local>>,
+    export: Vec<u8>,
+}
+
+impl<F: Fabric> LocalRegion for FabricRegion<F> {
+    fn export(&self) -> &[u8] {
+        &self.export
+    }
+
+    fn revoke(&self, done: Ticket) {
+        match self.regions.revoke(self.registered.id) {
+            Some(region) => self.reactor.submit(Command::Revoke { region, done }),
+            None => done.settle(Err(super::regions::still_shared(self.registered.id))),
+        }
+    }
+}
+
+/// What a link's handle and the machine share.
+pub(super) struct Wiring {
+    pub(super) id: LinkId,
+    pub(super) peer: Identity,
+    /// What the library knows, once the link is up.
+    pub(super) known: Mutex<Option<(String, Arc<Capabilities>)>>,
+    /// Set when it is gone.
+    pub(super) gone: OnceLock<Error>,
+}
+
+impl Wiring {
+    fn new(id: LinkId, peer: Identity) -> Self {
+        Wiring { id, peer, known: Mutex::new(None), gone: OnceLock::new() }
+    }
+
+    /// Why nothing goes over this link any more.
+    pub(super) fn gone(&self) -> Error {
+        self.gone.get().cloned().unwrap_or_else(|| Error::new(Kind::Closed, "the link is not up"))
+    }
+}
+
+/// A region of the peer as this link knows it. The machine holds what was made of it, under this number.
+pub(super) struct Import {
+    pub(super) number: u64,
+    pub(super) what: Imports,
+}
+
+/// What is imported.
+pub(super) enum Imports {
+    Region { id: RegionId, key: RegionKey, len: u64, kind: MemoryKind, export: Box<[u8]> },
+    Foreign(ForeignRange),
+}
+
+impl RemoteRegion for Import {}
+
+/// The handle of a link.
+struct FabricLink<F: Fabric> {
+    name: &'static str,
+    reactor: Arc<Reactor<Machine<F>>>,
+    capabilities: Arc<Capabilities>,
+    wiring: Arc<Wiring>,
+    foreign: bool,
+    imports: AtomicU64,
+}
+
+impl<F: Fabric> FabricLink<F> {
+    fn import_as(&self, kind: MemoryKind, what: Imports) -> Result<Arc<dyn RemoteRegion>> {
+        let reaches = self.capabilities().remote;
+        if !reaches.contains(kind) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("this link reaches {reaches} memory of the peer, and its region is {kind} memory"),
+            )
+            .backend(self.name));
+        }
+        let number = self.imports.fetch_add(1, Ordering::Relaxed);
+        let import = Arc::new(Import { number, what });
+        let link = Arc::clone(&self.wiring);
+        self.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
+        Ok(import)
+    }
+}
+
+// SAFETY: as `Opened`.
+unsafe impl<F: Fabric> Link for FabricLink<F> {
+    fn capabilities(&self) -> Arc<Capabilities> {
+        let known = self.wiring.known.lock();
+        known.as_ref().map_or_else(|| Arc::clone(&self.capabilities), |(_, known)| Arc::clone(known))
+    }
+
+    fn describe(&self) -> String {
+        let known = self.wiring.known.lock();
+        known.as_ref().map_or_else(|| format!("{}, not up", self.name), |(text, _)| text.clone())
+    }
+
+    fn update(&self, peer: PeerSection<'_>) -> Result<()> {
+        if *peer.identity != self.wiring.peer {
+            return Err(Error::new(
+                Kind::PeerRestarted,
+                format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity),
+            )
+            .backend(self.name));
+        }
+        let link = Arc::clone(&self.wiring);
+        self.reactor.submit(Command::Update { link, address: peer.address.into() });
+        Ok(())
+    }
+
+    fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
+        let RemoteSpec { id, key, len, kind, export } = region;
+        if self.foreign {
+            let why = "this link leads to an agent that is not kvx: use RemoteGrid::at";
+            return Err(Error::new(Kind::Unsupported, why).backend(self.name));
+        }
+        self.import_as(kind, Imports::Region { id, key, len, kind, export: export.into() })
+    }
+
+    fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
+        if !self.foreign {
+            let why = "this link leads to a kvx agent: use its regions";
+            return Err(Error::new(Kind::Unsupported, why).backend(self.name));
+        }
+        self.import_as(range.kind, Imports::Foreign(range))
+    }
+
+    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+        let size = plan.size();
+        let link = Arc::clone(&self.wiring);
+        if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
+            let here: Option<ThreadId> = Some(std::thread::current().id());
+            self.reactor.submit_here(Command::Post { link, plan, id, done, here });
+        } else {
+            self.reactor.submit(Command::Post { link, plan, id, done, here: None });
+        }
+    }
+
+    fn notify(&self, bytes: &[u8], done: Ticket) {
+        if bytes.len() > MAX_NOTIFICATION {
+            let len = bytes.len();
+            let why = format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
+            return done.settle(Err(Error::new(Kind::Invalid, why).backend(self.name)));
+        }
+        let link = Arc::clone(&self.wiring);
+        self.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
+    }
+
+    fn cancel(&self, id: TransferId) {
+        self.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
+    }
+
+    fn drive(&self) -> bool {
+        self.reactor.drive()
+    }
+
+    fn close(&self) {
+        self.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
+    }
+}
+
+/// The handle that a plan's remote side keeps.
+pub(super) fn import_of(region: &Arc<dyn RemoteRegion>) -> Option<&Import> {
+    let any: &dyn Any = &**region;
+    any.downcast_ref()
+}

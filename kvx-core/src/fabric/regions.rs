@@ -1,0 +1,98 @@
+//! Regions of ours, from their registration to the proof that nobody reaches them any more.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::sync::Mutex;
+use crate::transport::RegionSpec;
+use crate::{Error, Kind, Memory, RegionId, RegionKey, Result};
+
+/// A region of ours.
+pub(super) struct Registered<L> {
+    pub(super) id: RegionId,
+    pub(super) key: RegionKey,
+    pub(super) local: L,
+    /// Until it is given back.
+    memory: Mutex<Option<Arc<Memory>>>,
+}
+
+impl<L> Registered<L> {
+    pub(super) fn new(spec: RegionSpec, local: L) -> Self {
+        Registered { id: spec.id, key: spec.key, local, memory: Mutex::new(Some(spec.memory)) }
+    }
+
+    /// Nobody reaches it any more.
+    pub(super) fn give_back(&self) {
+        let memory = self.memory.lock().take();
+        drop(memory);
+    }
+
+    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed.
+    pub(super) fn quarantine(self: Arc<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+enum State<L> {
+    Open(Arc<Registered<L>>),
+    Revoked,
+}
+
+/// What peers may ask for.
+pub(super) struct Regions<L>(Mutex<HashMap<RegionId, State<L>>>);
+
+impl<L> Default for Regions<L> {
+    fn default() -> Self {
+        Regions(Mutex::new(HashMap::new()))
+    }
+}
+
+impl<L> Regions<L> {
+    pub(super) fn open(&self, region: Arc<Registered<L>>) {
+        self.0.lock().insert(region.id, State::Open(region));
+    }
+
+    /// Nobody is granted it from now on. `None`: it was revoked before.
+    pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<Registered<L>>> {
+        match self.0.lock().insert(id, State::Revoked) {
+            Some(State::Open(region)) => Some(region),
+            Some(State::Revoked) | None => None,
+        }
+    }
+
+    /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`, `Revoked`.
+    pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
+        match self.0.lock().get(&id) {
+            None => Err(Error::new(Kind::Unregistered, format!("region {id} is not registered here"))),
+            Some(State::Revoked) => Err(revoked(id)),
+            Some(State::Open(region)) if region.key.matches(key) => Ok(()),
+            Some(State::Open(_)) => {
+                Err(Error::new(Kind::WrongKey, format!("the key shown for region {id} is not its key")))
+            }
+        }
+    }
+
+    /// Takes all that are still open.
+    pub(super) fn close(&self) -> Vec<Arc<Registered<L>>> {
+        let all = std::mem::take(&mut *self.0.lock());
+        all.into_values()
+            .filter_map(|state| match state {
+                State::Open(region) => Some(region),
+                State::Revoked => None,
+            })
+            .collect()
+    }
+}
+
+/// The owner took a region back.
+pub(super) fn revoked(id: RegionId) -> Error {
+    Error::new(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
+}
+
+/// The transport ended before a peer had let go of a region.
+pub(super) fn still_shared(id: RegionId) -> Error {
+    Error::new(
+        Kind::StillShared,
+        format!("a peer had not let go of region {id} when the transport was shut down"),
+    )
+}

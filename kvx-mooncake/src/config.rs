@@ -1,0 +1,147 @@
+//! The options of Mooncake: the table `mooncake`, and the keys of vLLM's MooncakeConnector at the top.
+//!
+//! | option | default | what it does |
+//! |---|---|---|
+//! | `mooncake_protocol` | `rdma` with an RDMA device, else `tcp` | the transport; one that is not there is an error |
+//! | `device_name` | all | RDMA devices, separated by commas |
+//! | `num_workers` | 10 | threads for calls of the engine that block, beside those that wait for a stopped peer |
+//! | `host` | `127.0.0.1` | the name or address that peers reach this host by |
+//! | `metadata` | `P2PHANDSHAKE` | or an `http://`, `https://` or `etcd://` server that the engine was built with |
+//! | `location` | the engine looks | where registered memory lies: `cuda:0` for device memory, `cpu:0` for host memory |
+//! | `any_version` | false | use a wheel that this release was not tried with |
+//!
+//! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them; the table wins.
+
+use kvx_core::{Error, Kind, Options, Result};
+
+use crate::ffi::Recipe;
+
+const KEYS: &[&str] =
+    &["any_version", "device_name", "host", "location", "metadata", "mooncake_protocol", "num_workers"];
+const PEER_TO_PEER: &str = "P2PHANDSHAKE";
+/// Schemes of metadata servers. The engine ends the process when it meets one that it does not know.
+const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
+const PROTOCOLS: &[&str] = &["rdma", "tcp"];
+const WORKERS: u64 = 10;
+/// Where the kernel lists RDMA devices.
+const DEVICES: &str = "/sys/class/infiniband";
+
+/// The parsed options.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Config {
+    pub(crate) recipe: Recipe,
+    pub(crate) workers: usize,
+    pub(crate) any_version: bool,
+    pub(crate) location: Option<String>,
+}
+
+impl Config {
+    /// Reads the options. Errors: `Invalid`, naming the option.
+    pub(crate) fn read(options: &Options) -> Result<Self> {
+        Config::on(options, &rdma_devices())
+    }
+
+    fn on(options: &Options, found: &[String]) -> Result<Self> {
+        let (table, top) = (options.table("mooncake", KEYS)?, options.top());
+        let text = |key| Ok(table.text(key)?.or(top.text(key)?));
+        let protocol = match text("mooncake_protocol")? {
+            None if found.is_empty() => "tcp".to_owned(),
+            None => "rdma".to_owned(),
+            Some(protocol) if PROTOCOLS.contains(&protocol) => protocol.to_owned(),
+            Some(other) => {
+                return Err(wrong("mooncake_protocol", other, "one of rdma, tcp"));
+            }
+        };
+        let devices = text("device_name")?.unwrap_or_default();
+        let devices: Vec<String> =
+            devices.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        let metadata = table.text("metadata")?.unwrap_or(PEER_TO_PEER).to_owned();
+        if metadata != PEER_TO_PEER && !SERVERS.iter().any(|scheme| metadata.starts_with(scheme)) {
+            return Err(wrong(
+                "mooncake.metadata",
+                &metadata,
+                "P2PHANDSHAKE, or http://…, https://…, etcd://…",
+            ));
+        }
+        let host = table.text("host")?.unwrap_or("127.0.0.1").to_owned();
+        if host.is_empty() || host.chars().any(|c| c.is_control() || c.is_whitespace()) {
+            return Err(wrong("mooncake.host", &host, "a name or address of this host"));
+        }
+        let location = table.text("location")?.map(str::to_owned);
+        if let Some(bad) = location.as_deref().filter(|text| !text.contains(':') || text.contains('\0')) {
+            return Err(wrong("mooncake.location", bad, "a kind and a number, such as cuda:0"));
+        }
+        let workers =
+            table.number("num_workers", 1..=256)?.or(top.number("num_workers", 1..=u64::from(u32::MAX))?);
+        Ok(Config {
+            recipe: Recipe { metadata, host, protocol, devices },
+            workers: workers.unwrap_or(WORKERS).min(256) as usize,
+            any_version: table.flag("any_version")?.unwrap_or(false),
+            location,
+        })
+    }
+
+    /// Whether the engine needs its client for etcd.
+    pub(crate) fn etcd(&self) -> bool {
+        self.recipe.metadata.starts_with("etcd://")
+    }
+}
+
+fn wrong(key: &str, found: &str, wanted: &str) -> Error {
+    Error::new(Kind::Invalid, format!("option \"{key}\" is {found:?}; write {wanted}"))
+}
+
+/// RDMA devices that the kernel knows.
+pub(crate) fn rdma_devices() -> Vec<String> {
+    let entries = std::fs::read_dir(DEVICES).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(json: &str, devices: &[&str]) -> Result<Config> {
+        let devices: Vec<String> = devices.iter().map(|name| (*name).to_owned()).collect();
+        Config::on(&Options::parse(json).expect("JSON"), &devices)
+    }
+
+    #[test]
+    fn the_default_is_what_the_machine_has() {
+        assert_eq!(read("{}", &[]).expect("defaults").recipe.protocol, "tcp");
+        let config = read("{}", &["mlx5_0"]).expect("defaults");
+        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 10));
+        assert_eq!(config.recipe.host, "127.0.0.1");
+    }
+
+    #[test]
+    fn vllms_keys_count_and_the_table_wins() {
+        let top = r#"{"mooncake_protocol": "rdma", "device_name": "mlx5_0, mlx5_1", "num_workers": 3}"#;
+        let config = read(top, &[]).expect("vLLM's keys");
+        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 3));
+        assert_eq!(config.recipe.devices, ["mlx5_0", "mlx5_1"]);
+        let both =
+            r#"{"mooncake_protocol": "rdma", "mooncake": {"mooncake_protocol": "tcp", "num_workers": 2}}"#;
+        let config = read(both, &[]).expect("both");
+        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("tcp", 2));
+    }
+
+    #[test]
+    fn what_the_engine_would_die_of_is_refused() {
+        for bad in ["redis://127.0.0.1", "nonsense", "", "file:///x"] {
+            let error = read(&format!(r#"{{"mooncake": {{"metadata": "{bad}"}}}}"#), &[]).unwrap_err();
+            assert!(error.sentence().contains("mooncake.metadata"), "{error}");
+        }
+        for good in ["http://10.0.0.1:8080/metadata", "etcd://10.0.0.1:2379"] {
+            let config =
+                read(&format!(r#"{{"mooncake": {{"metadata": "{good}"}}}}"#), &[]).expect("a server");
+            assert_eq!(config.etcd(), good.starts_with("etcd"));
+        }
+        assert!(read(r#"{"mooncake_protocol": "carrier-pigeon"}"#, &[]).is_err());
+        assert!(
+            read(r#"{"mooncake": {"hots": "x"}}"#, &[]).unwrap_err().sentence().contains("mooncake.host")
+        );
+    }
+}

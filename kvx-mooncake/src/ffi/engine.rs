@@ -1,0 +1,399 @@
+//! One transfer engine: segments, memory, batches, notifications.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use kvx_core::{Error, Kind, Op, Result};
+
+use super::bindings::{notify_msg, transfer_request, transfer_status};
+use super::library::{Library, on_own_thread};
+use crate::error;
+
+/// What an engine is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Recipe {
+    /// `P2PHANDSHAKE`, or where a metadata server is.
+    pub(crate) metadata: String,
+    /// The name or address that peers reach this host by.
+    pub(crate) host: String,
+    /// `tcp` or `rdma`.
+    pub(crate) protocol: String,
+    /// Network devices; empty: all.
+    pub(crate) devices: Vec<String>,
+}
+
+/// The metadata of engines that ask each other.
+pub(crate) const PEER_TO_PEER: &str = "P2PHANDSHAKE";
+
+/// A peer's segment, as an engine numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SegmentId(i32);
+
+/// A batch of an engine: a pointer in disguise, which the engine never checks. Only [`Engine::submit`] makes one, and
+/// [`Engine::free`] takes it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Batch(u64);
+
+/// One contiguous piece of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) op: Op,
+    pub(crate) local: u64,
+    pub(crate) segment: SegmentId,
+    pub(crate) remote: u64,
+    pub(crate) len: u64,
+}
+
+/// Where a task or a batch stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Moving,
+    /// With so many bytes.
+    Completed(u64),
+    /// It ended otherwise, with the engine's number for that.
+    Failed(i32),
+}
+
+/// A batch that was not taken.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    pub(crate) why: Error,
+    /// Nothing of it was started. Otherwise nobody knows.
+    pub(crate) whole: bool,
+}
+
+/// A transfer engine. Dropping it ends its threads; it must not be dropped while a batch is under way.
+pub(crate) struct Engine {
+    handle: NonNull<c_void>,
+    library: &'static Library,
+    name: String,
+}
+
+// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one thread at a time uses
+// a batch, because its number is neither cloned nor shared.
+unsafe impl Send for Engine {}
+// SAFETY: as above.
+unsafe impl Sync for Engine {}
+
+/// How often the tcp transport is asked for.
+const TCP_TRIES: u32 = 4;
+
+/// Engines are made one at a time: installing a transport must not meet another one.
+static MAKING: Mutex<()> = Mutex::new(());
+
+impl Engine {
+    /// Starts an engine with one transport.
+    ///
+    /// # Errors
+    /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the transport.
+    pub(crate) fn start(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
+        on_own_thread(|| Ok(kvx_core::loader::with_signals_kept(|| Engine::make(library, recipe))))
+            .map_err(|why| Error::new(Kind::Exhausted, why.to_string()))?
+    }
+
+    /// As [`start`](Engine::start), on this thread and with a library that is being tried.
+    pub(super) fn make(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
+        // The tcp transport looks for a free port and binds it later: another program may have taken it meanwhile.
+        let tries = if recipe.protocol == "tcp" { TCP_TRIES } else { 1 };
+        for _ in 0..tries {
+            if let Some(engine) = Engine::try_to_make(library, recipe)? {
+                return Ok(engine);
+            }
+        }
+        let why = format!(
+            "Mooncake has no transport {} here: choose another by mooncake_protocol; kvx takes none in its place",
+            recipe.protocol
+        );
+        Err(Error::new(Kind::Unavailable, why))
+    }
+
+    /// `None` without the transport that is asked for.
+    fn try_to_make(library: &'static Library, recipe: &Recipe) -> Result<Option<Engine>> {
+        let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let metadata = c_string("the metadata server", &recipe.metadata)?;
+        let host = c_string("the host", &recipe.host)?;
+        // Engines that ask each other take a free port by themselves, and are named after it. Others are told.
+        let peer_to_peer = recipe.metadata == PEER_TO_PEER;
+        let port = if peer_to_peer { 0 } else { free_port()? };
+        let name = if peer_to_peer { recipe.host.clone() } else { format!("{}:{port}", recipe.host) };
+        let name = c_string("the host", &name)?;
+        let protocol = c_string("the protocol", &recipe.protocol)?;
+        let devices: Vec<CString> =
+            recipe.devices.iter().map(|device| c_string("a device", device)).collect::<Result<_>>()?;
+        let devices: Vec<*const c_char> = devices.iter().map(|device| device.as_ptr()).collect();
+        let discovers = c_int::from(recipe.protocol != "tcp");
+        let made = match (library.adapter(), &devices[..]) {
+            // SAFETY: all texts outlive the call.
+            (_, []) => unsafe {
+                (library.functions().createTransferEngine)(
+                    metadata.as_ptr(),
+                    name.as_ptr(),
+                    host.as_ptr(),
+                    port.into(),
+                    discovers,
+                )
+            },
+            // SAFETY: as above; `devices` holds as many texts as it says.
+            (Some(adapter), devices) => unsafe {
+                (adapter.kvx_mooncake_create)(
+                    metadata.as_ptr(),
+                    name.as_ptr(),
+                    host.as_ptr(),
+                    port.into(),
+                    discovers,
+                    devices.as_ptr(),
+                    devices.len(),
+                )
+            },
+            (None, _) => {
+                let why = "this libtransfer_engine.so takes no list of devices: leave device_name out, and set \
+                           MC_TE_FILTERS before the program starts";
+                return Err(Error::new(Kind::Unsupported, why));
+            }
+        };
+        let Some(handle) = NonNull::new(made) else {
+            let said = library.last_error().unwrap_or_else(|| "it gave no reason".into());
+            let why = format!(
+                "Mooncake's engine does not start with metadata {} and host {}: {said}",
+                recipe.metadata, recipe.host
+            );
+            return Err(Error::new(Kind::Unavailable, why));
+        };
+        let mut engine = Engine { handle, library, name: String::new() };
+        // SAFETY: the handle lives, and the transport needs no arguments.
+        let transport = unsafe {
+            (library.functions().installTransport)(engine.raw(), protocol.as_ptr(), std::ptr::null_mut())
+        };
+        if transport.is_null() {
+            return Ok(None);
+        }
+        engine.name = if peer_to_peer { engine.own_name()? } else { name.to_string_lossy().into_owned() };
+        Ok(Some(engine))
+    }
+
+    fn own_name(&self) -> Result<String> {
+        let mut buffer = [0; 512];
+        // SAFETY: the buffer is as long as it says.
+        let code = unsafe {
+            (self.library.functions().getLocalIpAndPort)(self.raw(), buffer.as_mut_ptr().cast(), buffer.len())
+        };
+        let name = CStr::from_bytes_until_nul(&buffer).ok().and_then(|name| name.to_str().ok());
+        match name.filter(|name| code == 0 && !name.is_empty()) {
+            Some(name) => Ok(name.to_owned()),
+            None => Err(self.error("asking the engine for its own name", code)),
+        }
+    }
+
+    fn raw(&self) -> *mut c_void {
+        self.handle.as_ptr()
+    }
+
+    fn error(&self, doing: &str, code: c_int) -> Error {
+        error::of_code(doing, code, self.library.last_error())
+    }
+
+    /// The name that peers open its segment by.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it last logged as errors: results say little.
+    pub(crate) fn log(&self) -> Option<String> {
+        self.library.log()
+    }
+
+    /// Makes memory reachable for every peer.
+    ///
+    /// # Safety
+    /// The memory stays until [`unregister`](Engine::unregister) has returned.
+    pub(crate) unsafe fn register(&self, address: u64, len: usize, location: &str) -> Result<()> {
+        let location = c_string("a location", location)?;
+        let register = self.library.functions().registerLocalMemory;
+        // SAFETY: the caller's promise.
+        let code = unsafe { register(self.raw(), address as *mut c_void, len, location.as_ptr(), 1) };
+        if code == 0 { Ok(()) } else { Err(self.error("registering memory", code)) }
+    }
+
+    /// Ends that for operations that begin later.
+    pub(crate) fn unregister(&self, address: u64) -> Result<()> {
+        // SAFETY: an address only; one that is not registered is an error.
+        let code =
+            unsafe { (self.library.functions().unregisterLocalMemory)(self.raw(), address as *mut c_void) };
+        if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
+    }
+
+    /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is stopped.
+    pub(crate) fn open_segment(&self, name: &str) -> Result<SegmentId> {
+        let text = c_string("the peer's address", name)?;
+        // SAFETY: the text outlives the call.
+        let segment = unsafe { (self.library.functions().openSegmentNoCache)(self.raw(), text.as_ptr()) };
+        if segment >= 0 {
+            Ok(SegmentId(segment))
+        } else {
+            Err(self.error("opening the peer's segment", segment))
+        }
+    }
+
+    /// Starts to move pieces.
+    ///
+    /// # Safety
+    /// The local memory stays until [`task`](Engine::task) has said of each piece that it has ended.
+    pub(crate) unsafe fn submit(&self, pieces: &[Piece]) -> Result<Batch, Refused> {
+        let functions = self.library.functions();
+        // SAFETY: a number only.
+        let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
+        if batch == u64::MAX {
+            let why = Error::new(Kind::Exhausted, "Mooncake's engine has no room for another batch");
+            return Err(Refused { why, whole: true });
+        }
+        let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
+        // SAFETY: as many requests as it says, which the engine copies; their memory is the caller's promise.
+        let code =
+            unsafe { (functions.submitTransfer)(self.raw(), batch, requests.as_mut_ptr(), requests.len()) };
+        if code == 0 {
+            return Ok(Batch(batch));
+        }
+        // Before it hands anything to a transport it says these.
+        let whole = error::before_anything_moved(code);
+        if whole {
+            // SAFETY: nothing was started, and nobody has the number.
+            unsafe { (functions.freeBatchID)(self.raw(), batch) };
+        }
+        Err(Refused { why: self.error("submitting a batch", code), whole })
+    }
+
+    /// Where a whole batch stands, if that can be told without asking for each piece: failed as soon as one is.
+    pub(crate) fn whole(&self, batch: &Batch) -> Option<State> {
+        let ask = self.library.adapter()?.kvx_mooncake_batch_status;
+        let mut status = transfer_status::default();
+        // SAFETY: the batch lives, because `free` takes it.
+        let code = unsafe { ask(self.raw(), batch.0, &raw mut status) };
+        (code == 0).then(|| state(&status))
+    }
+
+    /// Where one piece stands. Errors: the engine does not know; the piece may be under way.
+    pub(crate) fn task(&self, batch: &Batch, piece: usize) -> Result<State> {
+        let mut status = transfer_status::default();
+        // SAFETY: as above.
+        let code = unsafe {
+            (self.library.functions().getTransferStatus)(self.raw(), batch.0, piece, &raw mut status)
+        };
+        if code == 0 { Ok(state(&status)) } else { Err(self.error("asking for a piece's state", code)) }
+    }
+
+    /// Gives a batch back whose pieces have all ended.
+    pub(crate) fn free(&self, batch: Batch) {
+        // SAFETY: the number is used up.
+        let code = unsafe { (self.library.functions().freeBatchID)(self.raw(), batch.0) };
+        if code != 0 {
+            tracing::debug!(code, "Mooncake keeps a batch that has ended");
+        }
+    }
+
+    /// Sends a notification. Blocks: a minute, if the peer is stopped.
+    pub(crate) fn notify(&self, segment: SegmentId, name: &CStr, text: &CStr) -> Result<()> {
+        let message = notify_msg { name: name.as_ptr().cast_mut(), msg: text.as_ptr().cast_mut() };
+        // SAFETY: both texts outlive the call, which copies them.
+        let code =
+            unsafe { (self.library.functions().genNotifyInEngine)(self.raw(), segment.0 as u64, message) };
+        if code == 0 { Ok(()) } else { Err(self.error("sending a notification", code)) }
+    }
+
+    /// Hands the notifications that came in to `take`: name and text.
+    pub(crate) fn notifications(&self, mut take: impl FnMut(&[u8], &[u8])) -> usize {
+        let functions = self.library.functions();
+        let mut count: c_int = 0;
+        // SAFETY: a number to write to.
+        let messages = unsafe { (functions.getNotifsFromEngine)(self.raw(), &raw mut count) };
+        let Some(messages) = NonNull::new(messages) else { return 0 };
+        let count = usize::try_from(count).unwrap_or(0);
+        // SAFETY: the engine gives as many as it says, and they stay until they are freed below.
+        for message in unsafe { std::slice::from_raw_parts(messages.as_ptr(), count) } {
+            if message.name.is_null() || message.msg.is_null() {
+                continue;
+            }
+            // SAFETY: both are C strings of the engine's.
+            unsafe { take(CStr::from_ptr(message.name).to_bytes(), CStr::from_ptr(message.msg).to_bytes()) };
+        }
+        // SAFETY: what was given, once.
+        unsafe { (functions.freeNotifsMsgBuf)(messages.as_ptr(), count as c_int) };
+        count
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The engine's listener looks up once a second, or when somebody calls: somebody does.
+        let ended = AtomicBool::new(false);
+        let own = self.name.to_socket_addrs().ok().and_then(|mut found| found.next());
+        std::thread::scope(|scope| {
+            if let Some(own) = own {
+                let ended = &ended;
+                let call = move || {
+                    while !ended.load(Ordering::Acquire) {
+                        std::thread::park_timeout(Duration::from_millis(2));
+                        TcpStream::connect_timeout(&own, Duration::from_millis(100)).ok();
+                    }
+                };
+                // Without a thread it takes the second.
+                std::thread::Builder::new().name("kvx-mooncake".into()).spawn_scoped(scope, call).ok();
+            }
+            // SAFETY: the last use of the handle; the owner saw to it that no batch is under way.
+            unsafe { (self.library.functions().destroyTransferEngine)(self.raw()) };
+            ended.store(true, Ordering::Release);
+        });
+    }
+}
+
+/// Whether somebody listens at `name`. `None`: it cannot be told.
+pub(crate) fn probe(name: &str) -> Option<bool> {
+    let address: SocketAddr = name.to_socket_addrs().ok()?.next()?;
+    // A process that dies closes its files one after the other: once more a moment later.
+    for _ in 0..3 {
+        match TcpStream::connect_timeout(&address, Duration::from_secs(1)) {
+            Ok(_) => std::thread::sleep(Duration::from_millis(10)),
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => return Some(false),
+            Err(_) => return None,
+        }
+    }
+    Some(true)
+}
+
+/// A port that is free now: the engine listens on all interfaces.
+fn free_port() -> Result<u16> {
+    let found =
+        std::net::TcpListener::bind((std::net::Ipv4Addr::UNSPECIFIED, 0)).and_then(|free| free.local_addr());
+    found
+        .map(|address| address.port())
+        .map_err(|error| Error::os("no free port for the engine", error).kind_is(Kind::Exhausted))
+}
+
+fn request(piece: &Piece) -> transfer_request {
+    transfer_request {
+        opcode: match piece.op {
+            Op::Read => 0,
+            Op::Write => 1,
+        },
+        source: piece.local as *mut c_void,
+        target_id: piece.segment.0,
+        target_offset: piece.remote,
+        length: piece.len,
+    }
+}
+
+fn state(status: &transfer_status) -> State {
+    match status.status {
+        0 | 1 => State::Moving,
+        4 => State::Completed(status.transferred_bytes),
+        other => State::Failed(other),
+    }
+}
+
+fn c_string(what: &str, text: &str) -> Result<CString> {
+    CString::new(text)
+        .map_err(|_| Error::new(Kind::Invalid, format!("{what} has a NUL in it: {text:?}; write it without")))
+}

@@ -1,0 +1,232 @@
+//! The Mooncake that this process has opened.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use kvx_core::Unavailable;
+use kvx_core::loader::{self, Search};
+
+use super::{adapter_bindings, bindings, self_test};
+
+/// The variable that names the library.
+const VARIABLE: &str = "KVX_MOONCAKE_LIB";
+const NAMES: &[&str] = &["libtransfer_engine.so"];
+/// The adapter over a wheel, as `cargo xtask peers mooncake` names it.
+const ADAPTER: &str = "libkvx_mooncake_adapter.so";
+const CURE: &str = "install Mooncake's libtransfer_engine.so, or, for the wheel \
+                    mooncake-transfer-engine-non-cuda, run `cargo xtask peers mooncake` and set KVX_MOONCAKE_LIB to \
+                    target/peers/mooncake/libkvx_mooncake_adapter.so";
+/// Wheels that the adapter's layouts were tried with.
+const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
+
+/// What a program wants of the library.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wanted {
+    /// Further files to look for.
+    pub(crate) files: Vec<PathBuf>,
+    /// Also a wheel that this release was not tried with.
+    pub(crate) any_version: bool,
+    /// With its client for etcd.
+    pub(crate) etcd: bool,
+}
+
+/// An open library, for the life of the process: the first that was asked for is the only one.
+pub(crate) struct Library {
+    functions: bindings::Functions,
+    adapter: Option<adapter_bindings::Functions>,
+    path: PathBuf,
+    version: String,
+    etcd: bool,
+}
+
+static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENING: Mutex<()> = Mutex::new(());
+
+impl Library {
+    /// Opens the library and tries it, once in a process: what the engine does to signals is undone, its threads are
+    /// named, and an engine that answers otherwise than expected is refused.
+    ///
+    /// # Errors
+    /// What was tried, or how the engine failed, and the cure; tried again at the next call.
+    pub(crate) fn open(wanted: &Wanted) -> Result<&'static Library, Unavailable> {
+        let _one_at_a_time = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(library) = OPENED.get() {
+            library.has_etcd(wanted.etcd)?;
+            return Ok(library);
+        }
+        let library = on_own_thread(|| {
+            loader::with_signals_kept(|| {
+                let library = Library::load(wanted)?;
+                self_test::run(&library).map_err(|why| {
+                    let path = library.path.display();
+                    Unavailable::because(format!("the engine of {path} failed its self-test: {why}"), CURE)
+                })?;
+                Ok(library)
+            })
+        })?;
+        Ok(OPENED.get_or_init(|| library))
+    }
+
+    fn load(wanted: &Wanted) -> Result<Library, Unavailable> {
+        let library = Search::new(VARIABLE, NAMES, CURE)
+            .files(wanted.files.iter().cloned())
+            .open()
+            .map_err(explained)?;
+        let path = library.path().to_owned();
+        // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
+        let find = |name: &'static CStr| unsafe { library.symbol::<NonNull<c_void>>(name) };
+        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the bindings are made of.
+        let functions = unsafe { bindings::Functions::find(find) }?;
+        // SAFETY: as above; nobody else has names like these.
+        let adapter = unsafe { adapter_bindings::Functions::find(find) }.ok();
+        let mut version = "of unknown version".to_owned();
+        if let Some(adapter) = &adapter {
+            // SAFETY: the text stays until this thread's next call.
+            let wheel = unsafe { text((adapter.kvx_mooncake_version)()) }.unwrap_or_default();
+            if !wanted.any_version && !KNOWN_WHEELS.contains(&wheel.as_str()) {
+                return Err(unknown_wheel(&wheel));
+            }
+            // SAFETY: it may be called at any time; handlers that it installs are put back by the caller.
+            let why = unsafe { text((adapter.kvx_mooncake_load)(wanted.etcd.into())) };
+            if let Some(why) = why {
+                return Err(Unavailable::because(
+                    format!("{} cannot load the wheel's engine: {why}", path.display()),
+                    "apt install libpython3.11 libibverbs1 libnuma1 libcurl4, and run `cargo xtask peers mooncake` again",
+                ));
+            }
+            version = format!("wheel {wheel}");
+        }
+        // A libtransfer_engine.so has what it was built with, and says itself when that is not etcd.
+        let etcd = adapter.is_none() || wanted.etcd;
+        Ok(Library { functions, adapter, path, version, etcd })
+    }
+
+    fn has_etcd(&self, wanted: bool) -> Result<(), Unavailable> {
+        if !wanted || self.etcd {
+            return Ok(());
+        }
+        Err(Unavailable::because(
+            "the engine was loaded without its client for etcd, because another agent came first",
+            "build the agent whose metadata is in etcd before others",
+        ))
+    }
+
+    pub(super) fn functions(&self) -> &bindings::Functions {
+        &self.functions
+    }
+
+    pub(super) fn adapter(&self) -> Option<&adapter_bindings::Functions> {
+        self.adapter.as_ref()
+    }
+
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is known of its version.
+    pub(crate) fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// What went wrong in this thread's last call, where the engine says so.
+    pub(super) fn last_error(&self) -> Option<String> {
+        // SAFETY: the text stays until this thread's next call.
+        unsafe { text((self.adapter?.kvx_mooncake_error)()) }.filter(|text| !text.is_empty())
+    }
+
+    /// What the engine last logged as errors.
+    pub(crate) fn log(&self) -> Option<String> {
+        // SAFETY: as above.
+        unsafe { text((self.adapter?.kvx_mooncake_log)()) }.filter(|text| !text.is_empty())
+    }
+}
+
+/// What people do who found the wheel's own file.
+fn explained(mut why: Unavailable) -> Unavailable {
+    let named = why.value.as_deref().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
+    if named.is_some_and(|name| name.starts_with("engine") && name.ends_with(".so")) {
+        why.missing = format!("{VARIABLE} names a wheel's engine, which has no C interface: {}", why.missing);
+        why.cure = format!(
+            "run `cargo xtask peers mooncake`, set {VARIABLE} to {ADAPTER} and KVX_MOONCAKE_ENGINE to this file"
+        );
+    }
+    why
+}
+
+fn unknown_wheel(version: &str) -> Unavailable {
+    let known = KNOWN_WHEELS.join(", ");
+    let missing = match version {
+        "" => {
+            "the wheel's version cannot be told: KVX_MOONCAKE_ENGINE names no mooncake/engine.so".to_owned()
+        }
+        version => format!("the wheel is of version {version}, and the adapter was tried with {known}"),
+    };
+    Unavailable::because(
+        missing,
+        format!("install version {known}, or try this one with the option mooncake.any_version"),
+    )
+}
+
+/// Runs `run` on a thread whose name the engine's threads inherit, and its signal mask with it: the engine writes to
+/// sockets that a peer may close, which must not end a program that does not ignore SIGPIPE.
+pub(super) fn on_own_thread<T: Send>(
+    run: impl FnOnce() -> Result<T, Unavailable> + Send,
+) -> Result<T, Unavailable> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("kvx-mooncake".into()).spawn_scoped(scope, || {
+            block_sigpipe();
+            run()
+        });
+        match thread.map(std::thread::ScopedJoinHandle::join) {
+            Ok(Ok(result)) => result,
+            Ok(Err(panic)) => std::panic::resume_unwind(panic),
+            Err(error) => Err(Unavailable::because(
+                format!("no thread to start the engine on: {error}"),
+                "raise the limit of threads",
+            )),
+        }
+    })
+}
+
+/// For this thread and those that it starts.
+pub(crate) fn block_sigpipe() {
+    // SAFETY: a set on the stack is emptied, gets one signal, and is handed over; the old mask is not asked for.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// # Safety
+/// Null, or a C string that stays for the length of the call.
+unsafe fn text(text: *const c_char) -> Option<String> {
+    // SAFETY: the caller's promise.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wheels_own_file_is_explained() {
+        let mut why = Unavailable::because("engine.so does not load", CURE);
+        why.value = Some("/venv/mooncake/engine.cpython-311.so".into());
+        let why = explained(why).to_string();
+        assert!(why.contains("wheel's engine") && why.contains("KVX_MOONCAKE_ENGINE"), "{why}");
+        let other = explained(Unavailable::because("x", CURE));
+        assert_eq!(other.cure, CURE);
+    }
+
+    #[test]
+    fn an_unknown_wheel_is_named_with_those_that_are_known() {
+        let why = unknown_wheel("9.9").to_string();
+        assert!(why.contains("9.9") && why.contains(KNOWN_WHEELS[0]) && why.contains("any_version"), "{why}");
+        assert!(unknown_wheel("").to_string().contains("KVX_MOONCAKE_ENGINE"));
+    }
+}

@@ -1,0 +1,20 @@
+//! Mooncake's C interface: generated bindings, the library that is opened, and thin owners of its handles.
+//!
+//! The first bindings are of `libtransfer_engine.so`, the second of what only the adapter in this crate has. Both are
+//! written by `cargo xtask bindings` from headers of our own.
+
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, non_snake_case, unreachable_pub, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod adapter_bindings;
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, non_snake_case, unreachable_pub, dead_code, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod bindings;
+
+mod engine;
+mod library;
+mod self_test;
+
+pub(crate) use engine::{Batch, Engine, Piece, Recipe, SegmentId, State, probe};
+pub(crate) use library::{Library, Wanted, block_sigpipe};

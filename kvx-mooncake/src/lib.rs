@@ -1,0 +1,20 @@
+#![doc = include_str!("../README.md")]
+#![cfg(target_os = "linux")]
+
+mod config;
+mod couriers;
+mod error;
+mod ffi;
+mod frames;
+mod link;
+mod memory;
+mod progress;
+mod transport;
+
+pub use transport::Mooncake;
+
+/// The generated bindings, for programs that drive the engine themselves: no part of kvx, and without its promises.
+#[cfg(feature = "raw")]
+pub mod raw {
+    pub use crate::ffi::bindings::*;
+}

@@ -1,0 +1,551 @@
+//! The engine as the shared machine drives it: batches, their ends, and what couriers report.
+
+use std::collections::VecDeque;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::reactor::Armed;
+use kvx_core::transport::{ForeignRange, RemoteSpec};
+use kvx_core::{Capabilities, Error, Identity, Kind, Result};
+
+use crate::couriers::{Couriers, Report, TAG};
+use crate::error;
+use crate::ffi::{Batch, Engine, Piece, State};
+use crate::frames;
+use crate::link::{Links, Note, Phase, foreign_text};
+use crate::memory::{Local, Ranges, Remote};
+use crate::transport::capabilities;
+
+/// The most pieces of a batch.
+const BATCH_PIECES: usize = 64;
+/// The most bytes of a batch, unless one piece is longer.
+const BATCH_BYTES: u64 = 1 << 20;
+/// The most pieces under way to one peer: far below what its queue takes (1,024, and as many that wait for admission).
+const PEER_PIECES: usize = 256;
+/// The most bytes under way to one peer: what a small transfer has to wait for.
+const PEER_BYTES: u64 = 8 << 20;
+/// Batches that are looked at in one turn.
+const LOOKED_AT: usize = 64;
+/// How often the pieces of a batch are looked at one by one though the batch says that it is moving: an engine does not
+/// count some ends.
+const DOUBTS: Duration = Duration::from_secs(1);
+/// How often the engine is asked for notifications, at most.
+const LISTENS: Duration = Duration::from_micros(20);
+/// The longest frame of a link.
+const MAX_FRAME: usize = 48 << 10;
+
+/// Pieces that the engine moves.
+struct Moving {
+    batch: Batch,
+    job: JobId,
+    endpoint: EndpointId,
+    to: Arc<str>,
+    /// The length of each piece.
+    lens: Box<[u64]>,
+    bytes: u64,
+    /// Pieces that have ended, in order.
+    ended: usize,
+    failed: Option<Failure>,
+    /// When its pieces are looked at one by one.
+    doubted: Instant,
+}
+
+/// Why pieces failed.
+#[derive(Clone, Debug)]
+struct Failure {
+    count: usize,
+    why: String,
+    code: i64,
+}
+
+/// A batch that has failed, until it is known whether the peer lives.
+struct Suspect {
+    job: JobId,
+    endpoint: EndpointId,
+    to: Arc<str>,
+    pieces: u32,
+    failure: Failure,
+}
+
+pub(crate) struct Mooncake {
+    /// Until the end.
+    engine: Option<Arc<Engine>>,
+    couriers: Couriers,
+    ranges: Arc<Ranges>,
+    protocol: String,
+    fds: [RawFd; 1],
+    /// What foreign agents know us by.
+    own_name: std::ffi::CString,
+    links: Links,
+    moving: VecDeque<Moving>,
+    suspects: Vec<Suspect>,
+    /// Jobs that wait for what a peer has to say of itself.
+    held_up: Vec<(Arc<str>, JobId)>,
+    /// Notifications were taken that have not been handed over.
+    notified: Vec<Happened>,
+    pieces: Vec<Piece>,
+    last_event: Instant,
+    /// When the engine is asked for notifications again.
+    listens: Instant,
+    /// Pieces of which nobody knows whether they are under way.
+    lost_count: bool,
+}
+
+impl Mooncake {
+    pub(crate) fn new(
+        engine: Arc<Engine>,
+        couriers: Couriers,
+        ranges: Arc<Ranges>,
+        protocol: String,
+        me: &Identity,
+    ) -> Self {
+        let name: Vec<u8> = me.name.bytes().filter(|byte| *byte != 0).collect();
+        Mooncake {
+            engine: Some(engine),
+            fds: [couriers.fd()],
+            couriers,
+            ranges,
+            protocol,
+            own_name: std::ffi::CString::new(name).unwrap_or_default(),
+            links: Links::default(),
+            moving: VecDeque::new(),
+            suspects: Vec::new(),
+            held_up: Vec::new(),
+            notified: Vec::new(),
+            pieces: Vec::new(),
+            last_event: Instant::now(),
+            listens: Instant::now(),
+            lost_count: false,
+        }
+    }
+
+    fn engine(&self) -> Result<Arc<Engine>> {
+        self.engine.clone().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+    }
+
+    fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
+        let engine = self.engine()?;
+        let to = self.links.add(endpoint, address, foreign)?;
+        self.couriers.open(&engine, &to, foreign)
+    }
+
+    /// Looks how far a batch is. Says whether all of it has ended.
+    fn look(engine: &Engine, moving: &mut Moving, now: Instant) -> bool {
+        if moving.ended == 0 && moving.failed.is_none() {
+            match engine.whole(&moving.batch) {
+                Some(State::Completed(bytes)) if bytes == moving.bytes => {
+                    moving.ended = moving.lens.len();
+                    return true;
+                }
+                Some(State::Moving) if now < moving.doubted => return false,
+                _ => moving.doubted = now + DOUBTS,
+            }
+        }
+        while let Some(len) = moving.lens.get(moving.ended) {
+            let (why, code) = match engine.task(&moving.batch, moving.ended) {
+                Ok(State::Moving) | Err(_) => return false,
+                Ok(State::Completed(bytes)) if bytes == *len => {
+                    moving.ended += 1;
+                    continue;
+                }
+                Ok(State::Completed(bytes)) => (format!("completed with {bytes} of {len} bytes"), 4),
+                Ok(State::Failed(state)) => {
+                    let (code, text) = error::of_state(state);
+                    (text.to_owned(), code)
+                }
+            };
+            let failure = moving.failed.get_or_insert(Failure { count: 0, why, code });
+            failure.count += 1;
+            moving.ended += 1;
+        }
+        true
+    }
+
+    fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, happened: &mut Vec<Happened>) {
+        for _ in 0..self.moving.len().min(LOOKED_AT) {
+            let Some(mut moving) = self.moving.pop_front() else { return };
+            if !Mooncake::look(engine, &mut moving, now) {
+                self.moving.push_back(moving);
+                continue;
+            }
+            let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = moving;
+            engine.free(batch);
+            let pieces = lens.len() as u32;
+            if let Some(peer) = self.links.peers.get_mut(&to) {
+                peer.pieces -= lens.len();
+                peer.bytes -= bytes;
+            }
+            if self.links.forget_unused(&to) {
+                self.couriers.leave(&to);
+            }
+            match failed {
+                None => happened.push(Happened::Moved { job, pieces, result: Ok(()) }),
+                Some(failure) => {
+                    self.suspect(engine, Suspect { job, endpoint, to, pieces, failure }, happened)
+                }
+            }
+        }
+    }
+
+    /// Finds out whether a failure means that the peer is gone, before it is told.
+    fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, happened: &mut Vec<Happened>) {
+        let broken =
+            self.links.endpoints.get(&suspect.endpoint).is_none_or(|there| there.phase == Phase::Broken);
+        let peer = self.links.peers.get_mut(&suspect.to);
+        match peer.filter(|_| !broken) {
+            Some(peer) if peer.probing => self.suspects.push(suspect),
+            Some(peer) if self.couriers.probe(engine, &suspect.to).is_ok() => {
+                peer.probing = true;
+                self.suspects.push(suspect);
+            }
+            _ => happened.push(suspect.moved(error::lost(&suspect.to))),
+        }
+    }
+
+    fn probed(&mut self, to: &Arc<str>, alive: Option<bool>, happened: &mut Vec<Happened>) {
+        if let Some(peer) = self.links.peers.get_mut(to) {
+            peer.probing = false;
+        }
+        let log = self.engine.as_ref().and_then(|engine| engine.log());
+        for suspect in self.suspects.extract_if(.., |suspect| suspect.to == *to) {
+            let why = if alive == Some(false) { error::lost(to) } else { suspect.failure.error(&log) };
+            happened.push(suspect.moved(why));
+        }
+        if alive == Some(false) {
+            for endpoint in self.links.leading_to(to) {
+                self.break_off(endpoint, error::lost(to), true, happened);
+            }
+        }
+    }
+
+    fn break_off(&mut self, id: EndpointId, why: Error, gone: bool, happened: &mut Vec<Happened>) {
+        if let Some(endpoint) = self.links.endpoints.get_mut(&id)
+            && endpoint.phase != Phase::Broken
+        {
+            endpoint.phase = Phase::Broken;
+            happened.push(Happened::Broken { endpoint: id, why, gone });
+        }
+    }
+
+    fn take_report(&mut self, report: Report, happened: &mut Vec<Happened>) {
+        match report {
+            Report::Opened { to, result } => {
+                if let Some(peer) = self.links.peers.get_mut(&to) {
+                    peer.refreshing = false;
+                    peer.segment = result.as_ref().ok().copied().or(peer.segment);
+                }
+                for id in self.links.leading_to(&to) {
+                    let Some(endpoint) = self.links.endpoints.get_mut(&id) else { continue };
+                    if endpoint.phase != Phase::Opening {
+                        continue;
+                    }
+                    match &result {
+                        Ok(_) => {
+                            endpoint.phase = Phase::Open;
+                            if endpoint.foreign {
+                                happened.push(Happened::Ready(id));
+                            }
+                        }
+                        Err(why) => {
+                            let why = why.clone().kind_is(Kind::PeerLost);
+                            self.break_off(id, why, false, happened);
+                        }
+                    }
+                }
+                for (_, job) in self.held_up.extract_if(.., |(held, _)| *held == to) {
+                    happened.push(Happened::Moved { job, pieces: 0, result: Ok(()) });
+                }
+            }
+            Report::Probed { to, alive } => self.probed(&to, alive, happened),
+            Report::Unsent { endpoint, why } => {
+                self.break_off(endpoint, why.kind_is(Kind::PeerLost), false, happened);
+            }
+            Report::ForeignSent { endpoint, result } => {
+                if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
+                    endpoint.note = Note::Sent(result);
+                }
+            }
+        }
+    }
+
+    fn take_notifications(&mut self, engine: &Engine) -> usize {
+        let notified = &mut self.notified;
+        engine.notifications(|name, text| {
+            if name != TAG.to_bytes() {
+                let from = String::from_utf8_lossy(name).into();
+                return notified.push(Happened::Notified { from, bytes: text.to_vec() });
+            }
+            match frames::decode(text) {
+                Ok(frames) => notified.extend(frames.into_iter().map(Happened::Message)),
+                Err(why) => tracing::debug!(%why, "Mooncake brought something that no kvx agent sends"),
+            }
+        })
+    }
+}
+
+impl Suspect {
+    fn moved(&self, why: Error) -> Happened {
+        Happened::Moved { job: self.job, pieces: self.pieces, result: Err(why) }
+    }
+}
+
+impl Failure {
+    fn error(&self, log: &Option<String>) -> Error {
+        let Failure { count, why, code } = self;
+        let said = log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
+        let why = format!("{why}{said}");
+        Error::new(
+            Kind::Native,
+            format!(
+                "Mooncake failed to move {count} pieces though the peer lives: its memory may be unregistered, or it was \
+                 silent for 30 s"
+            ),
+        )
+        .native(*code, why)
+    }
+}
+
+// SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a piece is reported when
+// the engine has said of it that it has ended: measured, nothing is written after that. `stop` says true only when no
+// piece is under way.
+unsafe impl Fabric for Mooncake {
+    type Local = Local;
+    type Remote = Remote;
+    type State = ();
+
+    fn connect(&mut self, endpoint: EndpointId, _peer: &Identity, address: &[u8]) -> Result<()> {
+        self.add(endpoint, address, false)
+    }
+
+    fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
+        self.add(endpoint, blob.trim_ascii(), true)
+    }
+
+    /// Regions added later: over RDMA their keys are part of what the peer said when its segment was opened.
+    fn update(&mut self, endpoint: EndpointId, _address: &[u8]) -> Result<()> {
+        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to)) else {
+            return Ok(());
+        };
+        if self.protocol != "tcp"
+            && let Some(peer) = self.links.peers.get_mut(&to)
+            && !std::mem::replace(&mut peer.refreshing, true)
+        {
+            let engine = self.engine()?;
+            self.couriers.open(&engine, &to, false)?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        let engine = self.engine()?;
+        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
+            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+        };
+        Ok(if self.couriers.frame(&engine, to, endpoint, message)? { Sent::Taken } else { Sent::Later })
+    }
+
+    fn max_message(&self) -> usize {
+        MAX_FRAME
+    }
+
+    fn unpack(&mut self, _endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        Remote::read(region.export)
+    }
+
+    fn unpack_foreign(&mut self, _endpoint: EndpointId, range: &ForeignRange) -> Result<Remote> {
+        Ok(Remote { address: range.address })
+    }
+
+    fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
+        let engine = self.engine()?;
+        let id = job.endpoint();
+        let Some(endpoint) = self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
+        else {
+            return Err(Error::new(Kind::PeerLost, "the link to the peer is gone: connect again"));
+        };
+        let to = Arc::clone(&endpoint.to);
+        let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
+        let Some(segment) = peer.segment.filter(|_| !peer.refreshing) else {
+            self.held_up.push((to, job.id()));
+            return Ok(0);
+        };
+        let (op, mut bytes) = (job.op(), 0);
+        self.pieces.clear();
+        while self.pieces.len() < BATCH_PIECES
+            && peer.pieces + self.pieces.len() < PEER_PIECES
+            && (peer.bytes + bytes < PEER_BYTES && bytes < BATCH_BYTES)
+            && let Some(piece) = job.next_piece()
+        {
+            bytes += piece.len;
+            self.pieces.push(Piece {
+                op,
+                local: job.local_address(&piece),
+                segment,
+                remote: job.remote(piece.remote_region).address.wrapping_add(piece.remote_offset),
+                len: piece.len,
+            });
+        }
+        if self.pieces.is_empty() {
+            return Ok(0);
+        }
+        let count = self.pieces.len();
+        // SAFETY: core keeps the local memory until the pieces that are counted here have been reported.
+        match unsafe { engine.submit(&self.pieces) } {
+            Ok(batch) => {
+                job.posted(count as u32);
+                peer.pieces += count;
+                peer.bytes += bytes;
+                self.moving.push_back(Moving {
+                    batch,
+                    job: job.id(),
+                    endpoint: id,
+                    to,
+                    lens: self.pieces.iter().map(|piece| piece.len).collect(),
+                    bytes,
+                    ended: 0,
+                    failed: None,
+                    doubted: Instant::now() + DOUBTS,
+                });
+                Ok(bytes)
+            }
+            Err(refused) => {
+                if !refused.whole {
+                    // Never reported: the ticket is not settled, and the memory stays in quarantine.
+                    job.posted(count as u32);
+                    self.lost_count = true;
+                    self.break_off_later(id, refused.why.clone());
+                }
+                Err(refused.why)
+            }
+        }
+    }
+
+    /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
+    fn sever(&mut self, endpoint: EndpointId) {
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
+        there.phase = Phase::Broken;
+        let to = Arc::clone(&there.to);
+        self.couriers.forget(&to, endpoint);
+        let why = error::lost(&to);
+        let notified = &mut self.notified;
+        let told = self.suspects.extract_if(.., |suspect| suspect.endpoint == endpoint);
+        notified.extend(told.map(|suspect| suspect.moved(why.clone())));
+    }
+
+    fn disconnect(&mut self, endpoint: EndpointId) {
+        if let Some(to) = self.links.remove(endpoint) {
+            self.couriers.leave(&to);
+        }
+    }
+
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+        let Some(engine) = self.engine.clone() else { return 0 };
+        let (before, now) = (happened.len(), Instant::now());
+        // Whoever spins on a transfer must not keep the engine's lock busy.
+        if now >= self.listens {
+            self.listens = now + LISTENS;
+            self.take_notifications(&engine);
+        }
+        happened.append(&mut self.notified);
+        for report in self.couriers.reports() {
+            self.take_report(report, happened);
+        }
+        self.look_at_batches(&engine, now, happened);
+        let count = happened.len() - before;
+        if count > 0 {
+            self.last_event = now;
+        }
+        count
+    }
+
+    fn arm(&mut self, waiting: bool) -> Result<Armed> {
+        if self.couriers.has_reports() || !self.notified.is_empty() {
+            return Ok(Armed::Again);
+        }
+        let short = match &self.engine {
+            Some(engine) => self.couriers.tend(engine)?,
+            None => false,
+        };
+        // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the same
+        // whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
+        let quiet = self.last_event.elapsed();
+        let micros = if quiet < Duration::from_millis(20) {
+            60
+        } else if waiting || !self.moving.is_empty() {
+            250
+        } else if short || quiet < Duration::from_secs(1) {
+            1000
+        } else {
+            5000 // a wake-up costs some 25 us
+        };
+        Ok(Armed::Sleep(Some(Duration::from_micros(micros))))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn patience(&self) -> Duration {
+        // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
+        if !self.moving.is_empty() {
+            Duration::from_micros(100)
+        } else if self.last_event.elapsed() < Duration::from_millis(20) {
+            Duration::from_micros(20)
+        } else {
+            Duration::ZERO
+        }
+    }
+
+    fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
+        let to = self.links.endpoints.get(&endpoint).map_or("a peer that is gone", |there| &*there.to);
+        (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
+    }
+
+    fn unregister(&mut self, local: &Local) -> Result<()> {
+        let engine = self.engine()?;
+        self.ranges.remove(local, |address| engine.unregister(address))
+    }
+
+    fn stop(&mut self) -> bool {
+        self.couriers.close();
+        let Some(engine) = self.engine.take() else { return true };
+        let quiet = self.moving.is_empty() && !self.lost_count;
+        if !quiet {
+            // It writes to memory that is quarantined, for as long as it likes.
+            std::mem::forget(engine);
+        }
+        quiet
+    }
+
+    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+        let engine = self.engine()?;
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else {
+            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+        };
+        match std::mem::take(&mut there.note) {
+            Note::Sent(result) => result.map(|()| Sent::Taken),
+            Note::Sending => {
+                there.note = Note::Sending;
+                Ok(Sent::Later)
+            }
+            Note::None => {
+                let text = foreign_text(bytes)?;
+                if self.couriers.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
+                    there.note = Note::Sending;
+                }
+                Ok(Sent::Later)
+            }
+        }
+    }
+}
+
+impl Mooncake {
+    /// Tells core at the next turn: it holds the job now.
+    fn break_off_later(&mut self, id: EndpointId, why: Error) {
+        let mut told = Vec::new();
+        self.break_off(id, why.kind_is(Kind::PeerLost), false, &mut told);
+        self.notified.append(&mut told);
+    }
+}

@@ -1,0 +1,113 @@
+//! A process of Python with Mooncake's own engine.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The agent of `agent.py`. Killed when dropped.
+pub(crate) struct Python {
+    process: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+    /// What other agents connect to.
+    pub(crate) name: String,
+    /// Where its memory lies.
+    pub(crate) address: u64,
+}
+
+impl Python {
+    /// Starts one with so many bytes, by the environment that the adapter was built in.
+    pub(crate) fn start(adapter: &Path, bytes: usize) -> Python {
+        let python = adapter.parent().expect("a file lies in a folder").join("venv/bin/python");
+        let mut process = Command::new(python)
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/agent.py"))
+            .arg(bytes.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the environment has a Python");
+        let stdin = process.stdin.take().expect("it is piped");
+        let stdout = process.stdout.take().expect("it is piped");
+        let (sender, answers) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut this = Python { process, stdin, answers, name: String::new(), address: 0 };
+        let ready = this.answer();
+        let mut words = ready.split(' ').skip(1).map(str::to_owned);
+        this.name = words.next().expect("its name");
+        this.address = words.next().and_then(|word| word.parse().ok()).expect("its address");
+        this
+    }
+
+    fn answer(&mut self) -> String {
+        self.answers.recv_timeout(PATIENCE).expect("Python answers in time")
+    }
+
+    pub(crate) fn ask(&mut self, line: &str) -> String {
+        writeln!(self.stdin, "{line}").expect("Python listens");
+        self.answer()
+    }
+
+    /// Bytes of its memory.
+    pub(crate) fn get(&mut self, offset: usize, len: usize) -> Vec<u8> {
+        let hex = self.ask(&format!("get {offset} {len}"));
+        let byte =
+            |two: &[u8]| u8::from_str_radix(std::str::from_utf8(two).expect("ASCII"), 16).expect("hex");
+        hex.as_bytes().chunks(2).map(byte).collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_child(&self.process);
+        rustix::process::kill_process(pid, signal).expect("it is our child");
+    }
+
+    /// Stops it, and waits until each of its threads has stopped: one that still ran would serve a transfer.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let tasks = format!("/proc/{}/task", self.process.id());
+        let stopped = || {
+            let tasks = std::fs::read_dir(&tasks).into_iter().flatten().flatten();
+            tasks
+                .filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok())
+                .all(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 'Z'])))
+        };
+        let until = std::time::Instant::now() + PATIENCE;
+        while !stopped() {
+            assert!(std::time::Instant::now() < until, "a stopped process stops");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.process.kill().expect("it is our child");
+        self.process.wait().expect("it is our child");
+    }
+}
+
+impl Drop for Python {
+    fn drop(&mut self) {
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}
+
+/// What byte `at` of its memory is at first.
+pub(crate) fn content(at: usize) -> u8 {
+    let at = at % (1 << 16);
+    ((at * 31) >> 3 ^ at) as u8
+}

@@ -1,0 +1,274 @@
+//! kvx and Mooncake's own Python engine: each reads from and writes to the other, and the other may stop or die.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+mod python;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use python::{Python, content};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const BLOCK: usize = 4096;
+const BLOCKS: usize = 256;
+const LEN: usize = BLOCK * BLOCKS;
+
+/// The adapter, or a skip.
+fn adapter_or_skip(test: &str) -> Option<PathBuf> {
+    let found = adapter::adapter();
+    if found.is_none() {
+        kvx_testkit::skip(
+            test,
+            "Mooncake's wheel and the adapter are not there",
+            "cargo xtask peers mooncake",
+        );
+    }
+    found
+}
+
+fn agent(name: &str) -> Agent {
+    // One courier, so that whoever is held up by a stopped peer would keep all others waiting.
+    let mut options = Options::new();
+    options.set("mooncake", "num_workers", 1).set("mooncake", "mooncake_protocol", "tcp");
+    Agent::builder(format!("{name}-{}", std::process::id()))
+        .backends(["MOONCAKE"])
+        .options(options)
+        .build(&adapter::registry(""))
+        .unwrap()
+}
+
+struct Pair {
+    agent: Agent,
+    region: Region,
+    python: Python,
+    peer: Peer,
+}
+
+/// An agent of kvx with zeros, connected to an agent of Python.
+fn pair(name: &str, adapter: &std::path::Path, len: usize) -> Pair {
+    let python = Python::start(adapter, len);
+    let agent = agent(name);
+    let region = agent.register("kv", Arc::new(Memory::owned(vec![0; len]))).unwrap();
+    let peer = agent.connect_foreign("MOONCAKE", python.name.as_bytes()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    Pair { agent, region, python, peer }
+}
+
+impl Pair {
+    fn grid(&self) -> Grid {
+        Grid::packed(BLOCK as u64, (self.region.memory().len() / BLOCK) as u32)
+    }
+
+    fn plan(&self, write: bool, local: &[u32], remote: &[u32]) -> Plan {
+        let there = self
+            .peer
+            .foreign(self.python.address, self.region.memory().len() as u64, MemoryKind::Host, 0)
+            .unwrap();
+        let local = self.region.grid(self.grid()).unwrap().blocks(local.to_vec());
+        let remote = there.grid(self.grid()).unwrap().blocks(remote.to_vec());
+        if write { Plan::write(local, remote) } else { Plan::read(local, remote) }.unwrap()
+    }
+
+    fn run(&self, plan: &Plan, deadline: Duration) -> kvx_core::Result<u64> {
+        let transfer = self.peer.transfer(plan).deadline(deadline).post()?;
+        transfer.wait(deadline + CUT_OFF).map(|report| report.bytes)
+    }
+
+    fn block(&self, block: u32) -> Vec<u8> {
+        let mut bytes = vec![0; BLOCK];
+        self.region.copy_out(block as usize * BLOCK, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn content_of(block: u32) -> Vec<u8> {
+    (block as usize * BLOCK..(block as usize + 1) * BLOCK).map(content).collect()
+}
+
+#[test]
+fn kvx_reads_from_and_writes_to_the_python_engine() {
+    let Some(adapter) = adapter_or_skip("kvx_reads_from_and_writes_to_the_python_engine") else { return };
+    let mut pair = pair("initiator", &adapter, LEN);
+    let order: Vec<u32> = (0..BLOCKS as u32).map(|at| at * 101 % BLOCKS as u32).collect();
+    let reversed: Vec<u32> = (0..BLOCKS as u32).rev().collect();
+    assert_eq!(pair.run(&pair.plan(false, &order, &reversed), CUT_OFF).unwrap(), LEN as u64);
+    for (local, remote) in order.iter().zip(&reversed) {
+        assert_eq!(pair.block(*local), content_of(*remote), "block {local}");
+    }
+    pair.region.copy_in(5 * BLOCK, &[0xC3; BLOCK]).unwrap();
+    pair.run(&pair.plan(true, &[5], &[9]), CUT_OFF).unwrap();
+    assert_eq!(pair.python.get(9 * BLOCK, BLOCK), [0xC3; BLOCK]);
+    assert_eq!(pair.python.get(10 * BLOCK, BLOCK), content_of(10));
+    let route = format!("{:?}", pair.peer.route());
+    assert!(route.contains("MOONCAKE"), "{route}");
+}
+
+#[test]
+fn the_python_engine_reads_from_and_writes_to_kvx() {
+    let Some(adapter) = adapter_or_skip("the_python_engine_reads_from_and_writes_to_kvx") else { return };
+    let mut python = Python::start(&adapter, LEN);
+    let agent = agent("target");
+    let region = agent.register("kv", Arc::new(Memory::owned(vec![0x5A; LEN]))).unwrap();
+    let name = String::from_utf8(agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let address = region.memory().address();
+    assert_eq!(python.ask(&format!("read {name} {address} 0 65537")), "0");
+    assert_eq!(python.get(0, 65536), vec![0x5A; 65536]);
+    assert_eq!(python.ask(&format!("write {name} {} 131072 10000", address + 777)), "0");
+    let mut written = vec![0; 10002];
+    region.copy_out(776, &mut written).unwrap();
+    let wanted: Vec<u8> = (131072..141072).map(content).collect();
+    assert_eq!(written[1..10001], wanted);
+    assert_eq!([written[0], written[10001]], [0x5A; 2]);
+    assert_ne!(python.ask(&format!("read {name} {} 0 16", address + LEN as u64)), "0", "beyond the region");
+    // Whoever was told of it may have begun something: its memory is not given back.
+    let revoked = region.revoke(CUT_OFF).wait(CUT_OFF);
+    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared);
+    assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
+}
+
+#[test]
+fn notifications_go_both_ways_and_text_only_toward_python() {
+    let Some(adapter) = adapter_or_skip("notifications_go_both_ways_and_text_only_toward_python") else {
+        return;
+    };
+    let mut pair = pair("herald", &adapter, LEN);
+    pair.peer.notify("grüße".as_bytes(), CUT_OFF).wait(CUT_OFF).unwrap();
+    assert_eq!(pair.python.ask("heard"), format!("{}=grüße", pair.agent.identity().name));
+    for bad in [&b"a\0b"[..], &[0xff]] {
+        let refused = pair.peer.notify(bad, CUT_OFF).wait(CUT_OFF);
+        assert_eq!(refused.unwrap_err().kind(), Kind::Unsupported);
+    }
+    // With its data, and not before it.
+    pair.region.copy_in(0, &[7; BLOCK]).unwrap();
+    let plan = pair.plan(true, &[0], &[3]);
+    pair.peer.transfer(&plan).deadline(CUT_OFF).notify(*b"written").post().unwrap().wait(CUT_OFF).unwrap();
+    assert!(pair.python.ask("heard").ends_with("=written"));
+    assert_eq!(pair.python.get(3 * BLOCK, BLOCK), [7; BLOCK]);
+
+    let name = String::from_utf8(pair.agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let address = pair.region.memory().address();
+    assert_eq!(pair.python.ask(&format!("tell {name} {address} decode-7 all of it")), "0");
+    let heard = pair.agent.notification(CUT_OFF).wait().unwrap();
+    assert_eq!((&*heard.from.name, &*heard.bytes), ("decode-7", &b"all of it"[..]));
+}
+
+#[test]
+fn a_hundred_thousand_blocks_move_with_default_settings() {
+    let Some(adapter) = adapter_or_skip("a_hundred_thousand_blocks_move_with_default_settings") else {
+        return;
+    };
+    const COUNT: u32 = 100_000;
+    const SMALL: usize = 512;
+    // A multiple of 64 KiB, in which the content repeats.
+    let pair = pair("bulk", &adapter, 800 << 16);
+    let grid = Grid::packed(SMALL as u64, COUNT);
+    let scattered = |by: u32| -> Vec<u32> {
+        (0..COUNT).map(|at| (u64::from(at) * u64::from(by) % u64::from(COUNT)) as u32).collect()
+    };
+    let (local, remote) = (scattered(7_919), scattered(4_729));
+    let there = pair.peer.foreign(pair.python.address, 800 << 16, MemoryKind::Host, 0).unwrap();
+    let plan = Plan::read(
+        pair.region.grid(grid).unwrap().blocks(local.clone()),
+        there.grid(grid).unwrap().blocks(remote.clone()),
+    )
+    .unwrap();
+    assert_eq!(plan.size().segments, u64::from(COUNT), "nothing to be merged");
+    pair.run(&plan, Duration::from_secs(60)).unwrap();
+    let mut all = vec![0; COUNT as usize * SMALL];
+    pair.region.copy_out(0, &mut all).unwrap();
+    for (local, remote) in local.iter().zip(&remote) {
+        let (at, from) = (*local as usize * SMALL, *remote as usize * SMALL);
+        assert!(
+            (0..SMALL).all(|byte| all[at + byte] == content(from + byte)),
+            "block {local} is not {remote}"
+        );
+    }
+}
+
+#[test]
+fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
+    let Some(adapter) = adapter_or_skip("what_is_not_registered_fails_with_text_and_the_link_works_on")
+    else {
+        return;
+    };
+    let pair = pair("prober", &adapter, LEN);
+    let beyond =
+        pair.peer.foreign(pair.python.address + LEN as u64, LEN as u64, MemoryKind::Host, 0).unwrap();
+    let plan = Plan::read(
+        pair.region.grid(pair.grid()).unwrap().blocks([0, 2, 4]),
+        beyond.grid(pair.grid()).unwrap().blocks([0, 2, 4]),
+    )
+    .unwrap();
+    let error = pair.run(&plan, CUT_OFF).unwrap_err();
+    assert_eq!(error.kind(), Kind::Native, "{error}");
+    let native = error.native_detail().unwrap();
+    assert!(native.code == 6 && native.text.contains("failed"), "{error}");
+    assert!(native.text.contains("rejected"), "the engine's own words: {error}");
+    pair.run(&pair.plan(false, &[1], &[2]), CUT_OFF).unwrap();
+    assert_eq!(pair.block(1), content_of(2));
+    assert_eq!(pair.block(0), vec![0; BLOCK], "nothing was moved by what failed");
+}
+
+#[test]
+fn a_killed_python_is_lost_at_once() {
+    let Some(adapter) = adapter_or_skip("a_killed_python_is_lost_at_once") else { return };
+    let mut pair = pair("mourner", &adapter, LEN);
+    let plan = pair.plan(false, &[0, 2, 4, 6], &[1, 3, 5, 7]);
+    pair.run(&plan, CUT_OFF).unwrap();
+    pair.python.kill();
+    let begun = Instant::now();
+    let error = pair.run(&plan, CUT_OFF).unwrap_err();
+    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
+    // The transfer is told first.
+    while pair.peer.lost().is_none() {
+        assert!(begun.elapsed() < CUT_OFF, "the loss is not noticed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let stranger = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
+    assert_eq!(stranger.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), Kind::PeerLost);
+}
+
+#[test]
+fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
+    const TEST: &str = "a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    const DEADLINE: Duration = Duration::from_millis(300);
+    let pair = pair("waiter", &adapter, LEN);
+    let plan = pair.plan(false, &[0, 2, 4, 6], &[1, 3, 5, 7]);
+    pair.run(&plan, CUT_OFF).unwrap();
+    pair.region.copy_in(0, &[0; LEN]).unwrap();
+    pair.python.stop();
+    let begun = Instant::now();
+    let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
+    let settled = transfer.settled();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
+    let revoked = pair.region.revoke(DEADLINE).wait(CUT_OFF);
+    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared, "the engine may write to it still");
+    pair.python.go_on();
+    settled.wait(CUT_OFF).unwrap();
+    let again = pair.agent.register("again", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
+    let pair = Pair { region: again, ..pair };
+    pair.run(&pair.plan(false, &[1], &[2]), CUT_OFF).unwrap();
+    assert_eq!(pair.block(1), content_of(2));
+}
+
+#[test]
+fn a_stopped_python_keeps_no_other_waiting() {
+    let Some(adapter) = adapter_or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
+    let pair = pair("diplomat", &adapter, LEN);
+    pair.python.stop();
+    let held_up = pair.peer.notify(b"are you there?", CUT_OFF);
+    let mut other = Python::start(&adapter, LEN);
+    let peer = pair.agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.notify(b"and you?", CUT_OFF).wait(CUT_OFF).unwrap();
+    assert!(other.ask("heard").ends_with("=and you?"));
+    pair.python.go_on();
+    held_up.wait(CUT_OFF).unwrap();
+}

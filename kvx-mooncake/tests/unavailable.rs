@@ -1,0 +1,58 @@
+//! What cannot be used is said, with the reason, and nothing is used in its place.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+
+use kvx_core::{Kind, Options, Registry};
+use kvx_mooncake::Mooncake;
+
+const VARIABLE: &str = "KVX_MOONCAKE_LIB";
+
+/// A process opens one library, so the wrong one has to come first.
+#[test]
+fn what_is_not_there_is_an_error() {
+    another_library_is_refused_by_the_symbol_that_it_lacks();
+    a_transport_that_is_not_there_is_an_error();
+}
+
+const TEST: &str = "what_is_not_there_is_an_error";
+
+fn another_library_is_refused_by_the_symbol_that_it_lacks() {
+    if std::env::var_os(VARIABLE).is_some() {
+        return kvx_testkit::skip(TEST, "KVX_MOONCAKE_LIB names a library", "unset it");
+    }
+    let mut registry = Registry::new();
+    registry.add(Mooncake::new().or_files(["libm.so.6".into()])).unwrap();
+    match registry.require("mooncake", &Options::new()) {
+        Ok(_) => kvx_testkit::skip(TEST, "a libtransfer_engine.so is installed", "remove it"),
+        Err(error) => {
+            assert_eq!(error.kind(), Kind::Unavailable);
+            let sentence = error.to_string();
+            assert!(sentence.contains("libm.so.6 has no symbol createTransferEngine"), "{sentence}");
+            assert!(sentence.contains("cargo xtask peers mooncake"), "it says what to do: {sentence}");
+        }
+    }
+}
+
+fn a_transport_that_is_not_there_is_an_error() {
+    if adapter::adapter().is_none() {
+        return kvx_testkit::skip(
+            TEST,
+            "Mooncake's wheel and the adapter are not there",
+            "cargo xtask peers mooncake",
+        );
+    }
+    if std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some()) {
+        return kvx_testkit::skip(TEST, "this machine has RDMA devices", "run it on one without");
+    }
+    let options = Options::parse(r#"{"mooncake_protocol": "rdma"}"#).unwrap();
+    let error = adapter::registry("").require("MOONCAKE", &options).err().unwrap();
+    assert_eq!(error.kind(), Kind::Unavailable);
+    assert!(error.to_string().contains("no RDMA device"), "{error}");
+    let agent = kvx_core::Agent::builder("asks-for-rdma").backends(["MOONCAKE"]).options(options);
+    assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), Kind::Unavailable);
+    let tcp = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
+    let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.caution.unwrap();
+    assert!(caution.contains("all interfaces") && caution.contains("without authentication"), "{caution}");
+}

@@ -1,0 +1,200 @@
+//! A NIXL agent's metadata as bytes: looked through before NIXL, which trusts what it is given, reads it.
+//!
+//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
+//! tags is fixed, lengths and numbers are little-endian.
+
+use kvx_core::wire::Reader;
+use kvx_core::{Error, MAX_NAME, Result};
+
+/// The longest blob that is read; 44 bytes a region are usual.
+pub(crate) const MAX_BLOB: usize = 16 << 20;
+/// The longest name: kvx's own are a name, `@` and 32 digits.
+const MAX_AGENT_NAME: usize = MAX_NAME + 33;
+const MAGIC: &[u8] = b"nixlSerDes|";
+/// What a descriptor begins with: address, length, device.
+const DESCRIPTOR: usize = 24;
+
+/// What a blob says.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Blob<'a> {
+    /// The agent's name.
+    pub(crate) agent: &'a str,
+    /// How it is reached: plugins and their addresses.
+    pub(crate) connections: Vec<(&'a str, &'a [u8])>,
+    /// Its memory: address, length and device, with the plugin's key.
+    pub(crate) memory: Vec<Described<'a>>,
+}
+
+/// A range of a peer's memory.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Described<'a> {
+    pub(crate) kind: i32,
+    pub(crate) address: u64,
+    pub(crate) len: u64,
+    pub(crate) device: u64,
+    pub(crate) key: &'a [u8],
+}
+
+struct Fields<'a>(Reader<'a>);
+
+impl<'a> Fields<'a> {
+    fn word(&mut self, word: &[u8]) -> Result<()> {
+        if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
+            let word = String::from_utf8_lossy(word).into_owned();
+            return Err(self.0.malformed(format_args!("{word:?} was expected")));
+        }
+        Ok(())
+    }
+
+    fn field(&mut self, tag: &str) -> Result<&'a [u8]> {
+        self.word(tag.as_bytes())?;
+        let len = u64::from_le_bytes(self.0.array()?);
+        let len = usize::try_from(len).ok().filter(|len| *len < self.0.left());
+        let Some(len) = len else {
+            return Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob")));
+        };
+        let data = self.0.bytes(len)?;
+        self.word(b"|")?;
+        Ok(data)
+    }
+
+    fn text(&mut self, tag: &str) -> Result<&'a str> {
+        let data = self.field(tag)?;
+        let fits = |text: &&str| !text.is_empty() && text.len() <= MAX_AGENT_NAME && !text.contains('\0');
+        std::str::from_utf8(data)
+            .ok()
+            .filter(fits)
+            .ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))
+    }
+
+    fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
+        let data = self.field(tag)?;
+        data.try_into().map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
+    }
+
+    /// A count of things that take at least `least` bytes each.
+    fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
+        let count = u64::from_le_bytes(self.number(tag)?);
+        let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
+        fits.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} counts more than there is")))
+    }
+}
+
+impl<'a> Blob<'a> {
+    /// Looks through a blob. Errors: `Malformed`.
+    pub(crate) fn read(bytes: &'a [u8]) -> Result<Self> {
+        let mut fields = Fields(Reader::new("NIXL blob", bytes));
+        if bytes.len() > MAX_BLOB {
+            return Err(fields
+                .0
+                .malformed(format_args!("{} bytes, at most {MAX_BLOB} are read", bytes.len())));
+        }
+        fields.word(MAGIC)?;
+        let agent = fields.text("Agent")?;
+        let mut blob = Blob { agent, connections: Vec::new(), memory: Vec::new() };
+        for _ in 0..fields.count("Conns", 20)? {
+            let plugin = fields.text("t")?;
+            blob.connections.push((plugin, fields.field("c")?));
+        }
+        if fields.field("")? != b"MemSection" {
+            return Err(fields.0.malformed("no section of memory"));
+        }
+        for _ in 0..fields.count("nixlSecElms", 20)? {
+            fields.text("bknd")?;
+            if fields.field("nixlDList")? != b"nixlSDList" {
+                return Err(fields.0.malformed("a list of a form that kvx does not know"));
+            }
+            let kind = i32::from_le_bytes(fields.number("t")?);
+            for _ in 0..fields.count("n", 9 + DESCRIPTOR)? {
+                blob.memory.push(
+                    Self::descriptor(kind, fields.field("")?)
+                        .map_err(|()| fields.0.malformed("a descriptor is too short"))?,
+                );
+            }
+        }
+        fields.0.end()?;
+        Ok(blob)
+    }
+
+    fn descriptor(kind: i32, data: &'a [u8]) -> Result<Described<'a>, ()> {
+        let (head, key) = data.split_at_checked(DESCRIPTOR).ok_or(())?;
+        let word = |at: usize| {
+            let bytes: Result<[u8; 8], _> = head[at..at + 8].try_into();
+            bytes.map(u64::from_le_bytes).map_err(|_| ())
+        };
+        Ok(Described { kind, address: word(0)?, len: word(8)?, device: word(16)?, key })
+    }
+}
+
+/// For errors about blobs.
+pub(crate) fn malformed(why: &'static str) -> Error {
+    Reader::new("NIXL blob", &[]).malformed(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn field(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
+        out.extend(tag.bytes());
+        out.extend((data.len() as u64).to_le_bytes());
+        out.extend(data);
+        out.push(b'|');
+    }
+
+    fn blob() -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        field(&mut out, "Agent", b"prefill");
+        field(&mut out, "Conns", &1_u64.to_le_bytes());
+        field(&mut out, "t", b"UCX");
+        field(&mut out, "c", b"|address\0|");
+        field(&mut out, "", b"MemSection");
+        field(&mut out, "nixlSecElms", &1_u64.to_le_bytes());
+        field(&mut out, "bknd", b"UCX");
+        field(&mut out, "nixlDList", b"nixlSDList");
+        field(&mut out, "t", &0_i32.to_le_bytes());
+        field(&mut out, "n", &2_u64.to_le_bytes());
+        for at in [1_u64, 2] {
+            let mut descriptor = Vec::new();
+            descriptor.extend((at << 20).to_le_bytes());
+            descriptor.extend(4096_u64.to_le_bytes());
+            descriptor.extend(at.to_le_bytes());
+            descriptor.extend(b"key");
+            field(&mut out, "", &descriptor);
+        }
+        out
+    }
+
+    #[test]
+    fn a_blob_is_read_to_its_last_byte() {
+        let bytes = blob();
+        let read = Blob::read(&bytes).unwrap();
+        assert_eq!((read.agent, &read.connections[..]), ("prefill", &[("UCX", &b"|address\0|"[..])][..]));
+        let last = Described { kind: 0, address: 2 << 20, len: 4096, device: 2, key: b"key" };
+        assert_eq!((read.memory.len(), &read.memory[1]), (2, &last));
+        for len in 0..bytes.len() {
+            assert!(Blob::read(&bytes[..len]).is_err(), "{len}");
+        }
+        assert!(Blob::read(&[&bytes[..], b"x"].concat()).is_err());
+    }
+
+    #[test]
+    fn altered_blobs_never_panic() {
+        let (whole, mut seed) = (blob(), 0x9e37_79b9_7f4a_7c15_u64);
+        let mut random = move || {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            seed
+        };
+        for _ in 0..20_000 {
+            let mut altered = whole.clone();
+            for _ in 0..1 + random() % 4 {
+                let at = random() as usize % altered.len();
+                altered[at] = random() as u8;
+            }
+            altered.truncate(random() as usize % (altered.len() + 1));
+            Blob::read(&altered).ok();
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! NIXL as `kvx_core::fabric` drives it.
+
+use std::collections::VecDeque;
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsRawFd as _, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::reactor::Armed;
+use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
+use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
+
+use crate::ffi::{Agent, Range, Request, Segment, State, TransferList, Unreleased};
+use crate::memory::{self, Local, Ranges};
+use crate::pace::Pace;
+use crate::peers::{Address, Export, Peers, Way};
+use crate::prepared::{Kept, Lease, Prepared, Slice};
+use crate::reach;
+use crate::turnstile::{Passed, Turnstile};
+use crate::wakes::Wakes;
+
+/// What notifications between kvx agents begin with: all others come from, or go to, somebody else.
+const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
+/// The most bytes of a slice. A post over shared memory copies before it returns.
+const SLICE_BYTES: u64 = 1 << 20;
+/// The most descriptors of a slice: some 2 microseconds each.
+const SLICE_PIECES: usize = 64;
+/// The most slices in progress to one peer.
+const DEPTH: usize = 32;
+
+/// A request in progress.
+struct Flight {
+    /// `None`: it only tries the link out.
+    job: Option<JobId>,
+    request: Arc<Request>,
+    peer: CString,
+}
+
+/// What NIXL needs for each transfer.
+#[derive(Default)]
+pub(crate) struct Transfer {
+    lease: Option<Lease>,
+    /// Regions of the peer that NIXL was told of, for this transfer.
+    told: bool,
+}
+
+/// A slice that was made.
+struct Made {
+    slice: Slice,
+    /// How many descriptors it has.
+    pieces: usize,
+    /// Whether the transfer has no other after it.
+    last: bool,
+}
+
+/// A region of a peer.
+pub(crate) struct Remote(Arc<Export>);
+
+/// Lists to make requests from: for host memory and for devices, by side.
+#[derive(Default)]
+struct Lists {
+    local: [Option<TransferList>; 2],
+    remote: [Option<TransferList>; 2],
+}
+
+fn list<'a>(
+    lists: &'a mut [Option<TransferList>; 2],
+    agent: &Agent,
+    segment: Segment,
+) -> Result<&'a mut TransferList> {
+    let slot = &mut lists[usize::from(segment == Segment::Device)];
+    let list = match slot.take() {
+        Some(list) => list,
+        None => agent.list(segment)?,
+    };
+    let list = slot.insert(list);
+    list.clear();
+    Ok(list)
+}
+
+pub(crate) struct Nixl {
+    turnstile: Arc<Turnstile>,
+    unreleased: Arc<Unreleased>,
+    ranges: Arc<Ranges>,
+    peers: Peers,
+    lists: Lists,
+    kept: Arc<Kept>,
+    flights: Vec<Flight>,
+    /// What has ended within the post, and other news.
+    news: VecDeque<Happened>,
+    /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
+    turned_away: Option<EndpointId>,
+    pace: Pace,
+    wakes: Wakes,
+    fds: [RawFd; 1],
+    capabilities: Capabilities,
+    description: String,
+}
+
+/// Sends, if that is possible now. Errors: `PeerLost`.
+fn notify(turnstile: &Turnstile, peers: &mut Peers, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+    let Way::Open(name, _) = peers.way(endpoint)? else { return Ok(Sent::Later) };
+    let Some(passed) = turnstile.try_pass() else { return Ok(Sent::Later) };
+    match agent(&passed)?.notify(name, bytes) {
+        Ok(()) => Ok(Sent::Taken),
+        // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
+        Err(status) => Err(status.error("sending to the peer").kind_is(Kind::PeerLost)),
+    }
+}
+
+fn agent<'a>(passed: &'a Passed<'_>) -> Result<&'a Agent> {
+    passed.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+}
+
+impl Nixl {
+    pub(crate) fn new(
+        turnstile: Arc<Turnstile>,
+        ranges: Arc<Ranges>,
+        peers: Peers,
+        wakes: Wakes,
+        capabilities: Capabilities,
+        description: String,
+    ) -> Result<Self> {
+        let unreleased = Arc::clone(agent(&turnstile.pass())?.unreleased());
+        Ok(Nixl {
+            pace: Pace::new(wakes.by_plugin),
+            fds: [wakes.fd().as_raw_fd()],
+            wakes,
+            turnstile,
+            unreleased,
+            ranges,
+            peers,
+            lists: Lists::default(),
+            kept: Arc::default(),
+            flights: Vec::new(),
+            news: VecDeque::new(),
+            turned_away: None,
+            capabilities,
+            description,
+        })
+    }
+
+    /// Tells NIXL of the peer's regions that a transfer names. Says whether all of them are known now.
+    fn tell(peers: &mut Peers, agent: &Agent, job: &Job<'_, Self>) -> Result<bool> {
+        let endpoint = job.endpoint();
+        for region in 0..job.plan().remotes().len() as u32 {
+            let export = &job.remote(region).0;
+            let Some(blob) = peers.untold(endpoint, export) else { continue };
+            if !peers.may_tell(endpoint, export) {
+                return Ok(false);
+            }
+            if peers.untold(endpoint, export).is_some() {
+                agent.load(blob)?;
+                peers.told(endpoint, export);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Makes the next slice of a transfer; `None`: there is none.
+    fn make(lists: &mut Lists, agent: &Agent, name: &CStr, job: &mut Job<'_, Self>) -> Result<Option<Made>> {
+        let Some(mut piece) = job.next_piece() else { return Ok(None) };
+        let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
+        let local = list(&mut lists.local, agent, ours.segment)?;
+        let remote = list(&mut lists.remote, agent, theirs.segment)?;
+        let (mut bytes, mut pieces) = (0, 0);
+        let last = loop {
+            let (ours, theirs) =
+                (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
+            local.add(ours.address + piece.local_offset, piece.len, ours.device);
+            remote.add(theirs.address + piece.remote_offset, piece.len, theirs.device);
+            bytes += piece.len;
+            pieces += 1;
+            // One more is looked at, so that the last slice knows that it is the last.
+            let Some(next) = job.next_piece() else { break true };
+            if pieces >= SLICE_PIECES || bytes + next.len > SLICE_BYTES {
+                job.put_back(next);
+                break false;
+            }
+            piece = next;
+        };
+        let request = Arc::new(agent.request(job.op(), local, remote, name)?);
+        Ok(Some(Made { slice: Slice { request, bytes }, pieces, last }))
+    }
+
+    /// What failed at a peer: `PeerLost`, if NIXL has dropped the peer over it.
+    fn blame(&mut self, agent: &Agent, name: &CStr, why: Error) -> Error {
+        if name == self.peers.me() || agent.knows(name) {
+            return why;
+        }
+        let mut happened = Vec::new();
+        self.peers.lose(name, &mut happened);
+        self.news.extend(happened);
+        why.kind_is(Kind::PeerLost)
+    }
+
+    /// Asks after the requests in progress.
+    fn look_at_flights(&mut self, agent: &Agent) {
+        let mut at = 0;
+        while let Some(Flight { job, request, peer }) = self.flights.get(at) {
+            if !self.peers.can_be_asked(peer) {
+                at += 1;
+                continue;
+            }
+            let result = match agent.state(request) {
+                State::InProgress => {
+                    at += 1;
+                    continue;
+                }
+                State::Done => Ok(()),
+                State::Failed(status) => Err(status.error("a transfer")),
+            };
+            let (job, peer) = (*job, peer.clone());
+            self.flights.swap_remove(at);
+            let result = result.map_err(|why| self.blame(agent, &peer, why));
+            self.peers.landed(&peer);
+            if let Some(job) = job {
+                self.news.push_back(Happened::Moved { job, pieces: 1, result });
+            }
+        }
+    }
+
+    /// Finds out what an endpoint that has just come up can do.
+    fn reach(&mut self, endpoint: EndpointId) -> Result<PerOp> {
+        let unknown = Ok(PerOp::BOTH);
+        let turnstile = Arc::clone(&self.turnstile);
+        let until = Instant::now() + reach::PATIENCE;
+        let passed = loop {
+            match turnstile.try_pass() {
+                Some(passed) => break passed,
+                None if Instant::now() > until => return unknown,
+                None => std::thread::yield_now(),
+            }
+        };
+        let agent = agent(&passed)?;
+        let Way::Open(name, _) = self.peers.way(endpoint)? else { return unknown };
+        let name = name.to_owned();
+        let page =
+            self.peers.page(endpoint).unwrap_or_else(|| Arc::new(Export::new(reach::page(), Box::default())));
+        if let Some(blob) = self.peers.untold(endpoint, &page) {
+            if !self.peers.may_tell(endpoint, &page) {
+                return unknown;
+            }
+            agent.load(blob)?;
+            self.peers.told(endpoint, &page);
+        }
+        let mut tried = reach::try_out(agent, &name, &page.range)?;
+        for request in tried.in_progress.drain(..) {
+            self.peers.flies(&name);
+            turnstile.note_in_progress(true);
+            self.flights.push(Flight { job: None, request: Arc::new(request), peer: name.clone() });
+        }
+        Ok(tried.target_cpu())
+    }
+}
+
+// SAFETY: a slice is posted by `advance` alone, and reported when NIXL has said that its request is no longer in
+// progress, also after its peer was lost. With requests in progress, `stop` says false.
+unsafe impl Fabric for Nixl {
+    type Local = Local;
+    type Remote = Remote;
+    type State = Transfer;
+
+    fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
+        let Address { blob, page, .. } = Address::decode(address)?;
+        self.peers.connect(endpoint, &blob, false)?;
+        self.peers.set_page(endpoint, Export::new(page.range, page.blob));
+        Ok(())
+    }
+
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        let framed = [MAGIC, message].concat();
+        notify(&self.turnstile, &mut self.peers, endpoint, &framed)
+    }
+
+    fn max_message(&self) -> usize {
+        MAX_NOTIFICATION + 256
+    }
+
+    fn unpack(&mut self, _: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        let memory::Export { range, blob } = memory::Export::decode(region.export)?;
+        if range.len < region.len {
+            return Err(Error::new(Kind::Malformed, "the region is longer than what NIXL knows of it"));
+        }
+        Ok(Remote(Arc::new(Export::new(range, blob))))
+    }
+
+    fn max_piece(&self) -> u64 {
+        SLICE_BYTES
+    }
+
+    fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
+        let endpoint = job.endpoint();
+        let turnstile = Arc::clone(&self.turnstile);
+        let Some(passed) = turnstile.try_pass() else {
+            self.turned_away = Some(endpoint);
+            return Ok(0);
+        };
+        let agent = agent(&passed)?;
+        let (name, load) = match self.peers.way(endpoint)? {
+            Way::Open(name, load) => (name.to_owned(), load),
+            Way::Later => return Ok(0),
+        };
+        if self.peers.flights(&name) >= DEPTH {
+            return Ok(0);
+        }
+        if !job.state().told {
+            if !Self::tell(&mut self.peers, agent, job).map_err(|why| self.blame(agent, &name, why))? {
+                return Ok(0);
+            }
+            job.state().told = true;
+        }
+        if job.state().lease.is_none() {
+            let prepared = job.plan().native(|| Ok(Prepared::default()))?;
+            job.state().lease = Some(Lease::take(&prepared, load, &self.kept));
+        }
+        let next = job.state().lease.as_mut().and_then(Lease::next);
+        let slice = match next {
+            Some((slice, last)) => {
+                if last {
+                    job.all_posted();
+                }
+                slice
+            }
+            None => {
+                let made = Self::make(&mut self.lists, agent, &name, job);
+                let made = made.map_err(|why| self.blame(agent, &name, why))?;
+                let Some(Made { slice, pieces, last }) = made else { return Ok(0) };
+                if let Some(lease) = &mut job.state().lease {
+                    lease.keep(&slice, pieces);
+                    if last {
+                        lease.complete();
+                    }
+                }
+                slice
+            }
+        };
+        // SAFETY: core keeps the local memory and has checked its bounds until the slice is reported; the request
+        // is not in progress, because a lease has it to itself and its last transfer has ended.
+        let state = unsafe { agent.post(&slice.request) };
+        match state {
+            State::Done => self.news.push_back(Happened::Moved { job: job.id(), pieces: 1, result: Ok(()) }),
+            State::InProgress => {
+                self.peers.flies(&name);
+                turnstile.note_in_progress(true);
+                self.flights.push(Flight { job: Some(job.id()), request: slice.request, peer: name });
+            }
+            State::Failed(status) => return Err(self.blame(agent, &name, status.error("a transfer"))),
+        }
+        job.posted(1);
+        Ok(slice.bytes)
+    }
+
+    fn sever(&mut self, endpoint: EndpointId) {
+        self.peers.sever(endpoint);
+    }
+
+    fn disconnect(&mut self, endpoint: EndpointId) {
+        self.peers.disconnect(endpoint);
+    }
+
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+        self.peers.take_loaded(happened);
+        let turnstile = Arc::clone(&self.turnstile);
+        if let Some(mut passed) = turnstile.try_pass() {
+            if let Some(endpoint) = self.turned_away.take() {
+                happened.push(Happened::Ready(endpoint)); // so that core tries again what found the way barred
+            }
+            if let Some(agent) = passed.as_mut() {
+                if !self.unreleased.is_empty() {
+                    agent.release();
+                }
+                if !self.flights.is_empty() {
+                    self.look_at_flights(agent);
+                    turnstile.note_in_progress(!self.flights.is_empty());
+                }
+                // What ended within its post is told first: whoever waits for it drives this turn.
+                if self.news.is_empty() {
+                    agent.notifications(|from, bytes| happened.push(sorted(from, bytes)));
+                }
+            }
+        }
+        happened.extend(self.news.drain(..));
+        if !happened.is_empty() {
+            self.pace.note();
+        }
+        happened.len()
+    }
+
+    fn arm(&mut self, waiting: bool) -> Result<Armed> {
+        if self.wakes.take() || !self.news.is_empty() {
+            return Ok(Armed::Again);
+        }
+        Ok(Armed::Sleep(Some(self.pace.sleep(!self.flights.is_empty(), waiting))))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn patience(&self) -> Duration {
+        self.pace.patience()
+    }
+
+    fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
+        if !self.peers.is_foreign(endpoint) {
+            let target_cpu = self.reach(endpoint).unwrap_or(PerOp::BOTH);
+            let how = if target_cpu == PerOp::NEITHER { ", without the peer's CPU" } else { "" };
+            let capabilities = Capabilities { target_cpu, ..self.capabilities.clone() };
+            return (format!("{}{how}", self.description), capabilities);
+        }
+        let text = format!(
+            "{}, to an agent that is not kvx: nobody acknowledges a notification, notices silence, or gives memory back",
+            self.description
+        );
+        (
+            text,
+            Capabilities {
+                revocation: Revocation::Never,
+                peer_loss_within: None,
+                ..self.capabilities.clone()
+            },
+        )
+    }
+
+    fn unregister(&mut self, local: &Local) -> Result<()> {
+        self.ranges.remove(&local.range)
+    }
+
+    fn stop(&mut self) -> bool {
+        let in_flight = !self.flights.is_empty();
+        // What is in progress is never released, nor its agent destroyed: that would be a use after free.
+        std::mem::forget(std::mem::take(&mut self.flights));
+        let gone = self.turnstile.pass().take();
+        self.lists = Lists::default();
+        if in_flight {
+            tracing::warn!("requests of NIXL are still in progress: its agent and their memory are kept");
+            std::mem::forget(gone);
+            return false;
+        }
+        drop(gone);
+        // A foreign agent that was told of memory may reach it for as long as this process lives.
+        !self.ranges.any_told()
+    }
+
+    fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
+        if self.peers.connect(endpoint, blob, true)? {
+            self.news.push_back(Happened::Ready(endpoint));
+        }
+        for earlier in self.peers.superseded(endpoint) {
+            let why = Error::new(
+                Kind::PeerLost,
+                "another life, or a newer description, of this agent was connected",
+            );
+            self.news.push_back(Happened::Broken { endpoint: earlier, why, gone: false });
+        }
+        Ok(())
+    }
+
+    fn unpack_foreign(&mut self, _: EndpointId, range: &ForeignRange) -> Result<Remote> {
+        let ForeignRange { address, len, kind, device } = *range;
+        let segment = if kind.is_host() { Segment::Host } else { Segment::Device };
+        let range = Range { segment, address, len, device };
+        Ok(Remote(Arc::new(Export::new(range, Box::default()))))
+    }
+
+    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+        notify(&self.turnstile, &mut self.peers, endpoint, bytes)
+    }
+}
+
+/// A notification of kvx's own, or of somebody else.
+fn sorted(from: &CStr, bytes: &[u8]) -> Happened {
+    match bytes.strip_prefix(MAGIC) {
+        Some(message) => Happened::Message(message.to_vec()),
+        None => Happened::Notified { from: from.to_string_lossy().into(), bytes: bytes.to_vec() },
+    }
+}

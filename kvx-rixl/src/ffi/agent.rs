@@ -1,0 +1,371 @@
+//! A NIXL agent with one plugin.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{Error, Kind, Op, Result};
+
+use super::bindings::{
+    Functions, NIXL_CAPI_SUCCESS, NIXL_CAPI_THREAD_SYNC_NONE, NIXL_CAPI_XFER_OP_READ,
+    NIXL_CAPI_XFER_OP_WRITE, nixl_agent, nixl_agent_config, nixl_backend, nixl_notif_map, nixl_opt_args,
+    nixl_params, nixl_status,
+};
+use super::library::Library;
+use super::lists::{Range, RegistrationList, Segment, TransferList};
+use super::request::{Request, Unreleased};
+use super::status::{State, Status};
+
+/// What an agent is made with.
+pub(crate) struct Settings<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) plugin: &'a str,
+    pub(crate) params: &'a [(String, String)],
+    /// Whether NIXL has a thread of its own, which sleeps this long unless something happens.
+    pub(crate) progress_thread: Option<Duration>,
+}
+
+/// An agent. Not for two threads at a time; dropped, it is destroyed.
+pub(crate) struct Agent {
+    functions: &'static Functions,
+    raw: nixl_agent,
+    /// Keeps the one plugin: whatever is done, it does.
+    args: nixl_opt_args,
+    backend: nixl_backend,
+    notifications: nixl_notif_map,
+    unreleased: Arc<Unreleased>,
+}
+
+// SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
+unsafe impl Send for Agent {}
+
+fn c_string(what: &str, text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::new(Kind::Invalid, format!("{what} {text:?} has a NUL byte")))
+}
+
+impl Agent {
+    /// Makes an agent and its plugin's backend; takes half a second. Errors: what NIXL answers.
+    pub(crate) fn open(library: &'static Library, settings: &Settings<'_>) -> Result<Self> {
+        let functions = library.functions();
+        let check = |doing: &str, status| Status::check(status).map_err(|status| status.error(doing));
+        let (name, plugin) = (c_string("agent", settings.name)?, c_string("plugin", settings.plugin)?);
+        let with_thread = settings.progress_thread.is_some();
+        let delay = settings.progress_thread.unwrap_or_default().as_micros();
+        let config = nixl_agent_config {
+            enable_prog_thread: with_thread,
+            // The agent is behind a lock of kvx's own; what NIXL's own thread touches has locks in the plugin.
+            thread_sync: NIXL_CAPI_THREAD_SYNC_NONE as i32,
+            num_workers: 1,
+            pthr_delay_us: u64::try_from(delay).unwrap_or(u64::MAX),
+            ..nixl_agent_config::default()
+        };
+        let mut agent = Agent {
+            functions,
+            raw: ptr::null_mut(),
+            args: ptr::null_mut(),
+            backend: ptr::null_mut(),
+            notifications: ptr::null_mut(),
+            unreleased: Arc::default(),
+        };
+        // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
+        // is destroyed by `Drop`, whatever fails.
+        unsafe {
+            check(
+                "making an agent",
+                (functions.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut agent.raw),
+            )?;
+            let mut params = Params { functions, raw: ptr::null_mut() };
+            check("making parameters", (functions.nixl_capi_create_params)(&mut params.raw))?;
+            for (key, value) in settings.params {
+                let (key, value) = (c_string("parameter", key)?, c_string("parameter", value)?);
+                check(
+                    "adding a parameter",
+                    (functions.nixl_capi_params_add)(params.raw, key.as_ptr(), value.as_ptr()),
+                )?;
+            }
+            check(
+                "opening the plugin",
+                (functions.nixl_capi_create_backend)(
+                    agent.raw,
+                    plugin.as_ptr(),
+                    params.raw,
+                    &mut agent.backend,
+                ),
+            )?;
+            check("making arguments", (functions.nixl_capi_create_opt_args)(&mut agent.args))?;
+            check(
+                "naming the plugin",
+                (functions.nixl_capi_opt_args_add_backend)(agent.args, agent.backend),
+            )?;
+            check("making a map", (functions.nixl_capi_create_notif_map)(&mut agent.notifications))?;
+        }
+        Ok(agent)
+    }
+
+    fn check(&self, doing: &str, status: nixl_status) -> Result<()> {
+        Status::check(status).map_err(|status| status.error(doing))
+    }
+
+    /// Takes over bytes that NIXL allocated.
+    ///
+    /// # Safety
+    /// `data` came from `malloc`, has `len` bytes, and is nobody else's.
+    unsafe fn take(data: *mut c_void, len: usize) -> Vec<u8> {
+        if data.is_null() {
+            return Vec::new();
+        }
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec();
+        // SAFETY: as above; nobody refers to it any more.
+        unsafe { libc::free(data) };
+        bytes
+    }
+
+    /// How this agent is reached, without its memory.
+    pub(crate) fn connection(&self) -> Result<Vec<u8>> {
+        self.part_of(&[])
+    }
+
+    /// What peers need to reach one registered range.
+    pub(crate) fn export(&self, range: &Range) -> Result<Vec<u8>> {
+        self.part_of(std::slice::from_ref(range))
+    }
+
+    fn part_of(&self, ranges: &[Range]) -> Result<Vec<u8>> {
+        let list = RegistrationList::of(self.functions, ranges)?;
+        let (mut data, mut len) = (ptr::null_mut(), 0);
+        // SAFETY: live handles, and places for the answer.
+        let status = unsafe {
+            (self.functions.nixl_capi_get_local_partial_md)(
+                self.raw, list.raw, &mut data, &mut len, self.args,
+            )
+        };
+        self.check("describing the agent", status)?;
+        // SAFETY: the call has succeeded, so these are bytes of its own making.
+        Ok(unsafe { Self::take(data, len) })
+    }
+
+    /// All that a foreign agent wants to know of this one.
+    pub(crate) fn whole(&self) -> Result<Vec<u8>> {
+        let (mut data, mut len) = (ptr::null_mut(), 0);
+        // SAFETY: a live handle, and places for the answer.
+        let status = unsafe { (self.functions.nixl_capi_get_local_md)(self.raw, &mut data, &mut len) };
+        self.check("describing the agent", status)?;
+        // SAFETY: the call has succeeded, so these are bytes of its own making.
+        Ok(unsafe { Self::take(data, len) })
+    }
+
+    /// Takes a peer's blob in; gives the peer's name. May take a third of a second. The blob must have been looked
+    /// through: NIXL trusts it.
+    pub(crate) fn load(&self, blob: &[u8]) -> Result<String> {
+        let mut name: *mut c_char = ptr::null_mut();
+        // SAFETY: a live handle, bytes with their length, a place for a string.
+        let status = unsafe {
+            (self.functions.nixl_capi_load_remote_md)(self.raw, blob.as_ptr().cast(), blob.len(), &mut name)
+        };
+        self.check("loading a peer's metadata", status)?;
+        // SAFETY: the call has succeeded, so this is a C string from `malloc`.
+        let text = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        // SAFETY: nobody refers to it any more.
+        unsafe { libc::free(name.cast()) };
+        Ok(text)
+    }
+
+    /// Forgets a peer and closes the connection.
+    pub(crate) fn forget(&self, peer: &CStr) {
+        // SAFETY: a live handle and a C string. That it is not known is no error here.
+        unsafe { (self.functions.nixl_capi_invalidate_remote_md)(self.raw, peer.as_ptr()) };
+    }
+
+    /// Connects to a peer whose metadata was loaded.
+    pub(crate) fn connect(&self, peer: &CStr) -> Result<()> {
+        // SAFETY: live handles and a C string.
+        let status =
+            unsafe { (self.functions.nixl_capi_agent_make_connection)(self.raw, peer.as_ptr(), self.args) };
+        self.check("connecting", status)
+    }
+
+    /// Whether a peer's metadata is there. NIXL drops it when the plugin finds the peer disconnected.
+    pub(crate) fn knows(&self, peer: &CStr) -> bool {
+        let Ok(nothing) = TransferList::new(self.functions, Segment::Host) else { return true };
+        // SAFETY: live handles and a C string.
+        let status =
+            unsafe { (self.functions.nixl_capi_check_remote_md)(self.raw, peer.as_ptr(), nothing.raw) };
+        status == NIXL_CAPI_SUCCESS
+    }
+
+    /// Registers memory with the plugin.
+    pub(crate) fn register(&self, range: &Range) -> Result<()> {
+        let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
+        // SAFETY: live handles. That the memory is there until it is deregistered is the caller's duty, which
+        // `kvx_core::fabric` has taken over.
+        let status = unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
+        self.check("registering memory", status)
+    }
+
+    /// Takes a registration back.
+    pub(crate) fn deregister(&self, range: &Range) -> Result<()> {
+        let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
+        // SAFETY: live handles.
+        let status = unsafe { (self.functions.nixl_capi_deregister_mem)(self.raw, list.raw, self.args) };
+        self.check("deregistering memory", status)
+    }
+
+    /// A list of this agent's.
+    pub(crate) fn list(&self, segment: Segment) -> Result<TransferList> {
+        TransferList::new(self.functions, segment)
+    }
+
+    /// Prepares a transfer between two lists of as many ranges.
+    pub(crate) fn request(
+        &self,
+        op: Op,
+        local: &TransferList,
+        remote: &TransferList,
+        peer: &CStr,
+    ) -> Result<Request> {
+        let operation = match op {
+            Op::Read => NIXL_CAPI_XFER_OP_READ,
+            Op::Write => NIXL_CAPI_XFER_OP_WRITE,
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: live handles, a C string, a place for a handle.
+        let status = unsafe {
+            (self.functions.nixl_capi_create_xfer_req)(
+                self.raw,
+                operation as i32,
+                local.raw,
+                remote.raw,
+                peer.as_ptr(),
+                &mut raw,
+                self.args,
+            )
+        };
+        self.check("preparing a transfer", status)?;
+        Ok(Request::new(raw, &self.unreleased))
+    }
+
+    /// Starts a request that is not in progress.
+    ///
+    /// # Safety
+    /// The memory of its lists stays until the request is no longer in progress.
+    pub(crate) unsafe fn post(&self, request: &Request) -> State {
+        // SAFETY: live handles; the memory is the caller's promise.
+        State::of(unsafe { (self.functions.nixl_capi_post_xfer_req)(self.raw, request.raw, ptr::null_mut()) })
+    }
+
+    /// Where a request stands that was posted; lets the plugin work.
+    pub(crate) fn state(&self, request: &Request) -> State {
+        // SAFETY: live handles.
+        State::of(unsafe { (self.functions.nixl_capi_get_xfer_status)(self.raw, request.raw) })
+    }
+
+    /// Requests that were dropped; [`release`](Agent::release) frees them.
+    pub(crate) fn unreleased(&self) -> &Arc<Unreleased> {
+        &self.unreleased
+    }
+
+    /// Frees requests that were dropped. None of them is in progress: one that is has an owner.
+    pub(crate) fn release(&self) {
+        for raw in self.unreleased.take() {
+            // SAFETY: a handle that was made by this agent, is not in progress, and is released once, here.
+            unsafe {
+                (self.functions.nixl_capi_release_xfer_req)(self.raw, raw);
+                (self.functions.nixl_capi_destroy_xfer_req)(raw);
+            }
+        }
+    }
+
+    /// Sends a peer a notification.
+    pub(crate) fn notify(&self, peer: &CStr, bytes: &[u8]) -> Result<(), Status> {
+        // SAFETY: live handles, a C string, bytes with their length, which are copied.
+        Status::check(unsafe {
+            (self.functions.nixl_capi_gen_notif)(
+                self.raw,
+                peer.as_ptr(),
+                bytes.as_ptr().cast(),
+                bytes.len(),
+                self.args,
+            )
+        })
+    }
+
+    /// Lets the plugin work, and takes the notifications that have come: sender and bytes.
+    pub(crate) fn notifications(&mut self, mut each: impl FnMut(&CStr, &[u8])) {
+        let (functions, map) = (self.functions, self.notifications);
+        let mut agents = 0;
+        // SAFETY: live handles and places for numbers.
+        unsafe {
+            // An error of one kind of connection leaves what others have brought in the map.
+            (functions.nixl_capi_get_notifs)(self.raw, map, ptr::null_mut());
+            (functions.nixl_capi_notif_map_size)(map, &mut agents);
+        }
+        if agents == 0 {
+            return;
+        }
+        for at in 0..agents {
+            let (mut name, mut count) = (ptr::null(), 0);
+            // SAFETY: as above; the name lives until the map is cleared. A name with a NUL byte is not found again.
+            unsafe {
+                if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name) != NIXL_CAPI_SUCCESS
+                    || (functions.nixl_capi_notif_map_get_notifs_size)(map, name, &mut count)
+                        != NIXL_CAPI_SUCCESS
+                {
+                    continue;
+                }
+            }
+            for index in 0..count {
+                let (mut data, mut len) = (ptr::null(), 0);
+                // SAFETY: as above; the bytes live until the map is cleared, and `each` keeps none of them.
+                unsafe {
+                    let status =
+                        (functions.nixl_capi_notif_map_get_notif)(map, name, index, &mut data, &mut len);
+                    if status == NIXL_CAPI_SUCCESS && !data.is_null() {
+                        each(CStr::from_ptr(name), std::slice::from_raw_parts(data.cast(), len));
+                    }
+                }
+            }
+        }
+        // SAFETY: a live handle.
+        unsafe { (functions.nixl_capi_notif_map_clear)(map) };
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            self.release();
+        }
+        // SAFETY: each handle was made by `open`, is not null where it is destroyed, and is destroyed once, here.
+        unsafe {
+            if !self.notifications.is_null() {
+                (self.functions.nixl_capi_destroy_notif_map)(self.notifications);
+            }
+            if !self.args.is_null() {
+                (self.functions.nixl_capi_destroy_opt_args)(self.args);
+            }
+            if !self.backend.is_null() {
+                (self.functions.nixl_capi_destroy_backend)(self.backend);
+            }
+            if !self.raw.is_null() {
+                (self.functions.nixl_capi_destroy_agent)(self.raw);
+            }
+        }
+    }
+}
+
+/// Parameters of a plugin, while it is opened.
+struct Params {
+    functions: &'static Functions,
+    raw: nixl_params,
+}
+
+impl Drop for Params {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            // SAFETY: made once and destroyed once, here.
+            unsafe { (self.functions.nixl_capi_destroy_params)(self.raw) };
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! The NIXL that this process has opened.
+
+use std::ffi::{CStr, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use kvx_core::Unavailable;
+use kvx_core::loader::{self, Search};
+use libloading::os::unix as native;
+
+use super::bindings::Functions;
+use super::version::Version;
+
+/// The variable that names the library.
+pub(crate) const VARIABLE: &str = "KVX_RIXL_LIB";
+const NAMES: &[&str] = &["libnixl_capi.so"];
+pub(crate) const CURE: &str = "install NIXL 1.x (from PyPI: nixl-cu12, without its dependencies) and set KVX_RIXL_LIB to its \
+     libnixl_capi.so, which `kvx backends --find` finds; the package called rixl there is another product";
+/// Where the images of ROCm and NVIDIA have it.
+const PREFIXES: &[&str] = &[
+    "/usr/local/rixl",
+    "/opt/rixl",
+    "/sgl-workspace/rixl",
+    "/usr/local/nixl",
+    "/opt/nixl",
+    "/opt/nvidia/nvda_nixl",
+];
+#[cfg(target_arch = "x86_64")]
+const FOLDERS: &[&str] = &["lib/x86_64-linux-gnu", "lib64", "lib"];
+#[cfg(not(target_arch = "x86_64"))]
+const FOLDERS: &[&str] = &["lib/aarch64-linux-gnu", "lib64", "lib"];
+
+/// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads the system's beside
+/// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its own.
+const SYSTEMS_OWN: &str = "libnl-route-3.so.200";
+
+/// Loads what must be there before a wheel's libraries; that it is absent is fine.
+fn load_the_systems_own() {
+    // SAFETY: the system's library of this name, whose initialiser fills tables of its own.
+    let opened = unsafe { native::Library::open(Some(SYSTEMS_OWN), native::RTLD_NOW | native::RTLD_LOCAL) };
+    opened.map(native::Library::into_raw).ok();
+}
+
+/// An open libnixl_capi, for the life of the process: the first that was asked for is the only one.
+pub(crate) struct Library {
+    functions: Functions,
+    version: Option<Version>,
+    path: PathBuf,
+}
+
+static OPENED: OnceLock<Library> = OnceLock::new();
+
+impl Library {
+    /// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
+    ///
+    /// # Errors
+    /// What was tried and the cure; tried again at the next call.
+    pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
+        let library = match OPENED.get() {
+            Some(library) => library,
+            None => {
+                let library = Library::load()?;
+                OPENED.get_or_init(|| library)
+            }
+        };
+        match library.version {
+            Some(version) if !any_version && !version.is_supported() => Err(Unavailable::because(
+                format!("{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x", library.path.display()),
+                format!("{CURE}; or set rixl.any_version to try it all the same"),
+            )),
+            _ => Ok(library),
+        }
+    }
+
+    fn load() -> Result<Library, Unavailable> {
+        let files = PREFIXES.iter().flat_map(|prefix| FOLDERS.iter().map(move |folder| (prefix, folder)));
+        let files = files.map(|(prefix, folder)| Path::new(prefix).join(folder).join(NAMES[0]));
+        loader::with_signals_kept(|| {
+            load_the_systems_own();
+            let library =
+                Search::new(VARIABLE, NAMES, CURE).files(files.filter(|file| file.exists())).open()?;
+            let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
+                // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
+                unsafe { library.symbol::<NonNull<c_void>>(name) }
+            };
+            // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what
+            // its name, which no other library uses, and the version checked by `open` say.
+            let functions = unsafe { Functions::find(find) }?;
+            let path = library.path().to_owned();
+            Ok(Library { functions, version: Version::beside(&path), path })
+        })
+    }
+
+    /// Its functions.
+    pub(crate) fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// Its version, if something beside it tells: the C interface does not.
+    pub(crate) fn version(&self) -> Option<Version> {
+        self.version
+    }
+
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}

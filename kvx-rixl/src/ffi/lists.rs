@@ -1,0 +1,115 @@
+//! Descriptor lists.
+
+use std::ptr;
+
+use kvx_core::Result;
+
+use super::bindings::{Functions, NIXL_CAPI_MEM_DRAM, NIXL_CAPI_MEM_VRAM, nixl_reg_dlist, nixl_xfer_dlist};
+use super::status::Status;
+
+/// Which memory a list speaks of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Segment {
+    Host,
+    Device,
+}
+
+impl Segment {
+    fn number(self) -> i32 {
+        let number = match self {
+            Segment::Host => NIXL_CAPI_MEM_DRAM,
+            Segment::Device => NIXL_CAPI_MEM_VRAM,
+        };
+        number as i32
+    }
+}
+
+/// What is registered as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Range {
+    pub(crate) segment: Segment,
+    pub(crate) address: u64,
+    pub(crate) len: u64,
+    pub(crate) device: u64,
+}
+
+impl Range {
+    /// Whether they share bytes.
+    pub(crate) fn overlaps(&self, other: &Range) -> bool {
+        (self.segment, self.device) == (other.segment, other.device)
+            && self.address < other.address.saturating_add(other.len)
+            && other.address < self.address.saturating_add(self.len)
+    }
+}
+
+/// A list of what is registered.
+pub(super) struct RegistrationList {
+    pub(super) raw: nixl_reg_dlist,
+    functions: &'static Functions,
+}
+
+impl RegistrationList {
+    pub(super) fn of(functions: &'static Functions, ranges: &[Range]) -> Result<Self> {
+        let segment = ranges.first().map_or(Segment::Host, |range| range.segment);
+        let mut raw = ptr::null_mut();
+        // SAFETY: a pointer to write a handle to.
+        let status = unsafe { (functions.nixl_capi_create_reg_dlist)(segment.number(), &mut raw) };
+        Status::check(status).map_err(|status| status.error("making a list"))?;
+        let list = RegistrationList { raw, functions };
+        for range in ranges {
+            let (address, len) = (range.address as usize, range.len as usize);
+            // SAFETY: the list lives; no metadata is passed.
+            let status = unsafe {
+                (functions.nixl_capi_reg_dlist_add_desc)(raw, address, len, range.device, ptr::null(), 0)
+            };
+            Status::check(status).map_err(|status| status.error("adding to a list"))?;
+        }
+        Ok(list)
+    }
+}
+
+impl Drop for RegistrationList {
+    fn drop(&mut self) {
+        // SAFETY: made by `of` and destroyed once, here.
+        unsafe { (self.functions.nixl_capi_destroy_reg_dlist)(self.raw) };
+    }
+}
+
+/// A list of what is to be moved, used again and again.
+pub(crate) struct TransferList {
+    pub(super) raw: nixl_xfer_dlist,
+    functions: &'static Functions,
+}
+
+// SAFETY: a list is plain data of the library, which knows nothing of threads; whoever owns it is alone with it.
+unsafe impl Send for TransferList {}
+
+impl TransferList {
+    pub(super) fn new(functions: &'static Functions, segment: Segment) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: a pointer to write a handle to.
+        let status = unsafe { (functions.nixl_capi_create_xfer_dlist)(segment.number(), &mut raw) };
+        Status::check(status).map_err(|status| status.error("making a list"))?;
+        Ok(TransferList { raw, functions })
+    }
+
+    #[inline]
+    pub(crate) fn add(&mut self, address: u64, len: u64, device: u64) {
+        // SAFETY: the list lives. It cannot fail but for want of memory.
+        unsafe {
+            (self.functions.nixl_capi_xfer_dlist_add_desc)(self.raw, address as usize, len as usize, device)
+        };
+    }
+
+    pub(crate) fn clear(&mut self) {
+        // SAFETY: as above.
+        unsafe { (self.functions.nixl_capi_xfer_dlist_clear)(self.raw) };
+    }
+}
+
+impl Drop for TransferList {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and destroyed once, here.
+        unsafe { (self.functions.nixl_capi_destroy_xfer_dlist)(self.raw) };
+    }
+}

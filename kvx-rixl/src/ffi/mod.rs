@@ -1,0 +1,22 @@
+//! NIXL's C interface: generated bindings, the library that is opened, and thin owners of its handles.
+
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod bindings;
+
+mod agent;
+mod elf;
+mod library;
+mod lists;
+mod plugins;
+mod request;
+mod status;
+mod version;
+
+pub(crate) use agent::{Agent, Settings};
+pub(crate) use library::Library;
+pub(crate) use lists::{Range, Segment, TransferList};
+pub(crate) use plugins::Plugin;
+pub(crate) use request::{Request, Unreleased};
+pub(crate) use status::State;

@@ -1,0 +1,72 @@
+//! The plugins beside the library, and why one does not load: NIXL says only that there is none.
+
+use std::path::{Path, PathBuf};
+
+use kvx_core::{Unavailable, loader};
+use libloading::os::unix as native;
+
+use super::elf;
+use super::library::{CURE, Library};
+
+/// NIXL's own variable for the folder of its plugins.
+const FOLDER: &str = "NIXL_PLUGIN_DIR";
+
+/// A plugin that loads.
+pub(crate) struct Plugin {
+    /// Its file.
+    pub(crate) path: PathBuf,
+}
+
+impl Plugin {
+    /// Loads a plugin, as NIXL will. Errors: the libraries that it misses, by name.
+    pub(crate) fn check(library: &Library, name: &str) -> Result<Plugin, Unavailable> {
+        let folder = match std::env::var_os(FOLDER).filter(|folder| !folder.is_empty()) {
+            Some(folder) => PathBuf::from(folder),
+            None => library.path().parent().unwrap_or(Path::new("/")).join("plugins"),
+        };
+        let path = folder.join(format!("libplugin_{name}.so"));
+        if !path.exists() {
+            let there = names(&folder);
+            let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+            return Err(Unavailable::because(
+                format!("NIXL has no plugin {name} in {}; there are {there}", folder.display()),
+                format!("name one of these in rixl.plugin, or {CURE}"),
+            ));
+        }
+        // SAFETY: the plugin's initialisers run. That they may is what naming it means; what they do to signal
+        // handlers is undone.
+        let opened = loader::with_signals_kept(|| unsafe {
+            native::Library::open(Some(&path), native::RTLD_NOW | native::RTLD_LOCAL)
+        });
+        match opened {
+            Ok(library) => {
+                let _never_closed = library.into_raw();
+                Ok(Plugin { path })
+            }
+            Err(error) => {
+                let missing = elf::missing_libraries(&path);
+                let why = match error {
+                    libloading::Error::DlOpen { source } => source.to_string(),
+                    other => other.to_string(),
+                };
+                let why = if missing.is_empty() { why } else { format!("it misses {}", missing.join(", ")) };
+                Err(Unavailable::because(
+                    format!("NIXL's plugin {} does not load: {why}", path.display()),
+                    "install what it misses, or name another plugin in rixl.plugin",
+                ))
+            }
+        }
+    }
+}
+
+/// The plugins of a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        Some(name.strip_prefix("libplugin_")?.strip_suffix(".so")?.to_owned())
+    });
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,51 @@
+//! Transfer requests, which only their agent can release.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::bindings::nixl_xfer_req;
+
+/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to [`Unreleased`].
+pub(crate) struct Request {
+    pub(super) raw: nixl_xfer_req,
+    unreleased: Arc<Unreleased>,
+}
+
+// SAFETY: a handle; every use of it goes through its agent, which is behind a lock.
+unsafe impl Send for Request {}
+// SAFETY: as above.
+unsafe impl Sync for Request {}
+
+impl Request {
+    pub(super) fn new(raw: nixl_xfer_req, unreleased: &Arc<Unreleased>) -> Self {
+        Request { raw, unreleased: Arc::clone(unreleased) }
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        self.unreleased.raw.lock().unwrap_or_else(PoisonError::into_inner).push(Raw(self.raw));
+    }
+}
+
+/// Requests that nobody needs and nobody has released yet.
+#[derive(Default)]
+pub(crate) struct Unreleased {
+    raw: Mutex<Vec<Raw>>,
+}
+
+struct Raw(nixl_xfer_req);
+
+// SAFETY: as `Request`.
+unsafe impl Send for Raw {}
+
+impl Unreleased {
+    pub(super) fn take(&self) -> Vec<nixl_xfer_req> {
+        let mut raw = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
+        raw.drain(..).map(|raw| raw.0).collect()
+    }
+
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.raw.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+}

@@ -1,0 +1,110 @@
+//! The thread for calls of NIXL that take long: loading a peer's address, and forgetting it.
+
+use std::ffi::CString;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use kvx_core::{Error, Kind, Result};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::turnstile::Turnstile;
+
+/// What is asked; done in this order.
+pub(crate) enum Task {
+    /// Loads a blob and connects; the answer is a [`Loaded`].
+    Load { peer: CString, load: u64, blob: Vec<u8> },
+    /// Forgets a peer.
+    Forget { peer: CString },
+}
+
+/// A [`Task::Load`] has ended.
+pub(crate) struct Loaded {
+    pub(crate) peer: CString,
+    /// Its number.
+    pub(crate) load: u64,
+    pub(crate) result: Result<()>,
+}
+
+struct Answers {
+    loaded: Mutex<Vec<Loaded>>,
+    wake: OwnedFd,
+}
+
+/// The thread, and what it has done.
+pub(crate) struct Loads {
+    tasks: Option<Sender<Task>>,
+    answers: Arc<Answers>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Loads {
+    /// Starts it. Errors: `Exhausted`.
+    pub(crate) fn start(name: String, turnstile: Arc<Turnstile>) -> Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::os("no eventfd for NIXL: raise the limit of open files", error))?;
+        let answers = Arc::new(Answers { loaded: Mutex::default(), wake });
+        let (tasks, todo) = channel();
+        let theirs = Arc::clone(&answers);
+        let thread = std::thread::Builder::new().name(name).spawn(move || serve(&todo, &turnstile, &theirs));
+        let thread = thread.map_err(|error| {
+            Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
+        })?;
+        Ok(Loads { tasks: Some(tasks), answers, thread: Some(thread) })
+    }
+
+    /// Readable when something has ended.
+    pub(crate) fn fd(&self) -> RawFd {
+        self.answers.wake.as_raw_fd()
+    }
+
+    pub(crate) fn ask(&self, task: Task) {
+        if let Some(tasks) = &self.tasks {
+            tasks.send(task).ok(); // the thread ends only after the last task
+        }
+    }
+
+    /// What has ended.
+    pub(crate) fn take(&self) -> Vec<Loaded> {
+        let mut loaded = self.answers.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if loaded.is_empty() {
+            return Vec::new();
+        }
+        let mut count = [0; 8];
+        rustix::io::read(&self.answers.wake, &mut count).ok(); // never blocks
+        std::mem::take(&mut loaded)
+    }
+}
+
+impl Drop for Loads {
+    fn drop(&mut self) {
+        self.tasks = None;
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+}
+
+fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Answers) {
+    for task in todo {
+        let passed = turnstile.pass();
+        let Some(agent) = passed.as_ref() else { continue };
+        match task {
+            Task::Forget { peer } => agent.forget(&peer),
+            Task::Load { peer, load, blob } => {
+                let result = agent.load(&blob).and_then(|name| {
+                    if name.as_bytes() != peer.as_bytes() {
+                        return Err(crate::blob::malformed("it names another agent than it seemed to"));
+                    }
+                    agent.connect(&peer)
+                });
+                drop(passed);
+                let mut loaded = answers.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+                loaded.push(Loaded { peer, load, result });
+                drop(loaded);
+                rustix::io::write(&answers.wake, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Memory that is registered with NIXL.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvx_core::fabric::Registrar;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{DeviceId, Error, Kind, Memory, RegionId, Result};
+
+use crate::ffi::{Range, Segment};
+use crate::turnstile::Turnstile;
+
+/// What NIXL knows of our memory. It finds registrations by address: two regions of one range share one, and ranges that
+/// overlap otherwise are refused, because it could not tell them apart.
+pub(crate) struct Ranges {
+    turnstile: Arc<Turnstile>,
+    registered: Mutex<HashMap<Range, Uses>>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Uses {
+    regions: usize,
+    /// Foreign agents may have been told of it: nobody can take that back.
+    told: bool,
+}
+
+/// A region of ours.
+pub(crate) struct Local {
+    pub(crate) range: Range,
+}
+
+/// The range of some memory, as NIXL understands it.
+pub(crate) fn range_of(memory: &Memory) -> Range {
+    let segment = if memory.kind().is_host() { Segment::Host } else { Segment::Device };
+    Range { segment, address: memory.address(), len: memory.len() as u64, device: number_of(memory.device()) }
+}
+
+/// A device as NIXL numbers it: by the last 8 bytes of its identity, 0 for host memory. The UCX plugin finds a device by
+/// the address; what is registered and what peers are told is the same number in any case.
+fn number_of(DeviceId(id): DeviceId) -> u64 {
+    let [.., a, b, c, d, e, f, g, h] = id;
+    u64::from_be_bytes([a, b, c, d, e, f, g, h])
+}
+
+impl Ranges {
+    pub(crate) fn new(turnstile: Arc<Turnstile>) -> Self {
+        Ranges { turnstile, registered: Mutex::default() }
+    }
+
+    fn add(&self, range: Range) -> Result<Vec<u8>> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        if !registered.contains_key(&range)
+            && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
+        {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "the region overlaps another of {} bytes at {:#x}, and NIXL cannot tell them apart: register the \
+                     whole range once, and use grids on it",
+                    other.len, other.address
+                ),
+            ));
+        }
+        let passed = self.turnstile.pass();
+        let agent = passed.as_ref().ok_or_else(closed)?;
+        if !registered.contains_key(&range) {
+            agent.register(&range).map_err(|why| match range.segment {
+                Segment::Host => why,
+                Segment::Device => why.kind_is(Kind::Unsupported),
+            })?;
+        }
+        registered.entry(range).or_default().regions += 1;
+        agent.export(&range)
+    }
+
+    /// A region ends. Errors: `StillShared`, if foreign agents may know it; what NIXL answers.
+    pub(crate) fn remove(&self, range: &Range) -> Result<()> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(uses) = registered.get_mut(range) else { return Ok(()) };
+        if uses.told {
+            return Err(Error::new(
+                Kind::StillShared,
+                "a foreign agent was told of this memory, and NIXL has no way to take that back",
+            ));
+        }
+        uses.regions -= 1;
+        if uses.regions > 0 {
+            return Ok(());
+        }
+        registered.remove(range);
+        let passed = self.turnstile.pass();
+        passed.as_ref().ok_or_else(closed)?.deregister(range)
+    }
+
+    /// Whether foreign agents may know some of it.
+    pub(crate) fn any_told(&self) -> bool {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner).values().any(|uses| uses.told)
+    }
+}
+
+fn closed() -> Error {
+    Error::new(Kind::Closed, "the transport has been shut down")
+}
+
+// SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
+unsafe impl Registrar<Local> for Ranges {
+    fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
+        let range = range_of(memory);
+        let blob = self.add(range)?;
+        Ok((Local { range }, Export { range, blob: blob.into() }.encode()))
+    }
+
+    fn foreign_metadata(&self) -> Result<Vec<u8>> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let passed = self.turnstile.pass();
+        let blob = passed.as_ref().ok_or_else(closed)?.whole()?;
+        registered.values_mut().for_each(|uses| uses.told = true);
+        Ok(blob)
+    }
+}
+
+/// A peer's region, as its metadata tells it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Export {
+    pub(crate) range: Range,
+    /// NIXL's own description of it.
+    pub(crate) blob: Box<[u8]>,
+}
+
+/// The longest description of one region.
+const MAX_EXPORT: usize = 64 << 10;
+
+impl Export {
+    const VERSION: u8 = 1;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::VERSION, u8::from(self.range.segment == Segment::Device)];
+        out.put_u64(self.range.address);
+        out.put_u64(self.range.len);
+        out.put_u64(self.range.device);
+        out.put_block(&self.blob);
+        checked(out)
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("RIXL region", unchecked("RIXL region", bytes)?);
+        version("region", reader.u8()?, Self::VERSION)?;
+        let segment = match reader.u8()? {
+            0 => Segment::Host,
+            1 => Segment::Device,
+            other => return Err(reader.malformed(format_args!("no memory has the number {other}"))),
+        };
+        let range = Range { segment, address: reader.u64()?, len: reader.u64()?, device: reader.u64()? };
+        let blob = reader.block(MAX_EXPORT)?.into();
+        reader.end()?;
+        Ok(Export { range, blob })
+    }
+}
+
+/// Errors: `Incompatible`.
+pub(crate) fn version(what: &str, found: u8, ours: u8) -> Result<()> {
+    if found == ours {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Incompatible,
+        format!(
+            "the peer's RIXL {what} has version {found}, this release knows {ours}: update the older end"
+        ),
+    ))
+}
+
+/// Adds a checksum: NIXL and its plugins end the process over altered bytes.
+pub(crate) fn checked(mut bytes: Vec<u8>) -> Vec<u8> {
+    let sum = sum(&bytes);
+    bytes.put_u64(sum);
+    bytes
+}
+
+/// Takes the checksum off. Errors: `Malformed`.
+pub(crate) fn unchecked<'a>(what: &'static str, bytes: &'a [u8]) -> Result<&'a [u8]> {
+    let at = bytes.len().saturating_sub(8);
+    let (rest, end) = bytes.split_at(at);
+    if Reader::new(what, end).u64()? == sum(rest) {
+        return Ok(rest);
+    }
+    Err(Reader::new(what, bytes).malformed("its checksum is wrong"))
+}
+
+/// FNV-1a.
+fn sum(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_export_travels_whole_or_not_at_all() {
+        let range = Range { segment: Segment::Device, address: 1 << 40, len: 4096, device: 3 };
+        let export = Export { range, blob: b"nixlSerDes|".as_slice().into() };
+        let bytes = export.encode();
+        assert_eq!(Export::decode(&bytes).unwrap(), export);
+        for at in 0..bytes.len() {
+            assert!(Export::decode(&bytes[..at]).is_err());
+            let mut altered = bytes.clone();
+            altered[at] ^= 4;
+            assert!(Export::decode(&altered).is_err(), "{at}");
+        }
+    }
+
+    #[test]
+    fn ranges_overlap_on_one_device_only() {
+        let range = |address, len| Range { segment: Segment::Host, address, len, device: 0 };
+        assert!(range(0, 10).overlaps(&range(9, 1)) && range(9, 1).overlaps(&range(0, 10)));
+        assert!(
+            !range(0, 10).overlaps(&range(10, 1)) && range(u64::MAX - 1, 9).overlaps(&range(0, u64::MAX))
+        );
+        assert!(!range(0, 10).overlaps(&Range { device: 1, ..range(0, 10) }));
+    }
+
+    #[test]
+    fn host_memory_lies_on_device_0() {
+        assert_eq!(number_of(DeviceId::HOST), 0);
+        assert_eq!(number_of(DeviceId([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2])), 258);
+    }
+}

@@ -1,0 +1,414 @@
+//! Peers as NIXL knows them: by name, one address each; and the endpoints that lead to them.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvx_core::fabric::{EndpointId, Happened};
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Identity, Kind, MAX_NAME, Result};
+
+use crate::blob::{Blob, malformed};
+use crate::ffi::Range;
+use crate::loads::{Loaded, Loads, Task};
+use crate::memory::{self, checked, unchecked, version};
+
+/// The name under which NIXL knows an agent of kvx: each life has its own.
+pub(crate) fn name_of(agent: &Identity) -> String {
+    format!("{}@{}", agent.name, agent.incarnation)
+}
+
+/// How an agent is reached; travels in its metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub(crate) name: String,
+    /// NIXL's own: a blob without memory.
+    pub(crate) blob: Vec<u8>,
+    /// A page that peers may try out.
+    pub(crate) page: memory::Export,
+}
+
+/// The longest address: some hundred bytes for each network device.
+const MAX_CONNECTION: usize = 256 << 10;
+
+impl Address {
+    const VERSION: u8 = 1;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::VERSION];
+        out.put_block(self.name.as_bytes());
+        out.put_block(&self.blob);
+        out.put_block(&self.page.encode());
+        checked(out)
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("RIXL address", unchecked("RIXL address", bytes)?);
+        version("address", reader.u8()?, Self::VERSION)?;
+        let name =
+            std::str::from_utf8(reader.block(MAX_NAME + 33)?).map_err(|_| reader.malformed("no name"))?;
+        let blob = reader.block(MAX_CONNECTION)?.to_vec();
+        let page = memory::Export::decode(reader.block(MAX_CONNECTION)?)?;
+        reader.end()?;
+        let said = Blob::read(&blob)?;
+        if said.agent != name || said.connections.is_empty() || !said.memory.is_empty() {
+            return Err(reader.malformed("its parts contradict each other"));
+        }
+        Ok(Address { name: name.to_owned(), blob, page })
+    }
+}
+
+/// A region of a peer, which NIXL is told of when a transfer first needs it.
+pub(crate) struct Export {
+    pub(crate) range: Range,
+    pub(crate) blob: Box<[u8]>,
+    /// The load of the peer's address that it was told for; 0: none.
+    told: AtomicU64,
+}
+
+impl Export {
+    pub(crate) fn new(range: Range, blob: Box<[u8]>) -> Self {
+        Export { range, blob, told: AtomicU64::new(0) }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// NIXL is being told of it.
+    Loading,
+    Ready,
+    /// It must be forgotten and loaded again, because it uses an address of memory for something else now.
+    Stale,
+    /// It is lost. `watched`: NIXL was told of it once more, so that the end of requests can be seen.
+    Lost {
+        watched: bool,
+    },
+}
+
+struct Peer {
+    blob: Vec<u8>,
+    /// What of it says how it is reached.
+    connections: Vec<u8>,
+    /// The number of this load; requests of another one cannot be posted.
+    load: u64,
+    state: State,
+    endpoints: Vec<EndpointId>,
+    /// What NIXL was told of, whether or not somebody still uses it.
+    exports: Vec<Arc<Export>>,
+    /// Requests in progress.
+    flights: usize,
+    /// Another life of the same name, or a new connection after this one was lost; begins when this one is gone.
+    next: Option<(Vec<u8>, Vec<EndpointId>)>,
+}
+
+struct Endpoint {
+    /// `None`: this agent itself.
+    peer: Option<CString>,
+    /// A page of the peer's that may be tried out.
+    page: Option<Arc<Export>>,
+    foreign: bool,
+    severed: bool,
+}
+
+/// Whether an endpoint can be used.
+pub(crate) enum Way<'a> {
+    /// It leads to this name, by this load.
+    Open(&'a CStr, u64),
+    /// Not yet, or not now.
+    Later,
+}
+
+/// All of them.
+pub(crate) struct Peers {
+    me: CString,
+    loads: Loads,
+    next_load: u64,
+    by_name: HashMap<CString, Peer>,
+    endpoints: HashMap<EndpointId, Endpoint>,
+}
+
+fn lost(why: &'static str) -> Error {
+    Error::new(Kind::PeerLost, why)
+}
+
+impl Peers {
+    pub(crate) fn new(me: CString, loads: Loads) -> Self {
+        Peers { me, loads, next_load: 0, by_name: HashMap::new(), endpoints: HashMap::new() }
+    }
+
+    /// This agent's own name.
+    pub(crate) fn me(&self) -> &CStr {
+        &self.me
+    }
+
+    /// An endpoint that leads to whom the blob names. What the blob says of memory is told as well.
+    pub(crate) fn connect(&mut self, endpoint: EndpointId, blob: &[u8], foreign: bool) -> Result<bool> {
+        let said = Blob::read(blob)?;
+        let name = CString::new(said.agent).map_err(|_| malformed("the agent's name has a NUL byte"))?;
+        if name == self.me {
+            if foreign {
+                let why = "this is the blob of the agent itself: connect with its metadata";
+                return Err(Error::new(Kind::Invalid, why));
+            }
+            self.endpoints.insert(endpoint, Endpoint { peer: None, page: None, foreign, severed: false });
+            return Ok(true);
+        }
+        if said.connections.is_empty() {
+            return Err(malformed("it does not say how the agent is reached"));
+        }
+        let connections = connections_of(&said);
+        let found = Endpoint { peer: Some(name.clone()), page: None, foreign, severed: false };
+        self.endpoints.insert(endpoint, found);
+        match self.by_name.get_mut(&name) {
+            None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
+            Some(peer) => {
+                let same = peer.connections == connections && !matches!(peer.state, State::Lost { .. });
+                if same && peer.blob == blob && peer.next.is_none() {
+                    peer.endpoints.push(endpoint);
+                    return Ok(peer.state == State::Ready);
+                }
+                // NIXL knows one life and one description of a name: the new one waits until nobody uses the old.
+                let (next, waiting) = peer.next.get_or_insert_with(Default::default);
+                *next = blob.to_vec();
+                waiting.push(endpoint);
+            }
+        }
+        Ok(false)
+    }
+
+    /// A page of the peer's that may be tried out. The agent itself has none that it must be told of.
+    pub(crate) fn set_page(&mut self, endpoint: EndpointId, page: Export) {
+        if let Some(endpoint) = self.endpoints.get_mut(&endpoint).filter(|endpoint| endpoint.peer.is_some()) {
+            endpoint.page = Some(Arc::new(page));
+        }
+    }
+
+    pub(crate) fn page(&self, endpoint: EndpointId) -> Option<Arc<Export>> {
+        self.endpoints.get(&endpoint)?.page.clone()
+    }
+
+    /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
+    pub(crate) fn superseded(&self, endpoint: EndpointId) -> Vec<EndpointId> {
+        let name = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.as_ref());
+        let Some(peer) = name.and_then(|name| self.by_name.get(name)) else { return Vec::new() };
+        match &peer.next {
+            Some((_, waiting)) if waiting.contains(&endpoint) => peer.endpoints.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn begin(&mut self, name: CString, blob: Vec<u8>, connections: Vec<u8>, endpoints: Vec<EndpointId>) {
+        self.next_load += 1;
+        let load = self.next_load;
+        self.loads.ask(Task::Load { peer: name.clone(), load, blob: blob.clone() });
+        let peer = Peer {
+            blob,
+            connections,
+            load,
+            state: State::Loading,
+            endpoints,
+            exports: Vec::new(),
+            flights: 0,
+            next: None,
+        };
+        self.by_name.insert(name, peer);
+    }
+
+    fn peer_of(&mut self, endpoint: EndpointId) -> Option<&mut Peer> {
+        let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
+        self.by_name.get_mut(name)
+    }
+
+    /// Whether an endpoint can be used now. Errors: `PeerLost`.
+    pub(crate) fn way(&mut self, endpoint: EndpointId) -> Result<Way<'_>> {
+        let found = self.endpoints.get(&endpoint).ok_or_else(|| lost("the endpoint is gone"))?;
+        if found.severed {
+            return Err(lost("the peer is lost"));
+        }
+        let Some(name) = &found.peer else { return Ok(Way::Open(&self.me, 1)) };
+        let peer = self.by_name.get(name).ok_or_else(|| lost("the endpoint is gone"))?;
+        if !peer.endpoints.contains(&endpoint) {
+            return Ok(Way::Later); // its life has not begun
+        }
+        match peer.state {
+            State::Ready => Ok(Way::Open(name, peer.load)),
+            State::Loading | State::Stale => Ok(Way::Later),
+            State::Lost { .. } => Err(lost("the peer is lost")),
+        }
+    }
+
+    pub(crate) fn is_foreign(&self, endpoint: EndpointId) -> bool {
+        self.endpoints.get(&endpoint).is_some_and(|endpoint| endpoint.foreign)
+    }
+
+    /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
+    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a Export) -> Option<&'a [u8]> {
+        let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
+        let peer = self.by_name.get(name)?;
+        let is_told = export.blob.is_empty() || export.told.load(Ordering::Relaxed) == peer.load;
+        (!is_told).then_some(&export.blob[..])
+    }
+
+    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else; it
+    /// drops the whole peer instead. So the peer is loaded again when nothing is in progress.
+    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<Export>) -> bool {
+        let Some(peer) = self.peer_of(endpoint) else { return false };
+        let same = |other: &&Arc<Export>| other.range == export.range && other.blob == export.blob;
+        if peer.exports.iter().any(|other| same(&other)) {
+            export.told.store(peer.load, Ordering::Relaxed);
+            return true;
+        }
+        if peer.exports.iter().any(|other| other.range.overlaps(&export.range)) {
+            peer.state = State::Stale;
+            self.refresh(endpoint);
+            return false;
+        }
+        true
+    }
+
+    /// A region was told.
+    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<Export>) {
+        if let Some(peer) = self.peer_of(endpoint) {
+            export.told.store(peer.load, Ordering::Relaxed);
+            peer.exports.push(Arc::clone(export));
+        }
+    }
+
+    /// Loads a stale peer again, once nothing is in progress.
+    fn refresh(&mut self, endpoint: EndpointId) {
+        let Some(name) = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.clone()) else {
+            return;
+        };
+        self.refresh_name(&name);
+    }
+
+    fn refresh_name(&mut self, name: &CStr) {
+        let Some(peer) = self.by_name.get_mut(name) else { return };
+        if peer.state != State::Stale || peer.flights > 0 {
+            return;
+        }
+        self.next_load += 1;
+        (peer.load, peer.state) = (self.next_load, State::Loading);
+        peer.exports.clear();
+        self.loads.ask(Task::Forget { peer: name.to_owned() });
+        self.loads.ask(Task::Load { peer: name.to_owned(), load: peer.load, blob: peer.blob.clone() });
+    }
+
+    /// A request to this peer is in progress, or no longer.
+    pub(crate) fn flies(&mut self, peer: &CStr) {
+        if let Some(peer) = self.by_name.get_mut(peer) {
+            peer.flights += 1;
+        }
+    }
+
+    pub(crate) fn landed(&mut self, name: &CStr) {
+        if let Some(peer) = self.by_name.get_mut(name) {
+            peer.flights = peer.flights.saturating_sub(1);
+            if peer.flights == 0 && peer.state == State::Stale {
+                self.refresh_name(name);
+            }
+        }
+    }
+
+    /// Requests in progress to this peer.
+    pub(crate) fn flights(&self, peer: &CStr) -> usize {
+        self.by_name.get(peer).map_or(0, |peer| peer.flights)
+    }
+
+    /// Whether NIXL can be asked about requests to this peer: not between its loss and the load that follows.
+    pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
+        self.by_name.get(peer).is_none_or(|peer| peer.state != State::Lost { watched: false })
+    }
+
+    /// NIXL has dropped a peer: it is lost, with all its endpoints. NIXL answers no question about what is in progress
+    /// to an agent that it does not know, so it is told of it once more.
+    pub(crate) fn lose(&mut self, name: &CStr, happened: &mut Vec<Happened>) {
+        let Some(peer) = self.by_name.get_mut(name) else { return };
+        if matches!(peer.state, State::Lost { .. }) {
+            return;
+        }
+        peer.state = State::Lost { watched: peer.flights == 0 };
+        if peer.flights > 0 {
+            self.next_load += 1;
+            peer.load = self.next_load;
+            self.loads.ask(Task::Load { peer: name.to_owned(), load: peer.load, blob: peer.blob.clone() });
+        }
+        let why = "the connection broke: the peer's process has ended, or the network between has";
+        happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
+            endpoint: *endpoint,
+            why: lost(why),
+            gone: false,
+        }));
+    }
+
+    /// Takes what the thread has done.
+    pub(crate) fn take_loaded(&mut self, happened: &mut Vec<Happened>) -> usize {
+        let loaded = self.loads.take();
+        let count = loaded.len();
+        for Loaded { peer: name, load, result } in loaded {
+            let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else { continue };
+            match (peer.state, result) {
+                (State::Lost { .. }, Ok(())) => peer.state = State::Lost { watched: true },
+                // Nobody can say any more what becomes of its requests: they keep their memory.
+                (State::Lost { .. }, Err(why)) => {
+                    tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
+                }
+                (_, Ok(())) => {
+                    peer.state = State::Ready;
+                    // To links of kvx it says only that what waited can be tried again.
+                    happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
+                }
+                (_, Err(why)) => {
+                    peer.state = State::Lost { watched: true };
+                    let why = why.kind_is(Kind::PeerLost);
+                    happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
+                        endpoint: *endpoint,
+                        why: why.clone(),
+                        gone: false,
+                    }));
+                }
+            }
+        }
+        count
+    }
+
+    pub(crate) fn sever(&mut self, endpoint: EndpointId) {
+        if let Some(endpoint) = self.endpoints.get_mut(&endpoint) {
+            endpoint.severed = true;
+        }
+    }
+
+    /// An endpoint goes. With its last one, the peer is forgotten.
+    pub(crate) fn disconnect(&mut self, endpoint: EndpointId) {
+        let Some(Endpoint { peer: Some(name), .. }) = self.endpoints.remove(&endpoint) else { return };
+        let Some(peer) = self.by_name.get_mut(&name) else { return };
+        peer.endpoints.retain(|other| *other != endpoint);
+        if let Some((_, waiting)) = &mut peer.next {
+            waiting.retain(|other| *other != endpoint);
+        }
+        if !peer.endpoints.is_empty() {
+            return;
+        }
+        let next = self.by_name.remove(&name).and_then(|peer| peer.next);
+        self.loads.ask(Task::Forget { peer: name.clone() });
+        if let Some((blob, waiting)) = next
+            && !waiting.is_empty()
+            && let Ok(said) = Blob::read(&blob)
+        {
+            let connections = connections_of(&said);
+            self.begin(name, blob.clone(), connections, waiting);
+        }
+    }
+}
+
+/// How an agent is reached, as bytes to compare.
+fn connections_of(said: &Blob<'_>) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (plugin, address) in &said.connections {
+        out.put_block(plugin.as_bytes());
+        out.put_block(address);
+    }
+    out
+}

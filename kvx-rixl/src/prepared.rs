@@ -1,0 +1,116 @@
+//! Requests that a plan keeps from post to post.
+//!
+//! NIXL's requests can be posted again, and making one costs as much as moving a small block. The first transfer of a
+//! plan makes them, slice by slice; the next ones only post them. One transfer at a time has them: another that comes
+//! meanwhile makes its own.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::ffi::Request;
+
+/// The most descriptors that an agent's plans keep, some 64 bytes each on either side.
+const MOST_KEPT: usize = 1 << 20;
+
+/// How many descriptors the plans of an agent keep.
+#[derive(Default)]
+pub(crate) struct Kept(AtomicUsize);
+
+/// What a plan keeps.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    taken: AtomicBool,
+    slices: Mutex<Option<Slices>>,
+}
+
+/// A plan's slices, all of them.
+struct Slices {
+    /// Of the peer's address; requests do not survive another load.
+    load: u64,
+    slices: Vec<Slice>,
+    descriptors: usize,
+    kept: Arc<Kept>,
+}
+
+impl Drop for Slices {
+    fn drop(&mut self) {
+        self.kept.0.fetch_sub(self.descriptors, Ordering::Relaxed);
+    }
+}
+
+/// What is posted at once.
+#[derive(Clone)]
+pub(crate) struct Slice {
+    pub(crate) request: Arc<Request>,
+    pub(crate) bytes: u64,
+}
+
+/// A transfer's part in them, until all its pieces have ended.
+#[derive(Default)]
+pub(crate) struct Lease {
+    of: Option<Arc<Prepared>>,
+    slices: Option<Slices>,
+    /// All of them were there.
+    whole: bool,
+    next: usize,
+}
+
+impl Lease {
+    /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must be of.
+    pub(crate) fn take(prepared: &Arc<Prepared>, load: u64, kept: &Arc<Kept>) -> Lease {
+        if prepared.taken.swap(true, Ordering::Acquire) {
+            return Lease::default();
+        }
+        let there = prepared.slices.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let there = there.filter(|slices| slices.load == load);
+        let whole = there.is_some();
+        let slices = there.unwrap_or_else(|| Slices {
+            load,
+            slices: Vec::new(),
+            descriptors: 0,
+            kept: Arc::clone(kept),
+        });
+        Lease { of: Some(Arc::clone(prepared)), slices: Some(slices), whole, next: 0 }
+    }
+
+    /// The next slice of those that were there, and whether it is the last; `None`: it is to be made.
+    pub(crate) fn next(&mut self) -> Option<(Slice, bool)> {
+        let slices = &self.slices.as_ref().filter(|_| self.whole)?.slices;
+        let slice = slices.get(self.next)?.clone();
+        self.next += 1;
+        Some((slice, self.next == slices.len()))
+    }
+
+    /// A slice was made, of so many descriptors.
+    pub(crate) fn keep(&mut self, slice: &Slice, descriptors: usize) {
+        if self.whole {
+            return;
+        }
+        let Some(slices) = &mut self.slices else { return };
+        if slices.kept.0.fetch_add(descriptors, Ordering::Relaxed) + descriptors > MOST_KEPT {
+            slices.kept.0.fetch_sub(descriptors, Ordering::Relaxed);
+            self.slices = None;
+            return;
+        }
+        slices.descriptors += descriptors;
+        slices.slices.push(slice.clone());
+    }
+
+    /// The last slice was made: the next transfer finds all of them.
+    pub(crate) fn complete(&mut self) {
+        self.whole = self.slices.is_some();
+        self.next = self.slices.as_ref().map_or(0, |slices| slices.slices.len());
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let Some(prepared) = self.of.take() else { return };
+        if let Some(slices) = self.slices.take()
+            && self.whole
+        {
+            *prepared.slices.lock().unwrap_or_else(PoisonError::into_inner) = Some(slices);
+        }
+        prepared.taken.store(false, Ordering::Release);
+    }
+}

@@ -1,0 +1,164 @@
+//! The factory.
+
+use std::ffi::CString;
+use std::os::fd::RawFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::fabric::{self, Parts};
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Unavailable, WithoutAList, loader,
+};
+
+use crate::config::{Config, SPEAKS_FOR};
+use crate::fabric::Nixl;
+use crate::ffi::{Agent, Library, Plugin, Settings};
+use crate::loads::Loads;
+use crate::memory::{Export, Ranges};
+use crate::peers::{Address, Peers, name_of};
+use crate::reach;
+use crate::threads;
+use crate::turnstile::Turnstile;
+use crate::wakes::{self, Wakes};
+
+/// The backend's name.
+const NAME: &str = "RIXL";
+/// The longest that NIXL's thread sleeps; it wakes when something comes.
+const THREAD_SLEEPS: Duration = Duration::from_millis(100);
+
+/// Makes transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
+///
+/// Opened only when it is named, or when a NIXL agent that is not kvx is to be reached.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rixl;
+
+/// What NIXL promises whatever its plugin does underneath, which its interface does not tell.
+fn capabilities() -> Capabilities {
+    let mut kinds = vec![MemoryKind::Host, MemoryKind::Pinned];
+    if Path::new("/dev/nvidiactl").exists() {
+        kinds.push(MemoryKind::Cuda);
+    }
+    if Path::new("/dev/kfd").exists() {
+        kinds.push(MemoryKind::Rocm);
+    }
+    let kinds = MemoryKinds::of(&kinds);
+    Capabilities {
+        isolation: PerOp::same(Isolation::Cooperative),
+        idle: Idle::Polls,
+        target_cpu: PerOp::BOTH,
+        revocation: Revocation::Confirmed,
+        peer_loss_within: None,
+        settles_without_peer: PerOp::NEITHER,
+        ordered: false,
+        local: kinds,
+        remote: kinds,
+    }
+}
+
+fn unavailable(why: Unavailable) -> Error {
+    Error::new(Kind::Unavailable, why.to_string()).backend(NAME)
+}
+
+fn described(library: &Library, plugin: &str) -> String {
+    match library.version() {
+        Some(version) => format!("NIXL {version}, plugin {plugin}"),
+        None => format!("NIXL, plugin {plugin}"),
+    }
+}
+
+impl Factory for Rixl {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 100, without_a_list: WithoutAList::Skip, speaks_for: SPEAKS_FOR }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let config = Config::read(options)
+            .map_err(|why| Unavailable::because(why.sentence().to_owned(), "correct the option"))?;
+        let library = Library::open(config.any_version)?;
+        let plugin = Plugin::check(library, &config.plugin)?;
+        let version = library.version();
+        Ok(Availability {
+            version: version.map_or_else(|| "unknown (outside a wheel)".to_owned(), |version| version.to_string()),
+            library: Some(library.path().to_owned()),
+            devices: vec![format!("plugin {} ({})", config.plugin, plugin.path.display())],
+            rdma: false,
+            capabilities: capabilities(),
+            caution: Some(
+                "its plugins listen on the network devices that they find, and serve whoever knows an agent's metadata; \
+                 UCX_NET_DEVICES, or rixl.params {\"engine_config\": \"NET_DEVICES=…\"}, restricts UCX"
+                    .to_owned(),
+            ),
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        let config = Config::read(&context.options)?;
+        let library = Library::open(config.any_version).map_err(unavailable)?;
+        Plugin::check(library, &config.plugin).map_err(unavailable)?;
+        let name = name_of(&context.agent);
+        let me = CString::new(name.as_str())
+            .map_err(|_| Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME))?;
+        let (agent, watchers) = opened(library, &config, &name, &context.agent.name);
+        let agent = agent.map_err(|why| why.backend(NAME))?;
+        let blob = agent.connection().map_err(|why| why.backend(NAME))?;
+        agent.register(&reach::page()).map_err(|why| why.backend(NAME))?;
+        let page = agent.export(&reach::page()).map_err(|why| why.backend(NAME))?;
+        let page = Export { range: reach::page(), blob: page.into() };
+        let address = Address { name, blob, page }.encode();
+        Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
+        let turnstile = Turnstile::new(agent);
+        let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
+        let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&turnstile))?;
+        // Without NIXL's thread, nobody reads them.
+        let watchers = if config.progress_thread { &watchers[..] } else { &[] };
+        let wakes = Wakes::new(loads.fd(), watchers).map_err(|why| why.backend(NAME))?;
+        let peers = Peers::new(me, loads);
+        let description = described(library, &config.plugin);
+        let fabric = Nixl::new(turnstile, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
+        fabric::open(
+            context,
+            Parts {
+                name: NAME,
+                capabilities: capabilities(),
+                address: Box::new(move || Ok(address.clone())),
+                fabric,
+                registrar: ranges,
+            },
+        )
+    }
+}
+
+/// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which descriptors it made.
+fn opened(
+    library: &'static Library,
+    config: &Config,
+    name: &str,
+    agent: &str,
+) -> (Result<Agent>, Vec<RawFd>) {
+    let settings = Settings {
+        name,
+        plugin: &config.plugin,
+        params: &config.params,
+        progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
+    };
+    let open =
+        || loader::with_signals_kept(|| wakes::of(|| threads::named(|| Agent::open(library, &settings))));
+    std::thread::scope(|scope| {
+        match std::thread::Builder::new().name(format!("kvx-rixl. {agent}")).spawn_scoped(scope, open) {
+            Ok(thread) => thread.join().unwrap_or_else(|_| {
+                (Err(Error::new(Kind::Native, "opening NIXL panicked")), Vec::new()) // the panic hook has told why
+            }),
+            Err(error) => {
+                let why = Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted);
+                (Err(why), Vec::new())
+            }
+        }
+    })
+}

@@ -1,0 +1,95 @@
+//! One caller of NIXL at a time, and none on the reactor that waits.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::ffi::Agent;
+
+/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a peer's address is loaded;
+/// the reactor asks here first, and does something else meanwhile.
+pub(crate) struct Turnstile {
+    agent: Mutex<Option<Agent>>,
+    /// Threads that wait: the reactor, which comes often and briefly, lets them pass.
+    waiting: AtomicUsize,
+    /// Whether requests are in progress: then it cannot be destroyed.
+    in_progress: AtomicBool,
+}
+
+/// The agent; `None` once it is gone.
+pub(crate) type Passed<'a> = MutexGuard<'a, Option<Agent>>;
+
+impl Turnstile {
+    pub(crate) fn new(agent: Agent) -> Arc<Self> {
+        let turnstile = Arc::new(Turnstile {
+            agent: Mutex::new(Some(agent)),
+            waiting: AtomicUsize::new(0),
+            in_progress: AtomicBool::new(false),
+        });
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|other| other.strong_count() > 0);
+        open.push(Arc::downgrade(&turnstile));
+        drop(open);
+        AT_EXIT.get_or_init(|| {
+            // SAFETY: a function without arguments that unwinds nowhere. NIXL is loaded, so its own end comes later.
+            unsafe { libc::atexit(close_all) };
+            std::process::id()
+        });
+        turnstile
+    }
+
+    /// Notes whether requests are in progress.
+    pub(crate) fn note_in_progress(&self, in_progress: bool) {
+        self.in_progress.store(in_progress, Ordering::SeqCst);
+    }
+
+    /// Waits for its turn.
+    pub(crate) fn pass(&self) -> Passed<'_> {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let passed = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        passed
+    }
+
+    /// Passes if nobody is there or waits.
+    pub(crate) fn try_pass(&self) -> Option<Passed<'_>> {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            return None;
+        }
+        match self.agent.try_lock() {
+            Ok(passed) => Some(passed),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// All agents that may be open.
+static OPEN: Mutex<Vec<Weak<Turnstile>>> = Mutex::new(Vec::new());
+/// Set once their end at the program's exit is arranged: by this process.
+static AT_EXIT: OnceLock<u32> = OnceLock::new();
+/// How long the exit of a program waits for an agent that is at work.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A program that exits while an agent is open would end in NIXL's threads, whose libraries' tables are gone.
+extern "C" fn close_all() {
+    if AT_EXIT.get() != Some(&std::process::id()) {
+        return; // a fork has no threads of NIXL's
+    }
+    let Ok(open) = OPEN.try_lock() else { return };
+    let until = Instant::now() + LAST_PATIENCE;
+    for turnstile in open.iter().filter_map(Weak::upgrade) {
+        turnstile.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut passed = loop {
+            match turnstile.agent.try_lock() {
+                Ok(passed) => break passed,
+                Err(_) if Instant::now() > until => return,
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let agent = passed.take();
+        if turnstile.in_progress.load(Ordering::SeqCst) {
+            std::mem::forget(agent);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! What wakes the reactor: the thread that loads addresses, and UCX itself.
+//!
+//! NIXL wakes nobody: its interface has no descriptor. But with its own thread, its UCX plugin has one for that thread to
+//! sleep on, and looking for descriptors that were not there before the plugin was opened finds it. It is watched and
+//! never read; one that belongs to somebody else wakes the reactor in vain. Where none is found, NIXL is asked by the
+//! clock.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+
+use kvx_core::{Error, Kind, Result};
+use rustix::event::epoll;
+
+/// Descriptors of this process that watch others.
+fn watchers() -> BTreeSet<RawFd> {
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    let watchers = entries.filter(|entry| {
+        std::fs::read_link(entry.path()).is_ok_and(|what| what.as_os_str() == "anon_inode:[eventpoll]")
+    });
+    watchers.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Runs `start`, and gives what it returns with the watching descriptors that it has made.
+pub(crate) fn of<T>(start: impl FnOnce() -> T) -> (T, Vec<RawFd>) {
+    let before = watchers();
+    let started = start();
+    (started, watchers().difference(&before).copied().collect())
+}
+
+/// One descriptor for all that wakes.
+pub(crate) struct Wakes {
+    set: OwnedFd,
+    /// Whether the plugin's are among them.
+    pub(crate) by_plugin: bool,
+}
+
+impl Wakes {
+    /// Watches `loads`, and what the plugin has made. Errors: `Exhausted`.
+    pub(crate) fn new(loads: RawFd, plugins: &[RawFd]) -> Result<Self> {
+        let exhausted =
+            |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
+        for plugins in [plugins, &[]] {
+            let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
+            // SAFETY: the thread that loads keeps its descriptor for as long as the fabric that owns both.
+            let loads = unsafe { BorrowedFd::borrow_raw(loads) };
+            epoll::add(&set, loads, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+                .map_err(exhausted)?;
+            let added = plugins.iter().filter(|fd| {
+                // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by now; it is removed
+                // from the set when it is closed later. What is new is told once, for its owner reads it.
+                let fd = unsafe { BorrowedFd::borrow_raw(**fd) };
+                let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+                epoll::add(&set, fd, epoll::EventData::new_u64(1), flags).is_ok()
+            });
+            let by_plugin = added.count() > 0;
+            // The kernel limits how deep such sets may lie in each other, and this one goes into another.
+            let outer = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
+            match epoll::add(&outer, &set, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
+                Ok(()) => return Ok(Wakes { set, by_plugin }),
+                Err(cause) if plugins.is_empty() => return Err(exhausted(cause)),
+                Err(_) => {}
+            }
+        }
+        Err(Error::new(Kind::Native, "no set of descriptors could be made"))
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.set.as_fd()
+    }
+
+    /// Whether something has woken since the last call.
+    pub(crate) fn take(&self) -> bool {
+        let mut events: [epoll::Event; 8] =
+            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 8];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        epoll::wait(&self.set, &mut events[..], Some(&now)).is_ok_and(|count| count > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use std::os::fd::AsRawFd as _;
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_that_was_made_is_found_and_wakes_once() {
+        let inner = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let (theirs, made) = of(|| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
+        assert!(made.contains(&theirs.as_raw_fd()));
+        epoll::add(&theirs, &inner, epoll::EventData::new_u64(0), epoll::EventFlags::IN).unwrap();
+        let loads = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let wakes = Wakes::new(loads.as_raw_fd(), &[theirs.as_raw_fd()]).unwrap();
+        assert!(wakes.by_plugin && !wakes.take());
+        rustix::io::write(&inner, &1_u64.to_ne_bytes()).unwrap();
+        // Nobody reads it, and still it wakes only once.
+        assert!(wakes.take() && !wakes.take());
+    }
+}

@@ -1,0 +1,312 @@
+//! kvx and NIXL's own Python agent, each with the other.
+
+mod python;
+mod wheel;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvx_core::{
+    Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Registry, Report,
+};
+use kvx_testkit::{Child, run, skip};
+use libtest_mimic::{Arguments, Failed, Trial};
+use python::{Python, from_hex, hex};
+use serde_json::json;
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 4096;
+const BLOCKS: u32 = 8192;
+const LEN: usize = BLOCK as usize * BLOCKS as usize;
+/// Set in a process that serves until it is killed.
+const SERVES: &str = "KVX_RIXL_TEST_SERVES";
+
+type Outcome = Result<(), Failed>;
+
+fn agent(name: &str) -> Agent {
+    let mut registry = Registry::new();
+    registry.add(kvx_rixl::Rixl).expect("one name");
+    let options =
+        Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo"}}}"#).expect("JSON");
+    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry).expect("NIXL is there")
+}
+
+/// The word at a byte offset of a region that was filled with `seed`, as the Python side has it.
+fn word(seed: u64, offset: u64) -> [u8; 8] {
+    (offset / 8).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed).to_le_bytes()
+}
+
+fn bytes(seed: u64, offset: u64, len: u64) -> Vec<u8> {
+    (0..len / 8).flat_map(|at| word(seed, offset + at * 8)).collect()
+}
+
+fn filled(len: usize, seed: u64) -> Memory {
+    Memory::owned(bytes(seed, 0, len as u64))
+}
+
+/// All numbers below `count`, in an order of their own.
+fn shuffled(count: u32, mut seed: u64) -> Vec<u32> {
+    let mut numbers: Vec<u32> = (0..count).collect();
+    for at in (1..count as usize).rev() {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        numbers.swap(at, (seed >> 33) as usize % (at + 1));
+    }
+    numbers
+}
+
+fn connect(agent: &Agent, python: &Python) -> Result<Peer, Failed> {
+    let peer = agent.connect_foreign("RIXL", &python.metadata)?;
+    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    Ok(peer)
+}
+
+fn theirs(peer: &Peer, python: &Python, region: usize, len: usize) -> Result<PeerRegion, Failed> {
+    Ok(peer.foreign(python.at[region], len as u64, MemoryKind::Host, 0)?)
+}
+
+#[allow(clippy::too_many_arguments)] // the two sides of a plan
+fn moved(
+    op: Op,
+    peer: &Peer,
+    (ours, our_grid, our_blocks): (&Region, Grid, &[u32]),
+    (theirs, their_grid, their_blocks): (&PeerRegion, Grid, &[u32]),
+    notify: Option<&[u8]>,
+) -> Result<Report, Failed> {
+    let (local, remote) =
+        (ours.grid(our_grid)?.blocks(our_blocks), theirs.grid(their_grid)?.blocks(their_blocks));
+    let plan = match op {
+        Op::Read => Plan::read(local, remote)?,
+        Op::Write => Plan::write(local, remote)?,
+    };
+    let mut posting = peer.transfer(&plan).deadline(CUT_OFF);
+    if let Some(bytes) = notify {
+        posting = posting.notify(bytes);
+    }
+    Ok(run(posting.post()?)?)
+}
+
+/// Python's memory is read and written, in lists of 1 to 8192 blocks, of several regions, and strided.
+fn python_serves(interpreter: PathBuf) -> Outcome {
+    let mut python = Python::start(&interpreter, "python-serves", &[LEN, LEN]);
+    for region in 0..2 {
+        python.ask(json!({"do": "fill", "region": region, "seed": 100 + region}));
+    }
+    let agent = agent("kvx-reads");
+    let peer = connect(&agent, &python)?;
+    let ours = [agent.register("a", Memory::owned(vec![0; LEN]))?, agent.register("b", filled(LEN, 7))?];
+    let grid = Grid::packed(BLOCK, BLOCKS);
+    for (round, count) in [1, 2, 64, 1000, 8192].into_iter().enumerate() {
+        let region = round % 2;
+        let remote = theirs(&peer, &python, region, LEN)?;
+        let (to, from) = (shuffled(BLOCKS, round as u64), shuffled(BLOCKS, 50 + round as u64));
+        let (to, from) = (&to[..count], &from[..count]);
+        let report = moved(Op::Read, &peer, (&ours[0], grid, to), (&remote, grid, from), None)?;
+        assert_eq!((report.bytes, report.blocks), (count as u64 * BLOCK, count as u64));
+        for (to, from) in to.iter().zip(from) {
+            let mut got = vec![0; BLOCK as usize];
+            ours[0].copy_out(*to as usize * BLOCK as usize, &mut got)?;
+            assert!(
+                got == bytes(100 + region as u64, u64::from(*from) * BLOCK, BLOCK),
+                "block {from} of {count}"
+            );
+        }
+    }
+    for (round, count) in [1, 8192].into_iter().enumerate() {
+        let remote = theirs(&peer, &python, round, LEN)?;
+        let (to, from) = (shuffled(BLOCKS, 90), shuffled(BLOCKS, 91));
+        moved(Op::Write, &peer, (&ours[1], grid, &from[..count]), (&remote, grid, &to[..count]), None)?;
+        let at = |block: &u32| u64::from(*block) * BLOCK;
+        let blocks: Vec<_> =
+            to.iter().zip(&from).take(count).map(|(to, from)| (at(to), at(from), BLOCK)).collect();
+        assert!(python.holds(round, 7, &blocks), "{count} blocks arrived");
+    }
+    // A slice of each block, as tensor parallelism takes it.
+    python.ask(json!({"do": "fill", "region": 0, "seed": 5}));
+    let remote = theirs(&peer, &python, 0, LEN)?;
+    let slice = Grid { base: 2048, stride: BLOCK, length: 1024, count: 512 };
+    let order = shuffled(512, 3);
+    moved(Op::Read, &peer, (&ours[0], Grid::packed(1024, 512), &order), (&remote, slice, &order), None)?;
+    for block in order {
+        let mut got = vec![0; 1024];
+        ours[0].copy_out(block as usize * 1024, &mut got)?;
+        assert!(got == bytes(5, u64::from(block) * BLOCK + 2048, 1024), "slice {block}");
+    }
+    // What lies outside of what Python registered is refused by NIXL, and the link works on.
+    let beyond = peer.foreign(python.at[0] ^ 1 << 45, BLOCK, MemoryKind::Host, 0)?;
+    let one = Grid::packed(BLOCK, 1);
+    let refused = moved(Op::Read, &peer, (&ours[0], one, &[0]), (&beyond, one, &[0]), None);
+    assert!(refused.is_err());
+    moved(Op::Read, &peer, (&ours[0], one, &[0]), (&remote, one, &[0]), None)?;
+    agent.shutdown(CUT_OFF).wait(CUT_OFF)?;
+    Ok(())
+}
+
+/// kvx's memory is read and written by Python.
+fn kvx_serves(interpreter: PathBuf) -> Outcome {
+    let agent = agent("kvx-serves");
+    let ours = [agent.register("a", filled(LEN, 11))?, agent.register("b", Memory::owned(vec![0; LEN]))?];
+    let mut python = Python::start(&interpreter, "python-reads", &[LEN]);
+    let name = python.ask(json!({"do": "load", "metadata": hex(&agent.foreign_metadata("RIXL")?)}));
+    let at = |region: &Region, block: u32| region.memory().address() + u64::from(block) * BLOCK;
+    for count in [1, 64, 1000, 8192] {
+        let (to, from) = (shuffled(BLOCKS, 1), shuffled(BLOCKS, 2));
+        let local: Vec<u64> =
+            to[..count].iter().map(|block| python.at[0] + u64::from(*block) * BLOCK).collect();
+        let remote: Vec<u64> = from[..count].iter().map(|block| at(&ours[0], *block)).collect();
+        let transfer = json!({"do": "transfer", "op": "READ", "peer": name["name"], "local": local, "remote": remote, "length": BLOCK});
+        assert_eq!(python.ask(transfer)["state"], "DONE");
+        let bytes = |block: &u32| u64::from(*block) * BLOCK;
+        let blocks: Vec<_> =
+            to.iter().zip(&from).take(count).map(|(to, from)| (bytes(to), bytes(from), BLOCK)).collect();
+        assert!(python.holds(0, 11, &blocks), "{count} blocks were read");
+    }
+    python.ask(json!({"do": "fill", "region": 0, "seed": 12}));
+    let (to, from) = (shuffled(BLOCKS, 4), shuffled(BLOCKS, 5));
+    let local: Vec<u64> = from.iter().map(|block| python.at[0] + u64::from(*block) * BLOCK).collect();
+    let remote: Vec<u64> = to.iter().map(|block| at(&ours[1], *block)).collect();
+    let transfer = json!({
+        "do": "transfer", "op": "WRITE", "peer": name["name"], "local": local, "remote": remote, "length": BLOCK,
+        "notify": hex(b"all\0written"),
+    });
+    assert_eq!(python.ask(transfer)["state"], "DONE");
+    let notification = run(agent.notification(CUT_OFF))?;
+    assert_eq!((&*notification.bytes, &*notification.from.name), (&b"all\0written"[..], "python-reads"));
+    for (to, from) in to.iter().zip(&from) {
+        let mut got = vec![0; BLOCK as usize];
+        ours[1].copy_out(*to as usize * BLOCK as usize, &mut got)?;
+        assert!(got == bytes(12, u64::from(*from) * BLOCK, BLOCK), "block {to} was written");
+    }
+    // Python was told of the memory, and nobody can make it forget: it is not given back.
+    let [told, _] = ours;
+    assert_eq!(
+        told.revoke(CUT_OFF).wait(CUT_OFF).map(drop).map_err(|why| why.kind()),
+        Err(Kind::StillShared)
+    );
+    Ok(())
+}
+
+/// Notifications travel both ways as they are, alone and after data.
+fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
+    let agent = agent("kvx-talks");
+    let region = agent.register("kv", filled(LEN, 1))?;
+    let mut python = Python::start(&interpreter, "python-talks", &[LEN]);
+    let name = python.ask(json!({"do": "load", "metadata": hex(&agent.foreign_metadata("RIXL")?)}));
+    let peer = connect(&agent, &python)?;
+    let messages: [&[u8]; 5] = [b"", b"\0", b"a\0b", &[0xff; 300], &[7; 60_000]];
+    for message in messages {
+        peer.notify(message, CUT_OFF).wait(CUT_OFF)?;
+        let heard = python.ask(json!({"do": "hear", "count": 1}));
+        assert_eq!(heard["heard"][0][1].as_str().map(from_hex).as_deref(), Some(message));
+        assert_eq!(heard["heard"][0][0], name["name"]);
+        python.ask(json!({"do": "notify", "peer": name["name"], "message": hex(message)}));
+        let notification = run(agent.notification(CUT_OFF))?;
+        assert_eq!((&*notification.bytes, &*notification.from.name), (message, "python-talks"));
+    }
+    let remote = theirs(&peer, &python, 0, LEN)?;
+    let (grid, order) = (Grid::packed(BLOCK, BLOCKS), shuffled(BLOCKS, 6));
+    moved(Op::Write, &peer, (&region, grid, &order), (&remote, grid, &order), Some(b"written\0"))?;
+    let heard = python.ask(json!({"do": "hear", "count": 1}));
+    assert_eq!(heard["heard"][0][1], hex(b"written\0"));
+    let blocks: Vec<_> = (0..u64::from(BLOCKS)).map(|block| (block * BLOCK, block * BLOCK, BLOCK)).collect();
+    assert!(python.holds(0, 1, &blocks), "the data was there before its notification");
+    Ok(())
+}
+
+/// Python is killed while kvx reads: each transfer ends, rightly or with `PeerLost`; another Python serves on, and so
+/// does one of the same name.
+fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
+    let agent = agent("kvx-survives");
+    let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
+    let mut python = Python::start(&interpreter, "python-dies", &[LEN]);
+    python.ask(json!({"do": "fill", "region": 0, "seed": 21}));
+    let mut other = Python::start(&interpreter, "python-lives", &[LEN]);
+    other.ask(json!({"do": "fill", "region": 0, "seed": 22}));
+    let (grid, order) = (Grid::packed(BLOCK, BLOCKS), shuffled(BLOCKS, 8));
+    let (peer, second) = (connect(&agent, &python)?, connect(&agent, &other)?);
+    let remote = theirs(&peer, &python, 0, LEN)?;
+    let plan = Plan::read(near.grid(grid)?.blocks(&order[..]), remote.grid(grid)?.blocks(&order[..]))?;
+    run(peer.transfer(&plan).deadline(CUT_OFF).post()?)?;
+    let flying: Vec<_> =
+        (0..8).map(|_| peer.transfer(&plan).deadline(CUT_OFF).post()).collect::<kvx_core::Result<_>>()?;
+    python.kill();
+    let ends: Vec<_> = flying.into_iter().map(run).collect();
+    let right = |error: &kvx_core::Error| matches!(error.kind(), Kind::PeerLost | Kind::Native);
+    assert!(ends.iter().all(|end| end.as_ref().err().is_none_or(right)), "{ends:?}");
+    let late = run(peer.transfer(&plan).deadline(CUT_OFF).post()?);
+    assert!(late.as_ref().err().is_some_and(right), "{late:?}");
+    drop((plan, peer));
+
+    let check = |peer: &Peer, python: &Python, seed| -> Outcome {
+        let remote = theirs(peer, python, 0, LEN)?;
+        moved(Op::Read, peer, (&near, grid, &order), (&remote, grid, &order), None)?;
+        let mut got = vec![0; LEN];
+        near.copy_out(0, &mut got)?;
+        assert!(got == bytes(seed, 0, LEN as u64), "what {seed} has");
+        Ok(())
+    };
+    check(&second, &other, 22)?;
+    let mut again = Python::start(&interpreter, "python-dies", &[LEN]);
+    again.ask(json!({"do": "fill", "region": 0, "seed": 23}));
+    check(&connect(&agent, &again)?, &again, 23)?;
+    check(&second, &other, 22)
+}
+
+/// kvx is killed while Python reads: Python is told, and reads from a kvx of the same name.
+fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
+    let mut python = Python::start(&interpreter, "python-survives", &[LEN]);
+    for round in 0..2 {
+        let mut served = Child::start_self(SERVES, "kvx-dies")?;
+        let metadata = served.hear(CUT_OFF)?;
+        let address: u64 = served.hear(CUT_OFF)?.parse()?;
+        let name = python.ask(json!({"do": "load", "metadata": metadata}));
+        let local: Vec<u64> = (0..u64::from(BLOCKS)).map(|block| python.at[0] + block * BLOCK).collect();
+        let remote: Vec<u64> = (0..u64::from(BLOCKS)).map(|block| address + block * BLOCK).collect();
+        let transfer = json!({
+            "op": "READ", "peer": name["name"], "local": local, "remote": remote, "length": BLOCK,
+            "do": "again", "seconds": 8.0,
+        });
+        python.tell(transfer);
+        assert_eq!(python.hear(), json!({"begun": true}));
+        served.kill()?;
+        let end = python.hear();
+        assert_eq!(end["state"], "ERR", "round {round}: {end}");
+        assert!(end["times"].as_u64().is_some_and(|times| times > 0), "{end}");
+    }
+    Ok(())
+}
+
+/// Serves Python until it is killed.
+fn serve(name: &str) {
+    let agent = agent(name);
+    let region = agent.register("kv", filled(LEN, 31)).expect("memory can be registered");
+    println!("{}", hex(&agent.foreign_metadata("RIXL").expect("it can be told")));
+    println!("{}", region.memory().address());
+    std::io::stdin().read_line(&mut String::new()).ok();
+}
+
+fn main() -> std::process::ExitCode {
+    let python = wheel::python();
+    if !wheel::chosen() || python.is_none() {
+        skip("interop", wheel::ABSENT.0, wheel::ABSENT.1);
+        return std::process::ExitCode::SUCCESS;
+    }
+    if let Ok(name) = std::env::var(SERVES) {
+        serve(&name);
+        return std::process::ExitCode::SUCCESS;
+    }
+    let python = python.expect("it is there");
+    let test = |name: &str, test: fn(PathBuf) -> Outcome| {
+        let python = python.clone();
+        Trial::test(name, move || test(python))
+    };
+    let tests = vec![
+        test("python_serves", python_serves),
+        test("kvx_serves", kvx_serves),
+        test("notifications_are_bytes_both_ways", notifications_are_bytes_both_ways),
+        test("python_is_killed_and_starts_again", python_is_killed_and_starts_again),
+        test("kvx_is_killed_and_starts_again", kvx_is_killed_and_starts_again),
+    ];
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert(2);
+    libtest_mimic::run(&arguments, tests).exit_code()
+}

@@ -1,0 +1,98 @@
+//! A NIXL agent in Python, told what to do.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The program; killed when dropped.
+pub(crate) struct Python {
+    process: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+    /// Where its regions lie.
+    pub(crate) at: Vec<u64>,
+    pub(crate) metadata: Vec<u8>,
+}
+
+impl Python {
+    /// Starts an agent with regions of these sizes.
+    pub(crate) fn start(python: &Path, name: &str, regions: &[usize]) -> Self {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/nixl_agent.py");
+        let mut process = Command::new(python)
+            .arg(script)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the wheel's Python starts");
+        let stdin = process.stdin.take().expect("it was asked for");
+        let stdout = process.stdout.take().expect("it was asked for");
+        let (sender, answers) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines() {
+                let Ok(line) = line else { break };
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut agent = Python { process, stdin, answers, at: Vec::new(), metadata: Vec::new() };
+        let started = agent.ask(json!({"do": "start", "name": name, "regions": regions}));
+        agent.metadata = from_hex(started["metadata"].as_str().expect("text"));
+        agent.at = started["at"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|at| at.as_u64().expect("a number"))
+            .collect();
+        agent
+    }
+
+    pub(crate) fn tell(&mut self, order: Value) {
+        writeln!(self.stdin, "{order}").and_then(|()| self.stdin.flush()).expect("the agent listens");
+    }
+
+    pub(crate) fn hear(&mut self) -> Value {
+        let answer = self.answers.recv_timeout(PATIENCE).expect("the agent answers");
+        serde_json::from_str(&answer).expect("the agent answers in JSON")
+    }
+
+    pub(crate) fn ask(&mut self, order: Value) -> Value {
+        self.tell(order);
+        self.hear()
+    }
+
+    /// Whether blocks of a region hold what they should: to, from, length.
+    pub(crate) fn holds(&mut self, region: usize, seed: u64, blocks: &[(u64, u64, u64)]) -> bool {
+        self.ask(json!({"do": "check", "region": region, "seed": seed, "blocks": blocks}))["right"]
+            == json!(true)
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.process.kill().expect("it runs");
+        self.process.wait().expect("it ends");
+    }
+}
+
+impl Drop for Python {
+    fn drop(&mut self) {
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn from_hex(text: &str) -> Vec<u8> {
+    let digits: Vec<u8> =
+        text.bytes().map(|digit| (digit as char).to_digit(16).expect("a digit") as u8).collect();
+    digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+}

@@ -1,0 +1,107 @@
+"""A NIXL agent that does what it is told: a line of JSON in, a line of JSON out. Used by interop.rs."""
+
+import ctypes
+import json
+import os
+import select
+import sys
+import time
+
+import numpy as np
+from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+STEP = 0x9E3779B97F4A7C15
+
+
+def words(seed, count):
+    """What a region is filled with: interop.rs knows it as well."""
+    return np.arange(count, dtype=np.uint64) * np.uint64(STEP) + np.uint64(seed)
+
+
+class Agent:
+    def start(self, name, regions):
+        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self.agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
+        self.memory = [np.zeros(size // 8, dtype=np.uint64) for size in regions]
+        ranges = [(memory.ctypes.data, memory.nbytes, 0, "") for memory in self.memory]
+        self.registered = self.agent.register_memory(ranges, mem_type="DRAM")
+        self.heard = []
+        return {"metadata": self.agent.get_agent_metadata().hex(), "at": [memory.ctypes.data for memory in self.memory]}
+
+    def load(self, metadata):
+        name = self.agent.add_remote_agent(bytes.fromhex(metadata))
+        return {"name": name if isinstance(name, str) else name.decode()}
+
+    def fill(self, region, seed):
+        self.memory[region][:] = words(seed, len(self.memory[region]))
+        return {}
+
+    def check(self, region, seed, blocks):
+        """Whether block `to` holds what block `from` of a region filled with `seed` holds: (to, from, address of words)."""
+        memory = self.memory[region]
+        for to, origin, length in blocks:
+            want = words(0, length // 8) + np.uint64((origin // 8 * STEP + seed) % 2**64)
+            if not np.array_equal(memory[to // 8:(to + length) // 8], want):
+                return {"right": False, "at": to}
+        return {"right": True}
+
+    def transfer(self, op, peer, local, remote, length, notify=None, patience=10.0):
+        def rows(addresses):
+            return np.array([[address, length, 0] for address in addresses], dtype=np.uint64)
+        lists = [self.agent.get_xfer_descs(rows(side), "DRAM") for side in (local, remote)]
+        try:
+            handle = self.agent.initialize_xfer(op, lists[0], lists[1], peer, bytes.fromhex(notify or ""))
+            state, until = self.agent.transfer(handle), time.monotonic() + patience
+            while state == "PROC" and time.monotonic() < until:
+                state = self.agent.check_xfer_state(handle)
+        except Exception as error:
+            return {"state": "ERR", "why": repr(error)}
+        if state == "DONE":
+            self.agent.release_xfer_handle(handle)
+        return {"state": state}
+
+    def again(self, op, peer, local, remote, length, seconds):
+        """Transfer after transfer until one fails."""
+        until, times = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            answer = self.transfer(op, peer, local, remote, length)
+            if answer["state"] != "DONE":
+                return {"times": times, **answer}
+            if times == 0:
+                print(json.dumps({"begun": True}), flush=True)
+            times += 1
+        return {"times": times, "state": "DONE"}
+
+    def notify(self, peer, message):
+        self.agent.send_notif(peer, bytes.fromhex(message))
+        return {}
+
+    def listen(self):
+        for sender, messages in self.agent.get_new_notifs().items():
+            self.heard += [(sender if isinstance(sender, str) else sender.decode(), message.hex()) for message in messages]
+
+    def hear(self, count, patience=10.0):
+        until = time.monotonic() + patience
+        while len(self.heard) < count and time.monotonic() < until:
+            self.listen()
+        heard, self.heard = self.heard, []
+        return {"heard": heard}
+
+
+def main():
+    # It ends with whoever started it.
+    ctypes.CDLL(None).prctl(1, 9)
+    agent = Agent()
+    while True:
+        # Without a thread of its own, NIXL works only when it is asked.
+        while not select.select([sys.stdin], [], [], 0.0005)[0]:
+            if hasattr(agent, "agent"):
+                agent.listen()
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)
+        order = json.loads(line)
+        print(json.dumps(getattr(agent, order.pop("do"))(**order)), flush=True)
+
+
+main()

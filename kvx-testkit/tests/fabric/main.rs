@@ -1,0 +1,18 @@
+//! `kvx_core::fabric` keeps the contract over the smallest library there is, which loses nothing and orders nothing.
+
+mod shuffled;
+
+use std::process::ExitCode;
+
+use kvx_core::Registry;
+use kvx_testkit::{Suite, conformance_main};
+
+fn registry(_: &str) -> Registry {
+    let mut registry = Registry::new();
+    registry.add(shuffled::Shuffled).expect("one name");
+    registry
+}
+
+fn main() -> ExitCode {
+    conformance_main(registry, &[Suite::over("SHUFFLED")])
+}

@@ -1,0 +1,85 @@
+//! Where an agent is reached: its section of the metadata.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result};
+
+use crate::error::NAME;
+use crate::ffi::Version;
+use crate::sealed;
+
+/// The longest worker address that is taken from a peer.
+const MAX_WORKER: usize = 64 << 10;
+
+/// Where a worker is reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    /// The UCX that made it.
+    pub(crate) version: Version,
+    /// UCX's own address.
+    pub(crate) worker: Box<[u8]>,
+}
+
+impl Address {
+    const FORM: u8 = 1;
+
+    /// A number for the worker, the same at both ends.
+    pub(crate) fn number(&self) -> u64 {
+        sealed::checksum(&self.worker)
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::FORM];
+        for number in [self.version.major, self.version.minor, self.version.release] {
+            out.put_u32(number);
+        }
+        out.put(&self.worker);
+        sealed::seal(out)
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
+        let mut reader = Reader::new("UCX address", sealed::open("UCX address", bytes)?);
+        let form = reader.u8()?;
+        if form != Self::FORM {
+            let why = format!("the peer's UCX address has form {form}, this release knows {}", Self::FORM);
+            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+        }
+        let version = Version { major: reader.u32()?, minor: reader.u32()?, release: reader.u32()? };
+        if reader.left() == 0 || reader.left() > MAX_WORKER {
+            return Err(reader.malformed("no worker has such an address"));
+        }
+        Ok(Address { version, worker: reader.bytes(reader.left())?.into() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_travel_as_they_are_and_nothing_else_passes() {
+        let version = Version { major: 1, minor: 22, release: 0 };
+        let address = Address { version, worker: (*b"somewhere").into() };
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes).unwrap(), address);
+        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), Kind::Malformed);
+        let other = sealed::seal(vec![9]);
+        assert_eq!(Address::decode(&other).unwrap_err().kind(), Kind::Incompatible);
+        let nobody = Address { worker: Box::default(), ..address }.encode();
+        assert_eq!(Address::decode(&nobody).unwrap_err().kind(), Kind::Malformed);
+    }
+
+    #[test]
+    fn no_bytes_make_the_decoder_panic() {
+        let mut seed = 1_u64;
+        let mut random = move || {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) as usize
+        };
+        for _ in 0..10_000 {
+            let bytes: Vec<u8> = (0..random() % 64).map(|_| random() as u8).collect();
+            assert!(Address::decode(&bytes).is_err());
+            Address::decode(&sealed::seal(bytes)).ok(); // some are addresses
+        }
+    }
+}

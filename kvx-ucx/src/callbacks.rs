@@ -1,0 +1,365 @@
+//! What UCX calls back, noted for the machine.
+//!
+//! Callbacks run inside calls into UCX, so they only note: the machine reads the notes when the call has returned.
+//! Everything here is touched by the thread that has the machine, one at a time; that is what makes `Rc` and `Cell` do.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use kvx_core::fabric::{Happened, JobId};
+use kvx_core::wire::{Reader, Writer};
+
+use crate::error;
+use crate::ffi::bindings_1_13::{ucp_ep_h, ucs_status_t};
+use crate::ffi::{Completed, Message, Receives, Status};
+
+/// The longest message that is taken from a peer.
+pub(crate) const MAX_MESSAGE: usize = 16 << 10;
+
+/// What goes before each message: which worker sends it, by which of the endpoints that it has made, and which endpoint
+/// of the receiver's it takes for the other end of that (0: it has not heard of one).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Postmark {
+    pub(crate) worker: u64,
+    pub(crate) endpoint: u64,
+    pub(crate) answers: u64,
+}
+
+impl Postmark {
+    pub(crate) const LEN: usize = 24;
+
+    /// A message as it is sent.
+    pub(crate) fn frame(self, message: &[u8]) -> Vec<u8> {
+        let mut frame = Vec::with_capacity(Self::LEN + message.len());
+        for number in [self.worker, self.endpoint, self.answers] {
+            frame.put_u64(number);
+        }
+        frame.put(message);
+        frame
+    }
+
+    fn read(header: &[u8]) -> Option<Postmark> {
+        let mut reader = Reader::new("postmark", header);
+        let mut number = || reader.u64().ok();
+        let postmark = Postmark { worker: number()?, endpoint: number()?, answers: number()? };
+        reader.end().is_ok().then_some(postmark)
+    }
+}
+
+/// A message that has come.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Letter {
+    pub(crate) from: Postmark,
+    pub(crate) message: Vec<u8>,
+}
+
+/// The notes.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    letters: RefCell<Vec<Letter>>,
+    flushed: RefCell<Vec<Happened>>,
+    /// Endpoints that have failed, by their handles.
+    failed: RefCell<Vec<(EndpointHandle, Status)>>,
+    /// Jobs of which pieces have ended.
+    ended: RefCell<Vec<Rc<Tally>>>,
+    /// Pieces that UCX has.
+    pieces: Cell<usize>,
+    /// Operations of other kinds that UCX has.
+    others: Cell<usize>,
+}
+
+/// UCX's handle of an endpoint, as a name for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct EndpointHandle(pub(crate) usize);
+
+impl Inbox {
+    /// Whether there is something to be taken.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.letters.borrow().is_empty()
+            && self.flushed.borrow().is_empty()
+            && self.failed.borrow().is_empty()
+            && self.ended.borrow().is_empty()
+    }
+
+    /// Pieces that UCX has.
+    pub(crate) fn pieces(&self) -> usize {
+        self.pieces.get()
+    }
+
+    /// Whether UCX has nothing of ours.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.pieces.get() == 0 && self.others.get() == 0
+    }
+
+    /// Takes the endpoints that have failed.
+    pub(crate) fn take_failed(&self) -> Vec<(EndpointHandle, Status)> {
+        self.failed.take()
+    }
+
+    /// Nobody wants to know any more that this endpoint has failed.
+    pub(crate) fn forget_failure(&self, endpoint: EndpointHandle) {
+        self.failed.borrow_mut().retain(|(failed, _)| *failed != endpoint);
+    }
+
+    /// Takes the messages that have come.
+    pub(crate) fn take_letters(&self) -> Vec<Letter> {
+        self.letters.take()
+    }
+
+    /// Takes what has ended.
+    pub(crate) fn take_ended(&self, into: &mut Vec<Happened>) {
+        into.append(&mut self.flushed.borrow_mut());
+        for tally in self.ended.borrow_mut().drain(..) {
+            tally.noted.set(false);
+            let result = match tally.failed.take() {
+                None => Ok(()),
+                Some(status) => Err(error::of_piece(status)),
+            };
+            into.push(Happened::Moved { job: tally.job, pieces: tally.ended.take(), result });
+        }
+    }
+}
+
+impl Receives for Inbox {
+    unsafe fn received(this: NonNull<Self>, message: Message<'_>) {
+        let from = Postmark::read(message.header).filter(|_| message.data.len() <= MAX_MESSAGE);
+        let Some(from) = from else {
+            let (header, length) = (message.header.len(), message.data.len());
+            return tracing::warn!(
+                backend = error::NAME,
+                header,
+                length,
+                "a message of no kvx agent is ignored"
+            );
+        };
+        // SAFETY: the driver keeps its inbox longer than its worker.
+        let inbox = unsafe { this.as_ref() };
+        inbox.letters.borrow_mut().push(Letter { from, message: message.data.to_vec() });
+    }
+}
+
+/// UCX's error handler of an endpoint; `target` is the [`Inbox`].
+pub(crate) unsafe extern "C" fn endpoint_failed(
+    target: *mut c_void,
+    endpoint: ucp_ep_h,
+    status: ucs_status_t,
+) {
+    // SAFETY: as `Inbox::received`.
+    let Some(inbox) = (unsafe { target.cast::<Inbox>().as_ref() }) else { return };
+    inbox.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
+}
+
+/// The pieces of one job. While UCX has some of them, it keeps itself alive.
+pub(crate) struct Tally {
+    job: JobId,
+    inbox: Rc<Inbox>,
+    /// Pieces that UCX has.
+    posted: Cell<u32>,
+    /// Pieces that have ended since the machine took the notes.
+    ended: Cell<u32>,
+    failed: Cell<Option<Status>>,
+    /// Whether it is on the inbox's list.
+    noted: Cell<bool>,
+}
+
+impl Tally {
+    pub(crate) fn new(job: JobId, inbox: &Rc<Inbox>) -> Rc<Tally> {
+        Rc::new(Tally {
+            job,
+            inbox: Rc::clone(inbox),
+            posted: Cell::new(0),
+            ended: Cell::new(0),
+            failed: Cell::new(None),
+            noted: Cell::new(false),
+        })
+    }
+
+    /// For the callbacks of pieces.
+    pub(crate) fn target(self: &Rc<Self>) -> NonNull<Tally> {
+        NonNull::from(&**self)
+    }
+
+    /// UCX has a piece whose callback will come, but not before this.
+    pub(crate) fn posted(self: &Rc<Self>) {
+        if self.posted.get() == 0 {
+            std::mem::forget(Rc::clone(self)); // given back by the callback of the last one
+        }
+        self.posted.set(self.posted.get() + 1);
+        self.inbox.pieces.set(self.inbox.pieces.get() + 1);
+    }
+
+    /// A piece has ended without a callback.
+    pub(crate) fn ended_at_once(self: &Rc<Self>) {
+        self.ended.set(self.ended.get() + 1);
+        if !self.noted.replace(true) {
+            self.inbox.ended.borrow_mut().push(Rc::clone(self));
+        }
+    }
+}
+
+impl Completed for Tally {
+    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+        // SAFETY: it keeps itself alive since `posted`, until this is the last of its pieces.
+        let tally = unsafe { this.as_ref() };
+        tally.ended.set(tally.ended.get() + 1);
+        if let Err(status) = outcome {
+            tally.failed.set(tally.failed.get().or(Some(status)));
+        }
+        tally.inbox.pieces.set(tally.inbox.pieces.get() - 1);
+        let left = tally.posted.get() - 1;
+        tally.posted.set(left);
+        if left > 0 && tally.noted.get() {
+            return;
+        }
+        if left > 0 {
+            // SAFETY: as above; one more reference for the list.
+            unsafe { Rc::increment_strong_count(this.as_ptr()) };
+        }
+        // SAFETY: it came from an `Rc`; the reference is the one counted just above, or the one that `posted` forgot.
+        let tally = unsafe { Rc::from_raw(this.as_ptr()) };
+        if !tally.noted.replace(true) {
+            let inbox = Rc::clone(&tally.inbox);
+            inbox.ended.borrow_mut().push(tally);
+        }
+    }
+}
+
+/// An operation that is told of once, and owns what UCX reads meanwhile: its callback, or who posted it, takes it back.
+pub(crate) struct Once {
+    inbox: Rc<Inbox>,
+    what: Told,
+}
+
+/// What there is to tell.
+pub(crate) enum Told {
+    /// A message is on its way: it counts among those of its peer.
+    Sent { frame: Vec<u8>, waiting: Rc<Cell<usize>> },
+    /// The flush of a job.
+    Flushed(JobId),
+    /// Nothing beside that it has ended.
+    Ended,
+}
+
+impl Once {
+    /// Hands it to an operation.
+    pub(crate) fn hand_over(what: Told, inbox: &Rc<Inbox>) -> NonNull<Once> {
+        if let Told::Sent { waiting, .. } = &what {
+            waiting.set(waiting.get() + 1);
+        }
+        inbox.others.set(inbox.others.get() + 1);
+        NonNull::from(Box::leak(Box::new(Once { inbox: Rc::clone(inbox), what })))
+    }
+
+    /// The frame that UCX is to send.
+    ///
+    /// # Safety
+    /// `this` was handed over and not taken back.
+    pub(crate) unsafe fn frame<'a>(this: NonNull<Once>) -> &'a [u8] {
+        // SAFETY: the caller's promise.
+        match unsafe { &this.as_ref().what } {
+            Told::Sent { frame, .. } => frame,
+            Told::Flushed(_) | Told::Ended => &[],
+        }
+    }
+
+    /// The operation has ended without a callback, or none has begun.
+    ///
+    /// # Safety
+    /// As [`frame`](Once::frame).
+    pub(crate) unsafe fn take_back(this: NonNull<Once>) {
+        // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's promise.
+        let once = unsafe { Box::from_raw(this.as_ptr()) };
+        once.inbox.others.set(once.inbox.others.get() - 1);
+        if let Told::Sent { waiting, .. } = &once.what {
+            waiting.set(waiting.get() - 1);
+        }
+    }
+}
+
+impl Completed for Once {
+    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+        // SAFETY: handed over to this operation, whose only callback this is.
+        let once = unsafe { this.as_ref() };
+        if let Told::Flushed(job) = once.what {
+            let result = outcome.map_err(error::of_piece);
+            once.inbox.flushed.borrow_mut().push(Happened::Flushed { job, result });
+        }
+        // SAFETY: as above. That a message could not be sent is told by the failure of its endpoint.
+        unsafe { Once::take_back(this) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ffi::bindings_1_13::UCS_ERR_CANCELED;
+
+    fn moved(inbox: &Inbox) -> Vec<(usize, u32, bool)> {
+        let mut happened = Vec::new();
+        inbox.take_ended(&mut happened);
+        let moved = happened.into_iter().map(|event| match event {
+            Happened::Moved { job, pieces, result } => (job.number(), pieces, result.is_ok()),
+            other => panic!("{other:?}"),
+        });
+        moved.collect()
+    }
+
+    #[test]
+    fn pieces_are_counted_once_and_a_tally_lives_until_its_last_callback() {
+        let inbox = Rc::new(Inbox::default());
+        let tally = Tally::new(JobId::from_number(3), &inbox);
+        let target = tally.target();
+        for _ in 0..3 {
+            tally.posted();
+        }
+        tally.ended_at_once();
+        let weak = Rc::downgrade(&tally);
+        drop(tally);
+        assert_eq!((moved(&inbox), inbox.pieces()), (vec![(3, 1, true)], 3));
+        // SAFETY: three callbacks are due.
+        unsafe {
+            Tally::completed(target, Ok(()));
+            Tally::completed(target, Err(Status(UCS_ERR_CANCELED)));
+        }
+        assert_eq!(moved(&inbox), [(3, 2, false)]);
+        assert!(weak.upgrade().is_some());
+        // SAFETY: as above.
+        unsafe { Tally::completed(target, Ok(())) };
+        assert_eq!(moved(&inbox), [(3, 1, true)]);
+        assert!(weak.upgrade().is_none() && inbox.is_quiet() && inbox.is_empty());
+    }
+
+    #[test]
+    fn letters_bear_their_senders_mark_and_nothing_else_is_taken() {
+        let inbox = Inbox::default();
+        let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
+        let frame = from.frame(b"text");
+        let long = vec![0; MAX_MESSAGE + 1];
+        let receive = |header: &[u8], data: &[u8]| {
+            // SAFETY: the inbox is alive.
+            unsafe { Inbox::received(NonNull::from(&inbox), Message { header, data }) };
+        };
+        receive(&frame[..Postmark::LEN], &frame[Postmark::LEN..]);
+        receive(&[], b"text");
+        receive(&frame[..Postmark::LEN - 1], b"text");
+        receive(&frame, b"text");
+        receive(&frame[..Postmark::LEN], &long);
+        assert_eq!(inbox.take_letters(), [Letter { from, message: b"text".to_vec() }]);
+    }
+
+    #[test]
+    fn a_frame_is_kept_until_it_is_sent() {
+        let inbox = Rc::new(Inbox::default());
+        let waiting = Rc::new(Cell::new(0));
+        let told = Told::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
+        let once = Once::hand_over(told, &inbox);
+        // SAFETY: it was handed over just now.
+        assert_eq!(unsafe { Once::frame(once) }, b"frame");
+        assert_eq!((waiting.get(), inbox.is_quiet()), (1, false));
+        // SAFETY: its one callback.
+        unsafe { Once::completed(once, Ok(())) };
+        assert_eq!((waiting.get(), inbox.is_quiet()), (0, true));
+    }
+}

@@ -1,0 +1,253 @@
+//! The options of UCX: the table `ucx`, and what it means for UCX's own settings.
+//!
+//! | option | UCX's variable | |
+//! |---|---|---|
+//! | `tls` | `UCX_TLS` | transports, a list or as UCX writes it: `["rc", "cuda_copy"]`, `"^cuda_ipc"`, `"all"` |
+//! | `net_devices` | `UCX_NET_DEVICES` | devices, likewise: `["mlx5_0:1"]` |
+//! | `set` | any | a list of `"NAME=value"`, with or without `UCX_` |
+//!
+//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1.
+//!
+//! An option wins over the environment and UCX's configuration files, and those win over what kvx sets by itself:
+//!
+//! | setting | why |
+//! |---|---|
+//! | `RNDV_THRESH=inf` | kvx sends no message by rendezvous; with it, and failures of peers being reported, UCX refuses zero-copy lanes whose registrations cannot be invalidated, such as cma and tcp, and emulates gets and puts |
+//! | `MM_ERROR_HANDLING=y` | shared memory then may report failures of peers, and so may be used at all |
+//! | `KEEPALIVE_INTERVAL=1s` | how soon a dead peer is noticed that is silent on its lanes; UCX's own is 20 s |
+//! | `TCP_TX_SEG_SIZE=256k`, `TCP_RX_SEG_SIZE=256k` | twice the rate of emulated gets over tcp, for buffers of that size per connection |
+
+use std::path::{Path, PathBuf};
+
+use kvx_core::{Error, Kind, Options, Result, Table};
+
+/// What kvx sets unless the user did. The last column: further variables that say the same.
+const DEFAULTS: &[(&str, &str, &[&str])] = &[
+    ("RNDV_THRESH", "inf", &[]),
+    ("MM_ERROR_HANDLING", "y", &["POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING"]),
+    ("KEEPALIVE_INTERVAL", "1s", &[]),
+    ("TCP_TX_SEG_SIZE", "256k", &[]),
+    ("TCP_RX_SEG_SIZE", "256k", &[]),
+];
+
+/// Progress threads, unless `num_threads` says otherwise.
+const NUM_THREADS: u64 = 1;
+/// A configuration file of UCX is not read further than this.
+const MAX_FILE: usize = 1 << 20;
+
+/// The parsed table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Config {
+    /// What the options say of UCX's settings: names without `UCX_`.
+    chosen: Vec<Setting>,
+    pub(crate) num_threads: usize,
+}
+
+/// One of UCX's settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Setting {
+    /// The variable's name without `UCX_`.
+    pub(crate) name: String,
+    pub(crate) value: String,
+    /// Whether the user asked for it: it is an error then if UCX refuses it, and of no consequence otherwise (a version
+    /// may not know it).
+    pub(crate) asked: bool,
+}
+
+impl Config {
+    /// Reads the table. Errors: `Invalid`, naming the option.
+    pub(crate) fn read(options: &Options) -> Result<Self> {
+        let table = options.table("ucx", &["net_devices", "set", "tls"])?;
+        let mut chosen = Vec::new();
+        for (key, name) in [("tls", "TLS"), ("net_devices", "NET_DEVICES")] {
+            if let Some(value) = list(&table, key)? {
+                chosen.push(asked(name, value));
+            }
+        }
+        for text in table.texts("set")?.unwrap_or_default() {
+            chosen.push(assignment(&text)?);
+        }
+        let num_threads = options.top().number("num_threads", 1..=64)?.unwrap_or(NUM_THREADS) as usize;
+        Ok(Config { chosen, num_threads })
+    }
+
+    /// What UCX is to be told, given the environment of this process and the configuration files that the library at
+    /// `library` reads.
+    pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
+        let in_files: Vec<String> = files(library).iter().flat_map(|file| names_in_file(file)).collect();
+        self.settings_unless(|name| {
+            std::env::var_os(format!("UCX_{name}")).is_some() || in_files.iter().any(|set| set == name)
+        })
+    }
+
+    /// Whether the user names tcp among the transports: in the options, else in the environment.
+    pub(crate) fn names_tcp(&self) -> bool {
+        let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
+        let tls = chosen.map(|setting| setting.value.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
+    }
+
+    /// What UCX is to be told when the user has set what `is_set` says of a variable, by its name without `UCX_`.
+    fn settings_unless(&self, is_set: impl Fn(&str) -> bool) -> Vec<Setting> {
+        let chosen = |name: &str| self.chosen.iter().any(|setting| setting.name == name);
+        let defaults = DEFAULTS.iter().filter(|(name, _, others)| {
+            !std::iter::once(name).chain(*others).any(|name| is_set(name) || chosen(name))
+        });
+        let defaults = defaults.map(|(name, value, _)| Setting {
+            name: (*name).to_owned(),
+            value: (*value).to_owned(),
+            asked: false,
+        });
+        defaults.chain(self.chosen.iter().cloned()).collect()
+    }
+}
+
+fn asked(name: &str, value: String) -> Setting {
+    Setting { name: name.to_owned(), value, asked: true }
+}
+
+/// A list as UCX writes it: with commas.
+fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
+    let Some(items) = table.texts(key)? else { return Ok(None) };
+    if items.is_empty() || items.iter().any(|item| item.trim().is_empty()) {
+        return Err(Error::new(
+            Kind::Invalid,
+            format!(
+                "option \"ucx.{key}\" has an empty name; write a list such as [\"all\"], or remove the option"
+            ),
+        ));
+    }
+    let items: Vec<_> = items.iter().map(|item| item.trim()).collect();
+    Ok(Some(items.join(",")))
+}
+
+/// `UCX_NAME=value` or `NAME=value`.
+fn assignment(text: &str) -> Result<Setting> {
+    let wrong = || {
+        Error::new(
+            Kind::Invalid,
+            format!("option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""),
+        )
+    };
+    let (name, value) = text.split_once('=').ok_or_else(wrong)?;
+    let name = name.trim();
+    let name = name.strip_prefix("UCX_").unwrap_or(name);
+    let is_name = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    if is_name && !value.contains('\0') { Ok(asked(name, value.trim().to_owned())) } else { Err(wrong()) }
+}
+
+/// Where UCX looks for `ucx.conf`.
+fn files(library: &Path) -> Vec<PathBuf> {
+    let mut folders = vec![PathBuf::from("/etc/ucx")];
+    if let Some(folder) = library.parent() {
+        folders.extend([folder.join("../etc/ucx"), folder.join("../etc")]);
+    }
+    folders.extend(std::env::var_os("HOME").map(PathBuf::from));
+    folders.extend(std::env::var_os("UCX_CONFIG_DIR").map(PathBuf::from));
+    folders.push(PathBuf::from("."));
+    folders.into_iter().map(|folder| folder.join("ucx.conf")).collect()
+}
+
+/// The variables that a configuration file sets on every machine, without `UCX_`.
+fn names_in_file(file: &Path) -> Vec<String> {
+    use std::io::Read as _;
+
+    let mut text = Vec::new();
+    let Ok(open) = std::fs::File::open(file) else { return Vec::new() };
+    if open.take(MAX_FILE as u64).read_to_end(&mut text).is_err() {
+        return Vec::new();
+    }
+    names(&String::from_utf8_lossy(&text)).map(str::to_owned).collect()
+}
+
+/// What stands before the first section: a section is for one kind of machine, and the files that come with UCX have
+/// only such.
+fn names(text: &str) -> impl Iterator<Item = &str> {
+    let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));
+    lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('=')).map(|(name, _)| name.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(json: &str) -> Result<Config> {
+        Config::read(&Options::parse(json).unwrap())
+    }
+
+    fn shown(settings: &[Setting]) -> Vec<String> {
+        settings.iter().map(|setting| format!("{}={}", setting.name, setting.value)).collect()
+    }
+
+    #[test]
+    fn lists_are_written_as_ucx_reads_them() {
+        let tls = |json: &str| shown(&read(json).unwrap().chosen);
+        assert_eq!(tls(r#"{"ucx": {"tls": "all"}}"#), ["TLS=all"]);
+        assert_eq!(tls(r#"{"ucx": {"tls": "^cuda_ipc"}}"#), ["TLS=^cuda_ipc"]);
+        assert_eq!(tls(r#"{"ucx": {"tls": ["rc", "cuda_copy"]}}"#), ["TLS=rc,cuda_copy"]);
+        assert_eq!(
+            tls(r#"{"ucx": {"tls": "rc,ud", "net_devices": ["mlx5_0:1", "mlx5_1:1"]}}"#),
+            ["TLS=rc,ud", "NET_DEVICES=mlx5_0:1,mlx5_1:1"]
+        );
+        assert_eq!(
+            tls(r#"{"ucx": {"set": ["UCX_MAX_RMA_RAILS=2", "RC_TM_ENABLE = n"]}}"#),
+            ["MAX_RMA_RAILS=2", "RC_TM_ENABLE=n"]
+        );
+    }
+
+    #[test]
+    fn only_a_list_with_tcp_in_it_names_tcp() {
+        let names = |json: &str| read(json).unwrap().names_tcp();
+        assert!(names(r#"{"ucx": {"tls": "tcp"}}"#) && names(r#"{"ucx": {"tls": ["rc", "tcp"]}}"#));
+        assert!(!names(r#"{"ucx": {"tls": "all"}}"#) && !names(r#"{"ucx": {"tls": "^tcp"}}"#));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (json, name) in [
+            (r#"{"tls": []}"#, "ucx.tls"),
+            (r#"{"tls": ["rc", ""]}"#, "ucx.tls"),
+            (r#"{"net_devices": 3}"#, "ucx.net_devices"),
+            (r#"{"set": ["UCX_TLS"]}"#, "ucx.set"),
+            (r#"{"set": ["=1"]}"#, "ucx.set"),
+            (r#"{"TLS": "all"}"#, "ucx.tls"),
+        ] {
+            let error = read(&format!(r#"{{"ucx": {json}}}"#)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.sentence().contains(name), "{json}: {error}");
+        }
+    }
+
+    #[test]
+    fn threads_are_counted_beside_the_table() {
+        assert_eq!(read("{}").unwrap().num_threads, 1);
+        assert_eq!(read(r#"{"num_threads": 4}"#).unwrap().num_threads, 4);
+        assert!(read(r#"{"num_threads": 0}"#).unwrap_err().sentence().contains("num_threads"));
+    }
+
+    #[test]
+    fn what_the_user_set_wins_over_kvx() {
+        let config = read(r#"{"ucx": {"tls": "rc", "set": "KEEPALIVE_INTERVAL=5s"}}"#).unwrap();
+        let settings =
+            config.settings_unless(|name| ["RNDV_THRESH", "SYSV_ERROR_HANDLING", "TLS"].contains(&name));
+        assert_eq!(
+            shown(&settings),
+            ["TCP_TX_SEG_SIZE=256k", "TCP_RX_SEG_SIZE=256k", "TLS=rc", "KEEPALIVE_INTERVAL=5s"]
+        );
+        assert_eq!(settings.iter().filter(|setting| setting.asked).count(), 2);
+        let untouched = read("{}").unwrap().settings_unless(|_| false);
+        assert_eq!(untouched.len(), DEFAULTS.len());
+    }
+
+    #[test]
+    fn a_configuration_file_counts_before_its_sections() {
+        let text = "# UCX_TLS=x\n UCX_RNDV_THRESH=8k\n\n[Grace]\nUCX_KEEPALIVE_INTERVAL=3s\n";
+        assert_eq!(names(text).collect::<Vec<_>>(), ["RNDV_THRESH"]);
+        let folder = std::env::temp_dir().join(format!("kvx-ucx-config-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("ucx.conf"), text).unwrap();
+        assert_eq!(names_in_file(&folder.join("ucx.conf")), ["RNDV_THRESH"]);
+        std::fs::remove_dir_all(folder).unwrap();
+        assert!(names_in_file(Path::new("/nowhere/ucx.conf")).is_empty());
+    }
+}

@@ -1,0 +1,232 @@
+//! A context: configuration, transports and registered memory.
+
+use std::ffi::{CString, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use kvx_core::loader;
+
+use super::bindings_1_13::*;
+use super::library::{Library, Version};
+use super::print::printed;
+use super::status::Status;
+use crate::config::Setting;
+
+/// UCX with one configuration. Shared by its workers, and by threads: UCX locks it.
+pub(crate) struct Context {
+    raw: NonNull<ucp_context>,
+    library: &'static Library,
+}
+
+// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with it.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// A context for one-sided operations and active messages with descriptors to sleep on. `settings` win over the
+    /// environment.
+    ///
+    /// # Errors
+    /// UCX's status, and the setting that it refused, if it was one.
+    pub(crate) fn new(
+        library: &'static Library,
+        settings: &[Setting],
+    ) -> Result<Arc<Context>, (Status, Option<String>)> {
+        let functions = library.functions();
+        // UCX opens modules here, which may do to signal handlers what the library may.
+        loader::with_signals_kept(|| {
+            let config = Config::read(library).map_err(|status| (status, None))?;
+            for setting in settings {
+                let Setting { name, value, asked } = setting;
+                match config.set(name, value) {
+                    Ok(()) => {}
+                    Err(status) if *asked => return Err((status, Some(format!("UCX_{name}={value}")))),
+                    Err(status) => {
+                        tracing::debug!(name, value, ?status, "UCX does not take a default of kvx's")
+                    }
+                }
+            }
+            let params = ucp_params_t {
+                field_mask: u64::from(
+                    UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED | UCP_PARAM_FIELD_NAME,
+                ),
+                features: u64::from(UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP),
+                mt_workers_shared: 1,
+                name: c"kvx".as_ptr(),
+                ..ucp_params_t::default()
+            };
+            let mut raw = ptr::null_mut();
+            // SAFETY: the structures are those of 1.13, which is what the call says; the fields that the mask names
+            // are set; the configuration is alive.
+            let status =
+                unsafe { (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw) };
+            Status::check(status).map_err(|status| (status, None))?;
+            let raw = NonNull::new(raw).ok_or((Status(UCS_ERR_NO_MEMORY), None))?;
+            Ok(Arc::new(Context { raw, library }))
+        })
+    }
+
+    pub(super) fn raw(&self) -> ucp_context_h {
+        self.raw.as_ptr()
+    }
+
+    pub(crate) fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    /// The kinds of memory that it moves, a bit for each of UCX's constants.
+    pub(crate) fn memory_types(&self) -> u64 {
+        let mut attributes = ucp_context_attr_t {
+            field_mask: u64::from(UCP_ATTR_FIELD_MEMORY_TYPES),
+            ..ucp_context_attr_t::default()
+        };
+        // SAFETY: the context is alive; what the mask names is written.
+        let status = unsafe { (self.library.functions().ucp_context_query)(self.raw(), &mut attributes) };
+        Status::check(status).map_or(1 << UCS_MEMORY_TYPE_HOST, |()| attributes.memory_types)
+    }
+
+    /// UCX's description of its devices and transports.
+    pub(crate) fn printed(&self) -> String {
+        // SAFETY: the context is alive, and so is the stream during the call.
+        printed(|stream| unsafe { (self.library.functions().ucp_context_print_info)(self.raw(), stream) })
+    }
+
+    /// Registers `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for
+    /// "unknown" is another number in each version, so it is not passed.
+    ///
+    /// # Safety
+    /// The memory stays allocated until the [`MappedMemory`] is dropped.
+    ///
+    /// # Errors
+    /// UCX's status.
+    pub(crate) unsafe fn map(
+        self: &Arc<Self>,
+        address: *mut u8,
+        length: usize,
+        memory_type: Option<ucs_memory_type_t>,
+    ) -> Result<MappedMemory, Status> {
+        let mut params = ucp_mem_map_params_t {
+            field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
+            address: address.cast(),
+            length,
+            ..ucp_mem_map_params_t::default()
+        };
+        if let Some(memory_type) = memory_type {
+            params.field_mask |= u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
+            params.memory_type = memory_type;
+        }
+        let mut raw = ptr::null_mut();
+        // SAFETY: the context is alive, and the memory is: the caller's promise.
+        let status = unsafe { (self.library.functions().ucp_mem_map)(self.raw(), &params, &mut raw) };
+        Status::check(status)?;
+        let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
+        Ok(MappedMemory { raw, context: Arc::clone(self) })
+    }
+}
+
+/// Sets one of UCX's settings for the whole process. Errors: UCX's status: it is none of those, or the value is wrong.
+pub(super) fn set_for_all(library: &'static Library, name: &str, value: &str) -> Result<(), Status> {
+    Config::read(library)?.set(name, value)
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: workers and memory hold a reference to the context, so none is left.
+        unsafe { (self.library.functions().ucp_cleanup)(self.raw()) };
+    }
+}
+
+/// The first version that knows the settings of transports by the names of their variables.
+const PREFIXED: Version = Version { major: 1, minor: 17, release: 0 };
+
+/// A configuration: the environment's, then what was set.
+struct Config {
+    raw: NonNull<ucp_config_t>,
+    library: &'static Library,
+}
+
+impl Config {
+    fn read(library: &'static Library) -> Result<Config, Status> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: without a prefix and a file the environment is read.
+        Status::check(unsafe { (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw) })?;
+        let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
+        Ok(Config { raw, library })
+    }
+
+    fn set(&self, name: &str, value: &str) -> Result<(), Status> {
+        // Old versions know the settings of a transport without its name.
+        let name = match name {
+            "TCP_TX_SEG_SIZE" | "TCP_RX_SEG_SIZE" if self.library.version() < PREFIXED => {
+                &name["TCP_".len()..]
+            }
+            name => name,
+        };
+        let invalid = |_| Status(UCS_ERR_INVALID_PARAM);
+        let (name, value) = (CString::new(name).map_err(invalid)?, CString::new(value).map_err(invalid)?);
+        // SAFETY: the configuration is alive; both texts are copied.
+        let status = unsafe {
+            (self.library.functions().ucp_config_modify)(self.raw.as_ptr(), name.as_ptr(), value.as_ptr())
+        };
+        Status::check(status)
+    }
+}
+
+impl Drop for Config {
+    fn drop(&mut self) {
+        // SAFETY: it is alive and not used afterwards.
+        unsafe { (self.library.functions().ucp_config_release)(self.raw.as_ptr()) };
+    }
+}
+
+/// Registered memory.
+pub(crate) struct MappedMemory {
+    raw: NonNull<ucp_mem>,
+    context: Arc<Context>,
+}
+
+// SAFETY: it belongs to the context, which UCX locks.
+unsafe impl Send for MappedMemory {}
+// SAFETY: as above; it is only read.
+unsafe impl Sync for MappedMemory {}
+
+impl MappedMemory {
+    /// For the parameters of operations on it.
+    pub(crate) fn raw(&self) -> ucp_mem_h {
+        self.raw.as_ptr()
+    }
+
+    /// The key by which peers reach it.
+    ///
+    /// # Errors
+    /// UCX's status.
+    pub(crate) fn key(&self) -> Result<PackedKey, Status> {
+        let functions = self.context.library.functions();
+        let (mut buffer, mut length) = (ptr::null_mut::<c_void>(), 0);
+        // SAFETY: the context and the registration are alive.
+        let status =
+            unsafe { (functions.ucp_rkey_pack)(self.context.raw(), self.raw(), &mut buffer, &mut length) };
+        Status::check(status)?;
+        // SAFETY: UCX has stored a buffer of that length.
+        let key = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
+        // SAFETY: the buffer came from the call above and is not used any more.
+        unsafe { (functions.ucp_rkey_buffer_release)(buffer) };
+        Ok(PackedKey(key))
+    }
+}
+
+impl Drop for MappedMemory {
+    fn drop(&mut self) {
+        // SAFETY: it is alive, and operations on it have ended: the transport keeps it until then.
+        let status =
+            unsafe { (self.context.library.functions().ucp_mem_unmap)(self.context.raw(), self.raw()) };
+        if let Err(status) = Status::check(status) {
+            tracing::warn!(?status, "UCX did not give a registration back");
+        }
+    }
+}
+
+/// A key as it travels.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PackedKey(pub(crate) Vec<u8>);

@@ -1,0 +1,272 @@
+//! An endpoint: a connection of one worker to another, and what is posted on it.
+
+#[cfg(test)]
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+
+use super::bindings_1_13::*;
+#[cfg(test)]
+use super::bindings_1_22 as sgl;
+use super::print::printed;
+use super::request::{Completed, Posted, with_callback};
+use super::status::Status;
+
+/// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes time.
+///
+/// Whoever calls it is the one thread that uses its worker, and the worker is alive: the transport's machine upholds
+/// both, and that no call follows `close`.
+pub(crate) struct Endpoint {
+    raw: NonNull<ucp_ep>,
+    functions: &'static Functions,
+}
+
+// SAFETY: used as its worker is, by one thread at a time.
+unsafe impl Send for Endpoint {}
+
+impl Endpoint {
+    pub(super) fn new(raw: NonNull<ucp_ep>, functions: &'static Functions) -> Self {
+        Endpoint { raw, functions }
+    }
+
+    pub(crate) fn raw(&self) -> ucp_ep_h {
+        self.raw.as_ptr()
+    }
+
+    /// Reads `length` bytes at `remote` into `local`.
+    ///
+    /// # Safety
+    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed. `local` is `length`
+    /// bytes that nobody touches until the end, within `memory` if that is given; `target` is alive until the end.
+    pub(crate) unsafe fn get<T: Completed>(
+        &self,
+        local: *mut u8,
+        length: usize,
+        memory: Option<ucp_mem_h>,
+        remote: u64,
+        key: &RemoteKey,
+        target: NonNull<T>,
+    ) -> Posted {
+        let param = with_memory(with_callback(target), memory);
+        // SAFETY: the caller's promise.
+        Posted::read(unsafe {
+            (self.functions.ucp_get_nbx)(self.raw(), local.cast(), length, remote, key.raw(), &param)
+        })
+    }
+
+    /// Writes `length` bytes from `local` to `remote`. Its end says that `local` is free; that the bytes have arrived is
+    /// said by the end of a [`flush`](Endpoint::flush) that was posted later.
+    ///
+    /// # Safety
+    /// As [`get`](Endpoint::get), and nobody writes to `local`.
+    pub(crate) unsafe fn put<T: Completed>(
+        &self,
+        local: *const u8,
+        length: usize,
+        memory: Option<ucp_mem_h>,
+        remote: u64,
+        key: &RemoteKey,
+        target: NonNull<T>,
+    ) -> Posted {
+        let param = with_memory(with_callback(target), memory);
+        // SAFETY: the caller's promise.
+        Posted::read(unsafe {
+            (self.functions.ucp_put_nbx)(self.raw(), local.cast(), length, remote, key.raw(), &param)
+        })
+    }
+
+    #[cfg(test)] // the transport posts no lists yet
+    /// Writes all pieces of `list` as one operation; its end means what that of [`put`](Endpoint::put) means.
+    ///
+    /// # Safety
+    /// As [`put`](Endpoint::put) for every piece; the list is neither changed nor dropped until the end; the library
+    /// [takes the datatype](super::Library::has_sgl).
+    pub(crate) unsafe fn put_list<T: Completed>(&self, list: &Sgl, target: NonNull<T>) -> Posted {
+        let count = list.lengths.len();
+        let local = sgl::ucp_dt_local_sgl_t {
+            field_mask: u64::from(
+                sgl::UCP_DT_LOCAL_SGL_FIELD_BUFFERS
+                    | sgl::UCP_DT_LOCAL_SGL_FIELD_LENGTHS
+                    | sgl::UCP_DT_LOCAL_SGL_FIELD_MEMHS,
+            ),
+            buffers: list.buffers.as_ptr(),
+            lengths: list.lengths.as_ptr(),
+            memhs: list.memories.as_ptr(),
+            ..sgl::ucp_dt_local_sgl_t::default()
+        };
+        let remote = sgl::ucp_dt_remote_sgl_t {
+            field_mask: u64::from(
+                sgl::UCP_DT_REMOTE_SGL_FIELD_REMOTE_ADDRS
+                    | sgl::UCP_DT_REMOTE_SGL_FIELD_LENGTHS
+                    | sgl::UCP_DT_REMOTE_SGL_FIELD_RKEYS,
+            ),
+            remote_addrs: list.remotes.as_ptr(),
+            lengths: list.lengths.as_ptr(),
+            rkeys: list.keys.as_ptr(),
+        };
+        let base = with_callback(target);
+        let datatype = ucp_datatype_t::from(sgl::UCP_DATATYPE_SGL);
+        let param = sgl::ucp_request_param_t {
+            op_attr_mask: base.op_attr_mask
+                | UCP_OP_ATTR_FIELD_DATATYPE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE_DATATYPE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE_COUNT,
+            cb: base.cb,
+            user_data: base.user_data,
+            datatype,
+            remote_datatype: datatype,
+            remote: (&raw const remote).cast(),
+            remote_count: count,
+            ..sgl::ucp_request_param_t::default()
+        };
+        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
+        // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and
+        // key of the call itself are unused with a remote list.
+        Posted::read(unsafe {
+            (self.functions.ucp_put_nbx)(
+                self.raw(),
+                (&raw const local).cast(),
+                count,
+                0,
+                ptr::null_mut(),
+                (&raw const param).cast(),
+            )
+        })
+    }
+
+    /// Ends when everything that was posted before it has arrived.
+    ///
+    /// # Safety
+    /// As [`get`](Endpoint::get), but for the memory.
+    pub(crate) unsafe fn flush<T: Completed>(&self, target: NonNull<T>) -> Posted {
+        // SAFETY: the caller's promise.
+        Posted::read(unsafe { (self.functions.ucp_ep_flush_nbx)(self.raw(), &with_callback(target)) })
+    }
+
+    /// Sends an active message, eagerly.
+    ///
+    /// # Safety
+    /// As [`get`](Endpoint::get); header and data stay as they are until the end.
+    pub(crate) unsafe fn send<T: Completed>(
+        &self,
+        id: u32,
+        header: &[u8],
+        data: &[u8],
+        target: NonNull<T>,
+    ) -> Posted {
+        let mut param = with_callback(target);
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+        param.flags = UCP_AM_SEND_FLAG_EAGER;
+        // SAFETY: the caller's promise.
+        Posted::read(unsafe {
+            (self.functions.ucp_am_send_nbx)(
+                self.raw(),
+                id,
+                header.as_ptr().cast(),
+                header.len(),
+                data.as_ptr().cast(),
+                data.len(),
+                &param,
+            )
+        })
+    }
+
+    /// Unpacks a peer's key for this endpoint.
+    ///
+    /// # Safety
+    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed.
+    ///
+    /// # Errors
+    /// UCX's status: `UCS_ERR_UNREACHABLE` when no lane of the endpoint reaches that memory.
+    pub(crate) unsafe fn unpack(&self, key: &[u8]) -> Result<RemoteKey, Status> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the caller's promise.
+        let status =
+            unsafe { (self.functions.ucp_ep_rkey_unpack)(self.raw(), key.as_ptr().cast(), &mut raw) };
+        Status::check(status)?;
+        let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
+        Ok(RemoteKey { raw, functions: self.functions })
+    }
+
+    /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during progress.
+    ///
+    /// # Safety
+    /// As [`get`](Endpoint::get), but for the memory; every key that was unpacked for it has been dropped.
+    pub(crate) unsafe fn close<T: Completed>(self, target: NonNull<T>) -> Posted {
+        let mut param = with_callback(target);
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+        param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+        // SAFETY: the caller's promise.
+        Posted::read(unsafe { (self.functions.ucp_ep_close_nbx)(self.raw(), &param) })
+    }
+
+    /// UCX's description of the endpoint: its lanes and, from 1.14 or so, its protocols.
+    ///
+    /// # Safety
+    /// As [`unpack`](Endpoint::unpack).
+    pub(crate) unsafe fn printed(&self) -> String {
+        // SAFETY: the caller's promise; the stream is open during the call.
+        printed(|stream| unsafe { (self.functions.ucp_ep_print_info)(self.raw(), stream) })
+    }
+}
+
+/// Operations on registered memory, posted by the hundred.
+fn with_memory(mut param: ucp_request_param_t, memory: Option<ucp_mem_h>) -> ucp_request_param_t {
+    param.op_attr_mask |= UCP_OP_ATTR_FLAG_MULTI_SEND;
+    if let Some(memory) = memory {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+        param.memh = memory;
+    }
+    param
+}
+
+/// A peer's key, unpacked. Dropped before its endpoint is closed, by the thread that uses the worker.
+pub(crate) struct RemoteKey {
+    raw: NonNull<ucp_rkey>,
+    functions: &'static Functions,
+}
+
+// SAFETY: used as its worker is, by one thread at a time.
+unsafe impl Send for RemoteKey {}
+
+impl RemoteKey {
+    pub(crate) fn raw(&self) -> ucp_rkey_h {
+        self.raw.as_ptr()
+    }
+}
+
+impl Drop for RemoteKey {
+    fn drop(&mut self) {
+        // SAFETY: it is alive; the operations that used it have ended, which the transport upholds.
+        unsafe { (self.functions.ucp_rkey_destroy)(self.raw()) };
+    }
+}
+
+#[cfg(test)] // the transport posts no lists yet
+/// Pieces of one put: position `i` of each list is piece `i`.
+#[derive(Default)]
+pub(crate) struct Sgl {
+    buffers: Vec<*mut c_void>,
+    lengths: Vec<usize>,
+    memories: Vec<ucp_mem_h>,
+    remotes: Vec<u64>,
+    keys: Vec<ucp_rkey_h>,
+}
+
+#[cfg(test)]
+impl Sgl {
+    pub(crate) fn push(
+        &mut self,
+        local: *const u8,
+        length: usize,
+        memory: ucp_mem_h,
+        remote: u64,
+        key: &RemoteKey,
+    ) {
+        self.buffers.push(local.cast_mut().cast());
+        self.lengths.push(length);
+        self.memories.push(memory);
+        self.remotes.push(remote);
+        self.keys.push(key.raw());
+    }
+}

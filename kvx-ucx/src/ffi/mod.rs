@@ -1,0 +1,33 @@
+//! UCX's C interface: generated bindings, the library that is opened, and thin owners of its handles.
+//!
+//! The bindings are those of 1.13, which later versions keep; what the scatter-gather datatype of 1.22 adds is a
+//! second file, used when the opened library has it. Both are written by `cargo xtask bindings`.
+
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod bindings_1_13;
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod bindings_1_22;
+
+mod context;
+mod endpoint;
+mod library;
+mod loaded;
+mod print;
+mod request;
+mod status;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+pub(crate) use context::{Context, MappedMemory};
+#[cfg(test)]
+pub(crate) use endpoint::Sgl;
+pub(crate) use endpoint::{Endpoint, RemoteKey};
+pub(crate) use library::{Library, Version};
+pub(crate) use request::{Completed, Posted};
+pub(crate) use status::Status;
+pub(crate) use worker::{Armed, Message, Receives, Worker};

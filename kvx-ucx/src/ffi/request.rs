@@ -1,0 +1,89 @@
+//! Requests: what UCX returns for an operation that is still under way.
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+use super::bindings_1_13::{
+    UCP_OP_ATTR_FIELD_CALLBACK, UCP_OP_ATTR_FIELD_USER_DATA, ucp_request_param_t, ucs_status_ptr_t,
+    ucs_status_t,
+};
+use super::library::Library;
+use super::status::Status;
+
+/// What became of an operation that was posted.
+#[derive(Debug)]
+#[must_use = "an operation that is pending completes later"]
+pub(crate) enum Posted {
+    /// Done; no callback will come.
+    Done,
+    /// Not begun; no callback will come.
+    Failed(Status),
+    /// Under way: its callback will come, and frees the request.
+    Pending,
+}
+
+impl Posted {
+    /// Reads what an `_nbx` call returned (`UCS_PTR_STATUS` and its kin).
+    pub(super) fn read(answer: ucs_status_ptr_t) -> Posted {
+        match (NonNull::new(answer), Status::of_pointer(answer as usize)) {
+            (None, _) => Posted::Done,
+            (_, Some(status)) => Posted::Failed(status),
+            (Some(_), None) => Posted::Pending,
+        }
+    }
+}
+
+/// Who is told of the end of an operation: the operation's user data points to it.
+pub(crate) trait Completed {
+    /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it may post, but must
+    /// not destroy the worker, and must not panic.
+    ///
+    /// # Safety
+    /// `this` is what was passed to [`with_callback`], alive.
+    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>);
+}
+
+/// Parameters of a send-like operation (get, put, flush, close, active message) whose end `target` is told of.
+/// `target` must be alive until then: the poster upholds that.
+pub(crate) fn with_callback<T: Completed>(target: NonNull<T>) -> ucp_request_param_t {
+    let mut param = ucp_request_param_t {
+        op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        user_data: target.as_ptr().cast(),
+        ..ucp_request_param_t::default()
+    };
+    param.cb.send = Some(completed::<T>);
+    param
+}
+
+/// Frees the request and tells its target.
+unsafe extern "C" fn completed<T: Completed>(
+    request: *mut c_void,
+    status: ucs_status_t,
+    target: *mut c_void,
+) {
+    // SAFETY: UCX calls this once, at the end of the request, which nobody else frees.
+    unsafe { (Library::functions_of_the_process().ucp_request_free)(request) };
+    let Some(target) = NonNull::new(target.cast::<T>()) else { return };
+    // SAFETY: the poster's promise, see `with_callback`.
+    unsafe { T::completed(target, Status::check(status)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ffi::bindings_1_13::{UCS_ERR_NO_MESSAGE, UCS_ERR_UNREACHABLE};
+
+    #[test]
+    fn pointers_are_done_an_error_or_a_request() {
+        let read = |number: isize| Posted::read(std::ptr::without_provenance_mut(number.cast_unsigned()));
+        assert!(matches!(read(0), Posted::Done));
+        for status in [UCS_ERR_NO_MESSAGE, UCS_ERR_UNREACHABLE, -99, -100] {
+            assert!(
+                matches!(read(isize::from(status)), Posted::Failed(Status(read)) if read == status),
+                "{status}"
+            );
+        }
+        assert!(matches!(read(-101), Posted::Pending));
+        assert!(matches!(read(4096), Posted::Pending));
+    }
+}

@@ -1,0 +1,285 @@
+//! The bindings and the owners of handles, on every version of UCX: two workers of this process.
+
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::Options;
+
+use super::bindings_1_13::{UCS_ERR_CANCELED, ucp_ep_h, ucs_status_t};
+use super::*;
+use crate::config::{Config, Setting};
+use crate::versions;
+
+/// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
+fn on_every_version(test: &str, body: fn(&'static Library)) {
+    if let Some(version) = versions::chosen() {
+        let library = Library::open().expect("the parent has found it");
+        let Version { major, minor, .. } = library.version();
+        assert_eq!((major, minor), version.number, "{}", library.path().display());
+        body(library);
+        return;
+    }
+    for version in versions::VERSIONS {
+        match version.command() {
+            Ok(mut command) => {
+                let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+                let output = versions::output(child, Duration::from_secs(60));
+                let told = String::from_utf8_lossy(&output.stdout);
+                let wrong = String::from_utf8_lossy(&output.stderr);
+                let ended = output.status.success() || version.ends_badly;
+                assert!(ended && told.contains("1 passed"), "{test} on {}:\n{told}\n{wrong}", version.label);
+            }
+            Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
+        }
+    }
+}
+
+/// Counts what ends, and keeps the last error.
+#[derive(Default)]
+struct Ends {
+    count: Cell<usize>,
+    error: Cell<Option<Status>>,
+}
+
+impl Completed for Ends {
+    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+        // SAFETY: the test keeps it until all have ended.
+        let ends = unsafe { this.as_ref() };
+        ends.count.set(ends.count.get() + 1);
+        ends.error.set(outcome.err().or(ends.error.get()));
+    }
+}
+
+impl Ends {
+    fn target(&self) -> NonNull<Ends> {
+        NonNull::from(self)
+    }
+}
+
+/// What came by active message.
+#[derive(Default)]
+struct Mail(Cell<Vec<(Vec<u8>, Vec<u8>)>>);
+
+impl Receives for Mail {
+    unsafe fn received(this: NonNull<Self>, message: Message<'_>) {
+        // SAFETY: the test keeps it as long as the worker.
+        let mail = unsafe { &this.as_ref().0 };
+        let mut letters = mail.take();
+        letters.push((message.header.to_vec(), message.data.to_vec()));
+        mail.set(letters);
+    }
+}
+
+unsafe extern "C" fn ignored(_: *mut c_void, _: ucp_ep_h, _: ucs_status_t) {}
+
+fn until(workers: [&Worker; 2], mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        for worker in workers {
+            worker.progress();
+        }
+        assert!(Instant::now() < end, "it took 10 s");
+    }
+}
+
+/// Waits for `posted`, whose callback counts in `ends`.
+fn ending(workers: [&Worker; 2], ends: &Ends, posted: Posted) -> Result<(), Status> {
+    match posted {
+        Posted::Done => {}
+        Posted::Failed(status) => return Err(status),
+        Posted::Pending => {
+            // Memory that others write to is read only after the end, so nothing is assumed of it here.
+            let before = ends.count.get();
+            until(workers, || ends.count.get() > before);
+        }
+    }
+    ends.error.take().map_or(Ok(()), Err)
+}
+
+fn finish(workers: [&Worker; 2], ends: &Ends, posted: Posted) {
+    assert_eq!(ending(workers, ends, posted), Ok(()));
+}
+
+/// What kvx sets when the user restricts UCX to `tls`.
+fn settings(library: &Library, tls: &str) -> Vec<Setting> {
+    let options = Options::parse(&format!(r#"{{"ucx": {{"tls": {tls:?}}}}}"#)).unwrap();
+    Config::read(&options).unwrap().settings(library.path())
+}
+
+fn everything_over(library: &'static Library, tls: &str) {
+    let context = Context::new(library, &settings(library, tls)).expect("a context");
+    let (near, far) = (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
+    let workers = [&near, &far];
+    let (ends, mail) = (Ends::default(), Mail::default());
+    // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
+    unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
+    let address = far.address().expect("an address");
+    // SAFETY: closed below.
+    let endpoint = unsafe { near.connect(&address, ignored, std::ptr::null_mut()) };
+    let endpoint = endpoint.unwrap_or_else(|status| panic!("over {tls}: {status:?}"));
+
+    let count = 8;
+    let mut there: Vec<u8> = (0..count * 1000).map(|at| at as u8).collect();
+    let mut here = vec![0_u8; there.len()];
+    let map = |memory: &mut [u8]| {
+        // SAFETY: both live longer than what is mapped.
+        unsafe { context.map(memory.as_mut_ptr(), memory.len(), None) }.expect("mapped")
+    };
+    let (at_there, at_here) = (map(&mut there), map(&mut here));
+    let key = at_there.key().expect("a key");
+    // SAFETY: one thread, and the endpoint is open.
+    let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
+    let (remote, local) = (there.as_mut_ptr(), here.as_mut_ptr());
+
+    for piece in 0..count {
+        let at = piece * 1000;
+        let back = (count - 1 - piece) * 1000;
+        // SAFETY: within both; they and `ends` outlive the operation, which is waited for.
+        let posted = unsafe {
+            let (local, remote) = (local.add(back), remote.add(at) as u64);
+            endpoint.get(local, 1000, Some(at_here.raw()), remote, &key, ends.target())
+        };
+        finish(workers, &ends, posted);
+    }
+    for piece in 0..count {
+        assert_eq!(here[(count - 1 - piece) * 1000..][..1000], there[piece * 1000..][..1000], "{tls}");
+    }
+
+    here.fill(11);
+    if library.has_sgl() {
+        let mut list = Sgl::default();
+        for piece in 0..count {
+            // SAFETY: within both.
+            let (local, remote) = unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
+            list.push(local, 500 + piece, at_here.raw(), remote, &key);
+        }
+        // SAFETY: as above, and `list` is kept until the end.
+        finish(workers, &ends, unsafe { endpoint.put_list(&list, ends.target()) });
+    }
+    for piece in (0..count).filter(|_| !library.has_sgl()) {
+        // SAFETY: as above.
+        let posted = unsafe {
+            let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
+            endpoint.put(local, 500 + piece, Some(at_here.raw()), remote, &key, ends.target())
+        };
+        finish(workers, &ends, posted);
+    }
+    // SAFETY: as above.
+    finish(workers, &ends, unsafe { endpoint.flush(ends.target()) });
+    for piece in 0..count {
+        let written = there[piece * 1000..][..1000].iter().filter(|byte| **byte == 11).count();
+        assert!((500 + piece..510 + piece).contains(&written), "piece {piece} over {tls}: {written}");
+    }
+
+    // SAFETY: both texts are constants.
+    finish(workers, &ends, unsafe { endpoint.send(7, b"header", b"data", ends.target()) });
+    let mut letters = Vec::new();
+    until(workers, || {
+        letters.append(&mut mail.0.take());
+        !letters.is_empty()
+    });
+    assert_eq!(letters, [(b"header".to_vec(), b"data".to_vec())]);
+
+    assert!(context.printed().contains("tcp") || tls == "sm", "{}", context.printed());
+    // SAFETY: the endpoint is open.
+    let lanes = unsafe { endpoint.printed() };
+    assert!(lanes.contains("lane"), "{lanes}");
+    let worker = near.printed_with_protocols();
+    assert!(worker.contains("address"), "{worker}");
+    let chosen = match (library.version().minor, tls) {
+        (13, _) => "",
+        (_, "tcp") => "gets: 0..inf software emulation tcp/lo; puts: 0..inf zero-copy tcp/lo",
+        (_, _) => "gets: 0..inf zero-copy cma/memory; puts: 0..inf zero-copy cma/memory",
+    };
+    let told = crate::protocols::chosen(&lanes, &worker);
+    // 1.23 tells of lists as well.
+    let own = told.strip_prefix(chosen).unwrap_or_else(|| panic!("{told}\n{worker}"));
+    assert_eq!(own.is_empty(), !library.has_sgl(), "{told}");
+
+    drop(key);
+    // SAFETY: its key is dropped and nothing is in flight.
+    finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
+    drop((at_here, at_there));
+    assert_eq!(Arc::strong_count(&context), 3, "the two workers and this");
+}
+
+#[test]
+fn operations_reach_the_other_worker_over_tcp() {
+    on_every_version("ffi::tests::operations_reach_the_other_worker_over_tcp", |library| {
+        everything_over(library, "tcp");
+    });
+}
+
+#[test]
+fn operations_reach_the_other_worker_over_shared_memory() {
+    on_every_version("ffi::tests::operations_reach_the_other_worker_over_shared_memory", |library| {
+        everything_over(library, "sm");
+    });
+}
+
+#[test]
+fn operations_reach_the_other_worker_by_default() {
+    on_every_version("ffi::tests::operations_reach_the_other_worker_by_default", |library| {
+        everything_over(library, "all");
+    });
+}
+
+#[test]
+fn a_worker_that_has_nothing_to_do_can_be_slept_on() {
+    on_every_version("ffi::tests::a_worker_that_has_nothing_to_do_can_be_slept_on", |library| {
+        let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+        let worker = Worker::new(&context).expect("a worker");
+        let end = Instant::now() + Duration::from_secs(10);
+        while worker.arm().expect("armed") == Armed::Busy {
+            while worker.progress() > 0 {}
+            assert!(Instant::now() < end, "it is always busy");
+        }
+        assert!(rustix::io::fcntl_getfd(worker.descriptor()).is_ok());
+    });
+}
+
+#[test]
+fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
+    on_every_version(
+        "ffi::tests::the_first_version_that_knows_lists_knows_them_as_they_are_described",
+        |library| {
+            let Version { major: 1, minor: 22, .. } = library.version() else { return };
+            let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+            let (near, far) =
+                (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
+            let ends = Ends::default();
+            let mut memory = vec![0_u8; 100];
+            // SAFETY: it is dropped after the mapping.
+            let mapped = unsafe { context.map(memory.as_mut_ptr(), memory.len(), None) }.expect("mapped");
+            let (address, key) = (far.address().expect("an address"), mapped.key().expect("a key"));
+            // SAFETY: closed below.
+            let endpoint =
+                unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }.expect("an endpoint");
+            // SAFETY: one thread, and the endpoint is open.
+            let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
+            let mut list = Sgl::default();
+            list.push(memory.as_ptr(), 50, mapped.raw(), memory.as_ptr() as u64 + 50, &key);
+            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it: had it read other lengths
+            // or another datatype, it would say that a parameter is wrong.
+            let posted = unsafe { endpoint.put_list(&list, ends.target()) };
+            assert_eq!(ending([&near, &far], &ends, posted), Err(Status(UCS_ERR_CANCELED)));
+            drop(key);
+            // SAFETY: its key is dropped and nothing is in flight.
+            let closing = unsafe { endpoint.close(ends.target()) };
+            ending([&near, &far], &ends, closing).ok();
+        },
+    );
+}
+
+#[test]
+fn a_refused_setting_is_named() {
+    on_every_version("ffi::tests::a_refused_setting_is_named", |library| {
+        let options = Options::parse(r#"{"ucx": {"set": "RNDV_SCHEME=no such scheme"}}"#).unwrap();
+        let settings = Config::read(&options).unwrap().settings(library.path());
+        let (_, setting) = Context::new(library, &settings).err().expect("it is refused");
+        assert_eq!(setting.as_deref(), Some("UCX_RNDV_SCHEME=no such scheme"));
+    });
+}

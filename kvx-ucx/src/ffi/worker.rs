@@ -1,0 +1,251 @@
+//! A worker: makes progress, and owns endpoints and active messages.
+
+use std::ffi::{c_int, c_void};
+use std::marker::PhantomData;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use super::bindings_1_13::*;
+use super::context::{Context, set_for_all};
+use super::endpoint::Endpoint;
+use super::library::{Library, Version};
+#[cfg(test)]
+use super::print::printed;
+use super::status::Status;
+
+/// A worker of thread mode SERIALIZED: any thread may use it, one at a time. That is what not being `Sync` says.
+pub(crate) struct Worker {
+    raw: NonNull<ucp_worker>,
+    descriptor: RawFd,
+    context: Arc<Context>,
+    one_at_a_time: PhantomData<std::cell::Cell<()>>,
+}
+
+// SAFETY: thread mode SERIALIZED allows one thread after another, which `&mut` or a lock provides: it is not `Sync`.
+unsafe impl Send for Worker {}
+
+/// What arming found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Armed {
+    /// The descriptor becomes readable when there is something to do.
+    Sleep,
+    /// There is something to do now: progress, then arm again.
+    Busy,
+}
+
+/// An active message, during the call that brings it.
+pub(crate) struct Message<'a> {
+    pub(crate) header: &'a [u8],
+    pub(crate) data: &'a [u8],
+}
+
+impl Worker {
+    /// Errors: UCX's status.
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Worker, Status> {
+        let functions = context.library().functions();
+        let params = ucp_worker_params_t {
+            field_mask: u64::from(UCP_WORKER_PARAM_FIELD_THREAD_MODE),
+            thread_mode: UCS_THREAD_MODE_SERIALIZED,
+            ..ucp_worker_params_t::default()
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: the context is alive, and the field that the mask names is set.
+        let mut create = || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
+        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used.
+        let quiet = context.library().version() < Version { major: 1, minor: 21, release: 0 };
+        let status = if quiet { at_log_level(context.library(), "error", create) } else { create() };
+        Status::check(status)?;
+        let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
+        let mut worker =
+            Worker { raw, descriptor: -1, context: Arc::clone(context), one_at_a_time: PhantomData };
+        let mut descriptor: c_int = -1;
+        // SAFETY: the worker is alive; its context has the wake-up feature.
+        Status::check(unsafe { (functions.ucp_worker_get_efd)(worker.raw(), &mut descriptor) })?;
+        worker.descriptor = descriptor;
+        Ok(worker)
+    }
+
+    fn raw(&self) -> ucp_worker_h {
+        self.raw.as_ptr()
+    }
+
+    fn functions(&self) -> &'static Functions {
+        self.context.library().functions()
+    }
+
+    /// The worker's address, for peers.
+    ///
+    /// # Errors
+    /// UCX's status.
+    pub(crate) fn address(&self) -> Result<Vec<u8>, Status> {
+        let (mut address, mut length) = (ptr::null_mut(), 0);
+        // SAFETY: the worker is alive.
+        let status =
+            unsafe { (self.functions().ucp_worker_get_address)(self.raw(), &mut address, &mut length) };
+        Status::check(status)?;
+        // SAFETY: UCX has stored an address of that length.
+        let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
+        // SAFETY: it came from the call above and is not used any more.
+        unsafe { (self.functions().ucp_worker_release_address)(self.raw(), address) };
+        Ok(copy)
+    }
+
+    /// One round of progress: how much was done, 0 for nothing. Callbacks run in it.
+    pub(crate) fn progress(&self) -> u32 {
+        // SAFETY: the worker is alive; this is the one thread that uses it.
+        unsafe { (self.functions().ucp_worker_progress)(self.raw()) }
+    }
+
+    /// Asks for the descriptor to become readable. Errors: UCX's status.
+    pub(crate) fn arm(&self) -> Result<Armed, Status> {
+        // SAFETY: the worker is alive.
+        match unsafe { (self.functions().ucp_worker_arm)(self.raw()) } {
+            UCS_OK => Ok(Armed::Sleep),
+            UCS_ERR_BUSY => Ok(Armed::Busy),
+            status => Err(Status(status)),
+        }
+    }
+
+    /// What to sleep on, after [`arm`](Worker::arm). It belongs to the worker.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow forbids meanwhile.
+        unsafe { BorrowedFd::borrow_raw(self.descriptor) }
+    }
+
+    #[cfg(test)] // the route tells lanes; its tables are for the tests
+    /// UCX's description of the worker.
+    pub(crate) fn printed(&self) -> String {
+        // SAFETY: the worker is alive, and so is the stream during the call.
+        printed(|stream| unsafe { (self.functions().ucp_worker_print_info)(self.raw(), stream) })
+    }
+
+    #[cfg(test)]
+    /// UCX's description of the worker, with the protocols that it has chosen for gets and puts so far.
+    ///
+    /// UCX adds those if it logs at the level `debug` at that moment: the level is raised for the time of the call,
+    /// unless the user has set it.
+    pub(crate) fn printed_with_protocols(&self) -> String {
+        at_log_level(self.context.library(), "debug", || self.printed())
+    }
+
+    /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its operations end with an
+    /// error and `failed` is called once with `target`, during progress.
+    ///
+    /// # Safety
+    /// `target` is alive until the endpoint is closed. The endpoint is closed, and its closing has ended, before the
+    /// worker is dropped.
+    ///
+    /// # Errors
+    /// UCX's status: `UCS_ERR_UNREACHABLE` when no transport of both sides reports failures of the peer.
+    pub(crate) unsafe fn connect(
+        &self,
+        address: &[u8],
+        failed: unsafe extern "C" fn(target: *mut c_void, endpoint: ucp_ep_h, status: ucs_status_t),
+        target: *mut c_void,
+    ) -> Result<Endpoint, Status> {
+        let params = ucp_ep_params_t {
+            field_mask: u64::from(
+                UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
+                    | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
+                    | UCP_EP_PARAM_FIELD_ERR_HANDLER,
+            ),
+            address: address.as_ptr().cast(),
+            err_mode: UCP_ERR_HANDLING_MODE_PEER,
+            err_handler: ucp_err_handler_t { cb: Some(failed), arg: target },
+            ..unset_endpoint_params()
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: the worker is alive, and the fields that the mask names are set.
+        Status::check(unsafe { (self.functions().ucp_ep_create)(self.raw(), &params, &mut raw) })?;
+        NonNull::new(raw).map(|raw| Endpoint::new(raw, self.functions())).ok_or(Status(UCS_ERR_NO_MEMORY))
+    }
+
+    /// Has active messages of number `id` delivered whole to `T`, during progress.
+    ///
+    /// # Safety
+    /// `target` is alive until the worker is dropped.
+    ///
+    /// # Errors
+    /// UCX's status.
+    pub(crate) unsafe fn deliver<T: Receives>(&self, id: u32, target: NonNull<T>) -> Result<(), Status> {
+        let param = ucp_am_handler_param_t {
+            field_mask: u64::from(
+                UCP_AM_HANDLER_PARAM_FIELD_ID
+                    | UCP_AM_HANDLER_PARAM_FIELD_FLAGS
+                    | UCP_AM_HANDLER_PARAM_FIELD_CB
+                    | UCP_AM_HANDLER_PARAM_FIELD_ARG,
+            ),
+            id,
+            flags: UCP_AM_FLAG_WHOLE_MSG,
+            cb: Some(received::<T>),
+            arg: target.as_ptr().cast(),
+        };
+        // SAFETY: the worker is alive, and the fields that the mask names are set.
+        Status::check(unsafe { (self.functions().ucp_worker_set_am_recv_handler)(self.raw(), &param) })
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it. Endpoints that are still open are destroyed with it.
+        unsafe { (self.functions().ucp_worker_destroy)(self.raw()) };
+    }
+}
+
+/// Does something while UCX logs at another level, unless the user has set what it logs.
+fn at_log_level<T>(library: &'static Library, level: &str, act: impl FnOnce() -> T) -> T {
+    let users = ["UCX_LOG_LEVEL", "UCX_PROTO_INFO"].iter().any(|name| std::env::var_os(name).is_some());
+    let changed = !users && set_for_all(library, "LOG_LEVEL", level).is_ok();
+    let answer = act();
+    if changed && let Err(status) = set_for_all(library, "LOG_LEVEL", "warn") {
+        tracing::warn!(?status, "UCX's log level stays changed");
+    }
+    answer
+}
+
+/// Who is given active messages.
+pub(crate) trait Receives {
+    /// A message has come. Messages that were sent eagerly alone come here: others are refused. It may post, but must
+    /// not destroy the worker, and must not panic.
+    ///
+    /// # Safety
+    /// `this` is what was passed to [`Worker::deliver`], alive.
+    unsafe fn received(this: NonNull<Self>, message: Message<'_>);
+}
+
+unsafe extern "C" fn received<T: Receives>(
+    target: *mut c_void,
+    header: *const c_void,
+    header_length: usize,
+    data: *mut c_void,
+    length: usize,
+    param: *const ucp_am_recv_param_t,
+) -> ucs_status_t {
+    // SAFETY: UCX passes a structure of its own.
+    if unsafe { (*param).recv_attr } & u64::from(UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 {
+        return UCS_ERR_UNSUPPORTED; // kvx sends nothing that way, and a sender of another kind may not make it fetch
+    }
+    // SAFETY: UCX passes both with their lengths, for the time of the call.
+    let message = unsafe { Message { header: bytes(header, header_length), data: bytes(data, length) } };
+    let Some(target) = NonNull::new(target.cast::<T>()) else { return UCS_OK };
+    // SAFETY: the caller of `deliver` promised that it is alive.
+    unsafe { T::received(target, message) };
+    UCS_OK
+}
+
+/// # Safety
+/// `length` bytes lie at `address`, for `'a`, unless it is 0.
+unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8] {
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(address.cast(), length) }
+}
+
+/// No field set: `sockaddr` has pointers, so there is no `Default`.
+fn unset_endpoint_params() -> ucp_ep_params_t {
+    // SAFETY: integers and pointers that UCX does not look at unless the mask names them.
+    unsafe { std::mem::zeroed() }
+}

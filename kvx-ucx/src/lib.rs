@@ -1,0 +1,32 @@
+#![doc = include_str!("../README.md")]
+
+mod address;
+mod callbacks;
+mod config;
+mod error;
+mod ffi;
+mod link;
+mod memory;
+mod progress;
+#[cfg(test)]
+mod protocols;
+mod route;
+mod sealed;
+mod threads;
+mod transport;
+
+pub use transport::Ucx;
+
+/// The generated bindings to libucp, for programs that drive UCX themselves: no part of kvx, and without its promises.
+///
+/// [`Functions`](raw::Functions) is filled by whoever opened the library. Types and constants are those of UCX 1.13;
+/// [`sgl`](raw::sgl) is what the scatter-gather datatype of 1.22 adds.
+#[cfg(feature = "raw")]
+pub mod raw {
+    pub use crate::ffi::bindings_1_13::*;
+    pub use crate::ffi::bindings_1_22 as sgl;
+}
+
+#[cfg(test)]
+#[path = "../tests/versions/mod.rs"]
+mod versions;

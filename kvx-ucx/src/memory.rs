@@ -1,0 +1,206 @@
+//! Registered memory, and keys to that of peers.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use kvx_core::fabric::Registrar;
+use kvx_core::transport::RemoteSpec;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
+use slab::Slab;
+
+use crate::error;
+use crate::ffi::bindings_1_13::*;
+use crate::ffi::{Context, Endpoint, MappedMemory, RemoteKey};
+use crate::sealed;
+
+/// The longest packed key that is taken from a peer.
+const MAX_KEY: usize = 64 << 10;
+
+/// UCX's word for a kind of memory.
+fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
+    match kind {
+        MemoryKind::Host | MemoryKind::Pinned => UCS_MEMORY_TYPE_HOST,
+        MemoryKind::Cuda => UCS_MEMORY_TYPE_CUDA,
+        MemoryKind::Rocm => UCS_MEMORY_TYPE_ROCM,
+    }
+}
+
+/// The kinds that a context moves, by UCX's set of them.
+pub(crate) fn kinds(types: u64) -> MemoryKinds {
+    let moves = |kind: &MemoryKind| kind.is_host() || types & (1 << memory_type(*kind)) != 0;
+    let kinds: Vec<MemoryKind> = MemoryKind::ALL.into_iter().filter(moves).collect();
+    MemoryKinds::of(&kinds)
+}
+
+/// A region of ours.
+pub(crate) struct Local {
+    handle: Handle,
+    mapped: Arc<Mapped>,
+}
+
+/// What operations on it are given; valid until it is unmapped, before which they have ended.
+#[derive(Clone, Copy)]
+struct Handle(ucp_mem_h);
+
+// SAFETY: a number that is only carried; the context behind it is locked by UCX.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+impl Local {
+    pub(crate) fn handle(&self) -> ucp_mem_h {
+        self.handle.0
+    }
+
+    /// Ends the registration. Operations on it have ended: the machine upholds that.
+    pub(crate) fn unmap(&self) {
+        self.mapped.unmap();
+    }
+}
+
+struct Mapped(Mutex<Option<MappedMemory>>);
+
+impl Mapped {
+    fn unmap(&self) {
+        let mapped = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(mapped);
+    }
+}
+
+/// A context, and every registration with it: none outlives its memory, nor the end of the agent.
+pub(crate) struct Registrations(Mutex<Option<Open>>);
+
+struct Open {
+    context: Arc<Context>,
+    mapped: Vec<Weak<Mapped>>,
+}
+
+impl Registrations {
+    pub(crate) fn new(context: Arc<Context>) -> Self {
+        Registrations(Mutex::new(Some(Open { context, mapped: Vec::new() })))
+    }
+
+    fn context(&self) -> Result<Arc<Context>> {
+        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let closed = || Error::new(Kind::Closed, "the transport has been shut down");
+        open.as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
+    }
+
+    fn add(&self, mapped: &Arc<Mapped>) {
+        match self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            Some(open) => {
+                if open.mapped.len() == open.mapped.capacity() {
+                    open.mapped.retain(|mapped| mapped.strong_count() > 0);
+                }
+                open.mapped.push(Arc::downgrade(mapped));
+            }
+            None => mapped.unmap(),
+        }
+    }
+
+    /// Ends them all, and lets go of the context: nothing is in flight any more.
+    pub(crate) fn close(&self) {
+        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        for mapped in open.iter().flat_map(|open| &open.mapped).filter_map(Weak::upgrade) {
+            mapped.unmap();
+        }
+    }
+}
+
+// SAFETY: `Local` keeps the registration until it is revoked or the agent ends; the memory is core's to keep.
+unsafe impl Registrar<Local> for Registrations {
+    fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
+        let refused = |what: &'static str| {
+            move |status| error::native(format!("UCX could not {what} {} memory", memory.kind()), status)
+        };
+        let kind = memory_type(memory.kind());
+        let context = self.context()?;
+        // SAFETY: core keeps the memory until the region is given back, after `unmap`.
+        let mapped =
+            unsafe { context.map(memory.as_ptr(), memory.len(), Some(kind)) }.map_err(refused("register"))?;
+        let key = mapped.key().map_err(refused("make a key for"))?;
+        let mut export = Vec::with_capacity(key.0.len() + 16);
+        export.put_u64(memory.address());
+        export.put(&key.0);
+        let handle = Handle(mapped.raw());
+        let mapped = Arc::new(Mapped(Mutex::new(Some(mapped))));
+        self.add(&mapped);
+        Ok((Local { handle, mapped }, sealed::seal(export)))
+    }
+}
+
+/// A region of a peer, as one endpoint knows it: where it begins, and the number of its key.
+pub(crate) struct Remote {
+    pub(crate) base: u64,
+    pub(crate) key: usize,
+    unused: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
+    }
+}
+
+/// The keys of peers: UCX wants them dropped while the worker lives, by the thread that uses it.
+#[derive(Default)]
+pub(crate) struct Keys {
+    keys: Slab<RemoteKey>,
+    unused: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Keys {
+    /// The key of a [`Remote`].
+    #[inline]
+    pub(crate) fn of(&self, remote: &Remote) -> &RemoteKey {
+        &self.keys[remote.key]
+    }
+
+    /// Makes a granted region usable on `endpoint`. Errors: `Malformed`, `Unsupported`.
+    ///
+    /// # Safety
+    /// As [`Endpoint::unpack`].
+    pub(crate) unsafe fn unpack(&mut self, endpoint: &Endpoint, region: &RemoteSpec<'_>) -> Result<Remote> {
+        self.drop_unused();
+        let export = sealed::open("UCX key", region.export)?;
+        let mut reader = Reader::new("UCX key", export);
+        let base = reader.u64()?;
+        if base.checked_add(region.len).is_none() || reader.left() > MAX_KEY {
+            return Err(reader.malformed("no such region can be"));
+        }
+        let packed = sealed::with_margin(reader.bytes(reader.left())?);
+        // SAFETY: the caller's promise.
+        let key = unsafe { endpoint.unpack(&packed) }.map_err(|status| {
+            error::native("UCX reaches this region of the peer by none of its lanes", status)
+                .kind_is(Kind::Unsupported)
+        })?;
+        Ok(Remote { base, key: self.keys.insert(key), unused: Arc::clone(&self.unused) })
+    }
+
+    /// Drops the keys that nobody uses any more.
+    pub(crate) fn drop_unused(&mut self) {
+        let unused = std::mem::take(&mut *self.unused.lock().unwrap_or_else(PoisonError::into_inner));
+        for key in unused {
+            self.keys.try_remove(key);
+        }
+    }
+
+    /// Drops all of them.
+    pub(crate) fn clear(&mut self) {
+        self.keys.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_moves_the_kinds_that_it_says_and_host_memory() {
+        assert_eq!(kinds(0), MemoryKinds::HOST);
+        assert_eq!(kinds(1 << UCS_MEMORY_TYPE_HOST), MemoryKinds::HOST);
+        let cuda = kinds(1 << UCS_MEMORY_TYPE_CUDA);
+        assert!(cuda.contains(MemoryKind::Cuda) && !cuda.contains(MemoryKind::Rocm));
+        assert!(kinds(1 << UCS_MEMORY_TYPE_ROCM).contains(MemoryKind::Rocm));
+    }
+}

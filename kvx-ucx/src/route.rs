@@ -1,0 +1,169 @@
+//! What an endpoint is: its lanes, and what follows from them.
+
+use std::fmt;
+
+use kvx_core::{Capabilities, PerOp};
+
+use crate::ffi::{Endpoint, Library, Version};
+
+/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them, it
+/// sends messages that the peer's worker answers.
+const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
+/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous alone.
+const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
+
+/// What the route says of an endpoint, and what it promises.
+///
+/// # Safety
+/// As [`Endpoint::printed`].
+pub(crate) unsafe fn describe(
+    endpoint: &Endpoint,
+    peer: Version,
+    declared: &Capabilities,
+) -> (String, Capabilities) {
+    // SAFETY: the caller's promise.
+    let printed = unsafe { endpoint.printed() };
+    let ours = Library::opened().map_or(peer, Library::version);
+    let lanes: Vec<Lane<'_>> = printed.lines().filter_map(Lane::read).collect();
+    (sentence(ours, peer, &lanes), promise(ours, &lanes, declared))
+}
+
+/// Whether memory is moved, or asked for, over UCX's tcp.
+///
+/// # Safety
+/// As [`Endpoint::printed`].
+pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
+    // SAFETY: the caller's promise.
+    let printed = unsafe { endpoint.printed() };
+    let ours = Library::opened().map_or(BANDWIDTH_LANES, Library::version);
+    over_tcp(ours, &printed.lines().filter_map(Lane::read).collect::<Vec<_>>())
+}
+
+fn over_tcp(version: Version, lanes: &[Lane<'_>]) -> bool {
+    let asks = |lane: &Lane<'_>| lane.uses.contains(&"am") || lane.moves_memory(version);
+    !is_direct(version, lanes) && lanes.iter().any(|lane| lane.transport == "tcp" && asks(lane))
+}
+
+/// A way of an endpoint, as UCX prints it.
+#[derive(Debug, PartialEq, Eq)]
+struct Lane<'a> {
+    transport: &'a str,
+    device: &'a str,
+    uses: Vec<&'a str>,
+}
+
+impl<'a> Lane<'a> {
+    /// Reads `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
+    fn read(line: &'a str) -> Option<Lane<'a>> {
+        let (_, rest) = line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
+        let (resource, rest) = rest.trim_start().split_once(' ')?;
+        let (transport, device) = resource.split_once(':')?.1.split_once('/')?;
+        let device = device.rsplit_once('.').map_or(device, |(device, _)| device);
+        let uses = rest.split_once("->").map_or("", |(_, there)| there).split_whitespace();
+        let known = ["am", "am_bw", "amo", "keepalive", "rma", "rma_bw", "wireup"];
+        let uses = uses.map(|word| word.split_once('#').map_or(word, |(word, _)| word));
+        Some(Lane { transport, device, uses: uses.filter(|word| known.contains(word)).collect() })
+    }
+
+    fn moves_memory(&self, version: Version) -> bool {
+        self.uses.contains(&"rma") || version >= BANDWIDTH_LANES && self.uses.contains(&"rma_bw")
+    }
+
+    fn is_direct(&self) -> bool {
+        // rc_mlx5, dc_mlx5, rc_verbs are ways of rc and dc.
+        let family = self.transport.split_once('_').map_or(self.transport, |(family, _)| family);
+        DIRECT.contains(&self.transport) || matches!(family, "rc" | "dc")
+    }
+}
+
+impl fmt::Display for Lane<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.transport, self.device)?;
+        if self.uses.is_empty() { Ok(()) } else { write!(f, " ({})", self.uses.join(" ")) }
+    }
+}
+
+/// Whether gets and puts need no CPU of the peer: all that move memory are of that kind.
+fn is_direct(version: Version, lanes: &[Lane<'_>]) -> bool {
+    let mut moving = lanes.iter().filter(|lane| lane.moves_memory(version)).peekable();
+    moving.peek().is_some() && moving.all(Lane::is_direct)
+}
+
+fn promise(version: Version, lanes: &[Lane<'_>], declared: &Capabilities) -> Capabilities {
+    if !is_direct(version, lanes) {
+        return declared.clone();
+    }
+    Capabilities { target_cpu: PerOp::NEITHER, settles_without_peer: PerOp::BOTH, ..declared.clone() }
+}
+
+fn sentence(ours: Version, peer: Version, lanes: &[Lane<'_>]) -> String {
+    let shown: Vec<String> = lanes.iter().map(Lane::to_string).collect();
+    let moving: Vec<&str> =
+        lanes.iter().filter(|lane| lane.moves_memory(ours)).map(|lane| lane.transport).collect();
+    let how = match (is_direct(ours, lanes), moving.first()) {
+        (true, Some(transport)) => format!("gets and puts by {transport} without the peer's CPU"),
+        (false, Some(transport)) => format!("puts by {transport}, gets by messages that the peer answers"),
+        (_, None) => "gets and puts by messages that the peer answers".to_owned(),
+    };
+    let versions = if ours == peer { format!("UCX {ours}") } else { format!("UCX {ours} to {peer}") };
+    format!("{versions}, lanes {}; {how}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OLD: Version = Version { major: 1, minor: 13, release: 1 };
+    const NEW: Version = Version { major: 1, minor: 22, release: 0 };
+
+    const SHARED: &str = "#
+#               peer: <no debug data>
+#                 lane[0]:  3:sysv/memory.0 md[2]           -> md[2]/sysv/sysdev[255] seg 4294967295 am keepalive
+#                 lane[1]:  4:posix/memory.0 md[3]          -> md[3]/posix/sysdev[255] seg 4294967295
+#                 lane[2]:  5:cma/memory.0 md[4]            -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0
+#";
+    const TCP: &str =
+        "#                 lane[0]:  1:tcp/lo.0 md[0] -> md[0]/tcp/sysdev[255] rma_bw#0 am keepalive wireup";
+    const CARD: &str = "#   lane[0]:  7:rc_mlx5/mlx5_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma_bw#0 am am_bw#0";
+
+    fn lanes(printed: &str) -> Vec<Lane<'_>> {
+        printed.lines().filter_map(Lane::read).collect()
+    }
+
+    #[test]
+    fn lanes_are_read_as_ucx_prints_them() {
+        let shown: Vec<String> = lanes(SHARED).iter().map(Lane::to_string).collect();
+        assert_eq!(shown, ["sysv/memory (am keepalive)", "posix/memory", "cma/memory (rma_bw)"]);
+        assert_eq!(lanes(CARD)[0].to_string(), "rc_mlx5/mlx5_0:1 (rma_bw am am_bw)");
+        assert!(lanes("lane[0]: what is this\nlane[\nlane[1]:x/y").is_empty());
+    }
+
+    #[test]
+    fn a_link_needs_the_peers_cpu_unless_every_lane_that_moves_memory_does_without() {
+        assert!(is_direct(NEW, &lanes(SHARED)) && is_direct(NEW, &lanes(CARD)));
+        assert!(!is_direct(NEW, &lanes(TCP)) && !is_direct(NEW, &[]));
+        assert!(!is_direct(OLD, &lanes(SHARED)), "before 1.20 these lanes are for rendezvous");
+        assert!(!is_direct(NEW, &lanes(&format!("{CARD}\n{TCP}"))), "one rail of two");
+        assert!(is_direct(
+            OLD,
+            &lanes("#  lane[0]:  7:rc_verbs/mlx4_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma am")
+        ));
+    }
+
+    #[test]
+    fn tcp_counts_where_memory_depends_on_it() {
+        assert!(over_tcp(NEW, &lanes(TCP)) && over_tcp(OLD, &lanes(TCP)));
+        let beside = TCP.replace("rma_bw#0 ", "");
+        assert!(!over_tcp(NEW, &lanes(&format!("{CARD}\n{beside}"))), "messages alone");
+        assert!(!over_tcp(NEW, &lanes(SHARED)) && !over_tcp(OLD, &lanes(SHARED)));
+    }
+
+    #[test]
+    fn the_route_tells_versions_lanes_and_how_memory_moves() {
+        let text = sentence(NEW, OLD, &lanes(SHARED));
+        assert!(text.starts_with("UCX 1.22.0 to 1.13.1, lanes sysv/memory (am keepalive), "), "{text}");
+        assert!(text.ends_with("gets and puts by cma without the peer's CPU"), "{text}");
+        let text = sentence(NEW, NEW, &lanes(TCP));
+        assert!(text.ends_with("puts by tcp, gets by messages that the peer answers"), "{text}");
+    }
+}

@@ -1,0 +1,104 @@
+//! The versions of UCX that tests run on: Debian's 1.13, the wheel's 1.22, and 1.23 from NIXL's wheel.
+//!
+//! A process can open one UCX only, and which is decided by `KVX_UCX_LIB` when it opens it. So a test program starts
+//! itself again once per version, with that variable set and [`CHILD`] to tell that it is such a child.
+
+#![allow(dead_code, reason = "each program that shares this uses a part of it")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Set in a child: the version's label.
+const CHILD: &str = "KVX_UCX_TEST_VERSION";
+
+/// A version that tests run on.
+pub(crate) struct Version {
+    /// As test names show it.
+    pub(crate) label: &'static str,
+    /// What `ucp_get_version` says.
+    pub(crate) number: (u32, u32),
+    /// Whether its process dies in exit handlers, after everything was well: the network library that NIXL's wheel
+    /// brings for its card modules does that when it is loaded without NIXL.
+    pub(crate) ends_badly: bool,
+    cure: &'static str,
+    file: fn() -> Option<PathBuf>,
+}
+
+const INSTALL: &str = "cargo xtask test --install";
+
+pub(crate) const VERSIONS: &[Version] = &[
+    Version { label: "UCX-1.13", number: (1, 13), ends_badly: false, cure: INSTALL, file: debian },
+    Version { label: "UCX-1.22", number: (1, 22), ends_badly: false, cure: INSTALL, file: wheel },
+    Version { label: "UCX-1.23", number: (1, 23), ends_badly: true, cure: INSTALL, file: nixl },
+];
+
+/// The version that this process was started for; `None` in the process that starts the others.
+pub(crate) fn chosen() -> Option<&'static Version> {
+    let label = std::env::var(CHILD).ok()?;
+    Some(VERSIONS.iter().find(|version| version.label == label).expect("a child's label is one of the list"))
+}
+
+impl Version {
+    /// This test program again, to run on this version; arguments are the caller's business.
+    ///
+    /// # Errors
+    /// Reason and cure when the library is not there.
+    pub(crate) fn command(&self) -> Result<Command, (String, &'static str)> {
+        let file =
+            (self.file)().ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))?;
+        let mut command = Command::new(std::env::current_exe().expect("the running program has a path"));
+        command.env(CHILD, self.label).env("KVX_UCX_LIB", file);
+        Ok(command)
+    }
+}
+
+/// What a child says, which is killed after `limit`.
+pub(crate) fn output(command: &mut Command, limit: Duration) -> Output {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the test program starts");
+    let until = Instant::now() + limit;
+    // Little is said: the pipes hold it.
+    while child.try_wait().expect("a child can be asked").is_none() {
+        if Instant::now() > until {
+            child.kill().ok();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.wait_with_output().expect("its output can be read")
+}
+
+/// The system's library, which Debian 12 has as 1.13: other versions are other systems' business.
+fn debian() -> Option<PathBuf> {
+    let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
+    folders.iter().map(|folder| Path::new(folder).join("libucp.so.0")).find(|file| file.exists())
+}
+
+/// The wheel's.
+fn wheel() -> Option<PathBuf> {
+    in_environment("ucx", "libucx/lib", "libucp.so.0")
+}
+
+/// The one that comes with NIXL, under a name of its own.
+fn nixl() -> Option<PathBuf> {
+    in_environment("nixl", "nixl_cu12.libs", "libucp-")
+}
+
+/// The file in the environment of `peer` that `cargo xtask test --install` made, below the folder that cargo builds in.
+fn in_environment(peer: &str, folder: &str, name: &str) -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?;
+    let usual = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
+    let targets = program.ancestors().chain([usual.as_path()]);
+    let mut environments = targets.map(|target| target.join("peers").join(peer).join("venv/lib"));
+    environments.find_map(|environment| {
+        let pythons = std::fs::read_dir(environment).ok()?.flatten();
+        let folders = pythons
+            .filter_map(|python| std::fs::read_dir(python.path().join("site-packages").join(folder)).ok());
+        let mut files = folders.flatten().flatten().map(|entry| entry.path());
+        files.find(|file| file.file_name().is_some_and(|found| found.to_string_lossy().starts_with(name)))
+    })
+}

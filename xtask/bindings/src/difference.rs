@@ -1,0 +1,57 @@
+//! What a newer version of a header adds to an older one's bindings.
+
+use std::collections::BTreeSet;
+
+use proc_macro2::{TokenStream, TokenTree};
+use quote::ToTokens;
+use syn::{File, Item};
+
+use crate::{by_name, name_of};
+
+/// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in the same form.
+///
+/// # Errors
+/// An item that is kept needs one that is not, and that `known` has in another form or not at all.
+pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[&str]) -> Result<(), String> {
+    let known = by_name(known);
+    let is_known = |name: &str, item: &Item| known.get(name).is_some_and(|other| same(item, other));
+    let added: BTreeSet<String> = file
+        .items
+        .iter()
+        .filter_map(|item| Some((name_of(item)?, item)))
+        .filter(|(name, item)| wanted.iter().any(|part| name.contains(part)) && !is_known(name, item))
+        .map(|(name, _)| name)
+        .collect();
+    let kept = |item: &Item| match name_of(item) {
+        Some(name) => added.contains(&name),
+        // Assertions and implementations belong to the type that they mention.
+        None => !matches!(item, Item::ForeignMod(_)) && words(item).iter().any(|word| added.contains(word)),
+    };
+    let needed: BTreeSet<String> = file.items.iter().filter(|item| kept(item)).flat_map(words).collect();
+    for item in file.items.iter().filter(|item| !kept(item)) {
+        if let Some(name) = name_of(item).filter(|name| needed.contains(name) && !is_known(name, item)) {
+            return Err(format!("{name} is needed, and differs from what it was: add it to the row"));
+        }
+    }
+    file.items.retain(kept);
+    Ok(())
+}
+
+fn same(one: &Item, other: &Item) -> bool {
+    one.to_token_stream().to_string() == other.to_token_stream().to_string()
+}
+
+/// Every identifier of an item.
+fn words(item: &Item) -> Vec<String> {
+    let (mut found, mut left) = (Vec::new(), vec![item.to_token_stream()]);
+    while let Some(stream) = left.pop() {
+        for token in TokenStream::into_iter(stream) {
+            match token {
+                TokenTree::Ident(ident) => found.push(ident.to_string()),
+                TokenTree::Group(group) => left.push(group.stream()),
+                TokenTree::Punct(_) | TokenTree::Literal(_) => {}
+            }
+        }
+    }
+    found
+}

@@ -375,6 +375,12 @@ fn device_memory_is_refused_at_register() {
         fn kind(&self) -> MemoryKind {
             MemoryKind::Cuda
         }
+        fn device(&self) -> DeviceId {
+            DeviceId([1; 16])
+        }
+        fn ordinal(&self) -> u32 {
+            0
+        }
         fn pinned(&self, len: usize) -> Result<Memory> {
             Ok(Memory::owned(vec![0; len]))
         }

@@ -162,6 +162,14 @@ unsafe impl DeviceAccess for TestDevice {
         self.kind
     }
 
+    fn device(&self) -> DeviceId {
+        self.id
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
     fn pinned(&self, len: usize) -> Result<Memory> {
         Ok(Memory::owned(vec![0; len]))
     }

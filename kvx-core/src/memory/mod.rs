@@ -9,7 +9,9 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use device::{DeviceAccess, DeviceId, Direction, Piece};
+#[cfg(unix)]
+pub use device::DmaBuf;
+pub use device::{DeviceAccess, DeviceId, Direction, Hop, IpcHandle, Piece};
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
 
@@ -143,10 +145,19 @@ impl Memory {
         }
     }
 
-    /// Adopts memory of `kind` that only `access` can copy.
+    /// Adopts host memory that a GPU driver has pinned; otherwise as [`adopt`](Memory::adopt).
     ///
     /// # Safety
-    /// As [`adopt`](Memory::adopt), for addresses as `access` understands them on `device`.
+    /// As [`adopt`](Memory::adopt); it stays pinned until `owner` is dropped.
+    pub unsafe fn adopt_pinned(base: *mut u8, len: usize, owner: impl Any + Send + Sync) -> Self {
+        // SAFETY: the caller's promise.
+        Memory { kind: MemoryKind::Pinned, ..unsafe { Memory::adopt(base, len, owner) } }
+    }
+
+    /// Adopts memory of `device`, which only `access` can copy: its own, or that of another device which it reaches.
+    ///
+    /// # Safety
+    /// As [`adopt`](Memory::adopt), for addresses as `access` understands them.
     pub unsafe fn adopt_device(
         base: u64,
         len: usize,

@@ -39,6 +39,8 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
+    /// Answer another `kvx bench --beside` as the program beside it.
+    BenchBeside(bench::BesideArguments),
     /// The process that owns the other side's memory of `bench`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
@@ -53,6 +55,7 @@ fn main() -> ExitCode {
     let done = match Program::parse().command {
         Command::Backends(arguments) => backends::run(&arguments, &registry, out),
         Command::Bench(arguments) => bench::run(&arguments, &registry, out),
+        Command::BenchBeside(arguments) => bench::answer(&arguments, &registry, out),
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),

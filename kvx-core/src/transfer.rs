@@ -450,9 +450,9 @@ impl Transfer {
             }
             state.on.as_ref().map(|(link, _)| Arc::clone(link))
         };
-        // A blocking wake-up costs as much as moving a few blocks: lend a hand first, for about as long as the bytes take
-        // at 2 GB/s.
-        let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_millis(5));
+        // A blocking wake-up costs as much as moving a few blocks: lend a hand first, for about as long as a few blocks take
+        // at 2 GB/s. Longer only while there is something to do: where others move the bytes, looking on slows them down.
+        let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_micros(100));
         let patience = Instant::now() + Duration::from_micros(100) + expected;
         let mut looks = 0;
         while let Some(link) = &link {

@@ -7,14 +7,13 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::{CStr, CString};
 use std::mem::take;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvx_core::fabric::EndpointId;
+use kvx_core::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
-use rustix::event::EventfdFlags;
 
 use crate::ffi::{Engine, SegmentId, block_sigpipe, probe};
 use crate::frames;
@@ -62,11 +61,9 @@ struct Shared {
     state: Mutex<State>,
     work: Condvar,
     done: Condvar,
-    reports: Mutex<Vec<Report>>,
-    reported: AtomicBool,
+    reports: Mailbox<Report>,
     /// Errands wait and there are enough couriers, who may all be held up: to be looked at again.
     short: AtomicBool,
-    wake: OwnedFd,
     /// How many there should be.
     wanted: usize,
 }
@@ -95,27 +92,16 @@ struct Destination {
 impl Couriers {
     /// Errors: `Exhausted` without a descriptor to wake the machine by.
     pub(crate) fn new(wanted: usize) -> Result<Self> {
-        let wake =
-            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
-                Error::os("no eventfd: raise the limit of open files", error).kind_is(Kind::Exhausted)
-            })?;
         Ok(Couriers {
             shared: Arc::new(Shared {
                 state: Mutex::default(),
                 work: Condvar::new(),
                 done: Condvar::new(),
-                reports: Mutex::default(),
-                reported: AtomicBool::new(false),
+                reports: Mailbox::new()?,
                 short: AtomicBool::new(false),
-                wake,
                 wanted,
             }),
         })
-    }
-
-    /// What wakes the machine when there are reports.
-    pub(crate) fn fd(&self) -> RawFd {
-        self.shared.wake.as_raw_fd()
     }
 
     /// Opens the peer's segment. `asks`: nobody else will find out whether the peer lives, as a handshake would.
@@ -206,17 +192,9 @@ impl Couriers {
         Ok(self.shared.short.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn has_reports(&self) -> bool {
-        self.shared.reported.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn reports(&self) -> Vec<Report> {
-        if !self.shared.reported.swap(false, Ordering::AcqRel) {
-            return Vec::new();
-        }
-        let mut count = [0; 8];
-        rustix::io::read(&self.shared.wake, &mut count).ok(); // empty if the machine came by itself
-        take(&mut *self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner))
+    /// What came of errands.
+    pub(crate) fn reports(&self) -> &Mailbox<Report> {
+        &self.shared.reports
     }
 
     /// Sends what waits, for a moment, and lets the couriers go. Those at a stopped peer go when it lets them.
@@ -290,12 +268,6 @@ impl Shared {
         Ok(())
     }
 
-    fn report(&self, report: Report) {
-        self.reports.lock().unwrap_or_else(PoisonError::into_inner).push(report);
-        self.reported.store(true, Ordering::Release);
-        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok(); // full: a wake-up is pending
-    }
-
     /// The life of a courier.
     fn run(self: &Arc<Self>, engine: &Arc<Engine>) {
         let mut state = self.lock();
@@ -349,7 +321,7 @@ impl Shared {
                     let nobody = asks && probe(to) == Some(false);
                     let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
                     segment = result.as_ref().ok().copied();
-                    self.report(Report::Opened { to: Arc::clone(to), result });
+                    self.reports.put(Report::Opened { to: Arc::clone(to), result });
                 }
                 Errand::Probe => {
                     let alive = probe(to);
@@ -357,7 +329,7 @@ impl Shared {
                         // What it had to say of itself may be another now.
                         segment = engine.open_segment(to).ok().or(segment);
                     }
-                    self.report(Report::Probed { to: Arc::clone(to), alive });
+                    self.reports.put(Report::Probed { to: Arc::clone(to), alive });
                 }
                 Errand::Frame(endpoint, frame) => {
                     let (mut text, mut senders) = (Vec::new(), HashSet::from([endpoint]));
@@ -371,13 +343,13 @@ impl Shared {
                     let text = CString::new(text).expect("base64 has no NUL");
                     if let Err(why) = self.notify(engine, to, segment, TAG, &text) {
                         for endpoint in senders {
-                            self.report(Report::Unsent { endpoint, why: why.clone() });
+                            self.reports.put(Report::Unsent { endpoint, why: why.clone() });
                         }
                     }
                 }
                 Errand::Foreign(endpoint, name, text) => {
                     let result = self.notify(engine, to, segment, &name, &text);
-                    self.report(Report::ForeignSent { endpoint, result });
+                    self.reports.put(Report::ForeignSent { endpoint, result });
                 }
             }
         }

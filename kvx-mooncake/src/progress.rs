@@ -104,7 +104,7 @@ impl Mooncake {
         let name: Vec<u8> = me.name.bytes().filter(|byte| *byte != 0).collect();
         Mooncake {
             engine: Some(engine),
-            fds: [couriers.fd()],
+            fds: [couriers.reports().fd()],
             couriers,
             ranges,
             protocol,
@@ -449,7 +449,7 @@ unsafe impl Fabric for Mooncake {
             self.take_notifications(&engine);
         }
         happened.append(&mut self.notified);
-        for report in self.couriers.reports() {
+        for report in self.couriers.reports().take() {
             self.take_report(report, happened);
         }
         self.look_at_batches(&engine, now, happened);
@@ -461,7 +461,7 @@ unsafe impl Fabric for Mooncake {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if self.couriers.has_reports() || !self.notified.is_empty() {
+        if !self.couriers.reports().is_empty() || !self.notified.is_empty() {
             return Ok(Armed::Again);
         }
         let short = match &self.engine {

@@ -389,7 +389,11 @@ unsafe impl Fabric for Nixl {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if self.wakes.take() || !self.news.is_empty() {
+        if self.wakes.take() {
+            self.pace.note_wake();
+            return Ok(Armed::Again);
+        }
+        if !self.news.is_empty() {
             return Ok(Armed::Again);
         }
         Ok(Armed::Sleep(Some(self.pace.sleep(!self.flights.is_empty(), waiting))))

@@ -1,13 +1,13 @@
 //! The thread for calls of NIXL that take long: loading a peer's address, and forgetting it.
 
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::RawFd;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use kvx_core::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
-use rustix::event::{EventfdFlags, eventfd};
 
 use crate::turnstile::Turnstile;
 
@@ -27,24 +27,17 @@ pub(crate) struct Loaded {
     pub(crate) result: Result<()>,
 }
 
-struct Answers {
-    loaded: Mutex<Vec<Loaded>>,
-    wake: OwnedFd,
-}
-
 /// The thread, and what it has done.
 pub(crate) struct Loads {
     tasks: Option<Sender<Task>>,
-    answers: Arc<Answers>,
+    answers: Arc<Mailbox<Loaded>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Loads {
     /// Starts it. Errors: `Exhausted`.
     pub(crate) fn start(name: String, turnstile: Arc<Turnstile>) -> Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::os("no eventfd for NIXL: raise the limit of open files", error))?;
-        let answers = Arc::new(Answers { loaded: Mutex::default(), wake });
+        let answers = Arc::new(Mailbox::new()?);
         let (tasks, todo) = channel();
         let theirs = Arc::clone(&answers);
         let thread = std::thread::Builder::new().name(name).spawn(move || serve(&todo, &turnstile, &theirs));
@@ -56,7 +49,7 @@ impl Loads {
 
     /// Readable when something has ended.
     pub(crate) fn fd(&self) -> RawFd {
-        self.answers.wake.as_raw_fd()
+        self.answers.fd()
     }
 
     pub(crate) fn ask(&self, task: Task) {
@@ -67,13 +60,7 @@ impl Loads {
 
     /// What has ended.
     pub(crate) fn take(&self) -> Vec<Loaded> {
-        let mut loaded = self.answers.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if loaded.is_empty() {
-            return Vec::new();
-        }
-        let mut count = [0; 8];
-        rustix::io::read(&self.answers.wake, &mut count).ok(); // never blocks
-        std::mem::take(&mut loaded)
+        self.answers.take()
     }
 }
 
@@ -86,7 +73,7 @@ impl Drop for Loads {
     }
 }
 
-fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Answers) {
+fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Mailbox<Loaded>) {
     for task in todo {
         let passed = turnstile.pass();
         let Some(agent) = passed.as_ref() else { continue };
@@ -100,10 +87,7 @@ fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Answers) {
                     agent.connect(&peer)
                 });
                 drop(passed);
-                let mut loaded = answers.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-                loaded.push(Loaded { peer, load, result });
-                drop(loaded);
-                rustix::io::write(&answers.wake, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
+                answers.put(Loaded { peer, load, result });
             }
         }
     }

@@ -1,54 +1,98 @@
-//! How often NIXL is asked whether something has come.
+//! How often NIXL is asked for what has come: the less, the longer nothing has.
 
 use std::time::{Duration, Instant};
 
 /// While requests are in progress: their end wakes nobody.
 const IN_FLIGHT: Duration = Duration::from_micros(50);
-/// For a while after something has come.
-const BUSY: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// The shortest sleep.
+const SHORTEST: Duration = Duration::from_micros(50);
+/// A sleep is this part of the time in which nothing has come.
+const PART: u32 = 4;
+/// The plugin has woken the reactor in vain: NIXL's own thread may have been first, and be about to tell.
+const LOOKS_AGAIN: Duration = Duration::from_millis(1);
+/// How long something that has come makes it likely that more comes at once.
+const BUSY: Duration = Duration::from_millis(2);
 
-/// For as long as nothing comes, by what wakes.
-struct Idle {
+/// The longest sleeps, by what wakes.
+struct Longest {
     /// Answers are awaited.
     waiting: Duration,
     alone: Duration,
 }
 
 /// The plugin wakes; the clock is for what it might forget.
-const WOKEN: Idle = Idle { waiting: Duration::from_millis(1), alone: Duration::from_millis(50) };
-/// Nothing wakes: half of it is how long a notification waits on average, and each time costs up to 40 microseconds of a
+const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(500) };
+/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 60 microseconds of a
 /// core.
-const BY_THE_CLOCK: Idle = Idle { waiting: Duration::from_micros(250), alone: Duration::from_millis(5) };
+const BY_THE_CLOCK: Longest =
+    Longest { waiting: Duration::from_micros(250), alone: Duration::from_millis(10) };
 
 /// When something came last.
 pub(crate) struct Pace {
-    busy_at: Instant,
-    idle: &'static Idle,
+    heard: Instant,
+    longest: &'static Longest,
+    woken: bool,
 }
 
 impl Pace {
     /// `woken`: the plugin wakes.
     pub(crate) fn new(woken: bool) -> Self {
-        Pace { busy_at: Instant::now(), idle: if woken { &WOKEN } else { &BY_THE_CLOCK } }
+        let longest = if woken { &WOKEN } else { &BY_THE_CLOCK };
+        Pace { heard: Instant::now(), longest, woken: false }
     }
 
     /// Something has come.
     pub(crate) fn note(&mut self) {
-        self.busy_at = Instant::now();
+        self.heard = Instant::now();
+    }
+
+    /// The plugin has woken the reactor.
+    pub(crate) fn note_wake(&mut self) {
+        self.woken = true;
     }
 
     /// How long to sleep.
-    pub(crate) fn sleep(&self, in_flight: bool, waiting: bool) -> Duration {
-        match () {
+    pub(crate) fn sleep(&mut self, in_flight: bool, waiting: bool) -> Duration {
+        let longest = match () {
             () if in_flight => IN_FLIGHT,
-            () if self.busy_at.elapsed() < BUSY.1 => BUSY.0,
-            () if waiting => self.idle.waiting,
-            () => self.idle.alone,
-        }
+            () if waiting => self.longest.waiting,
+            () => self.longest.alone,
+        };
+        let longest = if std::mem::take(&mut self.woken) { longest.min(LOOKS_AGAIN) } else { longest };
+        (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
     /// How long to go on looking before that: not at all when idle, since each look has its price.
     pub(crate) fn patience(&self) -> Duration {
-        if self.busy_at.elapsed() < BUSY.1 { Duration::from_micros(20) } else { Duration::ZERO }
+        if self.heard.elapsed() < BUSY { Duration::from_micros(20) } else { Duration::ZERO }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quiet_for(time: Duration, woken: bool) -> Pace {
+        let heard = Instant::now().checked_sub(time).expect("the machine has run for longer");
+        Pace { heard, ..Pace::new(woken) }
+    }
+
+    #[test]
+    fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
+        let long = Duration::from_secs(60);
+        assert_eq!(Pace::new(true).sleep(false, false), SHORTEST);
+        assert!(quiet_for(Duration::from_millis(8), true).sleep(false, false) >= Duration::from_millis(2));
+        assert_eq!(quiet_for(long, true).sleep(false, false), WOKEN.alone);
+        assert_eq!(quiet_for(long, false).sleep(false, false), BY_THE_CLOCK.alone);
+        assert_eq!(quiet_for(long, true).sleep(false, true), WOKEN.waiting);
+        assert_eq!(quiet_for(long, true).sleep(true, true), IN_FLIGHT);
+    }
+
+    #[test]
+    fn a_wake_in_vain_is_looked_after_once() {
+        let mut pace = quiet_for(Duration::from_secs(60), true);
+        pace.note_wake();
+        assert_eq!(pace.sleep(false, false), LOOKS_AGAIN);
+        assert_eq!(pace.sleep(false, false), WOKEN.alone);
     }
 }

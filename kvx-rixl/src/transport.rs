@@ -27,7 +27,7 @@ use crate::wakes::{self, Wakes};
 /// The backend's name.
 const NAME: &str = "RIXL";
 /// The longest that NIXL's thread sleeps; it wakes when something comes.
-const THREAD_SLEEPS: Duration = Duration::from_millis(100);
+const THREAD_SLEEPS: Duration = Duration::from_secs(1);
 
 /// Makes transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
 ///

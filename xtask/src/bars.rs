@@ -12,6 +12,8 @@ pub(crate) struct Run {
 pub(crate) enum Program {
     /// `kvx bench --json` of the release build, with these arguments.
     Bench(&'static str),
+    /// The same, with `kvx bench-beside` of the second ones beside it.
+    Beside(&'static str, &'static str),
     /// A benchmark with `--bars`, by package and name.
     Costs(&'static str, &'static str),
 }
@@ -60,9 +62,15 @@ pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
     bench("SHM 4K", "--backend SHM --block 4K --count 1,1024,8192 --memory kvx,foreign"),
-    bench("SHM 64K", "--backend SHM --block 64K --count 512,1024 --memory kvx,foreign"),
+    bench("SHM 64K", "--backend SHM --block 64K --count 1024 --memory kvx,foreign"),
     bench("SHM 1M", "--backend SHM --block 1M --count 64 --memory kvx,foreign"),
-    bench("SHM adjacent", "--backend SHM --block 4K --count 8192 --pattern adjacent"),
+    Run {
+        name: "SHM adjacent",
+        program: Program::Beside(
+            "--backend SHM --block 4K --count 8192 --pattern adjacent --seconds 2",
+            "--block 64K --count 512 --pattern scattered",
+        ),
+    },
     bench("SHM 16K", "--backend SHM --block 16K --count 4096"),
     bench("TCP one", "--backend TCP --block 4K --count 1 --op read --wait block,async"),
     bench("TCP 4K", "--backend TCP --block 4K --count 8192"),
@@ -128,23 +136,13 @@ pub(crate) const BARS: &[Bar] = &[
     Bar {
         what: "SHM read 4K x8192 adjacent, of 64K x512 scattered",
         run: "SHM adjacent",
-        figure: Quotient {
-            at: "run=SHM.adjacent op=read",
-            field: "gbps",
-            by_at: "run=SHM.64K op=read count=512 memory=kvx",
-            by: "gbps",
-        },
+        figure: Field { at: "op=read", field: "beside_ratio" },
         asked: AtLeast(1.0),
     },
     Bar {
         what: "SHM write 4K x8192 adjacent, of 64K x512 scattered",
         run: "SHM adjacent",
-        figure: Quotient {
-            at: "run=SHM.adjacent op=write",
-            field: "gbps",
-            by_at: "run=SHM.64K op=write count=512 memory=kvx",
-            by: "gbps",
-        },
+        figure: Field { at: "op=write", field: "beside_ratio" },
         asked: AtLeast(1.0),
     },
     Bar {

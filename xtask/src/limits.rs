@@ -66,7 +66,7 @@ impl Programs {
             Program::Costs(package, bench) => {
                 Some(vec!["bench", "--no-run", "-p", package, "--bench", bench])
             }
-            Program::Bench(_) => None,
+            Program::Bench(_) | Program::Beside(..) => None,
         }));
         for arguments in builds {
             let built = process::run(process::cargo(arguments.iter().copied()), BUILD_LIMIT, Output::Shown)?;
@@ -83,6 +83,12 @@ impl Programs {
             Program::Bench(arguments) => {
                 let mut command = Command::new(&self.kvx);
                 command.args(["bench", "--json"]).args(arguments.split(' '));
+                command
+            }
+            Program::Beside(arguments, beside) => {
+                let mut command = Command::new(&self.kvx);
+                command.args(["bench", "--json"]).args(arguments.split(' '));
+                command.arg("--beside").arg(format!("'{}' bench-beside {beside}", self.kvx.display()));
                 command
             }
             Program::Costs(package, bench) => {

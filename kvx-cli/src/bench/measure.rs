@@ -107,7 +107,7 @@ fn verified(point: &Point) -> u64 {
 }
 
 /// Fills the source.
-fn prepare(session: &mut Session, point: &Point) -> Result<()> {
+pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
     let (memory, bytes) = (point.memory, point.shape.memory());
     match point.op {
         Op::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,

@@ -4,6 +4,7 @@
 //! rounds: kvx, the limit, and the program beside if there is one, in turn. What is printed is the median of the
 //! rounds, and the median of the ratios of each round; what arrived is compared byte by byte.
 
+mod answers;
 mod bare;
 mod beside;
 mod bulk;
@@ -29,6 +30,7 @@ use std::time::Duration;
 use clap::Args;
 use kvx::{Options, Registry};
 
+pub(crate) use self::answers::{BesideArguments, run as answer};
 use self::beside::Beside;
 use self::figures::Output;
 use self::points::{Backing, Op, Pattern, Point, Wait};
@@ -159,11 +161,7 @@ fn points(
     if points.is_empty() {
         return Err("no point is left to be measured".into());
     }
-    let largest = |backing| {
-        let sizes = points.iter().filter(|point| point.memory == backing).map(|point| point.shape.memory());
-        sizes.max().unwrap_or(0)
-    };
-    let sizes = (largest(Backing::Kvx), largest(Backing::Foreign));
+    let sizes = points::memory(&points);
     let about = duration(arguments, &points);
     let (count, memory) = (points.len(), bytes::show(sizes.0 + sizes.1));
     eprintln!("{count} points, {memory} of memory a side, about {} s", about.as_secs().max(1));

@@ -120,6 +120,15 @@ impl fmt::Display for Point {
     }
 }
 
+/// The memory that the points need on each side: of kvx's own, and foreign.
+pub(crate) fn memory(points: &[Point]) -> (u64, u64) {
+    let largest = |backing| {
+        let sizes = points.iter().filter(|point| point.memory == backing).map(|point| point.shape.memory());
+        sizes.max().unwrap_or(0)
+    };
+    (largest(Backing::Kvx), largest(Backing::Foreign))
+}
+
 /// What a user writes for it.
 pub(crate) fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())

@@ -5,6 +5,7 @@
 //! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
 //! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
 
+mod mailbox;
 mod turns;
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -19,6 +20,7 @@ use crate::sync::{Mutex, breathe, contained};
 use crate::transport::{Events, LinkState};
 use crate::{Error, Kind, LinkId, Result, Ticket};
 
+pub use mailbox::Mailbox;
 pub use turns::Turns;
 
 /// What a reactor drives.

@@ -1,0 +1,163 @@
+//! `kvx bench-beside`: kvx as the program beside a bench. For another build, other options, or another shape of as many
+//! bytes, measured in the same minute.
+
+use std::io::{BufRead, Write};
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use kvx::{Options, Registry};
+
+use super::initiator::Plans;
+use super::points::{self, Pattern, Point, Shape};
+use super::rounds::Round;
+use super::session::Session;
+use super::{PATIENCE, measure};
+use crate::{Result, bytes};
+
+/// What stands behind `bench-beside` on the command line. All of it: instead of what is announced.
+#[derive(Args)]
+pub(crate) struct BesideArguments {
+    /// Another backend.
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
+    /// Blocks of another size; `--count` then sees to it that as many bytes are moved.
+    #[arg(long, value_name = "SIZE", value_parser = bytes::parse)]
+    block: Option<u64>,
+    /// Another number of them in a transfer.
+    #[arg(long, value_name = "N")]
+    count: Option<u32>,
+    /// Another order of them.
+    #[arg(long)]
+    pattern: Option<Pattern>,
+    /// Options of both agents: the JSON object kv_connector_extra_config.
+    #[arg(long, value_name = "JSON", default_value = "{}")]
+    options: String,
+}
+
+/// A point that was announced, ready to go.
+struct Ready {
+    session: Session,
+    point: Point,
+    plans: Plans,
+}
+
+/// Answers the lines of BESIDE.md until there are no more.
+pub(crate) fn run(arguments: &BesideArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+    Options::parse(&arguments.options)?;
+    let mut ready: Option<Ready> = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let answer = match (line.split_once(' '), &mut ready) {
+            (Some(("point", words)), _) => {
+                if let Some(Ready { session, .. }) = ready.take() {
+                    session.end()?;
+                }
+                match Ready::of(words, arguments, registry) {
+                    Ok(new) => {
+                        let answer = format!("ready kvx {}", new.point);
+                        ready = Some(new);
+                        answer
+                    }
+                    Err(why) => format!("skip {}", why.to_string().replace('\n', " ")),
+                }
+            }
+            (Some(("go", seconds)), Some(ready)) => {
+                let Round { times, seconds, .. } =
+                    ready.round(Duration::try_from_secs_f64(seconds.parse()?)?)?;
+                format!("moved {times} {seconds:.9}")
+            }
+            _ => {
+                return Err(
+                    format!("{line:?} is no line of BESIDE.md, or no point was announced before it").into()
+                );
+            }
+        };
+        writeln!(out, "{answer}")?;
+        out.flush()?;
+    }
+    ready.map_or(Ok(()), |ready| ready.session.end())
+}
+
+impl Ready {
+    fn of(words: &str, arguments: &BesideArguments, registry: &Registry) -> Result<Self> {
+        let announced = Announced(words);
+        let named = match &arguments.backend {
+            Some(named) => named,
+            None => announced.word("backend")?,
+        };
+        let backend = registry.require(named, &Options::new())?.0.name();
+        let shape = Shape {
+            block: announced.number("block")?,
+            count: announced.number("count")?,
+            lists: announced.number("lists")?,
+            pattern: announced.one_of("pattern")?,
+            seed: announced.number("seed")?,
+        };
+        let ours = Shape {
+            block: arguments.block.unwrap_or(shape.block),
+            count: arguments.count.unwrap_or(shape.count),
+            pattern: arguments.pattern.unwrap_or(shape.pattern),
+            ..shape
+        };
+        if ours.bytes() != shape.bytes() {
+            let (ours, theirs) = (bytes::show(ours.bytes()), bytes::show(shape.bytes()));
+            return Err(
+                format!("{ours} a transfer beside {theirs}: --block times --count must be as much").into()
+            );
+        }
+        let (op, memory, wait) =
+            (announced.one_of("op")?, announced.one_of("memory")?, announced.one_of("wait")?);
+        let point = Point { backend, op, shape: ours, memory, wait };
+        let sizes = points::memory(&[point]);
+        let mut session = Session::start(&[backend], registry, &arguments.options, sizes, PATIENCE)?;
+        measure::prepare(&mut session, &point)?;
+        let plans = session.initiator(backend)?.plans(op, ours, memory)?;
+        Ok(Ready { session, point, plans })
+    }
+
+    fn round(&mut self, budget: Duration) -> Result<Round> {
+        self.session.initiator(self.point.backend)?.round(&mut self.plans, self.point.wait, budget, 1)
+    }
+}
+
+/// What follows the word `point`.
+struct Announced<'a>(&'a str);
+
+impl<'a> Announced<'a> {
+    fn word(&self, key: &str) -> Result<&'a str> {
+        let mut words = self.0.split_whitespace().filter_map(|word| word.split_once('='));
+        let (_, value) =
+            words.find(|(name, _)| *name == key).ok_or_else(|| format!("no {key} was announced"))?;
+        Ok(value)
+    }
+
+    fn number<T: std::str::FromStr<Err = std::num::ParseIntError>>(&self, key: &str) -> Result<T> {
+        let word = self.word(key)?;
+        Ok(word.parse().map_err(|why| format!("{key}={word}: {why}"))?)
+    }
+
+    fn one_of<T: ValueEnum>(&self, key: &str) -> Result<T> {
+        let word = self.word(key)?;
+        Ok(T::from_str(word, false).map_err(|why| format!("{key}={word}: {why}"))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::points::{Op, Wait};
+    use super::*;
+
+    #[test]
+    fn what_the_protocol_documents_is_understood() {
+        let line =
+            include_str!("../../BESIDE.md").lines().find_map(|line| line.strip_prefix("    point ")).unwrap();
+        let announced = Announced(line);
+        assert_eq!(announced.word("backend").unwrap(), "SHM");
+        assert_eq!(announced.number::<u64>("block").unwrap(), 4096);
+        assert_eq!(announced.one_of::<Op>("op").unwrap(), Op::Read);
+        assert_eq!(announced.one_of::<Wait>("wait").unwrap(), Wait::Block);
+        assert!(announced.word("colour").is_err());
+        assert!(Announced("count=many").number::<u32>("count").is_err());
+        assert!(Announced("op=both").one_of::<Op>("op").is_err());
+    }
+}

@@ -4,6 +4,8 @@
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
 pub use kvx_core::*;
+#[cfg(all(target_os = "linux", feature = "libfabric"))]
+pub use kvx_libfabric::Libfabric;
 #[cfg(all(target_os = "linux", feature = "mooncake"))]
 pub use kvx_mooncake::Mooncake;
 #[cfg(all(target_os = "linux", feature = "shm"))]
@@ -20,7 +22,7 @@ pub use kvx_ucx::Ucx;
 /// A backend without a feature is not in this release. For a registry of your own: `Registry::new().know(kvx::KNOWN)`.
 pub const KNOWN: &[Known] = &[
     Known { name: "UCX", aliases: &[], feature: Some("ucx") },
-    Known { name: "LIBFABRIC", aliases: &[], feature: None },
+    Known { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
     Known { name: "MOONCAKE", aliases: &[], feature: Some("mooncake") },
     Known { name: "RIXL", aliases: &["NIXL"], feature: Some("rixl") },
     Known { name: "SHM", aliases: &[], feature: Some("shm") },
@@ -41,7 +43,14 @@ pub fn registry() -> Registry {
     #[cfg_attr(
         not(all(
             target_os = "linux",
-            any(feature = "shm", feature = "tcp", feature = "ucx", feature = "mooncake", feature = "rixl")
+            any(
+                feature = "shm",
+                feature = "tcp",
+                feature = "ucx",
+                feature = "libfabric",
+                feature = "mooncake",
+                feature = "rixl"
+            )
         )),
         allow(unused_mut)
     )]
@@ -52,6 +61,8 @@ pub fn registry() -> Registry {
     registry.add(Tcp).expect("TCP is added once");
     #[cfg(all(target_os = "linux", feature = "ucx"))]
     registry.add(Ucx).expect("UCX is added once");
+    #[cfg(all(target_os = "linux", feature = "libfabric"))]
+    registry.add(Libfabric).expect("LIBFABRIC is added once");
     #[cfg(all(target_os = "linux", feature = "mooncake"))]
     registry.add(Mooncake::new()).expect("MOONCAKE is added once");
     #[cfg(all(target_os = "linux", feature = "rixl"))]

@@ -1,6 +1,6 @@
 //! The facade's registry: what is compiled in, and what is only known.
 
-use kvx::{Kind, Options, Standing, Unavailable};
+use kvx::{Options, Standing, Unavailable};
 
 #[test]
 fn every_known_name_has_a_standing_and_its_features_decide_which() {
@@ -12,6 +12,7 @@ fn every_known_name_has_a_standing_and_its_features_decide_which() {
             Some("shm") => cfg!(feature = "shm"),
             Some("tcp") => cfg!(feature = "tcp"),
             Some("ucx") => cfg!(feature = "ucx"),
+            Some("libfabric") => cfg!(feature = "libfabric"),
             Some("mooncake") => cfg!(feature = "mooncake"),
             Some("rixl") => cfg!(feature = "rixl"),
             Some(other) => panic!("feature {other:?} of {name} is not in this test"),
@@ -28,25 +29,16 @@ fn every_known_name_has_a_standing_and_its_features_decide_which() {
 }
 
 #[test]
-fn the_order_of_preference_is_shm_then_ucx_then_tcp() {
+fn the_order_of_preference_is_shm_then_ucx_then_libfabric_then_tcp() {
     let names: Vec<_> = kvx::registry().factories().iter().map(|factory| factory.name()).collect();
     let compiled = [
         ("SHM", cfg!(feature = "shm")),
         ("UCX", cfg!(feature = "ucx")),
+        ("LIBFABRIC", cfg!(feature = "libfabric")),
         ("TCP", cfg!(feature = "tcp")),
         ("MOONCAKE", cfg!(feature = "mooncake")),
         ("RIXL", cfg!(feature = "rixl")),
     ];
     let expected: Vec<_> = compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
     assert_eq!(names, expected);
-}
-
-#[test]
-fn a_backend_of_a_later_release_says_so() {
-    let registry = kvx::registry();
-    for name in ["LIBFABRIC", "Libfabric"] {
-        let error = registry.require(name, &Options::new()).err().unwrap();
-        assert_eq!(error.kind(), Kind::NotCompiled);
-        assert!(error.to_string().contains("is not in this release"), "{error}");
-    }
 }

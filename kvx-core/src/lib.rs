@@ -12,6 +12,8 @@ mod error;
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub mod fabric;
 mod fork;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub mod gpu;
 mod grid;
 mod identity;
 mod inbox;
@@ -24,6 +26,8 @@ mod options;
 mod overlap;
 mod peer;
 mod plan;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+mod process;
 mod quarantine;
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub mod reactor;

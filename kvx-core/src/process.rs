@@ -10,7 +10,7 @@ use crate::wire::{Reader, Writer};
 
 /// A process, as it says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ProcessId {
+pub(crate) struct ProcessId {
     /// The kernel's run; zeros: not known.
     boot: [u8; 16],
     /// The namespace of its number.
@@ -21,7 +21,7 @@ pub(super) struct ProcessId {
 }
 
 impl ProcessId {
-    pub(super) fn this() -> Self {
+    pub(crate) fn this() -> Self {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes();
         let number = std::process::id();
@@ -29,14 +29,14 @@ impl ProcessId {
         ProcessId { boot, namespace, number, began: began(number).unwrap_or(0) }
     }
 
-    pub(super) fn encode(&self, out: &mut Vec<u8>) {
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put(&self.boot);
         out.put_u64(self.namespace);
         out.put_u32(self.number);
         out.put_u64(self.began);
     }
 
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+    pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         Ok(ProcessId {
             boot: reader.array()?,
             namespace: reader.u64()?,
@@ -45,11 +45,16 @@ impl ProcessId {
         })
     }
 
-    /// Keeps an eye on it, if it is a process that can be seen from here.
-    pub(super) fn watch(&self) -> Option<Watched> {
+    /// Whether it is, or was, a process of this system and namespace.
+    pub(crate) fn is_near(&self) -> bool {
         let here = ProcessId::this();
         let known = self.boot != [0; 16] && self.namespace != 0 && self.began != 0;
-        if !known || (self.boot, self.namespace) != (here.boot, here.namespace) {
+        known && (self.boot, self.namespace) == (here.boot, here.namespace)
+    }
+
+    /// Keeps an eye on it, if it is a process that can be seen from here.
+    pub(crate) fn watch(&self) -> Option<Watched> {
+        if !self.is_near() {
             return None;
         }
         let pid = Pid::from_raw(i32::try_from(self.number).ok()?)?;
@@ -76,26 +81,26 @@ const EXITING: u64 = 4;
 
 /// A process of this host.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(crate) struct Watched {
     life: OwnedFd,
     number: u32,
 }
 
 impl Watched {
     /// Readable once it has ended.
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.life.as_fd()
     }
 
     /// Whether all of it has ended.
-    pub(super) fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         let mut fds = [PollFd::new(&self.life, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
     }
 
     /// Whether it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is seen.
-    pub(super) fn ending(&self) -> bool {
+    pub(crate) fn ending(&self) -> bool {
         self.ended() || field(self.number, 6).is_none_or(|flags| flags & EXITING != 0)
     }
 }

@@ -293,6 +293,39 @@ fn a_store_that_has_got_nothing_gives_its_buffer_back_as_it_was() {
 }
 
 #[test]
+fn a_fetch_whose_peer_does_not_read_gives_its_buffers_to_those_who_wait() {
+    let machine = machine(2, 2);
+    let (blocks, len) = Blocks::scattered(70, 60);
+    let memory = machine.memory(len, 1);
+    let expected = blocks.of(&pattern(len, 1));
+    let mut stuck = machine.fetch(1, &memory, &blocks);
+    stuck.resume().unwrap();
+    machine.token();
+    machine.token();
+    stuck.resume().unwrap();
+    let mut sent = stuck.bytes()[..333].to_vec(); // and then its socket is full
+    stuck.sent(333);
+    assert!(!stuck.is_in_the_way());
+
+    let mut other = machine.fetch(2, &memory, &blocks);
+    other.resume().unwrap();
+    assert_eq!(machine.token(), 1, "who is in the way is told");
+    assert!(stuck.is_in_the_way());
+    stuck.rewind();
+    assert_eq!(stuck.left(), expected.len() as u64 - 333);
+    assert_eq!(machine.send(&mut other, 1 << 20), expected);
+
+    // Copies in flight are given up, and come back to nobody.
+    machine.device.hold();
+    stuck.resume().unwrap();
+    stuck.rewind();
+    machine.device.release();
+    sent.extend(machine.send(&mut stuck, 1 << 20));
+    assert_eq!(sent, expected);
+    assert_eq!(stuck.copies(), Copies::Settled);
+}
+
+#[test]
 fn a_failed_copy_fails_its_stream_and_no_other() {
     let machine = machine(2, 2);
     let memory = machine.memory(4 * BUFFER, 1);

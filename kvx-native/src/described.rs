@@ -22,9 +22,10 @@ pub(crate) struct Part {
     pub(crate) indices: Range<usize>,
 }
 
-/// Cuts the pairs of a plan into parts of at most `max_bytes` of data each (at least one block).
+/// Cuts the pairs of a plan into parts of at most `max_bytes` of data each (at least one block). `joins` says whether a
+/// grid of a pair may be in one part with the grid before it.
 #[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
-pub(crate) fn parts(pairs: &[Pair], max_bytes: u64) -> Vec<Part> {
+pub(crate) fn parts(pairs: &[Pair], max_bytes: u64, joins: impl Fn(&Pair, usize) -> bool) -> Vec<Part> {
     let mut parts = Vec::new();
     for (number, pair) in pairs.iter().enumerate() {
         let count = pair.local_indices.len();
@@ -33,7 +34,9 @@ pub(crate) fn parts(pairs: &[Pair], max_bytes: u64) -> Vec<Part> {
         }
         let mut grids = 0..0;
         while grids.end < pair.local.len() {
-            grids = grids.end..pair.local.len().min(grids.end + MAX_GRIDS);
+            let most = pair.local.len().min(grids.end + MAX_GRIDS);
+            let end = (grids.end + 1..most).find(|grid| !joins(pair, *grid)).unwrap_or(most);
+            grids = grids.end..end;
             let row: u64 = pair.local[grids.clone()].iter().map(|placed| placed.grid.length).sum();
             let step = usize::try_from(max_bytes / row).unwrap_or(usize::MAX).clamp(1, MAX_INDICES);
             for from in (0..count).step_by(step) {
@@ -292,9 +295,11 @@ mod tests {
             remote_indices: indices,
         };
         for max in [1, 3 * 4096, 1 << 20, u64::MAX] {
-            let parts = parts(std::slice::from_ref(&pair), max);
+            let parts = parts(std::slice::from_ref(&pair), max, |_, _| true);
             assert_eq!(parts.iter().map(|part| part.grids.len() * part.indices.len()).sum::<usize>(), 3000);
             assert!(parts.windows(2).all(|pair| pair[0].indices.end == pair[1].indices.start));
         }
+        let cut = parts(std::slice::from_ref(&pair), u64::MAX, |_, grid| grid != 2);
+        assert_eq!(cut.iter().map(|part| part.grids.clone()).collect::<Vec<_>>(), [0..2, 2..3]);
     }
 }

@@ -1,9 +1,10 @@
 //! SHM and TCP keep the contract: every clause, in one process and in two.
 
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
 
-use kvx_core::Registry;
-use kvx_testkit::{Suite, conformance_main};
+use kvx_core::{MemoryKind, Registry};
+use kvx_testkit::{Backing, Device, Suite, TestDevice, conformance_main};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -12,8 +13,32 @@ fn registry(_: &str) -> Registry {
 }
 
 /// SHM over memory of the program's own, which is read through the kernel.
-const FOREIGN: Suite = Suite { label: "SHM-foreign", pools: false, ..Suite::over("SHM") };
+const FOREIGN: Suite =
+    Suite { label: "SHM-foreign", near: Backing::Owned, far: Backing::Owned, ..Suite::over("SHM") };
+
+/// The one device of this process.
+fn device() -> kvx_core::Result<Arc<dyn Device>> {
+    static DEVICE: OnceLock<Arc<TestDevice>> = OnceLock::new();
+    Ok(Arc::new(Arc::clone(DEVICE.get_or_init(|| TestDevice::new(MemoryKind::Cuda)))))
+}
+
+/// Memory of a device on one side or on both.
+const fn on_device(backend: &'static str, label: &'static str, near: Backing, far: Backing) -> Suite {
+    Suite { label, near, far, device: Some(device), ..Suite::over(backend) }
+}
 
 fn main() -> ExitCode {
-    conformance_main(registry, &[Suite::over("SHM"), FOREIGN, Suite::over("TCP")])
+    use Backing::{Device, Owned, Pool};
+    let suites = [
+        Suite::over("SHM"),
+        FOREIGN,
+        on_device("SHM", "SHM-device", Device, Device),
+        on_device("SHM", "SHM-from-device", Pool, Device),
+        on_device("SHM", "SHM-to-device", Device, Pool),
+        Suite::over("TCP"),
+        on_device("TCP", "TCP-device", Device, Device),
+        on_device("TCP", "TCP-from-device", Pool, Device),
+        on_device("TCP", "TCP-to-device", Device, Owned),
+    ];
+    conformance_main(registry, &suites)
 }

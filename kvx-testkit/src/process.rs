@@ -20,8 +20,14 @@ pub struct Child {
 impl Child {
     /// Starts this program again with `variable` set to `value`.
     pub fn start_self(variable: &str, value: &str) -> Result<Self, Failure> {
+        Child::start_self_with(&[(variable, value.to_owned())])
+    }
+
+    /// The same with several variables.
+    pub(crate) fn start_self_with(variables: &[(&str, String)]) -> Result<Self, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.env(variable, value).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let variables = variables.iter().map(|(variable, value)| (variable, value));
+        command.envs(variables).stdin(Stdio::piped()).stdout(Stdio::piped());
         // SAFETY: between fork and exec only prctl is called, which is async-signal-safe.
         unsafe {
             command.pre_exec(|| {

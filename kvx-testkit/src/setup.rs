@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry};
+use kvx_core::{Agent, Capabilities, Error, Kind, Memory, Options, Peer, Region, Registry};
+use serde::{Deserialize, Serialize};
 
 use crate::chaos::{Chaos, Gate};
 use crate::check::Failure;
+use crate::device::Device;
 use crate::far::{AgentSpec, Far};
 use crate::pattern;
 
@@ -22,6 +24,32 @@ pub enum Mode {
     /// In a process of its own.
     TwoProcesses,
 }
+
+/// What memory of a region is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Backing {
+    /// A kvx pool.
+    Pool,
+    /// Host memory of the program's.
+    Owned,
+    /// Memory of the setup's device.
+    Device,
+}
+
+impl Backing {
+    /// `len` bytes of it; `device` gives the device's. Fails when there is none.
+    pub(crate) fn memory(self, len: usize, device: Option<&dyn Device>) -> kvx_core::Result<Memory> {
+        match (self, device) {
+            (Backing::Pool, _) => Memory::pool(len).build(),
+            (Backing::Owned, _) => Ok(Memory::owned(vec![0; len])),
+            (Backing::Device, Some(device)) => device.allocate(len),
+            (Backing::Device, None) => Err(Error::new(Kind::Invalid, "the setup has no device")),
+        }
+    }
+}
+
+/// Gives the device of this process: the same one at each call.
+pub type DeviceSource = fn() -> kvx_core::Result<Arc<dyn Device>>;
 
 /// What a clause runs on: a backend of a registry.
 #[derive(Clone)]
@@ -40,8 +68,12 @@ pub struct Setup {
     pub peer_timeout: Duration,
     /// Bounds of both agents' queues of notifications: number and bytes.
     pub inbox: (usize, usize),
-    /// Whether regions are kvx pools; else memory of the program's.
-    pub pools: bool,
+    /// What the regions of this process lie on, and those of the far end.
+    pub near: Backing,
+    /// See `near`.
+    pub far: Backing,
+    /// The device of both ends: the far end finds it by the suite's label.
+    pub device: Option<(&'static str, DeviceSource)>,
     /// Shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,
 }
@@ -57,7 +89,9 @@ impl Setup {
             mode,
             peer_timeout: Duration::from_secs(10),
             inbox: (4096, 64 << 20),
-            pools: true,
+            near: Backing::Pool,
+            far: Backing::Pool,
+            device: None,
             quick: false,
         }
     }
@@ -81,16 +115,24 @@ impl Setup {
 
     /// The same, to be changed before it is built.
     pub fn builder(&self, name: &str) -> Result<kvx_core::Builder, Failure> {
-        Ok(Agent::builder(name)
+        let builder = Agent::builder(name)
             .backends(self.backends.clone())
             .options(Options::parse(&self.options)?)
             .peer_timeout(self.peer_timeout)
-            .notifications(self.inbox.0, self.inbox.1))
+            .notifications(self.inbox.0, self.inbox.1);
+        Ok(match self.device()? {
+            Some(device) => builder.device(device.access()),
+            None => builder,
+        })
     }
 
-    /// Memory as this setup wants it, filled with content `seed`.
+    fn device(&self) -> Result<Option<Arc<dyn Device>>, Failure> {
+        Ok(self.device.map(|(_, source)| source()).transpose()?)
+    }
+
+    /// Memory as this setup wants it at this end, filled with content `seed`.
     pub fn memory(&self, len: usize, seed: u64) -> Result<Memory, Failure> {
-        let memory = if self.pools { Memory::pool(len).build()? } else { Memory::owned(vec![0; len]) };
+        let memory = self.near.memory(len, self.device()?.as_deref())?;
         pattern::fill(&memory, seed)?;
         Ok(memory)
     }
@@ -129,8 +171,8 @@ impl Setup {
     /// A far end without agents.
     pub fn far(&self) -> Result<Far, Failure> {
         match self.mode {
-            Mode::OneProcess => Ok(Far::here(self.registry())),
-            Mode::TwoProcesses => Far::there(&self.variant),
+            Mode::OneProcess => Ok(Far::here(self.registry(), self.device()?)),
+            Mode::TwoProcesses => Far::there(&self.variant, self.device.map(|(suite, _)| suite)),
         }
     }
 
@@ -176,7 +218,7 @@ impl Pair {
 
     /// Registers `len` bytes of content `seed` at the far end; gives the region's number there.
     pub fn far_region(&mut self, name: &str, len: usize, seed: u64) -> Result<usize, Failure> {
-        self.far.register(name, len, self.setup.pools, Some(seed))
+        self.far.register(name, len, self.setup.far, Some(seed))
     }
 
     /// Connects near to far with far's metadata of now, and waits until the link is up.

@@ -11,7 +11,7 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::setup::{Mode, Setup};
+use crate::setup::{Backing, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 
 /// A clause that a backend cannot keep, as data.
@@ -34,8 +34,12 @@ pub struct Suite {
     pub variant: &'static str,
     /// Options of both agents, as JSON.
     pub options: &'static str,
-    /// Whether regions are kvx pools.
-    pub pools: bool,
+    /// What the regions of the process that runs the clauses lie on.
+    pub near: Backing,
+    /// What the regions of the far end lie on.
+    pub far: Backing,
+    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, the suite is skipped with the reason.
+    pub device: Option<DeviceSource>,
     /// What the backend cannot keep.
     pub gaps: &'static [Gap],
 }
@@ -43,28 +47,48 @@ pub struct Suite {
 impl Suite {
     /// The suite over a backend as it comes.
     pub const fn over(backend: &'static str) -> Self {
-        Suite { backend, label: backend, variant: "", options: "{}", pools: true, gaps: &[] }
+        Suite {
+            backend,
+            label: backend,
+            variant: "",
+            options: "{}",
+            near: Backing::Pool,
+            far: Backing::Pool,
+            device: None,
+            gaps: &[],
+        }
     }
 
     fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
         let mut setup = Setup::new(registry, self.variant, self.backend, mode);
         setup.options = self.options.to_owned();
-        setup.pools = self.pools;
+        (setup.near, setup.far) = (self.near, self.far);
+        setup.device = self.device.map(|source| (self.label, source));
         setup
     }
 }
 
-/// Serves as a far end and ends the process, if that is what this process was started for. Call it first in `main`.
+/// Serves as a far end and ends the process, if that is what this process was started for. Call it first in `main`. A
+/// far end with a device is served by [`conformance_main`].
 pub fn serve_if_asked(registry: fn(&str) -> Registry) {
+    if std::env::var(far::SUITE).is_err() {
+        serve(registry, None);
+    }
+}
+
+fn serve(registry: fn(&str) -> Registry, device: Option<DeviceSource>) {
     if let Ok(variant) = std::env::var(far::VARIABLE) {
-        far::serve(registry(&variant));
+        let device = device.map(|source| source().expect("the near end has this device too"));
+        far::serve(registry(&variant), device);
         std::process::exit(0);
     }
 }
 
 /// The `main` of a conformance test (`harness = false`): every clause, in one process and in two.
 pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> ExitCode {
-    serve_if_asked(registry);
+    let asked = std::env::var(far::SUITE).ok();
+    let suite = asked.and_then(|label| suites.iter().find(|suite| suite.label == label));
+    serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
     for suite in suites {
         for clause in CLAUSES.iter().flat_map(|room| room.iter()) {
@@ -94,6 +118,10 @@ pub(crate) fn modes(runs: Runs) -> &'static [Mode] {
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {
     if let Err(error) = setup.registry().require(suite.backend, &kvx_core::Options::parse(suite.options)?) {
+        skip(title, &error.to_string(), "see the reason");
+        return Ok(());
+    }
+    if let Some(Err(error)) = suite.device.map(|source| source()) {
         skip(title, &error.to_string(), "see the reason");
         return Ok(());
     }

@@ -8,7 +8,6 @@ mod ffi;
 mod link;
 mod memory;
 mod progress;
-#[cfg(test)]
 mod protocols;
 mod route;
 mod sealed;

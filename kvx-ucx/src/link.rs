@@ -10,12 +10,12 @@
 //! was sent by, and which endpoint of the receiver's it answers, if it has heard of one: see [`Peers::hear`].
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 use std::rc::Rc;
 
 use kvx_core::fabric::EndpointId;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, Kind, Op, Result};
 use slab::Slab;
 
 use crate::address::Address;
@@ -35,6 +35,15 @@ pub(crate) struct Peer {
     links: Vec<EndpointId>,
     /// Messages that UCX has not sent yet.
     pub(crate) unsent: Rc<Cell<usize>>,
+    /// Operations that have been posted: UCX chooses how to do them when the first comes.
+    moved: Vec<Op>,
+}
+
+impl Peer {
+    /// Whether something has been posted to it.
+    pub(crate) fn has_moved(&self) -> bool {
+        !self.moved.is_empty()
+    }
 }
 
 /// The most workers to which no endpoint leads and whose messages are remembered.
@@ -51,7 +60,9 @@ pub(crate) struct Peers {
     /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a message came from.
     strangers: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
-    by_link: HashMap<EndpointId, usize>,
+    by_link: BTreeMap<EndpointId, usize>,
+    /// Links whose peers were first read or written since they were described.
+    untold: Vec<EndpointId>,
 }
 
 impl Peers {
@@ -63,7 +74,8 @@ impl Peers {
             by_worker: HashMap::new(),
             strangers: HashMap::new(),
             by_handle: HashMap::new(),
-            by_link: HashMap::new(),
+            by_link: BTreeMap::new(),
+            untold: Vec::new(),
         }
     }
 
@@ -126,6 +138,7 @@ impl Peers {
             endpoint: Some(endpoint),
             links: vec![link],
             unsent: Rc::default(),
+            moved: Vec::new(),
         });
         self.by_worker.insert(number, at);
         self.by_handle.insert(handle, at);
@@ -138,6 +151,22 @@ impl Peers {
     pub(crate) fn of(&self, link: EndpointId) -> Option<(&Endpoint, &Peer)> {
         let peer = self.peers.get(*self.by_link.get(&link)?)?;
         peer.endpoint.as_ref().map(|endpoint| (endpoint, peer))
+    }
+
+    /// Something was posted on a link.
+    pub(crate) fn note_moved(&mut self, link: EndpointId, op: Op) {
+        if let Some(&at) = self.by_link.get(&link)
+            && let peer = &mut self.peers[at]
+            && !peer.moved.contains(&op)
+        {
+            peer.moved.push(op);
+            self.untold.extend(&peer.links);
+        }
+    }
+
+    /// Links of which there is more to tell than when they were described.
+    pub(crate) fn take_untold(&mut self) -> impl Iterator<Item = EndpointId> + use<> {
+        std::mem::take(&mut self.untold).into_iter()
     }
 
     /// The open endpoints.
@@ -233,6 +262,7 @@ mod tests {
             endpoint: None,
             links: Vec::new(),
             unsent: Rc::default(),
+            moved: Vec::new(),
         };
         let at = peers.peers.insert(peer);
         peers.by_worker.insert(7, at);

@@ -67,17 +67,19 @@ impl Mapped {
     }
 }
 
-/// A context, and every registration with it: none outlives its memory, nor the end of the agent.
+/// A context, and every registration with it: none outlives its memory, nor the end of the agent's last worker.
 pub(crate) struct Registrations(Mutex<Option<Open>>);
 
 struct Open {
     context: Arc<Context>,
+    /// Workers that have not ended.
+    workers: usize,
     mapped: Vec<Weak<Mapped>>,
 }
 
 impl Registrations {
-    pub(crate) fn new(context: Arc<Context>) -> Self {
-        Registrations(Mutex::new(Some(Open { context, mapped: Vec::new() })))
+    pub(crate) fn new(context: Arc<Context>, workers: usize) -> Self {
+        Registrations(Mutex::new(Some(Open { context, workers, mapped: Vec::new() })))
     }
 
     fn context(&self) -> Result<Arc<Context>> {
@@ -98,9 +100,16 @@ impl Registrations {
         }
     }
 
-    /// Ends them all, and lets go of the context: nothing is in flight any more.
-    pub(crate) fn close(&self) {
-        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    /// A worker has ended, and nothing of it is in flight any more. After the last one: ends all registrations, and lets go
+    /// of the context.
+    pub(crate) fn worker_ended(&self) {
+        let open = {
+            let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            open.take_if(|open| {
+                open.workers -= 1;
+                open.workers == 0
+            })
+        };
         for mapped in open.iter().flat_map(|open| &open.mapped).filter_map(Weak::upgrade) {
             mapped.unmap();
         }

@@ -41,8 +41,8 @@ pub(crate) struct Driver {
     inbox: Rc<Inbox>,
     peers: Peers,
     keys: Keys,
-    /// Links that broke outside of progress.
-    broken: Vec<Happened>,
+    /// What happened to links outside of progress.
+    news: Vec<Happened>,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
     /// The user has named tcp, and so knows what its links do to a target.
@@ -79,7 +79,7 @@ impl Driver {
             inbox,
             peers: Peers::new(here),
             keys: Keys::default(),
-            broken: Vec::new(),
+            news: Vec::new(),
             registrations,
             capabilities,
             tcp,
@@ -94,11 +94,7 @@ impl Driver {
         // SAFETY: this thread has the machine, and the worker is alive.
         let links = unsafe { self.peers.close(at, &self.inbox) };
         let links = links.into_iter().filter(|link| Some(*link) != but);
-        self.broken.extend(links.map(|endpoint| Happened::Broken {
-            endpoint,
-            why: why.clone(),
-            gone: false,
-        }));
+        self.news.extend(links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false }));
     }
 
     fn progress(&self) -> usize {
@@ -129,13 +125,13 @@ impl Driver {
             }
         }
         // Links break first, so that what fails with them fails for that reason.
-        happened.append(&mut self.broken);
+        happened.append(&mut self.news);
         for letter in self.inbox.take_letters() {
             if let Some(at) = self.peers.hear(letter.from) {
                 let why =
                     Error::new(Kind::PeerLost, "the peer has given up this connection and made another");
                 self.break_off(at, None, &why.backend(NAME));
-                happened.append(&mut self.broken);
+                happened.append(&mut self.news);
             }
             happened.push(Happened::Message(letter.message));
         }
@@ -170,7 +166,7 @@ impl Driver {
         // Nothing is sent, received or served without the worker.
         drop(worker);
         self.inbox.take_ended(&mut Vec::new());
-        self.registrations.close();
+        self.registrations.worker_ended();
     }
 }
 
@@ -264,6 +260,7 @@ unsafe impl Fabric for Driver {
             bytes += piece.len;
         }
         job.posted(pieces);
+        self.peers.note_moved(job.endpoint(), op);
         Ok(bytes)
     }
 
@@ -304,7 +301,9 @@ unsafe impl Fabric for Driver {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {
-        if !self.inbox.is_empty() || !self.broken.is_empty() {
+        // UCX has chosen protocols meanwhile: they are looked at when there is time.
+        self.news.extend(self.peers.take_untold().map(Happened::Changed));
+        if !self.inbox.is_empty() || !self.news.is_empty() {
             return Ok(reactor::Armed::Again);
         }
         let Some(worker) = &self.worker else { return Ok(reactor::Armed::Sleep(None)) };
@@ -320,10 +319,14 @@ unsafe impl Fabric for Driver {
     }
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
-        match self.peers.of(endpoint) {
-            // SAFETY: this thread has the machine, and the endpoint is open.
-            Some((endpoint, peer)) => unsafe { route::describe(endpoint, peer.version, &self.capabilities) },
-            None => ("not connected".into(), self.capabilities.clone()),
+        match (self.peers.of(endpoint), &self.worker) {
+            (Some((endpoint, peer)), Some(worker)) => {
+                let protocols =
+                    if peer.has_moved() { worker.printed_with_protocols() } else { String::new() };
+                // SAFETY: this thread has the machine, and the endpoint is open.
+                unsafe { route::describe(endpoint, peer.version, &protocols, &self.capabilities) }
+            }
+            _ => ("not connected".into(), self.capabilities.clone()),
         }
     }
 

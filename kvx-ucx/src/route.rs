@@ -1,10 +1,11 @@
 //! What an endpoint is: its lanes, and what follows from them.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use kvx_core::{Capabilities, PerOp};
 
 use crate::ffi::{Endpoint, Library, Version};
+use crate::protocols;
 
 /// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them, it
 /// sends messages that the peer's worker answers.
@@ -12,20 +13,27 @@ const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "ro
 /// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous alone.
 const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
 
-/// What the route says of an endpoint, and what it promises.
+/// What the route says of an endpoint, and what it promises. `worker`: what its worker prints of the protocols that UCX has
+/// chosen, if it has done so.
 ///
 /// # Safety
 /// As [`Endpoint::printed`].
 pub(crate) unsafe fn describe(
     endpoint: &Endpoint,
     peer: Version,
+    worker: &str,
     declared: &Capabilities,
 ) -> (String, Capabilities) {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
     let ours = Library::opened().map_or(peer, Library::version);
     let lanes: Vec<Lane<'_>> = printed.lines().filter_map(Lane::read).collect();
-    (sentence(ours, peer, &lanes), promise(ours, &lanes, declared))
+    let mut sentence = sentence(ours, peer, &lanes);
+    let chosen = protocols::chosen(&printed, worker);
+    if !chosen.is_empty() {
+        write!(sentence, "; UCX's choice: {chosen}").expect("a string takes all");
+    }
+    (sentence, promise(ours, &lanes, declared))
 }
 
 /// Whether memory is moved, or asked for, over UCX's tcp.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::Parts;
+use kvx_core::fabric::{Lane, Parts};
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
@@ -134,25 +134,32 @@ impl Factory for Ucx {
             let error = Error::new(Kind::Unavailable, why.reason());
             error.backend(NAME)
         })?;
+        let config = Config::read(&agent.options)?;
         let threads = Threads::now();
         let ucx = context(library, &agent.options)?;
-        let worker = Worker::new(&ucx).map_err(|status| error::native("UCX gives no worker", status))?;
+        let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
+        let workers = workers.map_err(|status| error::native("UCX gives no worker", status))?;
         threads.name_new();
-        let at = worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
-        let address = Address { version: library.version(), worker: at.into() };
-        let (here, address) = (address.number(), address.encode());
         let capabilities = capabilities(kinds(ucx.memory_types()));
-        let registrations = Arc::new(Registrations::new(ucx));
-        let tcp = Config::read(&agent.options)?.names_tcp();
-        let fabric = Driver::new(worker, here, Arc::clone(&registrations), capabilities.clone(), tcp)?;
-        let parts = Parts {
-            name: NAME,
-            capabilities,
-            address: Box::new(move || Ok(address.clone())),
-            fabric,
-            registrar: registrations,
-        };
-        kvx_core::fabric::open(agent, parts)
+        let registrations = Arc::new(Registrations::new(ucx, workers.len()));
+        let mut lanes = Vec::with_capacity(workers.len());
+        for worker in workers {
+            let at =
+                worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
+            let address = Address { version: library.version(), worker: at.into() };
+            let (here, address) = (address.number(), address.encode());
+            let fabric = Driver::new(
+                worker,
+                here,
+                Arc::clone(&registrations),
+                capabilities.clone(),
+                config.names_tcp(),
+            )?;
+            lanes.push(Lane { address: Box::new(move || Ok(address.clone())), fabric });
+        }
+        let Lane { address, fabric } = lanes.remove(0);
+        let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
+        kvx_core::fabric::open_lanes(agent, parts, lanes)
     }
 }
 

@@ -16,6 +16,11 @@ pub(crate) enum Request {
         /// Compare only.
         check: bool,
     },
+    /// `cargo xtask kernels`
+    Kernels {
+        /// Compare only.
+        check: bool,
+    },
     /// `cargo xtask peers`, with their names; none means all
     Peers(Vec<String>),
     /// `cargo xtask limits`
@@ -60,12 +65,8 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
             Some("--help" | "-h") => Ok(Request::Help),
             Some(other) => Err(format!("`features` takes no argument, but got `{other}`")),
         },
-        Some("bindings") => match arguments.next().as_deref() {
-            None => Ok(Request::Bindings { check: false }),
-            Some("--check") => Ok(Request::Bindings { check: true }),
-            Some("--help" | "-h") => Ok(Request::Help),
-            Some(other) => Err(format!("`bindings` takes `--check`, but got `{other}`")),
-        },
+        Some("bindings") => parse_check("bindings", arguments, |check| Request::Bindings { check }),
+        Some("kernels") => parse_check("kernels", arguments, |check| Request::Kernels { check }),
         Some("peers") => parse_peers(arguments),
         Some("limits") => parse_limits(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
@@ -95,6 +96,20 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
         }
     }
     Ok(Request::Test(options))
+}
+
+/// Of a command that generates what is committed, or only compares.
+fn parse_check(
+    command: &str,
+    mut arguments: impl Iterator<Item = String>,
+    request: fn(bool) -> Request,
+) -> Result<Request, String> {
+    match arguments.next().as_deref() {
+        None => Ok(request(false)),
+        Some("--check") => Ok(request(true)),
+        Some("--help" | "-h") => Ok(Request::Help),
+        Some(other) => Err(format!("`{command}` takes `--check`, but got `{other}`")),
+    }
 }
 
 fn parse_peers(arguments: impl Iterator<Item = String>) -> Result<Request, String> {
@@ -146,6 +161,9 @@ commands:
   bindings [--check]
       generate the bindings to native libraries again, from the headers that are installed here
         --check        only compare them with the committed ones
+  kernels [--check]
+      compile the kernels for GPUs again: the PTX that is committed, and once for AMD devices
+        --check        only compare the PTX with the committed one
   peers [NAME]...
       install and build what tests and measurements beside other software need: {}
   limits [--times N] [--only PART]...
@@ -179,6 +197,8 @@ mod tests {
         assert_eq!(words("peers"), Ok(Request::Peers(Vec::new())));
         assert_eq!(words("bindings"), Ok(Request::Bindings { check: false }));
         assert_eq!(words("bindings --check"), Ok(Request::Bindings { check: true }));
+        assert_eq!(words("kernels"), Ok(Request::Kernels { check: false }));
+        assert_eq!(words("kernels --check"), Ok(Request::Kernels { check: true }));
         let only = vec!["TCP".to_owned()];
         assert_eq!(
             words("limits --times 1 --only TCP"),
@@ -200,6 +220,7 @@ mod tests {
             ("test --only", "--only"),
             ("features tcp", "tcp"),
             ("bindings now", "now"),
+            ("kernels now", "now"),
             ("limits --times 0", "--times"),
             ("limits fast", "fast"),
         ] {
@@ -211,8 +232,9 @@ mod tests {
     #[test]
     fn usage_names_the_commands_and_the_steps() {
         let usage = usage();
-        for name in
-            ["\n  test ", "\n  features\n", "\n  bindings ", "\n  limits "].into_iter().chain(steps::names())
+        for name in ["\n  test ", "\n  features\n", "\n  bindings ", "\n  kernels ", "\n  limits "]
+            .into_iter()
+            .chain(steps::names())
         {
             assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
         }

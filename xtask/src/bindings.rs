@@ -47,6 +47,18 @@ const BINDINGS: &[Binding] = &[
         package: &["lib/pkgconfig/ucx.pc"],
     },
     Binding {
+        library: "libfabric",
+        version: "1.17.0",
+        row: "libfabric",
+        file: "kvx-libfabric/src/ffi/bindings_1_17.rs",
+        beside: None,
+        prefix: "/usr",
+        package: &[
+            "lib/x86_64-linux-gnu/pkgconfig/libfabric.pc",
+            "lib/aarch64-linux-gnu/pkgconfig/libfabric.pc",
+        ],
+    },
+    Binding {
         library: "mooncake",
         version: "transfer_engine.h",
         row: "mooncake",

@@ -27,13 +27,36 @@ pub(crate) struct Wheel {
 const DEBIAN_PACKAGES: &[DebianPackage] = &[
     DebianPackage { name: "iproute2", why: "network namespaces and links for the fault tests" },
     DebianPackage { name: "iptables", why: "cut links and lost packets in the fault tests" },
+    DebianPackage {
+        name: "libamdhip64-5",
+        why: "HIP without a device, and hipRTC, which compiles the kernels for AMD",
+    },
     DebianPackage { name: "libclang-dev", why: "reads headers for `cargo xtask bindings`" },
+    DebianPackage {
+        name: "libfabric-bin",
+        why: "fi_pingpong, beside which a bare libfabric loop is measured",
+    },
+    DebianPackage { name: "libfabric-dev", why: "the headers that the bindings to libfabric come from" },
+    DebianPackage {
+        name: "libfabric1",
+        why: "libfabric 1.17, the oldest version that kvx-libfabric works with",
+    },
+    DebianPackage { name: "libhiprtc-builtins5", why: "what hipRTC includes in every source" },
     DebianPackage { name: "libucx-dev", why: "the headers that the bindings to UCX come from" },
     DebianPackage { name: "libucx0", why: "UCX 1.13, the oldest version that kvx-ucx is tested on" },
     DebianPackage { name: "ucx-utils", why: "ucx_perftest, beside which a bare UCP loop is measured" },
 ];
 
+/// What the committed PTX comes from. The oldest of CUDA 12: drivers refuse PTX of a newer release than their own.
+pub(crate) const NVRTC: Wheel = Wheel {
+    peer: "nvrtc",
+    name: "nvidia-cuda-nvrtc-cu12",
+    version: "12.0.140",
+    why: "compiles the kernels for CUDA",
+};
+
 const WHEELS: &[Wheel] = &[
+    NVRTC,
     Wheel { peer: "ucx", name: "libucx-cu12", version: "1.22.0", why: "a recent UCX, and its headers" },
     Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
     Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
@@ -123,7 +146,7 @@ pub(crate) fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Res
 }
 
 /// Whether the environment holds the wheel in this version; asks no Python.
-fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
+pub(crate) fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
     let name = wheel.name.replace(['-', '.'], "_").to_ascii_lowercase();
     let record = format!("{name}-{}.dist-info", wheel.version);
     site_packages(environment).any(|folder| {

@@ -8,10 +8,12 @@ mod bindings;
 mod features;
 mod harness;
 mod install;
+mod kernels;
 mod limits;
 mod metadata;
 mod peers;
 mod process;
+mod runtime_compiler;
 mod skips;
 mod steps;
 mod summary;
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Request::Test(options) => test::run(&options),
         Request::Features => features::command(),
         Request::Bindings { check } => bindings::run(check),
+        Request::Kernels { check } => kernels::run(check),
         Request::Peers(names) => peers::command(&names),
         Request::Limits(options) => limits::run(&options),
     };

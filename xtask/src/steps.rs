@@ -70,6 +70,12 @@ pub(crate) const STEPS: &[Step] = &[
         action: Action::Cargo(&CargoCall { line: "xtask bindings --check", environment: &[] }),
         limit: LIMIT,
     },
+    // The committed PTX is what the source says, and the source is one for AMD devices too.
+    Step {
+        name: "kernels",
+        action: Action::Cargo(&CargoCall { line: "xtask kernels --check", environment: &[] }),
+        limit: LIMIT,
+    },
     // Unit, integration and documentation tests, and with them the conformance suite, its breakers (`catches`),
     // the multi-process and the fault tests: whatever `cargo test` finds.
     Step {

@@ -29,7 +29,7 @@ pub const OPTION_TABLES: &[OptionTable] = &[
     },
     OptionTable { name: "shm", aliases: &[], keys: &["foreign_memory"] },
     OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "set", "tls"] },
-    OptionTable { name: "libfabric", aliases: &["ofi"], keys: &["domain", "provider"] },
+    OptionTable { name: "libfabric", aliases: &["ofi"], keys: &["domain", "provider", "rails"] },
     OptionTable {
         name: "mooncake",
         aliases: &[],

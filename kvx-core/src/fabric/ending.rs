@@ -7,14 +7,15 @@ use rustix::event::epoll;
 
 use crate::reactor::Outbox;
 use crate::transport::LinkState;
-use crate::{Error, Kind, LinkId, RegionId};
+use crate::{Error, Kind, RegionId};
 
+use super::handle::Wiring;
 use super::machine::Machine;
 use super::messages::Message;
-use super::process::{ProcessId, Watched};
 use super::regions::still_shared;
 use super::session::{Phase, Pulse};
 use super::{EndpointId, Fabric};
+use crate::process::{ProcessId, Watched};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
 const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
@@ -33,9 +34,8 @@ impl<F: Fabric> Machine<F> {
     /// What follows when transfers or messages of a session have ended.
     pub(super) fn after_work(&mut self, number: u64, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        if session.note_awaiting() {
-            let by = Instant::now() + self.pace();
-            self.look_by(by);
+        if let Some(now) = session.note_awaiting() {
+            self.look_by(now + self.pace());
         }
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if session.jobs > 0 {
@@ -120,11 +120,10 @@ impl<F: Fabric> Machine<F> {
         session.parked.clear();
         if let Some(link) = session.link.clone()
             && self.links.remove(&link.id).is_some()
+            && link.gone.set(why.clone()).is_ok() // the first lane's reason counts
+            && let Some(state) = report
         {
-            link.gone.set(why.clone()).ok(); // the first reason stays
-            if let Some(state) = report {
-                out.link(link.id, state);
-            }
+            out.link(link.id, state);
         }
         if severs {
             session.forget_frames();
@@ -139,9 +138,11 @@ impl<F: Fabric> Machine<F> {
         self.after_work(number, out);
     }
 
-    pub(super) fn close(&mut self, link: LinkId, out: &mut Outbox) {
-        if let Some(number) = self.links.get(&link).copied() {
-            let why = self.error(Kind::Closed, "the link was closed on this side");
+    pub(super) fn close(&mut self, link: &Wiring, out: &mut Outbox) {
+        if let Some(number) = self.links.get(&link.id).copied() {
+            // Where another lane was lost, that is why.
+            let closed = || self.error(Kind::Closed, "the link was closed on this side");
+            let why = link.gone.get().cloned().unwrap_or_else(closed);
             self.end(number, why, None, Phase::Closing, out);
         }
     }
@@ -157,8 +158,9 @@ impl<F: Fabric> Machine<F> {
 
     /// Looks at the clock, if it is time.
     pub(super) fn look(&mut self, out: &mut Outbox) -> usize {
+        let Some(next) = self.next_look else { return 0 };
         let now = Instant::now();
-        if self.next_look.is_none_or(|next| now < next) {
+        if now < next {
             return 0;
         }
         self.next_look = None;
@@ -305,7 +307,7 @@ impl<F: Fabric> Machine<F> {
         for region in self.regions.close() {
             if !quiet || shared.contains(&region.id) {
                 region.quarantine();
-            } else {
+            } else if region.let_go() {
                 region.give_back();
             }
         }

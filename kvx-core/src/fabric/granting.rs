@@ -112,9 +112,12 @@ impl<F: Fabric> Machine<F> {
 
     pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
         for Recall { region, done, .. } in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
-            let result = self.fabric.unregister(&region.local);
+            // The last lane does it for all.
+            let last = region.let_go();
+            let result = if last { self.fabric.unregister(&region.local) } else { Ok(()) };
             match &result {
-                Ok(()) => region.give_back(),
+                Ok(()) if last => region.give_back(),
+                Ok(()) => {}
                 Err(_) => region.quarantine(),
             }
             out.settle(done, result.map_err(|why| why.backend(self.name)));

@@ -1,11 +1,11 @@
 //! What core holds of a transport: the handles of the transport, its regions, its links.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
-use crate::reactor::Reactor;
+use crate::reactor::{Reactor, SLICE};
 use crate::sync::Mutex;
 use crate::transport::{
     Context, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection,
@@ -16,36 +16,50 @@ use crate::{
     Ticket, TransferId,
 };
 
+use super::lanes::{self, Stripe};
 use super::machine::{Command, Machine};
 use super::regions::{Regions, Registered};
-use super::{Fabric, Parts, Registrar};
+use super::{Fabric, Lane, Parts, Registrar};
 
-pub(super) fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
-    let Parts { name, capabilities, address, fabric, registrar } = parts;
-    let regions = Arc::new(Regions::default());
-    let address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync> = address.into();
-    let thread = format!("kvx-{} {}", name.to_ascii_lowercase(), context.agent.name);
-    let events = Arc::clone(&context.events);
-    let machine = Machine::new(context, name, fabric, Arc::clone(&regions), Arc::clone(&address))?;
-    let reactor = Reactor::start(thread, machine, events)?;
+pub(super) fn open<F: Fabric>(
+    context: Context,
+    first: Parts<F>,
+    more: Vec<Lane<F>>,
+) -> Result<Arc<dyn Transport>> {
+    let Parts { name, capabilities, address, fabric, registrar } = first;
+    let regions = Arc::new(Regions::new(1 + more.len()));
+    let lanes = std::iter::once(Lane { address, fabric }).chain(more).enumerate();
+    let lanes = lanes.map(|(number, Lane { address, fabric })| {
+        let address: Address = address.into();
+        let number = if number == 0 { String::new() } else { format!("/{number}") };
+        let thread = format!("kvx-{}{number} {}", name.to_ascii_lowercase(), context.agent.name);
+        let events = Arc::clone(&context.events);
+        let machine =
+            Machine::new(context.clone(), name, fabric, Arc::clone(&regions), Arc::clone(&address))?;
+        Ok((Reactor::start(thread, machine, events)?, address))
+    });
+    let (reactors, addresses) = lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();
     Ok(Arc::new(Opened {
         name,
-        reactor: Arc::new(reactor),
+        lanes: reactors.into(),
         capabilities: Arc::new(capabilities),
         regions,
         registrar,
-        address,
+        addresses,
         closed: AtomicBool::new(false),
     }))
 }
 
+type Address = Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>;
+type Lanes<F> = Arc<[Reactor<Machine<F>>]>;
+
 struct Opened<F: Fabric> {
     name: &'static str,
-    reactor: Arc<Reactor<Machine<F>>>,
+    lanes: Lanes<F>,
     capabilities: Arc<Capabilities>,
     regions: Arc<Regions<F::Local>>,
     registrar: Arc<dyn Registrar<F::Local>>,
-    address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+    addresses: Vec<Address>,
     closed: AtomicBool,
 }
 
@@ -61,12 +75,17 @@ impl<F: Fabric> Opened<F> {
         Ok(())
     }
 
-    fn link(&self, wiring: Arc<Wiring>, address: &[u8], foreign: bool) -> Arc<dyn Link> {
-        let command = Command::Connect { link: Arc::clone(&wiring), address: address.into(), foreign };
-        self.reactor.submit(command);
+    /// Leads a link over the lanes to `addresses` in turn.
+    fn link(&self, id: LinkId, peer: Identity, addresses: &[&[u8]], foreign: bool) -> Arc<dyn Link> {
+        let lanes = if foreign { &self.lanes[..1] } else { &self.lanes[..] };
+        let wiring = Arc::new(Wiring::new(id, peer, lanes.len()));
+        for (lane, address) in lanes.iter().zip(addresses.iter().cycle()) {
+            let (link, address) = (Arc::clone(&wiring), (*address).into());
+            lane.submit(Command::Connect { link, address, foreign });
+        }
         Arc::new(FabricLink {
             name: self.name,
-            reactor: Arc::clone(&self.reactor),
+            lanes: Arc::clone(&self.lanes),
             capabilities: Arc::clone(&self.capabilities),
             wiring,
             foreign,
@@ -83,7 +102,8 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
     }
 
     fn address(&self) -> Result<Vec<u8>> {
-        (self.address)().map_err(|error| error.backend(self.name))
+        lanes::encode(self.addresses.iter().map(|address| address()))
+            .map_err(|error| error.backend(self.name))
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
@@ -101,21 +121,22 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
         }
         let (local, export) =
             self.registrar.register(region.id, &region.memory).map_err(|error| error.backend(self.name))?;
-        let registered = Arc::new(Registered::new(region, local));
+        let registered = Arc::new(Registered::new(region, local, self.lanes.len()));
         self.regions.open(Arc::clone(&registered));
-        let (reactor, regions) = (Arc::clone(&self.reactor), Arc::clone(&self.regions));
-        Ok(Arc::new(FabricRegion::<F> { reactor, regions, registered, export }))
+        let (lanes, regions) = (Arc::clone(&self.lanes), Arc::clone(&self.regions));
+        Ok(Arc::new(FabricRegion::<F> { lanes, regions, registered, export }))
     }
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         self.check_open()?;
-        Ok(self.link(Arc::new(Wiring::new(id, peer.identity.clone())), peer.address, false))
+        let addresses = lanes::decode(peer.address).map_err(|error| error.backend(self.name))?;
+        Ok(self.link(id, peer.identity.clone(), &addresses, false))
     }
 
     fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
         self.check_open()?;
         let nobody = Identity { name: "foreign agent".into(), incarnation: Incarnation([0; 16]) };
-        Ok(self.link(Arc::new(Wiring::new(id, nobody)), blob, true))
+        Ok(self.link(id, nobody, &[blob], true))
     }
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
@@ -124,20 +145,23 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
     }
 
     fn resume(&self) {
-        self.reactor.submit(Command::Resume);
+        self.lanes.iter().for_each(|lane| lane.submit(Command::Resume));
     }
 
     fn shutdown(&self, done: Ticket) {
         self.closed.store(true, Ordering::Release);
-        // The machine settles it with its last breath; if it is gone already, the ticket settles at once.
-        self.reactor.submit(Command::Shutdown { done });
-        self.reactor.stop();
+        // A machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        for (lane, done) in self.lanes.iter().zip(lanes::tickets(done, self.lanes.len())) {
+            lane.submit(Command::Shutdown { done });
+            lane.ask_to_stop();
+        }
+        self.lanes.iter().for_each(Reactor::stop);
     }
 }
 
 /// One of our regions.
 pub(super) struct FabricRegion<F: Fabric> {
-    reactor: Arc<Reactor<Machine<F>>>,
+    lanes: Lanes<F>,
     regions: Arc<Regions<F::Local>>,
     pub(super) registered: Arc<Registered<F::Local>>,
     export: Vec<u8>,
@@ -150,16 +174,22 @@ impl<F: Fabric> LocalRegion for FabricRegion<F> {
 
     fn revoke(&self, done: Ticket) {
         match self.regions.revoke(self.registered.id) {
-            Some(region) => self.reactor.submit(Command::Revoke { region, done }),
+            Some(region) => {
+                for (lane, done) in self.lanes.iter().zip(lanes::tickets(done, self.lanes.len())) {
+                    lane.submit(Command::Revoke { region: Arc::clone(&region), done });
+                }
+            }
             None => done.settle(Err(super::regions::still_shared(self.registered.id))),
         }
     }
 }
 
-/// What a link's handle and the machine share.
+/// What a link's handle and the machines share.
 pub(super) struct Wiring {
     pub(super) id: LinkId,
     pub(super) peer: Identity,
+    /// Lanes whose handshake is not done.
+    awaited: AtomicUsize,
     /// What the library knows, once the link is up.
     pub(super) known: Mutex<Option<(String, Arc<Capabilities>)>>,
     /// Set when it is gone.
@@ -167,8 +197,14 @@ pub(super) struct Wiring {
 }
 
 impl Wiring {
-    fn new(id: LinkId, peer: Identity) -> Self {
-        Wiring { id, peer, known: Mutex::new(None), gone: OnceLock::new() }
+    fn new(id: LinkId, peer: Identity, lanes: usize) -> Self {
+        let awaited = AtomicUsize::new(lanes);
+        Wiring { id, peer, awaited, known: Mutex::new(None), gone: OnceLock::new() }
+    }
+
+    /// A lane is up. Says whether all of them are now.
+    pub(super) fn lane_up(&self) -> bool {
+        self.awaited.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
     /// Why nothing goes over this link any more.
@@ -194,7 +230,7 @@ impl RemoteRegion for Import {}
 /// The handle of a link.
 struct FabricLink<F: Fabric> {
     name: &'static str,
-    reactor: Arc<Reactor<Machine<F>>>,
+    lanes: Lanes<F>,
     capabilities: Arc<Capabilities>,
     wiring: Arc<Wiring>,
     foreign: bool,
@@ -202,6 +238,15 @@ struct FabricLink<F: Fabric> {
 }
 
 impl<F: Fabric> FabricLink<F> {
+    /// The lanes that it leads over.
+    fn lanes(&self) -> &[Reactor<Machine<F>>] {
+        if self.foreign { &self.lanes[..1] } else { &self.lanes }
+    }
+
+    fn submit(&self, command: impl Fn(Arc<Wiring>) -> Command<F::Local>) {
+        self.lanes().iter().for_each(|lane| lane.submit(command(Arc::clone(&self.wiring))));
+    }
+
     fn import_as(&self, kind: MemoryKind, what: Imports) -> Result<Arc<dyn RemoteRegion>> {
         let reaches = self.capabilities().remote;
         if !reaches.contains(kind) {
@@ -213,8 +258,7 @@ impl<F: Fabric> FabricLink<F> {
         }
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
         let import = Arc::new(Import { number, what });
-        let link = Arc::clone(&self.wiring);
-        self.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
+        self.submit(|link| Command::Import { link, import: Arc::clone(&import) });
         Ok(import)
     }
 }
@@ -239,8 +283,11 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             )
             .backend(self.name));
         }
-        let link = Arc::clone(&self.wiring);
-        self.reactor.submit(Command::Update { link, address: peer.address.into() });
+        let addresses = lanes::decode(peer.address).map_err(|error| error.backend(self.name))?;
+        for (lane, address) in self.lanes().iter().zip(addresses.iter().cycle()) {
+            let (link, address) = (Arc::clone(&self.wiring), (*address).into());
+            lane.submit(Command::Update { link, address });
+        }
         Ok(())
     }
 
@@ -263,12 +310,22 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
         let size = plan.size();
-        let link = Arc::clone(&self.wiring);
+        let lanes = self.lanes();
+        if size.bytes > SLICE && lanes.len() > 1 {
+            let of = lanes.len();
+            for (lane, done) in lanes::tickets(done, of).into_iter().enumerate() {
+                let (link, plan) = (Arc::clone(&self.wiring), Arc::clone(&plan));
+                let stripe = Stripe { lane, of };
+                lanes[lane].submit(Command::Post { link, plan, stripe, id, done, here: None });
+            }
+            return;
+        }
+        let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             let here: Option<ThreadId> = Some(std::thread::current().id());
-            self.reactor.submit_here(Command::Post { link, plan, id, done, here });
+            lane.submit_here(Command::Post { link, plan, stripe, id, done, here });
         } else {
-            self.reactor.submit(Command::Post { link, plan, id, done, here: None });
+            lane.submit(Command::Post { link, plan, stripe, id, done, here: None });
         }
     }
 
@@ -279,19 +336,20 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             return done.settle(Err(Error::new(Kind::Invalid, why).backend(self.name)));
         }
         let link = Arc::clone(&self.wiring);
-        self.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
+        self.lanes[0].submit(Command::Notify { link, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
-        self.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
+        self.submit(|link| Command::Cancel { link, id });
     }
 
     fn drive(&self) -> bool {
-        self.reactor.drive()
+        let lanes = self.lanes();
+        lanes[lanes::own(lanes.len())].drive()
     }
 
     fn close(&self) {
-        self.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
+        self.submit(|link| Command::Close { link });
     }
 }
 

@@ -10,10 +10,10 @@ use crate::{Error, Identity, Kind, Result};
 use super::handle::Wiring;
 use super::machine::Machine;
 use super::messages::{Header, Message, Refusal, VERSIONS};
-use super::process::ProcessId;
 use super::session::{Phase, Session};
 use super::stream::Incoming;
 use super::{EndpointId, Fabric};
+use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -61,8 +61,9 @@ impl<F: Fabric> Machine<F> {
         match begun {
             Err(why) => {
                 let why = why.backend(self.name);
-                link.gone.set(why.clone()).ok(); // it never was there before
-                out.link(link.id, LinkState::Lost(why));
+                if link.gone.set(why.clone()).is_ok() {
+                    out.link(link.id, LinkState::Lost(why));
+                }
             }
             Ok((number, ours)) => {
                 let until = Instant::now() + self.patience();
@@ -315,11 +316,24 @@ impl<F: Fabric> Machine<F> {
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         session.phase = Phase::Up;
         if self.links.contains_key(&link.id) {
-            out.link(link.id, LinkState::Up);
+            if link.lane_up() {
+                out.link(link.id, LinkState::Up);
+            }
         } else {
             // It was closed before it was up: the target is told.
             let why = self.error(Kind::Closed, "the link was closed on this side");
             self.end(number, why, None, Phase::Closing, out);
+        }
+    }
+
+    /// The library says something else of an endpoint than before.
+    pub(super) fn changed(&mut self, endpoint: EndpointId, out: &mut Outbox) {
+        let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else { return };
+        let Some(link) = link.link.clone() else { return };
+        let (text, capabilities) = self.fabric.describe(endpoint);
+        *link.known.lock() = Some((text, Arc::new(capabilities)));
+        if self.links.contains_key(&link.id) {
+            out.link(link.id, LinkState::Changed);
         }
     }
 

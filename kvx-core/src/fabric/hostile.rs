@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use super::machine::Machine;
 use super::messages::{Header, Key, Message, VERSIONS};
-use super::process::ProcessId;
 use super::regions::{Regions, Registered};
 use super::{EndpointId, Fabric, Happened, Job, Sent};
 use crate::identity::Sender;
+use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress};
 use crate::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use crate::{
@@ -101,9 +101,9 @@ fn machine() -> Machine<Quiet> {
         secret: None,
         peer_timeout: Duration::from_secs(10),
     };
-    let regions = Arc::new(Regions::default());
+    let regions = Arc::new(Regions::new(1));
     let memory = Arc::new(Memory::owned(vec![0; 64]));
-    regions.open(Arc::new(Registered::new(RegionSpec { id: RegionId(1), key: KEY, memory }, ())));
+    regions.open(Arc::new(Registered::new(RegionSpec { id: RegionId(1), key: KEY, memory }, (), 1)));
     Machine::new(context, "QUIET", Quiet::default(), regions, Arc::new(|| Ok(Vec::new()))).unwrap()
 }
 

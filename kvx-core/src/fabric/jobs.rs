@@ -7,10 +7,11 @@ use crate::reactor::Outbox;
 use crate::{Bound, Error, Kind, Op, Result, Segment, Segments, Ticket, TransferId};
 
 use super::handle::FabricRegion;
+use super::lanes::Stripe;
 use super::machine::Machine;
-use super::process::Watched;
 use super::regions::Registered;
 use super::{EndpointId, Fabric, Flushed, JobId};
+use crate::process::Watched;
 
 /// A transfer, as [`Fabric::advance`] sees it.
 pub struct Job<'a, F: Fabric> {
@@ -42,8 +43,13 @@ impl<F: Fabric> Job<'_, F> {
     /// The next piece to be posted; `None`: all of them have been given out.
     #[inline]
     pub fn next_piece(&mut self) -> Option<Segment> {
-        let next = self.running.put_back.take().or_else(|| self.running.segments.next());
-        self.running.all_posted = next.is_none();
+        let running = &mut *self.running;
+        let next = running.put_back.take().or_else(|| {
+            // Of a stripe, those between are other lanes'.
+            let skipped = std::mem::replace(&mut running.skip, running.stripe.of - 1);
+            running.segments.nth(skipped)
+        });
+        running.all_posted = next.is_none();
         next
     }
 
@@ -57,7 +63,8 @@ impl<F: Fabric> Job<'_, F> {
         self.running.all_posted = true;
     }
 
-    /// So many pieces were posted, and each is to be reported by [`Happened::Moved`](super::Happened::Moved).
+    /// So many pieces were posted, and each is to be reported by [`Happened::Moved`](super::Happened::Moved). Those that have
+    /// ended within the call are neither counted nor reported.
     #[inline]
     pub fn posted(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);
@@ -96,6 +103,7 @@ impl<F: Fabric> Job<'_, F> {
 /// A transfer whose regions are not all granted yet.
 pub(super) struct Waiting {
     pub(super) plan: Arc<Bound>,
+    pub(super) stripe: Stripe,
     pub(super) id: TransferId,
     pub(super) done: Ticket,
 }
@@ -114,6 +122,9 @@ pub(super) struct Running<F: Fabric> {
     pub(super) transfer: TransferId,
     plan: Arc<Bound>,
     segments: Segments,
+    stripe: Stripe,
+    /// Segments to be passed over before the next one.
+    skip: usize,
     put_back: Option<Segment>,
     locals: Vec<Arc<Registered<F::Local>>>,
     addresses: Vec<u64>,
@@ -133,7 +144,7 @@ pub(super) struct Running<F: Fabric> {
 impl<F: Fabric> Running<F> {
     pub(super) fn new(
         session: u64,
-        Waiting { plan, id, done }: Waiting,
+        Waiting { plan, stripe, id, done }: Waiting,
         remotes: Vec<Arc<F::Remote>>,
         max_piece: u64,
     ) -> Result<Self, (Ticket, Error)> {
@@ -153,7 +164,9 @@ impl<F: Fabric> Running<F> {
             session,
             transfer: id,
             segments: plan.segments(max_piece),
-            left: plan.size().bytes,
+            stripe,
+            skip: stripe.lane,
+            left: plan.size().bytes / stripe.of as u64,
             plan,
             put_back: None,
             locals,
@@ -207,7 +220,9 @@ impl<F: Fabric> Machine<F> {
         if here {
             self.lent_turn = true;
             self.advance(key, out);
+            self.left_something |= self.jobs.contains(key);
         } else {
+            self.left_something = true;
             self.turns.push(key, left);
         }
     }

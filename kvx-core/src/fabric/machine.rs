@@ -1,6 +1,6 @@
 //! The machine behind the reactor's thread: commands, what happens, turns.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -18,11 +18,12 @@ use super::granting::Recall;
 use super::handle::{Import, Wiring, import_of};
 use super::handshake::Greeting;
 use super::jobs::{Running, Waiting};
+use super::lanes::Stripe;
 use super::messages::Message;
-use super::process::ProcessId;
 use super::regions::{Regions, Registered, still_shared};
 use super::session::{Imported, Phase, Session};
 use super::{EndpointId, Fabric, Happened};
+use crate::process::ProcessId;
 
 /// The most jobs that have a turn before others of the machine's duties.
 const WORKS: usize = 32;
@@ -48,6 +49,7 @@ pub(super) enum Command<L> {
     Post {
         link: Arc<Wiring>,
         plan: Arc<Bound>,
+        stripe: Stripe,
         id: TransferId,
         done: Ticket,
         here: Option<ThreadId>,
@@ -84,8 +86,8 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     pub(super) process: ProcessId,
     pub(super) max_message: usize,
-    pub(super) sessions: HashMap<u64, Session<F>>,
-    pub(super) links: HashMap<LinkId, u64>,
+    pub(super) sessions: BTreeMap<u64, Session<F>>,
+    pub(super) links: BTreeMap<LinkId, u64>,
     /// Peers whose first message is not whole yet, by their numbers.
     pub(super) greetings: HashMap<u64, Greeting>,
     pub(super) jobs: Slab<Running<F>>,
@@ -108,6 +110,8 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) ended: Vec<u64>,
     /// This turn was lent by a thread that posted something small, which is done: nothing more is done on it.
     pub(super) lent_turn: bool,
+    /// Since [`Progress::left_nothing`] was asked, something else was done than transfers that ended as they were posted.
+    pub(super) left_something: bool,
     shutdown: Vec<Ticket>,
 }
 
@@ -138,8 +142,8 @@ impl<F: Fabric> Machine<F> {
             process: ProcessId::this(),
             max_message: fabric.max_message(),
             fabric,
-            sessions: HashMap::new(),
-            links: HashMap::new(),
+            sessions: BTreeMap::new(),
+            links: BTreeMap::new(),
             greetings: HashMap::new(),
             jobs: Slab::new(),
             turns: Turns::default(),
@@ -154,6 +158,7 @@ impl<F: Fabric> Machine<F> {
             next_look: None,
             ended: Vec::new(),
             lent_turn: false,
+            left_something: true,
             shutdown: Vec::new(),
         })
     }
@@ -210,6 +215,7 @@ impl<F: Fabric> Machine<F> {
         match event {
             Happened::Message(frame) => self.take_frame(&frame, out),
             Happened::Ready(endpoint) => self.foreign_ready(endpoint, out),
+            Happened::Changed(endpoint) => self.changed(endpoint, out),
             Happened::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
             Happened::Moved { job, pieces, result } => self.moved(job, pieces, result, out),
             Happened::Flushed { job, result } => self.flushed(job, result, out),
@@ -262,6 +268,9 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn work(&mut self, out: &mut Outbox) -> usize {
+        if self.turns.is_empty() {
+            return 0;
+        }
         let (mut moved, mut works, begun) = (0, 0, Instant::now());
         while moved < SLICE && works < WORKS && (works == 0 || begun.elapsed() < TURN) {
             let Some(key) = self.turns.next_turn() else { break };
@@ -295,6 +304,7 @@ impl<F: Fabric> Progress for Machine<F> {
     type Command = Command<F::Local>;
 
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
+        self.left_something |= !matches!(command, Command::Post { here: Some(_), .. });
         match command {
             Command::Connect { link, address, foreign } => self.connect(link, &address, foreign, out),
             Command::Update { link, address } => {
@@ -305,8 +315,8 @@ impl<F: Fabric> Progress for Machine<F> {
                 }
             }
             Command::Import { link, import } => self.import(&link, &import, out),
-            Command::Post { link, plan, id, done, here } => match self.number_of(&link) {
-                Some(number) => self.post(number, Waiting { plan, id, done }, here, out),
+            Command::Post { link, plan, stripe, id, done, here } => match self.number_of(&link) {
+                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, here, out),
                 None => {
                     drop(plan);
                     out.settle(done, Err(link.gone()));
@@ -321,7 +331,7 @@ impl<F: Fabric> Progress for Machine<F> {
                     self.cancel(number, id, out);
                 }
             }
-            Command::Close { link } => self.close(link.id, out),
+            Command::Close { link } => self.close(&link, out),
             Command::Revoke { region, done } => self.revoke(region, done, out),
             Command::Resume => self.resume(out),
             Command::Shutdown { done } => self.shutdown.push(done),
@@ -332,6 +342,7 @@ impl<F: Fabric> Progress for Machine<F> {
         if std::mem::take(&mut self.lent_turn) {
             return 0;
         }
+        self.left_something = true;
         self.poll(out) + self.take_ends(out) + self.send_waiting(out) + self.look(out) + self.work(out)
     }
 
@@ -362,6 +373,10 @@ impl<F: Fabric> Progress for Machine<F> {
 
     fn patience(&self) -> Duration {
         self.fabric.patience()
+    }
+
+    fn left_nothing(&mut self) -> bool {
+        !std::mem::take(&mut self.left_something)
     }
 
     fn fds(&self) -> &[RawFd] {

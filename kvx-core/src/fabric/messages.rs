@@ -22,7 +22,7 @@ use crate::transport::MAX_NOTIFICATION;
 use crate::wire::{Reader, Writer};
 use crate::{Error, Identity, Kind, MAX_NAME, RegionId, RegionKey, Result};
 
-use super::process::ProcessId;
+use crate::process::ProcessId;
 
 /// What every hello begins with.
 const MAGIC: [u8; 8] = *b"kvx/fab\n";

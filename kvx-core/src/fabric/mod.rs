@@ -19,10 +19,10 @@ mod handshake;
 #[cfg(test)]
 mod hostile;
 mod jobs;
+mod lanes;
 mod machine;
 mod messages;
 mod notices;
-mod process;
 mod regions;
 mod session;
 mod stream;
@@ -234,6 +234,8 @@ pub enum Happened {
         /// An error fails the job.
         result: Result<()>,
     },
+    /// [`describe`](Fabric::describe) says something else of an endpoint than before.
+    Changed(EndpointId),
     /// The flush of a write has ended.
     Flushed {
         /// Which.
@@ -264,8 +266,27 @@ pub struct Parts<F: Fabric> {
     pub registrar: Arc<dyn Registrar<F::Local>>,
 }
 
+/// A further part of a library, with a thread of its own.
+pub struct Lane<F: Fabric> {
+    /// How peers reach it, as in [`Parts`].
+    pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+    /// The library.
+    pub fabric: F,
+}
+
 /// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a thread or a descriptor for
 /// it.
 pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
-    handle::open(context, parts)
+    handle::open(context, parts, Vec::new())
+}
+
+/// As [`open`], with several parts of the library that work at the same time. Each serves every region, is linked with a
+/// part of the peer's, and may be given some of a [`Job`]'s pieces: they are to be taken from [`Job::next_piece`].
+/// [`unregister`](Fabric::unregister) of a region is called by one of them, when all have let go.
+pub fn open_lanes<F: Fabric>(
+    context: Context,
+    first: Parts<F>,
+    more: Vec<Lane<F>>,
+) -> Result<Arc<dyn Transport>> {
+    handle::open(context, first, more)
 }

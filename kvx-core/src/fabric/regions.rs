@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::sync::Mutex;
 use crate::transport::RegionSpec;
@@ -12,13 +13,21 @@ pub(super) struct Registered<L> {
     pub(super) id: RegionId,
     pub(super) key: RegionKey,
     pub(super) local: L,
+    /// Lanes that have not let go of it.
+    holders: AtomicUsize,
     /// Until it is given back.
     memory: Mutex<Option<Arc<Memory>>>,
 }
 
 impl<L> Registered<L> {
-    pub(super) fn new(spec: RegionSpec, local: L) -> Self {
-        Registered { id: spec.id, key: spec.key, local, memory: Mutex::new(Some(spec.memory)) }
+    pub(super) fn new(spec: RegionSpec, local: L, lanes: usize) -> Self {
+        let (holders, memory) = (AtomicUsize::new(lanes), Mutex::new(Some(spec.memory)));
+        Registered { id: spec.id, key: spec.key, local, holders, memory }
+    }
+
+    /// Nobody reaches it over one lane any more. Says whether that was the last.
+    pub(super) fn let_go(&self) -> bool {
+        self.holders.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
     /// Nobody reaches it any more.
@@ -27,7 +36,8 @@ impl<L> Registered<L> {
         drop(memory);
     }
 
-    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed.
+    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed. Not after
+    /// [`let_go`](Registered::let_go) of the same lane, so that there is no last one.
     pub(super) fn quarantine(self: Arc<Self>) {
         std::mem::forget(self);
     }
@@ -38,23 +48,27 @@ enum State<L> {
     Revoked,
 }
 
-/// What peers may ask for.
-pub(super) struct Regions<L>(Mutex<HashMap<RegionId, State<L>>>);
+/// What peers may ask for, over any lane.
+pub(super) struct Regions<L>(Mutex<All<L>>);
 
-impl<L> Default for Regions<L> {
-    fn default() -> Self {
-        Regions(Mutex::new(HashMap::new()))
-    }
+struct All<L> {
+    /// Lanes that have not ended.
+    lanes: usize,
+    regions: HashMap<RegionId, State<L>>,
 }
 
 impl<L> Regions<L> {
+    pub(super) fn new(lanes: usize) -> Self {
+        Regions(Mutex::new(All { lanes, regions: HashMap::new() }))
+    }
+
     pub(super) fn open(&self, region: Arc<Registered<L>>) {
-        self.0.lock().insert(region.id, State::Open(region));
+        self.0.lock().regions.insert(region.id, State::Open(region));
     }
 
     /// Nobody is granted it from now on. `None`: it was revoked before.
     pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<Registered<L>>> {
-        match self.0.lock().insert(id, State::Revoked) {
+        match self.0.lock().regions.insert(id, State::Revoked) {
             Some(State::Open(region)) => Some(region),
             Some(State::Revoked) | None => None,
         }
@@ -62,7 +76,7 @@ impl<L> Regions<L> {
 
     /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`, `Revoked`.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
-        match self.0.lock().get(&id) {
+        match self.0.lock().regions.get(&id) {
             None => Err(Error::new(Kind::Unregistered, format!("region {id} is not registered here"))),
             Some(State::Revoked) => Err(revoked(id)),
             Some(State::Open(region)) if region.key.matches(key) => Ok(()),
@@ -72,15 +86,19 @@ impl<L> Regions<L> {
         }
     }
 
-    /// Takes all that are still open.
+    /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if there are any.
     pub(super) fn close(&self) -> Vec<Arc<Registered<L>>> {
-        let all = std::mem::take(&mut *self.0.lock());
-        all.into_values()
-            .filter_map(|state| match state {
-                State::Open(region) => Some(region),
-                State::Revoked => None,
-            })
-            .collect()
+        let mut all = self.0.lock();
+        all.lanes -= 1;
+        let open = all.regions.values().filter_map(|state| match state {
+            State::Open(region) => Some(Arc::clone(region)),
+            State::Revoked => None,
+        });
+        let open = open.collect();
+        if all.lanes == 0 {
+            all.regions.clear();
+        }
+        open
     }
 }
 

@@ -9,9 +9,9 @@ use crate::{Error, Identity, Kind, RegionId, Result, Ticket};
 use super::handle::{Import, Wiring};
 use super::jobs::Waiting;
 use super::messages::Message;
-use super::process::Watched;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
+use crate::process::Watched;
 
 /// The most notifications of one link that are not acknowledged: what the target may have to park.
 pub(super) const WINDOW: usize = 16;
@@ -203,19 +203,19 @@ impl<F: Fabric> Session<F> {
         self.outgoing.clear();
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says whether that began just now.
-    pub(super) fn note_awaiting(&mut self) -> bool {
+    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
+    pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
         let awaits = !self.foreign && (self.wanted > 0 || !self.sent.is_empty() || self.jobs > 0);
         match (awaits, self.life.awaited) {
             (true, None) => {
                 self.life.awaited = Some(Instant::now());
-                true
+                self.life.awaited
             }
             (false, Some(_)) => {
                 (self.life.awaited, self.life.pinged) = (None, None);
-                false
+                None
             }
-            _ => false,
+            _ => None,
         }
     }
 

@@ -43,6 +43,12 @@ pub trait Progress: Send + 'static {
         Duration::from_micros(20)
     }
 
+    /// Asked once, after a turn of another thread: whether it left nothing that the sleeping thread does not know of. Then it
+    /// may sleep on, and needs not be asked how long, which costs system calls.
+    fn left_nothing(&mut self) -> bool {
+        false
+    }
+
     /// Whether whoever waits for this core goes first after a turn, although there is more to do: work whose latency
     /// counts comes by. A core that is never let go of is taken away only every few milliseconds.
     fn lets_others_go_first(&self) -> bool {
@@ -199,6 +205,7 @@ impl<P: Progress> Reactor<P> {
         let must_wake = done > 0
             && self.shared.asleep.load(Ordering::SeqCst)
             && !self.shared.napping.load(Ordering::SeqCst)
+            && !running.left_nothing()
             && match running.arm() {
                 Ok(Armed::Sleep(longest)) => {
                     self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
@@ -213,9 +220,14 @@ impl<P: Progress> Reactor<P> {
         done > 0
     }
 
+    /// Has the machine stop, without waiting for it.
+    pub(crate) fn ask_to_stop(&self) {
+        self.shared.ask_to_stop();
+    }
+
     /// Stops the machine and waits for its thread, unless that is the calling one.
     pub fn stop(&self) {
-        self.shared.ask_to_stop();
+        self.ask_to_stop();
         let thread = self.thread.lock().take(); // and let go of the lock: the thread may come here too
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()

@@ -5,17 +5,24 @@ use std::fmt;
 
 use super::Copies;
 use super::pool::Bounce;
-use super::stream::Stream;
-use crate::Result;
+use super::stream::{Started, Stream};
 use crate::memory::Direction;
+use crate::{Extent, Result};
 
 /// Blocks on their way from a device: a stream of bytes to be sent. See the [module](super).
 pub struct Fetch {
     pub(super) stream: Stream,
     /// What has been copied and not been sent.
-    pub(super) copied: VecDeque<(usize, Bounce)>,
+    pub(super) copied: VecDeque<Copied>,
     /// Bytes of the first of these that have been sent.
     pub(super) at: usize,
+}
+
+/// Bytes in a buffer, and which they are.
+pub(super) struct Copied {
+    len: usize,
+    bounce: Bounce,
+    extents: Vec<Extent>,
 }
 
 impl Fetch {
@@ -29,7 +36,8 @@ impl Fetch {
         loop {
             stream.look()?;
             while let Some(copy) = stream.next_landed() {
-                self.copied.extend(copy.bounce.map(|bounce| (copy.len, bounce)));
+                let Started { len, extents, bounce, .. } = copy;
+                self.copied.extend(bounce.map(|bounce| Copied { len, bounce, extents }));
             }
             if stream.blocks.left() == 0 || self.copied.len() + stream.started.len() >= stream.depth {
                 return Ok(());
@@ -49,25 +57,46 @@ impl Fetch {
     /// [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
     pub fn slices(&self) -> impl Iterator<Item = &[u8]> {
         let mut sent = self.at;
-        self.copied.iter().map(move |(len, bounce)| &bounce.bytes()[std::mem::take(&mut sent)..*len])
+        self.copied.iter().map(move |copied| &copied.bounce.bytes()[std::mem::take(&mut sent)..copied.len])
     }
 
     /// `count` bytes went out: not more than [`slices`](Fetch::slices) has. Buffers that are sent are free again.
     pub fn sent(&mut self, count: usize) {
         self.at += count;
-        while let Some((len, _)) = self.copied.front()
-            && *len <= self.at
+        while self.copied.front().is_some_and(|first| first.len <= self.at)
+            && let Some(Copied { len, mut extents, .. }) = self.copied.pop_front()
         {
             self.at -= len;
-            self.copied.pop_front();
+            extents.clear();
+            self.stream.spare.push(extents);
         }
         debug_assert!(self.at == 0 || !self.copied.is_empty());
     }
 
     /// Bytes that are not sent yet.
     pub fn left(&self) -> u64 {
-        let copied: usize = self.copied.iter().map(|(len, _)| len).sum();
+        let copied: usize = self.copied.iter().map(|copied| copied.len).sum();
         self.stream.left() + (copied - self.at) as u64
+    }
+
+    /// Whether others wait for a buffer while its peer does not read. If not now, its token comes when they do.
+    pub fn is_in_the_way(&self) -> bool {
+        self.stream.pool.is_scarce(&self.stream.shared)
+    }
+
+    /// Gives its buffers back: what is not sent is copied again, from the next [`resume`](Fetch::resume) on.
+    pub fn rewind(&mut self) {
+        let mut sent = std::mem::take(&mut self.at) as u64;
+        let again = self.copied.drain(..).map(|Copied { mut extents, .. }| {
+            extents.retain_mut(|extent| {
+                let now = sent.min(extent.len);
+                sent -= now;
+                (extent.offset, extent.len) = (extent.offset + now, extent.len - now);
+                extent.len > 0
+            });
+            extents
+        });
+        self.stream.rewind(again);
     }
 
     /// Starts nothing any more and gives the buffers back. Copies in flight end by themselves: the token comes for

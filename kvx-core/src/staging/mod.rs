@@ -36,7 +36,8 @@
 //! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read from each other could
 //! fill theirs with bytes to be sent and have none left to receive the other's. Streams that wait for a buffer get it
 //! in the order in which they asked. A receiving stream whose socket is dry gives its buffer back when others wait
-//! ([`Store::pause`]); a sending one keeps at most [`Buffers::depth`] of them while its peer does not read.
+//! ([`Store::pause`]), and a sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no peer can
+//! keep the buffers from the others.
 
 mod ends;
 mod pool;
@@ -171,6 +172,7 @@ impl Stager {
             pieces: Vec::new(),
             started: VecDeque::new(),
             first: 0,
+            spare: Vec::new(),
             failed: None,
         })
     }

@@ -136,11 +136,15 @@ pub(super) struct Stream {
     pub(super) started: VecDeque<Started>,
     /// The number of the first of them.
     pub(super) first: u64,
+    /// Lists of extents to be used again.
+    pub(super) spare: Vec<Vec<Extent>>,
     pub(super) failed: Option<Error>,
 }
 
 pub(super) struct Started {
     pub(super) len: usize,
+    /// What it copies from a device, in case that it is to be copied again.
+    pub(super) extents: Vec<Extent>,
     pub(super) landed: bool,
     pub(super) bounce: Option<Bounce>,
 }
@@ -150,7 +154,9 @@ impl Stream {
     pub(super) fn look(&mut self) -> Result<()> {
         let landed = std::mem::take(&mut self.shared.told.lock().landed);
         for (number, result) in landed {
-            match (result, self.started.get_mut((number - self.first) as usize)) {
+            // One that was given up may come before the first.
+            let at = number.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
+            match (result, at.and_then(|at| self.started.get_mut(at))) {
                 (Ok(bounce), Some(copy)) => (copy.landed, copy.bounce) = (true, bounce),
                 (Ok(_), None) => {}
                 (Err(error), _) => {
@@ -211,9 +217,13 @@ impl Stream {
     /// Starts the copy of the first `len` bytes that are planned; the rest is to be planned again.
     pub(super) fn start(&mut self, direction: Direction, bounce: Bounce, len: usize) {
         let mut at = 0;
+        let mut extents = self.spare.pop().unwrap_or_default();
         for mut extent in self.planned.drain(..) {
             let now = extent.len.min((len - at) as u64);
             if now > 0 {
+                if direction == Direction::ToHost {
+                    extents.push(Extent { len: now, ..extent });
+                }
                 let device = self.memories[extent.region as usize].address() + extent.offset;
                 self.pieces.push(Piece { device, host: bounce.base().wrapping_add(at), len: now as usize });
                 at += now as usize;
@@ -224,7 +234,7 @@ impl Stream {
             }
         }
         let number = self.first + self.started.len() as u64;
-        self.started.push_back(Started { len, landed: false, bounce: None });
+        self.started.push_back(Started { len, extents, landed: false, bounce: None });
         self.shared.told.lock().in_flight += 1;
         let copy = InFlight {
             stream: Arc::clone(&self.shared),
@@ -237,6 +247,28 @@ impl Stream {
         // in the bounce buffer, which the copy holds as well and gives away only when it has settled.
         unsafe { self.access.copy(direction, &self.pieces, Ticket::of(Arc::new(copy))) };
         self.pieces.clear();
+    }
+
+    /// Gives up all copies, and gives back what has landed and what was granted: `copied` and they are to be planned
+    /// again, first of all.
+    pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
+        let (granted, landed) = {
+            let mut told = self.shared.told.lock();
+            let granted = told.granted.take();
+            told.queued &= granted.is_none();
+            (granted, std::mem::take(&mut told.landed))
+        };
+        for (_, result) in landed {
+            if let Err(error) = result {
+                self.fail(error);
+            }
+        }
+        drop(granted);
+        self.first += self.started.len() as u64;
+        let mut again: VecDeque<Extent> = copied.flatten().collect();
+        again.extend(self.started.drain(..).flat_map(|copy| copy.extents));
+        again.append(&mut self.blocks.back);
+        self.blocks.back = again;
     }
 
     fn fail(&mut self, error: Error) -> Error {

@@ -13,7 +13,7 @@ use super::error::error;
 use super::here::{Watched, Window};
 use super::host::PeerProcess;
 use super::link::{Import, Wiring};
-use super::memory::{self, Held};
+use super::memory::{self, Held, How};
 use super::messages::Message;
 use super::socket::{self, Poller, Ready};
 use super::writes::Writes;
@@ -93,6 +93,10 @@ pub(crate) struct Connection {
     pub(crate) imports: HashMap<u64, Imported>,
     /// The peer's process for reads that pass the machine by; made when first needed.
     pub(crate) watched: Option<Arc<Watched>>,
+    /// Regions that the peer takes back as soon as no device reads them any more.
+    pub(crate) releasing: HashSet<RegionId>,
+    /// Whether it was told that we send no more.
+    pub(crate) finished: bool,
     /// Imports that are not answered.
     pub(crate) wanted: usize,
     /// Transfers that wait for them.
@@ -136,6 +140,8 @@ impl Connection {
             granted: HashSet::new(),
             imports: HashMap::new(),
             watched: None,
+            releasing: HashSet::new(),
+            finished: false,
             wanted: 0,
             waiting: Vec::new(),
             writes: Writes::default(),
@@ -170,8 +176,10 @@ impl Connection {
     /// A granted region as posters may see it; `None` when the process cannot be watched from there.
     pub(crate) fn window(&mut self, held: &Held) -> Option<Window> {
         let place = held.place.clone();
-        if place.mapping.is_some() {
-            return Some(Window { place, owner: None });
+        match place.how {
+            How::Mapped(_) => return Some(Window { place, owner: None }),
+            How::Device(_) => return None, // a device takes its time
+            How::There => {}
         }
         if self.watched.is_none() && self.process.pid > 0 {
             let socket = self.socket.try_clone().ok()?;

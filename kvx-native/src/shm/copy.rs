@@ -7,12 +7,14 @@ use rustix::io::Errno;
 
 use super::error::{error, readv_refused};
 use super::host::PeerProcess;
-use super::memory::Place;
+use super::memory::{How, Place};
 
 /// The most vectors in one call: the kernel's own limit.
 const MAX_VECTORS: usize = 1024;
 /// The most bytes in one call; also the longest piece.
 pub(crate) const MAX_BATCH: u64 = 1 << 20;
+/// The most bytes of a plain copy: a long one is a tenth slower than a row of these.
+const MAX_COPY: usize = 64 << 10;
 /// Plain copies that are gathered before the first of them is made.
 const MAX_COPIES: usize = 64;
 /// Bytes at the beginning of the next copy that are asked for during one.
@@ -54,6 +56,13 @@ pub(crate) struct Turn {
 pub(crate) struct Owner<'a> {
     pub(crate) process: &'a PeerProcess,
     pub(crate) socket: BorrowedFd<'a>,
+}
+
+impl Owner<'_> {
+    /// Whether what was copied until now is its memory, and not what became of it.
+    pub(crate) fn lives(&self) -> bool {
+        self.process.still_behind(self.socket)
+    }
 }
 
 /// A plain copy to be made.
@@ -109,11 +118,14 @@ impl Copier {
             let from = (place.base + piece.from_offset) as *const u8;
             let len = piece.len as usize;
             moved += piece.len;
-            if place.mapping.is_some() {
-                self.copies.push(Copy { from, into, len });
-                if self.copies.len() == MAX_COPIES {
-                    // SAFETY: what was gathered came from pieces that the caller vouches for.
-                    unsafe { self.copy() };
+            if let How::Mapped(_) = place.how {
+                for at in (0..len).step_by(MAX_COPY) {
+                    let (from, into) = (from.wrapping_add(at), into.wrapping_add(at));
+                    self.copies.push(Copy { from, into, len: MAX_COPY.min(len - at) });
+                    if self.copies.len() == MAX_COPIES {
+                        // SAFETY: what was gathered came from pieces that the caller vouches for.
+                        unsafe { self.copy() };
+                    }
                 }
                 continue;
             }
@@ -192,7 +204,7 @@ impl Copier {
         self.ours.clear();
         self.theirs.clear();
         self.bytes = 0;
-        if !owner.process.still_behind(owner.socket) {
+        if !owner.lives() {
             return Err(Stopped::OwnerGone);
         }
         result.map_err(|errno| match errno {
@@ -377,7 +389,7 @@ mod tests {
         let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
         let owner = Owner { process: &process, socket: socket.as_fd() };
-        let places = vec![Place { base: source.as_ptr() as u64, mapping: None }; 2];
+        let places = vec![Place { base: source.as_ptr() as u64, how: How::There }; 2];
         let targets = [target.as_mut_ptr() as u64];
         let mut copier = Copier::new();
         let mut pieces = Pulling::new(from, into);
@@ -405,7 +417,7 @@ mod tests {
         let indices: Vec<u32> = (0..5000).map(|at| at * 7 % 5000).collect();
         let mut copier = Copier::new();
         let mut run = |base: u64, target: &mut [u8]| {
-            let places = [Place { base, mapping: None }];
+            let places = [Place { base, how: How::There }];
             let targets = [target.as_mut_ptr() as u64];
             let mut pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
             // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.

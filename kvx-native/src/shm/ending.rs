@@ -9,12 +9,16 @@ use kvx_core::{Error, Kind, LinkId};
 
 use super::connection::Phase;
 use super::error::{error, peer_closed, peer_died, peer_silent};
+use super::flights::Errand;
 use super::messages::Message;
 use super::progress::{Machine, Work};
 use super::socket;
 
 /// How long a machine that ends waits for peers to let go.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
+
+/// How often it looks meanwhile at copies of devices, which wake nobody any more.
+const LAST_LOOK: Duration = Duration::from_millis(1);
 
 /// How a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,28 +53,43 @@ impl Machine {
                 }
             }
         }
+        let flying = self.flights.any_at(at);
         let connection = &mut self.connections[at];
         let proven = end == End::Proven;
         for (done, result) in connection.writes.fail_all(&reason, proven) {
             out.settle(done, result);
         }
-        if proven || connection.writes.is_empty() && connection.granted.is_empty() {
+        if proven || !flying && connection.writes.is_empty() && connection.granted.is_empty() {
             connection.granted.clear();
             connection.unwatch(&self.poller);
             socket::close(self.connections.remove(at).socket);
+            for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
+                flight.at = None;
+            }
             self.confirm(at, None, out);
-        } else if !connection.is_leaving() {
+            return;
+        }
+        if !connection.is_leaving() {
             connection.clear_queue();
             connection.flush(&self.poller);
             connection.phase = Phase::Leaving;
+        }
+        // This says that we hold nothing of the peer's.
+        if !flying && !std::mem::replace(&mut connection.finished, true) {
             socket::finish(connection.socket.as_fd());
         }
     }
 
     fn let_go(&mut self, at: usize, reason: &Error, out: &mut Outbox) {
-        for work in self.turns.extract(|work| work.connection() == at) {
+        for work in self.turns.extract(|work| work.connection() == Some(at)) {
             work.settle(reason.clone(), out);
         }
+        for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
+            if let Errand::Pull { write, .. } = &mut flight.errand {
+                *write = None; // nobody there waits for an answer
+            }
+        }
+        self.stop_flights(|flight| flight.at == Some(at), reason, out);
         self.populates.retain(|populate| populate.at != at);
         let connection = &mut self.connections[at];
         for waiting in connection.waiting.drain(..) {
@@ -88,6 +107,7 @@ impl Machine {
         connection.imports.clear();
         connection.watched = None;
         connection.lent.clear();
+        connection.releasing.clear();
         connection.parked.clear();
         connection.pulls = 0;
     }
@@ -213,10 +233,16 @@ impl Machine {
             out.link(connecting.link.id, LinkState::Lost(super::error::closed()));
         }
         let until = Instant::now() + LAST_PATIENCE;
-        while !self.connections.is_empty() && Instant::now() < until {
-            if self.handle_events(out) == 0 {
-                self.poller.wait(until.saturating_duration_since(Instant::now()));
+        while Instant::now() < until {
+            let flying = self.flights.under_way();
+            if flying.is_empty() && self.connections.is_empty() {
+                break;
             }
+            if self.handle_events(out) == 0 {
+                let longest = if flying.is_empty() { LAST_PATIENCE } else { LAST_LOOK };
+                self.poller.wait(until.saturating_duration_since(Instant::now()).min(longest));
+            }
+            flying.into_iter().for_each(|number| self.landed(number, out));
         }
         self.keep_unproven(out);
         for (_, mut connection) in std::mem::take(&mut self.connections) {
@@ -234,11 +260,12 @@ impl Machine {
 }
 
 impl Work {
-    /// The connection it belongs to.
-    pub(crate) fn connection(&self) -> usize {
+    /// The connection it belongs to; flights know theirs by themselves.
+    pub(crate) fn connection(&self) -> Option<usize> {
         match self {
-            Work::Read(read) => read.at,
-            Work::Pull(pull) => pull.at,
+            Work::Read(read) => Some(read.at),
+            Work::Pull(pull) => Some(pull.at),
+            Work::Flight(_) => None,
         }
     }
 

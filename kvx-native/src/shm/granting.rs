@@ -8,8 +8,9 @@ use kvx_core::reactor::Outbox;
 use kvx_core::{Kind, RegionId, RegionKey, Result, Ticket};
 
 use super::connection::Imported;
+use super::ending::End;
 use super::error::{error, revoked, still_shared};
-use super::memory::{self, Held, Mapping, Revoked};
+use super::memory::{Held, How, Mapping, Revoked};
 use super::messages::{Message, Reached, Refusal};
 use super::progress::{Machine, Work};
 
@@ -20,10 +21,18 @@ const POPULATE_STEP: usize = 2 << 20;
 
 /// A revocation that waits for peers.
 pub(crate) struct Recall {
-    region: Revoked,
+    pub(crate) region: Revoked,
     /// The connections whose peers have not let go.
     waiting: HashSet<usize>,
     done: Ticket,
+}
+
+impl Recall {
+    /// Its end will never be known.
+    pub(crate) fn forget(self) {
+        drop(self.done);
+        std::mem::forget(self.region);
+    }
 }
 
 /// A mapping whose pages are being made present.
@@ -41,7 +50,7 @@ impl Machine {
         match self.regions.check(id, key) {
             Ok(memory) => {
                 connection.granted.insert(id);
-                let grant = Message::Grant { import, reached: memory::reached(&memory) };
+                let grant = Message::Grant { import, reached: self.regions.reached(id, &memory) };
                 connection.send_with(&self.poller, &grant, Some(memory));
             }
             Err(refused) => {
@@ -67,7 +76,7 @@ impl Machine {
             ));
         }
         // One that does not fit is refused when a write names it: the others go on.
-        let held = Held::of(id, reached, file);
+        let held = Held::of(id, reached, file, &self.devices);
         if let Ok(held) = &held {
             self.populate(at, held);
         }
@@ -77,7 +86,7 @@ impl Machine {
 
     /// Has a new mapping's pages made present while there is nothing else to do, so that transfers do not pay for it.
     pub(crate) fn populate(&mut self, at: usize, held: &Held) {
-        if let Some(mapping) = &held.place.mapping {
+        if let How::Mapped(mapping) = &held.place.how {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
             self.populates.push_back(populate);
         }
@@ -97,6 +106,7 @@ impl Machine {
     pub(crate) fn revoke(&mut self, region: Revoked, done: Ticket, out: &mut Outbox) {
         let id = region.id;
         self.stop_pulls(|pull| pull.writes(id), &revoked(id));
+        self.stop_flights(|flight| flight.ours().contains(&id), &revoked(id), out);
         let mut waiting = HashSet::new();
         for (at, connection) in &mut self.connections {
             if connection.granted.contains(&id) {
@@ -104,10 +114,21 @@ impl Machine {
                 waiting.insert(at);
             }
         }
-        if waiting.is_empty() {
-            out.settle(done, Ok(()));
-        } else {
-            self.recalls.push(Recall { region, waiting, done });
+        let recall = Recall { region, waiting, done };
+        if self.flights.has_lost(id) {
+            return recall.forget();
+        }
+        self.recalls.push(recall);
+        self.settle_recalls(out);
+    }
+
+    /// Settles the revocations that nobody holds up any more.
+    pub(crate) fn settle_recalls(&mut self, out: &mut Outbox) {
+        let flights = &self.flights;
+        let is_done =
+            |recall: &mut Recall| recall.waiting.is_empty() && !flights.any_writes(recall.region.id);
+        for recall in self.recalls.extract_if(.., is_done) {
+            out.settle(recall.done, Ok(()));
         }
     }
 
@@ -129,9 +150,7 @@ impl Machine {
         for recall in self.recalls.iter_mut().filter(|recall| matches(recall)) {
             recall.waiting.remove(&at);
         }
-        for recall in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
-            out.settle(recall.done, Ok(()));
-        }
+        self.settle_recalls(out);
     }
 
     /// The owner takes a region back that we were granted or lent: lets go of it and says so.
@@ -140,7 +159,7 @@ impl Machine {
         self.stop_pulls(|pull| pull.at == at && pull.reads(id), &reason);
         let stopped = self.turns.extract(|work| match work {
             Work::Read(read) => read.at == at && read.reads(id),
-            Work::Pull(_) => false,
+            Work::Pull(_) | Work::Flight(_) => false,
         });
         self.populates.retain(|populate| populate.at != at || populate.id != id);
         for work in stopped {
@@ -154,14 +173,33 @@ impl Machine {
                 *imported = Imported::Refused(reason.clone());
             }
         }
-        connection.send(&self.poller, &Message::Released { id });
+        connection.releasing.insert(id);
+        self.stop_flights(|flight| flight.reads(at, id), &reason, out);
+        self.release_landed(at, out);
         self.post_waiting(at, out);
+    }
+
+    /// Says of regions that the owner takes back that we have let go, when no device reads them any more; and ends a
+    /// connection that has waited for that.
+    pub(crate) fn release_landed(&mut self, at: usize, out: &mut Outbox) {
+        let Some(connection) = self.connections.get_mut(at) else { return };
+        let flights = &self.flights;
+        let landed: Vec<RegionId> =
+            connection.releasing.iter().copied().filter(|id| !flights.any_reads(at, *id)).collect();
+        for id in landed {
+            connection.releasing.remove(&id);
+            connection.send(&self.poller, &Message::Released { id });
+        }
+        if connection.is_leaving() && !flights.any_at(at) {
+            self.end(at, super::error::closed(), End::Ours, None, out);
+        }
     }
 
     /// The machine ends: what peers have not let go of is never freed.
     pub(crate) fn keep_unproven(&mut self, out: &mut Outbox) {
-        let unproven: HashSet<RegionId> =
+        let mut unproven: HashSet<RegionId> =
             self.connections.iter().flat_map(|(_, connection)| connection.granted.iter().copied()).collect();
+        unproven.extend(self.flights.keep_for_ever());
         self.regions.close(unproven);
         for recall in self.recalls.drain(..) {
             out.settle(recall.done, Err(still_shared(recall.region.id)));

@@ -55,7 +55,9 @@ impl Shutter {
 /// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it.
 pub(crate) fn read_here(plan: &Arc<Bound>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
-    if plan.remotes().len() > MAX_REGIONS {
+    // One kind of memory a side: the first speaks for all.
+    let on_host = plan.locals().first().is_none_or(|local| local.memory.kind().is_host());
+    if plan.remotes().len() > MAX_REGIONS || !on_host {
         return false;
     }
     for (window, remote) in windows.iter_mut().zip(plan.remotes()) {

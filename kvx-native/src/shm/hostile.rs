@@ -4,13 +4,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::memory::IpcHandle;
 use kvx_core::{
-    Agent, Grid, Identity, Incarnation, Kind, Memory, Placed, Plan, Region, RegionId, RegionKey, Registry,
+    Agent, DeviceId, Grid, Identity, Incarnation, Kind, Memory, Placed, Plan, Region, RegionId, RegionKey,
+    Registry,
 };
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::messages::{Message, Probe, Reached, Refusal, VERSIONS};
+use super::messages::{At, Message, Probe, Reached, Refusal, VERSIONS};
 use super::socket::{self, Received};
 use crate::described::Described;
 
@@ -160,7 +162,7 @@ fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
         Message::Done { write: 1, result: Ok(()) },
         Message::Ack { id: 3 },
         Message::Released { id: region.id() },
-        Message::Grant { import: 0, reached: Reached { len: 1, address: None } },
+        Message::Grant { import: 0, reached: Reached { len: 1, at: At::File } },
         Message::Alive.clone(),
     ] {
         let raw = Raw::shaken(&target);
@@ -218,23 +220,23 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     let (foreign, open, short, good) = (RegionId(1), RegionId(2), RegionId(3), RegionId(4));
     let len = LEN as u64;
     raw.send(
-        &Message::Lend { id: foreign, reached: Reached { len, address: Some(ours.as_ptr() as u64) } },
+        &Message::Lend { id: foreign, reached: Reached { len, at: At::Address(ours.as_ptr() as u64) } },
         None,
     );
     raw.send(
-        &Message::Lend { id: open, reached: Reached { len, address: None } },
+        &Message::Lend { id: open, reached: Reached { len, at: At::File } },
         Some(&memory_file(len, SealFlags::GROW)),
     );
     raw.send(
-        &Message::Lend { id: short, reached: Reached { len, address: None } },
+        &Message::Lend { id: short, reached: Reached { len, at: At::File } },
         Some(&memory_file(4096, sealed())),
     );
     raw.send(
-        &Message::Lend { id: good, reached: Reached { len, address: None } },
+        &Message::Lend { id: good, reached: Reached { len, at: At::File } },
         Some(&memory_file(len, sealed())),
     );
-    raw.send(&Message::Lend { id: RegionId(5), reached: Reached { len, address: None } }, None);
-    raw.send(&Message::Lend { id: RegionId(6), reached: Reached { len, address: Some(0x1000) } }, None);
+    raw.send(&Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
+    raw.send(&Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } }, None);
     let whole = Grid::packed(len, 1);
     let beyond = Grid { base: 1, ..whole };
     let none = RegionKey([0; 16]);
@@ -282,7 +284,7 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
     let raw = Raw::shaken(&target);
     for _ in 0..2 {
         raw.send(
-            &Message::Lend { id: RegionId(1), reached: Reached { len: 1, address: Some(0x1000) } },
+            &Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } },
             None,
         );
     }
@@ -298,14 +300,17 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     let reader = agent("reader");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
     let len = LEN as u64;
-    let good = Reached { len, address: None };
-    let cases: [(Reached, Option<OwnedFd>, Kind); 6] = [
-        (good, Some(memory_file(len, SealFlags::empty())), Kind::Denied),
-        (good, Some(memory_file(len, SealFlags::SHRINK | SealFlags::GROW)), Kind::Denied),
-        (good, Some(memory_file(len / 2, sealed())), Kind::Denied),
-        (good, Some(rustix::pipe::pipe().unwrap().0), Kind::Denied),
-        (good, None, Kind::Exhausted),
-        (Reached { len: len * 2, address: None }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
+    let good = || Reached { len, at: At::File };
+    let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
+    let device = At::Device { device: DeviceId([1; 16]), handle };
+    let cases: [(Reached, Option<OwnedFd>, Kind); 7] = [
+        (good(), Some(memory_file(len, SealFlags::empty())), Kind::Denied),
+        (good(), Some(memory_file(len, SealFlags::SHRINK | SealFlags::GROW)), Kind::Denied),
+        (good(), Some(memory_file(len / 2, sealed())), Kind::Denied),
+        (good(), Some(rustix::pipe::pipe().unwrap().0), Kind::Denied),
+        (good(), None, Kind::Exhausted),
+        (Reached { len, at: device }, None, Kind::NoRoute), // unsupported: there is no other backend
+        (Reached { len: len * 2, at: At::File }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
     ];
     for (reached, file, expected) in cases {
         // The metadata of an honest agent, but for where it listens.
@@ -360,7 +365,7 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     let (id, key) = (region.id(), RegionKey([1; 16]));
     let seeds: Vec<Vec<u8>> = [
         Message::Want { import: 1, id, key },
-        Message::Lend { id: RegionId(1), reached: Reached { len: 4096, address: Some(0x10_0000) } },
+        Message::Lend { id: RegionId(1), reached: Reached { len: 4096, at: At::Address(0x10_0000) } },
         Message::Write {
             write: 1,
             into: block(id, key, Grid::packed(64, 4)),

@@ -13,7 +13,7 @@ use kvx_core::{
 
 use super::error::error;
 use super::here::{Shutter, read_here};
-use super::memory::Reach;
+use super::memory::{Reach, openers};
 use super::progress::Command;
 use super::transport::{Opened, ShmRegion};
 
@@ -104,10 +104,11 @@ unsafe impl Link for ShmLink {
     }
 
     fn describe(&self) -> String {
+        let devices = if self.opened.devices.is_empty() { "" } else { ", device memory by its driver" };
         match self.wiring.sight.get() {
             None => "shared memory, not up".to_owned(),
             Some(Sight { ours: Ok(()), theirs: Ok(()) }) => {
-                "shared memory: pools mapped, other memory by process_vm_readv".to_owned()
+                format!("shared memory: pools mapped{devices}, other memory by process_vm_readv")
             }
             Some(sight) => {
                 let refused = |op, sight: &Result<()>| match sight {
@@ -115,7 +116,7 @@ unsafe impl Link for ShmLink {
                     Err(reason) => format!("; no {op} of other memory: {}", reason.sentence()),
                 };
                 let (reads, writes) = (refused("reads", &sight.ours), refused("writes", &sight.theirs));
-                format!("shared memory: pools mapped{reads}{writes}")
+                format!("shared memory: pools mapped{devices}{reads}{writes}")
             }
         }
     }
@@ -131,14 +132,11 @@ unsafe impl Link for ShmLink {
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        if !region.kind.is_host() {
-            return Err(error(
-                Kind::Unsupported,
-                format!("SHM moves host memory, and the peer's region is {} memory", region.kind),
-            ));
-        }
         // Whether foreign memory can be read matters for reads only: a post says so.
         let reach = Reach::import(region.export)?;
+        if let Reach::Device(owner) = reach {
+            openers(&self.opened.devices, Some(region.kind), owner)?;
+        }
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
         let import = Arc::new(Import {
             number,

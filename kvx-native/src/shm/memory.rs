@@ -6,14 +6,15 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvx_core::memory::IpcHandle;
 use kvx_core::transport::RegionSpec;
-use kvx_core::{Error, Kind, Memory, RegionId, RegionKey, Result};
+use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result};
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::error::{error, revoked, still_shared};
-use super::messages::Reached;
+use super::messages::{At, Reached};
 
 /// How other processes reach a region; travels in the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,28 +23,49 @@ pub(crate) enum Reach {
     Pool,
     /// Any other host memory: by `process_vm_readv`.
     Foreign,
+    /// Memory of a device: its driver opens it in the other process.
+    Device(DeviceId),
 }
 
 impl Reach {
     /// How `memory` is reached.
     pub(crate) fn of(memory: &Memory) -> Self {
-        if memory.shared_file().is_some() { Reach::Pool } else { Reach::Foreign }
+        match (memory.device_access(), memory.shared_file()) {
+            (Some(_), _) => Reach::Device(memory.device()),
+            (None, Some(_)) => Reach::Pool,
+            (None, None) => Reach::Foreign,
+        }
     }
 
     /// As it travels.
-    pub(crate) fn export(self) -> [u8; 2] {
-        [1, matches!(self, Reach::Foreign) as u8]
+    pub(crate) fn export(self) -> Vec<u8> {
+        match self {
+            Reach::Pool => vec![1, 0],
+            Reach::Foreign => vec![1, 1],
+            Reach::Device(device) => [&[1, 2][..], &device.0].concat(),
+        }
     }
 
     /// From a peer's metadata. Errors: `Malformed`.
     pub(crate) fn import(export: &[u8]) -> Result<Self> {
         match export {
-            // Later versions may say more behind these two.
+            // Later versions may say more behind these.
             [1..=u8::MAX, 0, ..] => Ok(Reach::Pool),
             [1..=u8::MAX, 1, ..] => Ok(Reach::Foreign),
+            [1..=u8::MAX, 2, device @ ..] if device.len() >= 16 => {
+                Ok(Reach::Device(DeviceId(std::array::from_fn(|at| device[at]))))
+            }
             _ => Err(error(Kind::Malformed, "malformed export of a region: the metadata was altered")),
         }
     }
+}
+
+/// A registered region.
+#[derive(Debug)]
+struct Open {
+    spec: RegionSpec,
+    /// How a device's memory is opened elsewhere.
+    handle: Option<IpcHandle>,
 }
 
 /// Our registered regions. The reactor looks them up; registering and revoking change them from any thread.
@@ -52,7 +74,7 @@ pub(crate) struct Regions(Mutex<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
-    open: HashMap<RegionId, RegionSpec>,
+    open: HashMap<RegionId, Open>,
     /// Numbers are never used twice, so a revoked region is known as one for ever.
     revoked: HashSet<RegionId>,
     /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
@@ -64,8 +86,19 @@ impl Regions {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn open(&self, region: RegionSpec) {
-        self.table().open.insert(region.id, region);
+    pub(crate) fn open(&self, spec: RegionSpec, handle: Option<IpcHandle>) {
+        self.table().open.insert(spec.id, Open { spec, handle });
+    }
+
+    /// What a peer is told about memory that it may read.
+    pub(crate) fn reached(&self, id: RegionId, memory: &Memory) -> Reached {
+        let handle = self.table().open.get(&id).and_then(|region| region.handle.clone());
+        let at = match (Reach::of(memory), handle) {
+            (Reach::Device(device), Some(handle)) => At::Device { device, handle },
+            (Reach::Pool, _) => At::File,
+            (Reach::Foreign | Reach::Device(_), _) => At::Address(memory.address()),
+        };
+        Reached { len: memory.len() as u64, at }
     }
 
     /// Refuses it from now on, and hands out what must be kept until peers have let go of it. Errors: `StillShared`
@@ -76,14 +109,14 @@ impl Regions {
             return Err(still_shared(id));
         }
         table.revoked.insert(id);
-        Ok(Revoked { id, _memory: table.open.remove(&id) })
+        Ok(Revoked { id, _memory: table.open.remove(&id).map(|region| region.spec) })
     }
 
     /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `Revoked`, `WrongKey`.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
         let table = self.table();
         match table.open.get(&id) {
-            Some(region) if region.key.matches(key) => Ok(Arc::clone(&region.memory)),
+            Some(Open { spec, .. }) if spec.key.matches(key) => Ok(Arc::clone(&spec.memory)),
             Some(_) => Err(error(
                 Kind::WrongKey,
                 format!("the key shown for region {id} is not its key: take the peer's metadata again"),
@@ -114,12 +147,6 @@ impl Regions {
 pub(crate) struct Revoked {
     pub(crate) id: RegionId,
     _memory: Option<RegionSpec>,
-}
-
-/// What a peer is told about memory that it may read.
-pub(crate) fn reached(memory: &Memory) -> Reached {
-    let address = matches!(Reach::of(memory), Reach::Foreign).then(|| memory.address());
-    Reached { len: memory.len() as u64, address }
 }
 
 /// A peer's pool in our address space, for reading only.
@@ -235,30 +262,94 @@ pub(crate) struct Held {
 /// Where a copy reads from.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
-    /// An address in this process if it is mapped here, else in the peer's.
+    /// An address in this process if it is mapped here, on the device, else in the peer's process.
     pub(crate) base: u64,
-    /// What keeps it mapped; `None`: the peer's own memory.
-    pub(crate) mapping: Option<Arc<Mapping>>,
+    pub(crate) how: How,
+}
+
+/// What a peer's memory is for us.
+#[derive(Clone, Debug)]
+pub(crate) enum How {
+    /// Mapped here, as long as somebody holds this.
+    Mapped(Arc<Mapping>),
+    /// The peer's own.
+    There,
+    /// Opened on a device, as long as somebody holds this.
+    Device(Arc<Memory>),
 }
 
 impl Held {
-    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`, `Malformed`.
-    pub(crate) fn of(id: RegionId, reached: Reached, file: Option<&OwnedFd>) -> Result<Self> {
-        let place = match (reached.address, file) {
-            (Some(base), _) => Place { base, mapping: None },
-            (None, Some(file)) => {
-                let mapping = Mapping::of(file, reached.len)?;
-                Place { base: mapping.base(), mapping: Some(Arc::new(mapping)) }
+    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`, `Malformed`; what a
+    /// device says that does not open it, `Unsupported` mostly.
+    pub(crate) fn of(
+        id: RegionId,
+        reached: Reached,
+        file: Option<&OwnedFd>,
+        devices: &[Arc<dyn DeviceAccess>],
+    ) -> Result<Self> {
+        let len = reached.len;
+        let place = match (reached.at, file) {
+            (At::Address(base), _) => Place { base, how: How::There },
+            (At::Device { device, handle }, _) => {
+                let opened = opened(devices, device, &handle, len)?;
+                Place { base: opened.address(), how: How::Device(Arc::new(opened)) }
             }
-            (None, None) => {
+            (At::File, Some(file)) => {
+                let mapping = Mapping::of(file, len)?;
+                Place { base: mapping.base(), how: How::Mapped(Arc::new(mapping)) }
+            }
+            (At::File, None) => {
                 return Err(error(
                     Kind::Exhausted,
                     "the file of a peer's pool did not arrive: this process has too many open files, raise ulimit -n",
                 ));
             }
         };
-        Ok(Held { id, len: reached.len, place })
+        Ok(Held { id, len, place })
     }
+}
+
+/// The devices of ours that may open memory of a peer's device: the same one, or else any that may reach it. Errors:
+/// `Unsupported` when there is none.
+pub(crate) fn openers(
+    devices: &[Arc<dyn DeviceAccess>],
+    kind: Option<MemoryKind>,
+    owner: DeviceId,
+) -> Result<Vec<&Arc<dyn DeviceAccess>>> {
+    let mut openers: Vec<_> =
+        devices.iter().filter(|device| kind.is_none_or(|kind| device.kind() == kind)).collect();
+    openers.sort_by_key(|device| device.device() != owner);
+    if openers.is_empty() {
+        return Err(error(
+            Kind::Unsupported,
+            format!(
+                "the peer's memory lies on a device that this agent was not given: build it with an access to device \
+                 {:032x} (Builder::device), or use TCP",
+                u128::from_be_bytes(owner.0)
+            ),
+        ));
+    }
+    Ok(openers)
+}
+
+fn opened(
+    devices: &[Arc<dyn DeviceAccess>],
+    owner: DeviceId,
+    handle: &IpcHandle,
+    len: u64,
+) -> Result<Memory> {
+    let len =
+        usize::try_from(len).map_err(|_| error(Kind::Malformed, "a region beyond the address space"))?;
+    let mut refused = None;
+    for device in openers(devices, None, owner)? {
+        match Arc::clone(device).open(owner, handle, len) {
+            Ok(memory) => return Ok(memory),
+            // The first is the likeliest: what it says tells most.
+            Err(why) => refused = refused.or(Some(why)),
+        }
+    }
+    let why = refused.unwrap_or_else(|| error(Kind::Unsupported, "no device opens the peer's memory"));
+    Err(why.backend(super::error::NAME))
 }
 
 /// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
@@ -278,7 +369,25 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
     Ok(())
 }
 
-/// The file to pass with [`reached`], if the memory has one.
+/// How other processes open memory of a device; `None` for host memory. May block. Errors: the device's, `Unsupported`
+/// for memory that its driver does not share.
+pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
+    let Some(access) = memory.device_access() else { return Ok(None) };
+    let shared = access.share(memory.address(), memory.len());
+    match shared.map_err(|why| why.backend(super::error::NAME))? {
+        handle if handle.bytes.len() <= IpcHandle::LONGEST => Ok(Some(handle)),
+        handle => Err(error(
+            Kind::Unsupported,
+            format!(
+                "the device's handle has {} bytes, {} are allowed: report this as a bug of its crate",
+                handle.bytes.len(),
+                IpcHandle::LONGEST
+            ),
+        )),
+    }
+}
+
+/// The file to pass with [`Reached`], if the memory has one.
 pub(crate) fn file(memory: &Memory) -> Option<std::os::fd::BorrowedFd<'_>> {
     memory.shared_file()
 }
@@ -332,7 +441,7 @@ mod tests {
     fn keys_numbers_and_revocations_are_told_apart() {
         let regions = Regions::default();
         let memory = Arc::new(Memory::owned(vec![0; 16]));
-        regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory });
+        regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory }, None);
         let kind =
             |id, key| regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err();
         assert_eq!(kind(1, 1), None);
@@ -353,7 +462,9 @@ mod tests {
             assert_eq!(Reach::import(&reach.export()).unwrap(), reach);
             readable_by_others(&memory).unwrap();
         }
-        for bad in [&[][..], &[1], &[0, 0], &[1, 2]] {
+        let device = Reach::Device(DeviceId([9; 16]));
+        assert_eq!(Reach::import(&device.export()).unwrap(), device);
+        for bad in [&[][..], &[1], &[0, 0], &[1, 2], &[1, 3], &device.export()[..17]] {
             assert_eq!(Reach::import(bad).unwrap_err().kind(), Kind::Malformed);
         }
     }

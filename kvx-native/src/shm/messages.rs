@@ -7,10 +7,10 @@
 //!   it keeps 32 probe bytes. The target answers [`Welcome`](Message::Welcome) with the same and whether it could read
 //!   the initiator's probe by `process_vm_readv`, or [`Refuse`](Message::Refuse) with a reason and who it really is.
 //! * **Regions.** A reader asks once per region and link with number and key ([`Want`](Message::Want)); the owner
-//!   [`Grant`](Message::Grant)s: a sealed file (with the packet) for a kvx pool, an address for other memory; or it
-//!   [`Deny`](Message::Deny)s. The initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
+//!   [`Grant`](Message::Grant)s: a sealed file (with the packet) for a kvx pool, a handle of the driver's for memory of
+//!   a device, an address for other memory; or it [`Deny`](Message::Deny)s. The initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
 //!   unasked: what is lent serves that connection's writes only.
-//! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`.
+//! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or its device does.
 //! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both sides, the target
 //!   checks keys and bounds, copies into its own region, and answers each with one [`Done`](Message::Done).
 //!   [`Cancel`](Message::Cancel) drops what has not been pulled; each part is still answered. When all parts are
@@ -25,9 +25,10 @@
 //!   all as well and closes. Either sight (end of stream, or the process's end) proves that the other end holds
 //!   nothing any more: only then do tickets of half-done writes settle and revocations count as confirmed.
 
+use kvx_core::memory::IpcHandle;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, RegionId, RegionKey, Result};
+use kvx_core::{DeviceId, Error, Identity, Kind, RegionId, RegionKey, Result};
 
 use super::error::{kind_from_wire, kind_to_wire};
 use crate::described::Described;
@@ -55,12 +56,23 @@ pub(crate) struct Probe {
 }
 
 /// How a region is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reached {
     /// Its length in bytes.
     pub(crate) len: u64,
-    /// Its address in the owner's process; `None`: the file that comes with the message.
-    pub(crate) address: Option<u64>,
+    /// Where it is.
+    pub(crate) at: At,
+}
+
+/// Where a region is, for a reader.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum At {
+    /// In the file that comes with the message.
+    File,
+    /// At an address in the owner's process.
+    Address(u64),
+    /// On a device, whose driver knows it by this handle.
+    Device { device: DeviceId, handle: IpcHandle },
 }
 
 /// Why something was refused.
@@ -296,28 +308,42 @@ fn probe(reader: &mut Reader<'_>) -> Result<Probe> {
 
 fn put_reached(out: &mut Vec<u8>, reached: &Reached) {
     out.put_u64(reached.len);
-    match reached.address {
-        None => out.put_u8(0),
-        Some(address) => {
+    match &reached.at {
+        At::File => out.put_u8(0),
+        At::Address(address) => {
             out.put_u8(1);
-            out.put_u64(address);
+            out.put_u64(*address);
+        }
+        At::Device { device, handle } => {
+            out.put_u8(2);
+            out.put(&device.0);
+            out.put_block(&handle.bytes);
+            out.put_u64(handle.offset);
         }
     }
 }
 
 fn reached(reader: &mut Reader<'_>) -> Result<Reached> {
     let len = reader.u64()?;
-    let address = match reader.u8()? {
-        0 => None,
-        1 => Some(reader.u64()?),
+    let (at, from) = match reader.u8()? {
+        0 => (At::File, 0),
+        1 => {
+            let address = reader.u64()?;
+            (At::Address(address), address)
+        }
+        2 => {
+            let device = DeviceId(reader.array()?);
+            let bytes = reader.block(IpcHandle::LONGEST)?.to_vec();
+            let offset = reader.u64()?;
+            (At::Device { device, handle: IpcHandle { bytes, offset } }, offset)
+        }
         other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
     };
     // No process has addresses beyond 63 bits: ends and sums of offsets below stay numbers.
-    if len > i64::MAX as u64 || address.unwrap_or(0).checked_add(len).is_none_or(|end| end > i64::MAX as u64)
-    {
+    if from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
         return Err(reader.malformed("memory beyond the address space"));
     }
-    Ok(Reached { len, address })
+    Ok(Reached { len, at })
 }
 
 fn put_refusal(out: &mut Vec<u8>, refusal: &Refusal) {
@@ -376,6 +402,11 @@ mod tests {
         }
     }
 
+    fn on_device() -> At {
+        let handle = IpcHandle { bytes: vec![7; 64], offset: 2 << 20 };
+        At::Device { device: DeviceId([3; 16]), handle }
+    }
+
     fn samples() -> Vec<Message<'static>> {
         let probe = Probe { address: 0x7000_0000, bytes: [9; 32] };
         let why = || Refusal { kind: Kind::WrongKey, text: "the key is another".into() };
@@ -385,10 +416,11 @@ mod tests {
             Message::Welcome { version: 1, from: identity("prefill-0"), probe, reads_us: Err(why()) },
             Message::Refuse { from: identity("other"), why: why() },
             Message::Want { import: 1, id: RegionId(2), key: RegionKey([3; 16]) },
-            Message::Grant { import: 1, reached: Reached { len: 4096, address: None } },
-            Message::Grant { import: 1, reached: Reached { len: 4096, address: Some(0x7f00_0000_0000) } },
+            Message::Grant { import: 1, reached: Reached { len: 4096, at: At::File } },
+            Message::Grant { import: 1, reached: Reached { len: 4096, at: At::Address(0x7f00_0000_0000) } },
+            Message::Grant { import: 1, reached: Reached { len: 4096, at: on_device() } },
             Message::Deny { import: 1, why: why() },
-            Message::Lend { id: RegionId(2), reached: Reached { len: 1, address: None } },
+            Message::Lend { id: RegionId(2), reached: Reached { len: 1, at: At::File } },
             Message::Write { write: 9, into: described(20), from: described(20) },
             Message::Done { write: 9, result: Ok(()) },
             Message::Done { write: 9, result: Err(why()) },
@@ -477,7 +509,15 @@ mod tests {
                 }
                 Ok(Message::Grant { reached, .. } | Message::Lend { reached, .. }) => {
                     accepted += 1;
-                    assert!(reached.address.unwrap_or(0) + reached.len <= i64::MAX as u64);
+                    let from = match &reached.at {
+                        At::File => 0,
+                        At::Address(address) => *address,
+                        At::Device { handle, .. } => {
+                            assert!(handle.bytes.len() <= IpcHandle::LONGEST);
+                            handle.offset
+                        }
+                    };
+                    assert!(from + reached.len <= i64::MAX as u64);
                 }
                 Ok(_) => accepted += 1,
                 Err(error) => assert_eq!(error.kind(), Kind::Malformed),

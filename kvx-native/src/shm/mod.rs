@@ -8,6 +8,7 @@ mod connection;
 mod copy;
 mod ending;
 mod error;
+mod flights;
 mod granting;
 mod handshake;
 mod here;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::reactor::{Armed, Outbox, Progress, SLICE, Turns};
 use kvx_core::transport::{Context, Events, LinkState};
-use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
+use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
 
 use super::config::Config;
@@ -16,6 +16,7 @@ use super::connection::{Connection, Waiting};
 use super::copy::Copier;
 use super::ending::End;
 use super::error::{closed, error, peer_closed, peer_died};
+use super::flights::{Errand, Flight, Flights, Home};
 use super::granting::{Populate, Recall};
 use super::handshake::{self, Connecting};
 use super::host;
@@ -98,6 +99,10 @@ pub(crate) enum Command {
         region: Revoked,
         done: Ticket,
     },
+    /// A device has ended a batch of this flight.
+    Landed {
+        number: u64,
+    },
     Resume,
     Shutdown {
         done: Ticket,
@@ -108,6 +113,8 @@ pub(crate) enum Command {
 pub(crate) enum Work {
     Read(Box<Read>),
     Pull(Box<Pull>),
+    /// The next batch of a flight.
+    Flight(u64),
 }
 
 pub(crate) struct Machine {
@@ -116,6 +123,8 @@ pub(crate) struct Machine {
     pub(crate) events: Arc<dyn Events>,
     pub(crate) peer_timeout: Duration,
     pub(crate) regions: Arc<Regions>,
+    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
+    pub(crate) flights: Flights,
     /// What peers read to find out whether they may.
     pub(crate) probe_bytes: Box<[u8; 32]>,
     socket_name: Vec<u8>,
@@ -162,6 +171,8 @@ impl Machine {
             events: context.events,
             peer_timeout: context.peer_timeout,
             regions,
+            devices: context.devices,
+            flights: Flights::default(),
             probe_bytes,
             socket_name,
             listeners,
@@ -181,6 +192,11 @@ impl Machine {
             bursting: false,
             shutdown: Vec::new(),
         })
+    }
+
+    /// How a device's thread reaches it.
+    pub(crate) fn home(&self) -> Arc<Home> {
+        Arc::clone(&self.flights.home)
     }
 
     /// Where it listens.
@@ -315,7 +331,13 @@ impl Machine {
                 Ok(())
             }
             Message::Cancel { write } if up && !initiator => {
-                self.stop_pulls(|pull| pull.at == at && pull.write == write, &super::error::cancelled());
+                let cancelled = super::error::cancelled();
+                self.stop_pulls(|pull| pull.at == at && pull.write == write, &cancelled);
+                let its = |flight: &Flight| {
+                    flight.at == Some(at)
+                        && matches!(&flight.errand, Errand::Pull { write: its, .. } if *its == Some(write))
+                };
+                self.stop_flights(its, &cancelled, out);
                 Ok(())
             }
             Message::Recall { id } if up => {
@@ -362,6 +384,7 @@ impl Machine {
             moved += match work {
                 Work::Read(read) => self.read_turn(read, out),
                 Work::Pull(pull) => self.pull_turn(pull, out),
+                Work::Flight(number) => self.flight_turn(number, out),
             };
         }
         self.bursting |= moved > BURST;
@@ -383,6 +406,7 @@ impl Progress for Machine {
             Command::Cancel { link, id } => self.cancel(&link, id, out),
             Command::Close { link } => self.close(link.id, out),
             Command::Revoke { region, done } => self.revoke(region, done, out),
+            Command::Landed { number } => self.landed(number, out),
             Command::Resume => self.resume(),
             Command::Shutdown { done } => self.shutdown.push(done),
         }
@@ -431,6 +455,7 @@ impl Progress for Machine {
             | Command::Import { .. }
             | Command::Cancel { .. }
             | Command::Close { .. }
+            | Command::Landed { .. }
             | Command::Resume => {}
         }
     }

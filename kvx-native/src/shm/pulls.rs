@@ -7,6 +7,7 @@ use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
 
 use super::copy::{Pulling, Stopped};
 use super::error::error;
+use super::flights::{Errand, Load};
 use super::memory::Place;
 use super::messages::{Message, Refusal};
 use super::progress::{Machine, Work};
@@ -36,6 +37,14 @@ impl Pull {
     pub(crate) fn writes(&self, id: RegionId) -> bool {
         self.into.iter().any(|(into, _)| *into == id)
     }
+
+    /// The same for a device to do.
+    fn flight(self) -> (Errand, Load) {
+        let Pull { write, pieces, places, from, into, left, .. } = self;
+        let (into, targets) = into.into_iter().unzip();
+        let load = Load { pieces: Box::new(pieces), places, from, targets, bytes: left };
+        (Errand::Pull { write: Some(write), into }, load)
+    }
 }
 
 impl Machine {
@@ -59,7 +68,12 @@ impl Machine {
             Ok(pull) if pull.left > 0 => {
                 self.connections[at].pulls += 1;
                 let left = pull.left;
-                self.turns.push(Work::Pull(Box::new(pull)), left);
+                if Load::needs_device(&pull.places, pull.into.first().map(|(_, memory)| memory)) {
+                    let (errand, load) = pull.flight();
+                    self.take_off(at, errand, load);
+                } else {
+                    self.turns.push(Work::Pull(Box::new(pull)), left);
+                }
             }
             Ok(_) => self.connections[at].send(&self.poller, &Message::Done { write, result: Ok(()) }),
             Err(refused) => {
@@ -115,7 +129,7 @@ impl Machine {
             Ok(turn) => {
                 pull.left = pull.left.saturating_sub(turn.moved);
                 if turn.finished || pull.left == 0 {
-                    self.answer(*pull, Ok(()));
+                    self.end_pull(*pull, Ok(()));
                 } else {
                     let left = pull.left;
                     self.turns.push(Work::Pull(pull), left);
@@ -127,16 +141,21 @@ impl Machine {
                 0
             }
             Err(Stopped::Failed(reason)) => {
-                self.answer(*pull, Err(reason));
+                self.end_pull(*pull, Err(reason));
                 0
             }
         }
     }
 
     /// Answers a part, and lets go of what it held.
-    fn answer(&mut self, pull: Pull, result: Result<()>) {
+    fn end_pull(&mut self, pull: Pull, result: Result<()>) {
         let (at, write) = (pull.at, pull.write);
         drop(pull);
+        self.answer(at, write, result);
+    }
+
+    /// Answers a part.
+    pub(crate) fn answer(&mut self, at: usize, write: u64, result: Result<()>) {
         let result = result.map_err(|reason| Refusal::from(&reason));
         let connection = &mut self.connections[at];
         connection.pulls -= 1;
@@ -148,7 +167,7 @@ impl Machine {
         let stopped = self.turns.extract(|work| matches!(work, Work::Pull(pull) if which(pull)));
         for work in stopped {
             if let Work::Pull(pull) = work {
-                self.answer(*pull, Err(reason.clone()));
+                self.end_pull(*pull, Err(reason.clone()));
             }
         }
     }

@@ -11,6 +11,7 @@ use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 use super::connection::{Connection, Imported, Waiting};
 use super::copy::{MAX_BATCH, Reading, Stopped};
 use super::error::{cancelled, closed, error};
+use super::flights::{Errand, Flight, Load};
 use super::link::{Import, Wiring};
 use super::memory::{Held, Place};
 use super::messages::{Message, Reached};
@@ -77,7 +78,7 @@ impl Machine {
                     // On the poster's own thread: the first message, and nothing else.
                     self.lent_turn |= here == Some(std::thread::current().id());
                     let Waiting { plan, id, done } = transfer;
-                    self.connections[at].start_write(&self.poller, id, plan, done);
+                    self.connections[at].start_write(&self.poller, &self.regions, id, plan, done);
                     self.pump(at, out);
                 }
             },
@@ -102,13 +103,28 @@ impl Machine {
     ) {
         let Waiting { plan, id, done } = transfer;
         let size = plan.size();
-        let targets = plan.locals().iter().map(|local| local.memory.address()).collect();
         let pieces = Reading(plan.segments(MAX_BATCH));
-        let read = Box::new(Read { at, id, pieces, places, targets, left: size.bytes, done });
         let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
-        if small && here == Some(std::thread::current().id()) {
-            // On the poster's own thread: this read and nothing else.
-            self.lent_turn = true;
+        let here = small && here == Some(std::thread::current().id());
+        // On the poster's own thread: this read and nothing else.
+        self.lent_turn |= here;
+        if Load::needs_device(&places, plan.locals().first().map(|local| &local.memory)) {
+            let load = Load {
+                pieces: Box::new(pieces),
+                places,
+                from: plan.remotes().iter().map(|remote| remote.id).collect(),
+                targets: plan.locals().iter().map(|local| Arc::clone(&local.memory)).collect(),
+                bytes: size.bytes,
+            };
+            let number = self.take_off(at, Errand::Read { id, done: Some(done) }, load);
+            if here {
+                self.flight_turn(number, out);
+            }
+            return;
+        }
+        let targets = plan.locals().iter().map(|local| local.memory.address()).collect();
+        let read = Box::new(Read { at, id, pieces, places, targets, left: size.bytes, done });
+        if here {
             self.read_turn(read, out);
         } else {
             self.turns.push(Work::Read(read), size.bytes);
@@ -160,7 +176,11 @@ impl Machine {
         for work in stopped {
             work.settle(cancelled(), out);
         }
-        let connection = &mut self.connections[at];
+        let its = |flight: &Flight| {
+            flight.at == Some(at) && matches!(&flight.errand, Errand::Read { id: read, .. } if *read == id)
+        };
+        self.stop_flights(its, &cancelled(), out);
+        let Some(connection) = self.connections.get_mut(at) else { return };
         if let Some(position) = connection.waiting.iter().position(|waiting| waiting.id == id) {
             let waiting = connection.waiting.swap_remove(position);
             out.settle(waiting.done, Err(cancelled()));
@@ -213,7 +233,7 @@ impl Machine {
                     ),
                 ));
             }
-            Held::of(import.id, reached, file.as_ref())
+            Held::of(import.id, reached, file.as_ref(), &self.devices)
         });
         let imported = match held {
             Ok(held) => {

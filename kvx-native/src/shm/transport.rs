@@ -10,15 +10,15 @@ use kvx_core::transport::{
 };
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
-    Capabilities, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, RegionId, Result,
-    Revocation, Ticket, Unavailable, WithoutAList,
+    Capabilities, DeviceAccess, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
+    RegionId, Result, Revocation, Ticket, Unavailable, WithoutAList,
 };
 
 use super::config::Config;
 use super::error::{NAME, error};
 use super::host::{self, Host};
 use super::link::{ShmLink, Wiring};
-use super::memory::{Reach, Regions, readable_by_others};
+use super::memory::{Reach, Regions, readable_by_others, shared_by_device};
 use super::progress::{Command, Machine};
 
 /// Makes SHM transports: between processes of one user on one host.
@@ -39,8 +39,9 @@ fn capabilities() -> Capabilities {
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp { read: true, write: false },
         ordered: false,
-        local: MemoryKinds::HOST,
-        remote: MemoryKinds::HOST,
+        // Memory of a device goes where the agent has an access to that device.
+        local: MemoryKinds::ALL,
+        remote: MemoryKinds::ALL,
     }
 }
 
@@ -73,12 +74,16 @@ impl Factory for Shm {
         let regions = Arc::new(Regions::default());
         let events = Arc::clone(&context.events);
         let name = format!("kvx-shm {}", context.agent.name);
+        let devices = context.devices.clone();
         let machine = Machine::new(context, config, Arc::clone(&regions))?;
+        let home = machine.home();
         let address = Address { host, socket: machine.socket_name() };
         let reactor = Reactor::start(name, machine, events)?;
         let closed = AtomicBool::new(false);
         let capabilities = Arc::new(capabilities());
-        Ok(Arc::new(ShmTransport(Arc::new(Opened { reactor, capabilities, regions, address, closed }))))
+        let opened = Arc::new(Opened { reactor, capabilities, regions, devices, address, closed });
+        home.is(&opened);
+        Ok(Arc::new(ShmTransport(opened)))
     }
 }
 
@@ -127,6 +132,8 @@ pub(crate) struct Opened {
     pub(crate) reactor: Reactor<Machine>,
     pub(crate) capabilities: Arc<Capabilities>,
     regions: Arc<Regions>,
+    /// The devices of this agent.
+    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
     address: Address,
     closed: AtomicBool,
 }
@@ -156,21 +163,13 @@ unsafe impl Transport for ShmTransport {
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
         self.check_open()?;
         let memory = &region.memory;
-        if !memory.kind().is_host() {
-            return Err(error(
-                Kind::Unsupported,
-                format!(
-                    "SHM moves host memory, and this is {} memory: use a backend that reaches it",
-                    memory.kind()
-                ),
-            ));
-        }
         let reach = Reach::of(memory);
         if reach == Reach::Foreign {
             readable_by_others(memory)?;
         }
+        let handle = shared_by_device(memory)?;
         let id = region.id;
-        self.0.regions.open(region);
+        self.0.regions.open(region, handle);
         Ok(Arc::new(ShmRegion { opened: Arc::clone(&self.0), id, reach, export: reach.export() }))
     }
 
@@ -205,7 +204,7 @@ pub(crate) struct ShmRegion {
     opened: Arc<Opened>,
     pub(crate) id: RegionId,
     pub(crate) reach: Reach,
-    export: [u8; 2],
+    export: Vec<u8>,
 }
 
 impl LocalRegion for ShmRegion {

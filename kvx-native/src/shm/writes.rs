@@ -8,7 +8,7 @@ use kvx_core::{Bound, Error, Kind, Pair, RegionKey, Result, Ticket, TransferId};
 
 use super::connection::Connection;
 use super::error::error;
-use super::memory;
+use super::memory::Regions;
 use super::messages::{MAX_GRIDS, MAX_INDICES, Message};
 use super::socket::Poller;
 use crate::described::{self, Described, Part, Side};
@@ -164,10 +164,17 @@ enum Next {
 
 impl Connection {
     /// Begins a write whose remote regions were granted.
-    pub(crate) fn start_write(&mut self, poller: &Poller, id: TransferId, plan: Arc<Bound>, done: Ticket) {
+    pub(crate) fn start_write(
+        &mut self,
+        poller: &Poller,
+        regions: &Regions,
+        id: TransferId,
+        plan: Arc<Bound>,
+        done: Ticket,
+    ) {
         for local in plan.locals() {
             if self.granted.insert(local.id) {
-                let reached = memory::reached(&local.memory);
+                let reached = regions.reached(local.id, &local.memory);
                 let lend = Message::Lend { id: local.id, reached };
                 self.send_with(poller, &lend, Some(Arc::clone(&local.memory)));
             }

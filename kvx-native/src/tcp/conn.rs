@@ -3,16 +3,17 @@
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
 
 use super::auth::{Door, Knock, Step, Verdict};
+use super::chunk::{Bin, Chunk};
+use super::ending::Ending;
 use super::fetch::Lane;
 use super::frames::{Frame, Header};
 use super::input::{Input, Stage};
 use super::output::Output;
-use super::payload::{Bin, Chunk};
 use super::serve::Guest;
 use super::socket;
 use super::transport::Shared;
@@ -44,6 +45,8 @@ pub(super) enum Effect {
     Restarted { link: LinkId, incarnation: Incarnation },
     /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
     Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
+    /// A transfer's local memory cannot be read or written.
+    Failed { link: LinkId, transfer: TransferId, why: Error },
     /// A notification has arrived.
     Acked { link: LinkId, id: u64 },
     /// A peer got in.
@@ -97,7 +100,10 @@ impl Role {
                 None => Ok(Change::Stay),
                 Some(Verdict::Welcome) => {
                     scope.effects.push(Effect::Welcome { link: *link, lane: *lane });
-                    Ok(Change::Become { role: Role::Lane(Box::new(Lane::new(*link, *lane))), lane: *lane })
+                    Ok(Change::Become {
+                        role: Role::Lane(Box::new(Lane::new(key, *link, *lane))),
+                        lane: *lane,
+                    })
                 }
                 Some(Verdict::Restarted(incarnation)) => {
                     scope.effects.push(Effect::Restarted { link: *link, incarnation });
@@ -108,14 +114,14 @@ impl Role {
                 Step::More => Ok(Change::Stay),
                 Step::Guest { who, link, lane } => {
                     scope.effects.push(Effect::Entered { key });
-                    Ok(Change::Become { role: Role::Guest(Box::new(Guest::new(who, link, lane))), lane })
+                    Ok(Change::Become { role: Role::Guest(Box::new(Guest::new(key, who, link, lane))), lane })
                 }
                 Step::Mistaken { who } => {
                     scope.effects.push(Effect::Mistaken { who });
                     Ok(Change::Close)
                 }
             },
-            Role::Lane(lane) => lane.frame(header, body, output, &mut scope.effects).map(|()| Change::Stay),
+            Role::Lane(lane) => lane.frame(header, body, output, scope).map(|()| Change::Stay),
             Role::Guest(guest) => guest.frame(header, body, output, scope).map(|()| Change::Stay),
         }
     }
@@ -128,11 +134,60 @@ impl Role {
         }
     }
 
-    fn fill(&mut self, chunk: &mut Chunk, max: usize, bin: &mut Bin) {
+    /// False: there is no place now.
+    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
         match self {
-            Role::Lane(lane) => lane.fill(chunk, max, bin),
-            Role::Guest(guest) => guest.fill(chunk, max, bin),
-            _ => chunk.discard(bin, max),
+            Role::Lane(lane) => lane.fill(chunk, max, scope),
+            Role::Guest(guest) => guest.fill(chunk, max, output, scope),
+            _ => {
+                chunk.discard(&mut scope.bin, max);
+                true
+            }
+        }
+    }
+
+    /// So many bytes went where `fill` said.
+    fn took(&mut self, count: usize) {
+        match self {
+            Role::Lane(lane) => lane.took(count),
+            Role::Guest(guest) => guest.took(count),
+            _ => {}
+        }
+    }
+
+    /// Nothing comes now. Says whether what `fill` said holds no longer.
+    fn pause(&mut self) -> bool {
+        match self {
+            Role::Lane(lane) => lane.pause(),
+            Role::Guest(guest) => guest.pause(),
+            _ => false,
+        }
+    }
+
+    /// Whether it has blocks of a device to send.
+    fn has_streams(&self) -> bool {
+        match self {
+            Role::Lane(lane) => lane.has_streams(),
+            Role::Guest(guest) => guest.has_streams(),
+            _ => false,
+        }
+    }
+
+    /// Its peer does not read: nobody waits for what it keeps.
+    fn make_way(&mut self, output: &mut Output) {
+        match self {
+            Role::Lane(lane) => lane.make_way(output),
+            Role::Guest(guest) => guest.make_way(output),
+            _ => {}
+        }
+    }
+
+    /// Nothing comes and goes any more: lets go of all memory.
+    pub(super) fn release(&mut self, ending: &Ending) {
+        match self {
+            Role::Lane(lane) => lane.release(ending),
+            Role::Guest(guest) => guest.release(ending),
+            _ => {}
         }
     }
 
@@ -146,7 +201,7 @@ impl Role {
 
     pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         match self {
-            Role::Lane(lane) => lane.next_frame(output, scope.piece),
+            Role::Lane(lane) => lane.next_frame(output, scope),
             Role::Guest(guest) => guest.next_frame(output, scope),
             _ => {}
         }
@@ -193,10 +248,15 @@ pub(super) struct Conn {
     writable: bool,
     /// Whether the other end has closed: a short read does not mean that nothing more comes.
     hung_up: bool,
+    /// Since when its socket takes nothing, as far as that matters to others.
+    full_since: Option<Instant>,
     pub(super) input: Input,
     pub(super) output: Output,
     pub(super) role: Role,
 }
+
+/// A socket that takes nothing for so long may do so for ever: its streams keep no bounce buffers from others.
+const STUCK: Duration = Duration::from_millis(100);
 
 impl Conn {
     pub(super) fn new(socket: OwnedFd, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
@@ -210,6 +270,7 @@ impl Conn {
             readable: false,
             writable: false,
             hung_up: false,
+            full_since: None,
             input: Input::new(),
             output: Output::default(),
             role,
@@ -225,6 +286,28 @@ impl Conn {
         self.readable |= readable || hung_up;
         self.writable |= writable || hung_up;
         self.hung_up |= hung_up;
+        if self.writable {
+            self.full_since = None;
+        }
+    }
+
+    /// Notes whether its socket takes nothing while it has streams. When to look again, if that has just begun.
+    pub(super) fn note_full(&mut self, now: Instant) -> Option<Instant> {
+        if self.writable || self.full_since.is_some() || !self.role.has_streams() {
+            return None;
+        }
+        self.full_since = Some(now);
+        Some(now + STUCK)
+    }
+
+    /// Whether its socket has taken nothing for long; then its streams make way. Else when to look again, if ever.
+    pub(super) fn look_if_stuck(&mut self, now: Instant) -> Option<Instant> {
+        let stuck_at = self.full_since? + STUCK;
+        if stuck_at > now {
+            return Some(stuck_at);
+        }
+        self.role.make_way(&mut self.output);
+        None // a token tells when others come
     }
 
     /// Whether there is something to do now.
@@ -232,8 +315,9 @@ impl Conn {
         match &self.role {
             Role::Connecting { .. } => self.readable || self.writable,
             _ => {
-                let reads = (self.readable || self.input.has_backlog()) && !self.is_paused(described);
-                reads || self.writable && self.has_output()
+                let reads = self.readable || self.input.has_backlog();
+                reads && !self.input.stalled && !self.is_paused(described)
+                    || self.writable && self.has_output()
             }
         }
     }
@@ -252,11 +336,31 @@ impl Conn {
         let mut moved = 0;
         loop {
             self.parse(key, scope)?;
-            if !self.readable || moved >= budget || self.is_paused(scope.described) {
+            if !self.readable || moved >= budget || self.input.stalled || self.is_paused(scope.described) {
+                self.let_go_if_dry(scope.described);
                 return Ok(moved);
             }
             moved += self.read(scope)?;
         }
+    }
+
+    /// Nothing is read now: others may have the bounce buffer that waits for more.
+    fn let_go_if_dry(&mut self, described: usize) {
+        let waits = matches!(self.input.stage, Stage::Data { .. }) && !self.input.stalled;
+        if waits && (!self.readable || self.is_paused(described)) && self.role.pause() {
+            self.input.chunk.clear();
+        }
+    }
+
+    /// A device has copied for one of its streams.
+    pub(super) fn woken(&mut self, token: u64, now: Instant, scope: &mut Scope) {
+        match &mut self.role {
+            Role::Lane(lane) => lane.woken(token, &mut self.input, scope),
+            Role::Guest(guest) => guest.woken(token, &mut self.input, &mut self.output, scope),
+            _ => {}
+        }
+        self.let_go_if_dry(scope.described);
+        self.look_if_stuck(now);
     }
 
     /// A short read means that the socket is empty: the next bytes make an event.
@@ -271,6 +375,10 @@ impl Conn {
     /// Works on all whole frames, and on payload as far as it has come.
     fn parse(&mut self, key: usize, scope: &mut Scope) -> Result<()> {
         loop {
+            match self.input.chunk.take_moved() {
+                0 => {}
+                moved => self.role.took(moved),
+            }
             match self.input.stage {
                 Stage::Header => {
                     if self.is_paused(scope.described) {
@@ -302,7 +410,11 @@ impl Conn {
                     let input = &mut self.input;
                     if input.chunk.left() == 0 {
                         input.chunk.clear();
-                        self.role.fill(&mut input.chunk, left.min(scope.piece), &mut scope.bin);
+                        let max = left.min(scope.piece);
+                        input.stalled = !self.role.fill(&mut input.chunk, max, &mut self.output, scope);
+                        if input.stalled {
+                            return Ok(());
+                        }
                     }
                     if !input.drain_into_chunk(left) {
                         return Ok(());

@@ -6,11 +6,15 @@ use kvx_core::reactor::Turns;
 use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
-use super::conn::Effect;
+use super::chunk::Chunk;
+use super::conn::{Effect, Scope};
+use super::ending::{Concern, Ending};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_frame, read_end};
 use super::input::Input;
+use super::memory::TcpRegion;
 use super::output::Output;
-use super::payload::{Bin, Blocks, Chunk};
+use super::payload::{Blocks, Sink, Source};
+use super::staging::Staged;
 use crate::described::{Described, Part, Side};
 
 /// Data of the requests that are out on a lane, about: enough that the owner never waits for the next.
@@ -30,15 +34,51 @@ struct Request {
     /// `None`: given up; whatever comes for it goes nowhere, and its end is awaited only to know that it is over.
     transfer: Option<TransferId>,
     /// The local side, as long as it may be touched.
-    blocks: Option<Blocks>,
+    local: Option<Local>,
+    /// It waits for a device: a write to have something to send, a read whose end has come for its bytes to land.
+    waiting: bool,
     /// Payload still to come in, or to go out.
     left: u64,
     bytes: u64,
     described: usize,
 }
 
+/// The local side of a request.
+enum Local {
+    From(Source),
+    Into(Sink),
+}
+
+impl Local {
+    fn token(&self) -> Option<u64> {
+        match self {
+            Local::From(source) => source.token(),
+            Local::Into(sink) => sink.token(),
+        }
+    }
+
+    /// Nothing of it is touched any more, but by copies that a device has begun.
+    fn stop(self, ending: &Ending) {
+        match self {
+            Local::From(source) => source.stop(ending),
+            Local::Into(sink) => {
+                sink.stop(ending, None);
+            }
+        }
+    }
+}
+
+impl Request {
+    /// Whether its end has come, and its bytes have not landed.
+    fn is_landing(&self) -> bool {
+        self.waiting && self.op == Op::Read
+    }
+}
+
 /// A lane that is up.
 pub(super) struct Lane {
+    /// Of its connection.
+    key: usize,
     pub(super) link: LinkId,
     /// 0: the small lane.
     pub(super) number: u8,
@@ -61,8 +101,9 @@ fn malformed(why: impl std::fmt::Display) -> Error {
 }
 
 impl Lane {
-    pub(super) fn new(link: LinkId, number: u8) -> Self {
+    pub(super) fn new(key: usize, link: LinkId, number: u8) -> Self {
         Lane {
+            key,
             link,
             number,
             requests: Slab::new(),
@@ -94,46 +135,88 @@ impl Lane {
         part: &Part,
         transfer: TransferId,
         output: &mut Output,
+        scope: &mut Scope,
     ) {
         let remote = Described::of(plan, part, Side::Remote, |region| {
             let side = plan.remote(region);
             (side.id, side.key)
         });
-        let pair = &plan.pairs()[part.pair];
-        let grids = match part.grids.len() == pair.local.len() {
-            true => Arc::clone(&pair.local),
-            false => pair.local[part.grids.clone()].into(),
-        };
-        let cursor = Extents::new(grids, pair.local_indices.slice(part.indices.clone()));
-        let bytes = cursor.left();
+        let (op, bytes) = (plan.op(), remote.bytes());
+        let local = self.local(plan, part, transfer, &scope.shared.ending);
         let slot = self.requests.vacant_key();
         let id = self.sequence << SLOT_BITS | slot as u64;
         self.sequence += 1;
-        let op = plan.op();
         let before = output.control.len();
         let frame = if op == Op::Read { Frame::Read } else { Frame::Write };
         put_frame(&mut output.control, frame, id, |out| remote.encode(out));
         let described = output.control.len() - before;
-        if op == Op::Write {
-            self.writes.push(slot, bytes);
-        }
         self.bytes += bytes;
         self.described += described;
-        let blocks = Some(Blocks::local(Arc::clone(plan), cursor));
-        self.requests.insert(Request {
+        let mut request = Request {
             id,
             op,
             transfer: Some(transfer),
-            blocks,
+            local: None,
+            waiting: false,
             left: bytes,
             bytes,
             described,
-        });
+        };
+        match local {
+            Ok(local) => request.local = Some(local),
+            Err(why) => scope.effects.push(Effect::Failed { link: self.link, transfer, why }),
+        }
+        self.requests.insert(request);
+        if op == Op::Write {
+            self.go_on(slot, &mut scope.effects);
+        }
+    }
+
+    fn local(&self, plan: &Arc<Bound>, part: &Part, transfer: TransferId, ending: &Ending) -> Result<Local> {
+        let pair = &plan.pairs()[part.pair];
+        let indices = pair.local_indices.slice(part.indices.clone());
+        let on_host =
+            pair.local.first().is_none_or(|placed| plan.local(placed.region).memory.kind().is_host());
+        if !on_host {
+            let (regions, grids) = TcpRegion::of(plan, &pair.local[part.grids.clone()])?;
+            if let Ok(staged) = Staged::of(&regions, Extents::new(grids, indices))? {
+                let (token, concern) = (ending.token(self.key), Concern::Transfer(self.link, transfer));
+                return Ok(match plan.op() {
+                    Op::Read => Local::Into(staged.sink(self.number, token, concern)?),
+                    Op::Write => Local::From(staged.source(self.number, token, concern)?),
+                });
+            }
+            return Err(Error::new(Kind::Invalid, "device memory was registered without a way to copy it"));
+        }
+        let grids = match part.grids.len() == pair.local.len() {
+            true => Arc::clone(&pair.local),
+            false => pair.local[part.grids.clone()].into(),
+        };
+        let blocks = Blocks::local(Arc::clone(plan), Extents::new(grids, indices));
+        Ok(match plan.op() {
+            Op::Read => Local::Into(Sink::Host(blocks)),
+            Op::Write => Local::From(Source::Host(blocks)),
+        })
+    }
+
+    /// Queues a write of which no frame is going out: for its turn, or for the device.
+    fn go_on(&mut self, slot: usize, effects: &mut Vec<Effect>) {
+        let Some(request) = self.requests.get_mut(slot) else { return };
+        let (Some(Local::From(source)), Some(transfer)) = (&mut request.local, request.transfer) else {
+            return;
+        };
+        let has_more = source.resume();
+        request.waiting = matches!(has_more, Ok(false)) && request.left > 0;
+        match has_more {
+            Ok(true) => self.writes.push(slot, request.left),
+            Ok(false) => {}
+            Err(why) => effects.push(Effect::Failed { link: self.link, transfer, why }),
+        }
     }
 
     fn find(&self, id: u64) -> Option<usize> {
         let slot = (id & ((1 << SLOT_BITS) - 1)) as usize;
-        self.requests.get(slot).filter(|request| request.id == id).map(|_| slot)
+        self.requests.get(slot).filter(|request| request.id == id && !request.is_landing()).map(|_| slot)
     }
 
     /// A frame that is no payload.
@@ -142,12 +225,12 @@ impl Lane {
         header: Header,
         body: &[u8],
         output: &mut Output,
-        effects: &mut Vec<Effect>,
+        scope: &mut Scope,
     ) -> Result<()> {
         match header.frame {
-            Frame::End => self.end(header.id, read_end(body)?, output, effects),
+            Frame::End => self.end(header.id, read_end(body)?, output, scope),
             Frame::Ack => {
-                effects.push(Effect::Acked { link: self.link, id: header.id });
+                scope.effects.push(Effect::Acked { link: self.link, id: header.id });
                 Ok(())
             }
             Frame::Alive => Ok(()),
@@ -155,24 +238,25 @@ impl Lane {
         }
     }
 
-    fn end(
-        &mut self,
-        id: u64,
-        result: Result<()>,
-        output: &mut Output,
-        effects: &mut Vec<Effect>,
-    ) -> Result<()> {
+    fn end(&mut self, id: u64, result: Result<()>, output: &mut Output, scope: &mut Scope) -> Result<()> {
         let Some(slot) = self.find(id) else {
             return Err(malformed(format_args!("an end of {id}, which is not open")));
         };
-        let request = self.requests.remove(slot);
-        self.bytes -= request.bytes;
-        self.described -= request.described;
-        self.given_up_writes -= usize::from(request.op == Op::Write && request.transfer.is_none());
         let going_out = self.sending == Some(slot) && output.in_payload();
-        if request.transfer.is_some() && result.is_ok() && (request.left > 0 || going_out) {
-            return Err(malformed("a good end before the last byte"));
+        let request = &mut self.requests[slot];
+        if request.transfer.is_some() && result.is_ok() {
+            if request.left > 0 || going_out {
+                return Err(malformed("a good end before the last byte"));
+            }
+            if let Some(Local::Into(sink)) = &mut request.local
+                && sink.token().is_some()
+            {
+                request.waiting = true;
+                self.end_if_landed(slot, scope);
+                return Ok(());
+            }
         }
+        let request = self.forget(slot);
         let going_on = request.left > 0 || self.sending == Some(slot);
         if going_on
             && request.op == Op::Write
@@ -181,8 +265,70 @@ impl Lane {
         {
             put_bare(&mut output.control, Frame::Stop, id);
         }
-        effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
+        if let Some(local) = request.local {
+            local.stop(&scope.shared.ending);
+        }
+        scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
         Ok(())
+    }
+
+    fn forget(&mut self, slot: usize) -> Request {
+        let request = self.requests.remove(slot);
+        self.bytes -= request.bytes;
+        self.described -= request.described;
+        self.given_up_writes -= usize::from(request.op == Op::Write && request.transfer.is_none());
+        request
+    }
+
+    /// The end of a read has come: ends it here, if its bytes are where they belong.
+    fn end_if_landed(&mut self, slot: usize, scope: &mut Scope) {
+        let Some(Local::Into(sink)) = &mut self.requests[slot].local else { return };
+        let result = match sink.has_landed() {
+            Ok(false) => return, // its token comes
+            Ok(true) => Ok(()),
+            Err(why) => Err(why),
+        };
+        let request = self.forget(slot);
+        if let Some(local) = request.local {
+            local.stop(&scope.shared.ending);
+        }
+        scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
+    }
+
+    /// Whether it has blocks of a device to send.
+    pub(super) fn has_streams(&self) -> bool {
+        let is_one = |request: &Request| matches!(&request.local, Some(Local::From(source)) if source.token().is_some());
+        self.requests.iter().any(|(_, request)| is_one(request))
+    }
+
+    /// The peer does not read.
+    pub(super) fn make_way(&mut self, output: &mut Output) {
+        for (_, request) in &mut self.requests {
+            if let Some(Local::From(source)) = &mut request.local {
+                source.make_way(|| output.spill());
+            }
+        }
+    }
+
+    /// A device has copied for one of its streams.
+    pub(super) fn woken(&mut self, token: u64, input: &mut Input, scope: &mut Scope) {
+        let is_its = |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
+        let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request)) else {
+            return;
+        };
+        let waits = request.waiting;
+        match &mut request.local {
+            Some(Local::From(_)) if waits => {
+                request.waiting = false;
+                self.writes.push(slot, request.left);
+            }
+            Some(Local::Into(_)) if waits => self.end_if_landed(slot, scope),
+            Some(Local::Into(_)) if self.receiving == Some(slot) => input.stalled = false,
+            Some(Local::Into(sink)) => {
+                sink.pause();
+            }
+            _ => {}
+        }
     }
 
     /// No more payload of this write goes out. Says whether some was still to go.
@@ -204,24 +350,30 @@ impl Lane {
         self.given_up_writes > 0
     }
 
-    /// Gives up all requests of a transfer: from here on, its memory is not touched. Calls `cancel` with the id of
-    /// each.
+    /// Gives up all requests of a transfer: from here on, its memory is not touched, but for copies that a device has
+    /// begun. Calls `cancel` with the id of each.
     pub(super) fn give_up(
         &mut self,
         transfer: TransferId,
         input: &mut Input,
         output: &mut Output,
-        bin: &mut Bin,
+        scope: &mut Scope,
         mut cancel: impl FnMut(u64),
     ) {
         let slots = self.requests.iter().filter(|(_, request)| request.transfer == Some(transfer));
         for slot in slots.map(|(slot, _)| slot).collect::<Vec<_>>() {
             let request = &mut self.requests[slot];
+            if request.is_landing() {
+                if let Some(local) = self.forget(slot).local {
+                    local.stop(&scope.shared.ending);
+                }
+                continue;
+            }
             request.transfer = None;
-            request.blocks = None;
+            let local = request.local.take();
             let (id, op, left) = (request.id, request.op, request.left);
             match op {
-                Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(bin),
+                Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(&mut scope.bin),
                 Op::Read => {}
                 Op::Write => {
                     self.given_up_writes += 1;
@@ -230,8 +382,16 @@ impl Lane {
                     }
                 }
             }
+            if let Some(local) = local {
+                local.stop(&scope.shared.ending);
+            }
             cancel(id);
         }
+    }
+
+    /// Its connection has ended: lets go of all memory.
+    pub(super) fn release(&mut self, ending: &Ending) {
+        self.requests.drain().filter_map(|request| request.local).for_each(|local| local.stop(ending));
     }
 
     /// Payload begins.
@@ -248,17 +408,52 @@ impl Lane {
         Ok(())
     }
 
-    /// Where the next of it goes.
-    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize, bin: &mut Bin) {
-        let request = self.receiving.and_then(|slot| self.requests.get_mut(slot));
-        match request.and_then(|request| request.blocks.as_mut()) {
-            Some(blocks) => blocks.gather(chunk, max),
-            None => chunk.discard(bin, max),
+    /// Where the payload that is coming in belongs, if somebody wants it.
+    fn receiving(&mut self) -> Option<&mut Sink> {
+        match self.requests.get_mut(self.receiving?)?.local.as_mut()? {
+            Local::Into(sink) => Some(sink),
+            Local::From(_) => None,
         }
+    }
+
+    /// Where the next of it goes. False: there is no place now.
+    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize, scope: &mut Scope) -> bool {
+        if let Some(sink) = self.receiving() {
+            match sink.fill(chunk, max) {
+                Ok(is_there) => return is_there,
+                Err(why) => self.fail_receiving(why, scope),
+            }
+        }
+        chunk.discard(&mut scope.bin, max);
+        true
+    }
+
+    /// The device of the read that is coming in has failed.
+    fn fail_receiving(&mut self, why: Error, scope: &mut Scope) {
+        let Some(request) = self.receiving.and_then(|slot| self.requests.get_mut(slot)) else { return };
+        if let Some(local) = request.local.take() {
+            local.stop(&scope.shared.ending);
+        }
+        if let Some(transfer) = request.transfer {
+            scope.effects.push(Effect::Failed { link: self.link, transfer, why });
+        }
+    }
+
+    /// So many bytes went there.
+    pub(super) fn took(&mut self, count: usize) {
+        if let Some(sink) = self.receiving() {
+            sink.took(count);
+        }
+    }
+
+    /// Nothing comes now. Says whether what `fill` said holds no longer.
+    pub(super) fn pause(&mut self) -> bool {
+        self.receiving().is_some_and(Sink::pause)
     }
 
     /// Payload has ended.
     pub(super) fn data_end(&mut self) {
+        self.pause(); // until the next frame
         self.receiving = None;
     }
 
@@ -266,22 +461,30 @@ impl Lane {
         !self.writes.is_empty() || self.sending.is_some()
     }
 
-    /// The next piece of a write, of at most so many bytes.
-    pub(super) fn next_frame(&mut self, output: &mut Output, most: usize) {
-        if let Some(slot) = self.sending.take()
-            && let Some(request) = self.requests.get(slot)
-            && request.left > 0
-        {
-            self.writes.push(slot, request.left);
+    /// The next piece of a write.
+    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
+        if let Some(slot) = self.sending.take() {
+            self.go_on(slot, &mut scope.effects);
         }
-        let Some(slot) = self.writes.next_turn() else { return };
-        let Some(request) = self.requests.get_mut(slot) else { return };
-        let Some(blocks) = request.blocks.as_mut() else { return };
+        let slot = loop {
+            let Some(slot) = self.writes.next_turn() else { return };
+            let local = self.requests.get_mut(slot).and_then(|request| request.local.as_mut());
+            if let Some(Local::From(source)) = local
+                && matches!(source.resume(), Ok(true))
+            {
+                break slot;
+            }
+            self.go_on(slot, &mut scope.effects);
+        };
+        let Some(Request { local: Some(Local::From(source)), left, id, .. }) = self.requests.get_mut(slot)
+        else {
+            return;
+        };
         output.chunk.clear();
-        blocks.gather(&mut output.chunk, most.min(MAX_DATA));
+        source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
         let len = output.chunk.left();
-        request.left -= len as u64;
-        Header { frame: Frame::Data, len, id: request.id }.encode(output.head());
+        *left -= len as u64;
+        Header { frame: Frame::Data, len, id: *id }.encode(output.head());
         self.sending = Some(slot);
     }
 }

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 
 use kvx_core::Result;
 
+use super::chunk::{Bin, Chunk};
 use super::frames::{HEADER, Header};
-use super::payload::{Bin, Chunk};
 use super::socket;
 
 /// Bytes read at a time when nothing is known of what comes.
@@ -32,6 +32,8 @@ pub(super) struct Input {
     pub(super) stage: Stage,
     /// Where the payload that is coming in goes.
     pub(super) chunk: Chunk,
+    /// There is no place for it now: a device has to copy first.
+    pub(super) stalled: bool,
 }
 
 impl Input {
@@ -43,6 +45,7 @@ impl Input {
             body: Vec::new(),
             stage: Stage::Header,
             chunk: Chunk::default(),
+            stalled: false,
         }
     }
 
@@ -109,7 +112,11 @@ impl Input {
     }
 
     pub(super) fn has_backlog(&self) -> bool {
-        matches!(self.stage, Stage::Header) && self.end - self.start >= HEADER
+        match self.stage {
+            Stage::Header => self.end - self.start >= HEADER,
+            Stage::Data { .. } => self.end > self.start, // left over when it was stalled
+            Stage::Body(_) => false,
+        }
     }
 
     /// Whether payload is coming in.
@@ -120,6 +127,7 @@ impl Input {
     /// The rest of the payload that is coming in goes nowhere.
     pub(super) fn abort(&mut self, bin: &mut Bin) {
         self.chunk.discard_into(bin);
+        self.stalled = false;
     }
 
     pub(super) fn header(&mut self) -> Result<Option<Header>> {

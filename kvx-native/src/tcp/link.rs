@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_core::transport::{Link, PeerSection, RemoteRegion, RemoteSpec};
-use kvx_core::{Bound, Capabilities, Error, Kind, LinkId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
 use super::address;
+use super::memory;
 use super::progress::Command;
 use super::transport::{Handle, capabilities};
 
@@ -36,12 +37,15 @@ pub(super) struct TcpLink {
 }
 
 /// A region of the peer: number, key and bounds are all it takes, and a plan has those.
-struct TcpRemote;
+pub(super) struct TcpRemote {
+    /// The number of the stage it lies on at the peer; 0: host memory.
+    pub(super) stage: u32,
+}
 
 impl RemoteRegion for TcpRemote {}
 
 // SAFETY: a plan's local memory is touched only by the machine, under its lock, while the plan's requests hold its
-// blocks; they let go of them before its ticket settles.
+// blocks; they let go of them before its ticket settles, and what a device still copies holds that up (`Ending`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())
@@ -56,16 +60,7 @@ unsafe impl Link for TcpLink {
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        if !region.kind.is_host() {
-            return Err(Error::new(
-                Kind::Unsupported,
-                format!(
-                    "TCP moves host memory, and region {} of the peer is {} memory",
-                    region.id, region.kind
-                ),
-            ));
-        }
-        Ok(Arc::new(TcpRemote))
+        Ok(Arc::new(TcpRemote { stage: memory::import(region.export)? }))
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {

@@ -82,14 +82,14 @@ impl Machine {
     pub(super) fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
         if let Some(peer) = self.disband(link) {
             tracing::debug!(peer = ?peer.who, error = %why, "a TCP link is lost");
-            peer.lost(why, out);
+            peer.lost(why, &self.scope.shared.ending, out);
         }
     }
 
     pub(super) fn give_up(&mut self, link: LinkId, transfer: TransferId, why: Error, out: &mut Outbox) {
         let Some(peer) = self.peers.get_mut(&link) else { return };
         let mut touched = Vec::new();
-        peer.give_up(transfer, why, &mut self.conns, &mut self.scope.bin, out, |key| touched.push(key));
+        peer.give_up(transfer, why, &mut self.conns, &mut self.scope, out, |key| touched.push(key));
         touched.into_iter().for_each(|key| self.touch(key));
     }
 }

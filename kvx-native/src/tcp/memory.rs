@@ -1,12 +1,15 @@
 //! The owner's regions, and how remote access to them ends.
 
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvx_core::transport::{LocalRegion, RegionSpec};
-use kvx_core::{Error, Kind, Memory, RegionId, RegionKey, Result, Ticket};
+use kvx_core::{Bound, Error, Kind, Memory, Placed, RegionId, RegionKey, Result, Ticket};
 
+use super::ending::Concern;
 use super::progress::Command;
+use super::staging::Stage;
 use super::transport::Handle;
 
 /// How many revoked regions are remembered by number, so that a late request hears `Revoked`.
@@ -18,6 +21,8 @@ pub(super) struct Served {
     pub(super) id: RegionId,
     key: RegionKey,
     pub(super) memory: Arc<Memory>,
+    /// Where it bounces, if it lies on a device.
+    pub(super) stage: Option<Arc<Stage>>,
 }
 
 /// All regions of one agent that TCP serves.
@@ -35,9 +40,9 @@ impl Regions {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, spec: RegionSpec) -> Arc<Served> {
+    fn add(&self, spec: RegionSpec, stage: Option<Arc<Stage>>) -> Arc<Served> {
         let RegionSpec { id, key, memory } = spec;
-        let served = Arc::new(Served { id, key, memory });
+        let served = Arc::new(Served { id, key, memory, stage });
         self.table().served.insert(id, Arc::clone(&served));
         served
     }
@@ -77,34 +82,84 @@ impl Regions {
 
 /// A registered region.
 pub(super) struct TcpRegion {
-    served: Arc<Served>,
+    pub(super) served: Arc<Served>,
     handle: Arc<Handle>,
+    export: Vec<u8>,
+}
+
+/// What peers are told: the number of its stage; nothing of host memory.
+fn export(stage: Option<&Stage>) -> Vec<u8> {
+    stage.map_or_else(Vec::new, |stage| stage.number.to_le_bytes().to_vec())
+}
+
+/// The number of a peer's stage; 0 for host memory. Later versions may say more. Errors: `Malformed`.
+pub(super) fn import(export: &[u8]) -> Result<u32> {
+    match (export, export.first_chunk()) {
+        ([], _) => Ok(0),
+        (_, Some(number)) => Ok(u32::from_le_bytes(*number)),
+        (_, None) => {
+            Err(Error::new(Kind::Malformed, "malformed export of a region: the metadata was altered"))
+        }
+    }
 }
 
 impl TcpRegion {
-    /// Errors: `Unsupported` for device memory.
+    /// May block: a device's first region makes its bounce buffers. Errors: the device's.
     pub(super) fn register(spec: RegionSpec, handle: Arc<Handle>) -> Result<Self> {
-        let kind = spec.memory.kind();
-        if !kind.is_host() {
-            return Err(Error::new(
-                Kind::Unsupported,
-                format!(
-                    "TCP moves host memory, not {kind}: register a host pool, or use a backend that reaches the device"
-                ),
-            ));
-        }
-        Ok(TcpRegion { served: handle.shared.regions.add(spec), handle })
+        let shared = &handle.shared;
+        let stage = shared.stages.of(&spec.memory, &shared.ending)?;
+        let export = export(stage.as_deref());
+        Ok(TcpRegion { served: shared.regions.add(spec, stage), handle, export })
+    }
+}
+
+impl TcpRegion {
+    /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for regions of another
+    /// transport.
+    pub(super) fn of(plan: &Bound, grids: &[Placed]) -> Result<(Vec<Arc<Served>>, Arc<[Placed]>)> {
+        let mut order: Vec<u32> = Vec::new();
+        let grids = grids.iter().map(|placed| {
+            let known = order.iter().position(|region| *region == placed.region);
+            let region = known.unwrap_or_else(|| {
+                order.push(placed.region);
+                order.len() - 1
+            });
+            Placed { region: region as u32, grid: placed.grid }
+        });
+        let grids = grids.collect();
+        let served = |region: u32| {
+            let any: &dyn Any = &*plan.local(region).region;
+            let region = any.downcast_ref::<TcpRegion>().map(|region| Arc::clone(&region.served));
+            region.ok_or_else(|| {
+                Error::new(Kind::Invalid, "a plan over TCP names a region of another transport")
+            })
+        };
+        Ok((order.into_iter().map(served).collect::<Result<_>>()?, grids))
     }
 }
 
 impl LocalRegion for TcpRegion {
     fn export(&self) -> &[u8] {
-        &[]
+        &self.export
     }
 
     fn revoke(&self, done: Ticket) {
         self.handle.shared.regions.remove(&self.served);
-        self.handle.submit(Command::Revoke { region: self.served.id, done });
+        let region = self.served.id;
+        let done = match self.served.stage {
+            None => done,
+            // Nothing new reaches it then; copies that a device has begun may still do.
+            Some(_) => {
+                let ending = Arc::clone(&self.handle.shared.ending);
+                Ticket::new(move |result| {
+                    let concerns = |concern: &Concern| concern.touches(region);
+                    if let Some((done, result)) = ending.hold(concerns, done, result) {
+                        done.settle(result);
+                    }
+                })
+            }
+        };
+        self.handle.submit(Command::Revoke { region, done });
     }
 }
 
@@ -132,8 +187,8 @@ mod tests {
     #[test]
     fn each_reason_to_refuse_has_its_own_kind() {
         let regions = Regions::default();
-        let kept = regions.add(spec(1, 1));
-        let gone = regions.add(spec(2, 2));
+        let kept = regions.add(spec(1, 1), None);
+        let gone = regions.add(spec(2, 2), None);
         let open = |id, key| regions.open(&[(RegionId(id), RegionKey([key; 16]))]).map(|served| served[0].id);
         assert_eq!(open(1, 1).unwrap(), kept.id);
         assert_eq!(open(1, 2).unwrap_err().kind(), Kind::WrongKey);
@@ -143,10 +198,18 @@ mod tests {
     }
 
     #[test]
+    fn exports_say_on_which_stage_memory_lies() {
+        assert_eq!(import(&export(None)).unwrap(), 0);
+        assert_eq!(import(&7u32.to_le_bytes()).unwrap(), 7);
+        assert_eq!(import(&[7, 0, 0, 0, 99]).unwrap(), 7);
+        assert_eq!(import(&[7, 0, 0]).unwrap_err().kind(), Kind::Malformed);
+    }
+
+    #[test]
     fn the_memory_of_revoked_regions_is_forgotten_after_a_while() {
         let regions = Regions::default();
         for id in 0..REMEMBERED as u64 + 10 {
-            let served = regions.add(spec(id, 1));
+            let served = regions.add(spec(id, 1), None);
             regions.remove(&served);
         }
         assert_eq!(regions.table().revoked.len(), REMEMBERED);

@@ -2,8 +2,10 @@
 
 mod address;
 mod auth;
+mod chunk;
 mod config;
 mod conn;
+mod ending;
 mod error;
 mod fetch;
 mod frames;
@@ -19,6 +21,8 @@ mod peers;
 mod progress;
 mod serve;
 mod socket;
+mod staging;
+mod streams;
 mod transport;
 mod wake;
 

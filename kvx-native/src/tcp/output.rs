@@ -1,7 +1,7 @@
 //! What goes out on a connection.
 
+use super::chunk::Chunk;
 use super::conn::{Role, Scope};
-use super::payload::Chunk;
 
 /// A buffer that has grown beyond this is not kept.
 const KEPT: usize = 64 << 10;
@@ -13,6 +13,8 @@ pub(super) struct Output {
     head_at: usize,
     /// The payload of the frame that is going out.
     pub(super) chunk: Chunk,
+    /// What the payload was copied to, when its source could not wait.
+    spilled: Vec<u8>,
     tail: Vec<u8>,
     tail_at: usize,
     /// Whole frames without payload; they go before the next payload.
@@ -47,10 +49,16 @@ impl Output {
         self.tail_at = 0;
     }
 
+    /// The rest of the payload goes out from a copy: its source may change.
+    pub(super) fn spill(&mut self) {
+        self.chunk.copy_out(&mut self.spilled);
+    }
+
     pub(super) fn next(&mut self, role: &mut Role, scope: &mut Scope) {
         self.head.clear();
         self.tail.clear();
         (self.head_at, self.tail_at) = (0, 0);
+        self.spilled = Vec::new();
         if self.head.capacity() > KEPT {
             self.head = Vec::new();
         }

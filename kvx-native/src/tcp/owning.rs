@@ -11,6 +11,8 @@ use rustix::net::SocketFlags;
 
 use super::auth::Door;
 use super::conn::{Conn, Role};
+use super::ending::Answer;
+use super::frames::put_end;
 use super::progress::{HANDSHAKE, Machine};
 use super::socket;
 use super::transport::Shared;
@@ -104,6 +106,15 @@ impl Machine {
         match guest.cancel(id, input, output, &mut self.scope) {
             Ok(()) => self.touch(key),
             Err(error) => self.failed(key, error, now, out),
+        }
+    }
+
+    /// What went into a peer's request has ended: tells it why.
+    pub(super) fn answer(&mut self, answer: &Answer) {
+        let Some(key) = self.lanes.get(&(answer.link, answer.lane)).copied() else { return };
+        if let Some(conn) = self.conns.get_mut(key) {
+            put_end(&mut conn.output.control, answer.id, Err(&answer.why));
+            self.touch(key);
         }
     }
 

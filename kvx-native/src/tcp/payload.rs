@@ -1,19 +1,203 @@
-//! Where the bytes of DATA frames come from and go to: the blocks of one side of a request, as the kernel wants them.
+//! Where the bytes of DATA frames come from and go to: the blocks of one side of a request.
 
 use std::sync::Arc;
 
-use kvx_core::{Bound, Extents, RegionId};
+use kvx_core::staging::{Fetch, Store};
+use kvx_core::{Bound, Extents, RegionId, Result};
 
+use super::chunk::Chunk;
+use super::ending::{Answer, Concern, Ending, Stream};
 use super::memory::Served;
 
-/// The most pieces of one system call, with room for what goes before and after the payload.
-pub(super) const MAX_PIECES: usize = 1000;
+/// The bytes of blocks, to be sent.
+pub(super) enum Source {
+    /// In host memory: the kernel takes them from there.
+    Host(Blocks),
+    /// On a device: they come through bounce buffers.
+    Device(Box<Fetching>),
+}
 
-/// Bytes that are sent in place of bytes that may not be read any more.
-static ZEROS: [u8; FILLER] = [0; FILLER];
-const FILLER: usize = 64 << 10;
+/// A fetch, and how much of it is in the frame that is going out.
+pub(super) struct Fetching {
+    token: u64,
+    fetch: Fetch,
+    out: usize,
+    concern: Concern,
+}
 
-/// The blocks of one side of a request: a source or a sink of payload that is worked off from the front.
+impl Source {
+    /// Blocks on a device; the copies begin now.
+    pub(super) fn fetch(token: u64, mut fetch: Fetch, concern: Concern) -> Self {
+        fetch.resume().ok(); // what went wrong is said again when the first frame is made
+        Source::Device(Box::new(Fetching { token, fetch, out: 0, concern }))
+    }
+
+    /// Bytes that are in no frame yet.
+    pub(super) fn left(&self) -> u64 {
+        match self {
+            Source::Host(blocks) => blocks.left(),
+            Source::Device(fetching) => fetching.fetch.left() - fetching.out as u64,
+        }
+    }
+
+    /// Whether it touches a region of the owner's.
+    pub(super) fn touches(&self, region: RegionId) -> bool {
+        match self {
+            Source::Host(blocks) => blocks.touches(region),
+            Source::Device(fetching) => fetching.concern.touches(region),
+        }
+    }
+
+    /// What wakes it when it waits for a device.
+    pub(super) fn token(&self) -> Option<u64> {
+        match self {
+            Source::Host(_) => None,
+            Source::Device(fetching) => Some(fetching.token),
+        }
+    }
+
+    /// The frame before has gone out. Says whether there is something for the next one now; if not, and some is left,
+    /// its token comes when there is. Errors: the device's.
+    pub(super) fn resume(&mut self) -> Result<bool> {
+        match self {
+            Source::Host(blocks) => Ok(blocks.left() > 0),
+            Source::Device(fetching) => {
+                let Fetching { fetch, out, .. } = &mut **fetching;
+                fetch.sent(std::mem::take(out));
+                fetch.resume()?;
+                Ok(!fetch.bytes().is_empty())
+            }
+        }
+    }
+
+    /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call takes. They stay in place
+    /// until the next [`resume`](Source::resume).
+    pub(super) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
+        match self {
+            Source::Host(blocks) => blocks.gather(chunk, max),
+            Source::Device(fetching) => {
+                let mut room = max;
+                for slice in fetching.fetch.slices() {
+                    let len = slice.len().min(room);
+                    if len == 0 || chunk.is_full() {
+                        break;
+                    }
+                    chunk.push(slice.as_ptr().cast_mut(), len); // read only: it is sent
+                    room -= len;
+                }
+                fetching.out = max - room;
+            }
+        }
+    }
+
+    /// Its peer does not read: gives its bounce buffers back if others wait for one, after `spill` has put the bytes of
+    /// the frame that is going out elsewhere. If they come later, its token does too.
+    pub(super) fn make_way(&mut self, spill: impl FnOnce()) {
+        let Source::Device(fetching) = self else { return };
+        let Fetching { fetch, out, .. } = &mut **fetching;
+        if fetch.is_in_the_way() {
+            if *out > 0 {
+                spill();
+                fetch.sent(std::mem::take(out));
+            }
+            fetch.rewind();
+        }
+    }
+
+    /// Nothing of it is read any more, but for copies that a device has begun.
+    pub(super) fn stop(self, ending: &Ending) {
+        if let Source::Device(fetching) = self {
+            let Fetching { token, fetch, concern, .. } = *fetching;
+            ending.add(token, Stream::Fetch(fetch), concern, None);
+        }
+    }
+}
+
+/// Where bytes belong that are received.
+pub(super) enum Sink {
+    /// In host memory: the kernel puts them there.
+    Host(Blocks),
+    /// On a device: they go through bounce buffers.
+    Device(Box<Storing>),
+}
+
+/// A store.
+pub(super) struct Storing {
+    token: u64,
+    store: Store,
+    concern: Concern,
+}
+
+impl Sink {
+    /// Blocks on a device.
+    pub(super) fn store(token: u64, store: Store, concern: Concern) -> Self {
+        Sink::Device(Box::new(Storing { token, store, concern }))
+    }
+
+    /// Whether it touches a region of the owner's.
+    pub(super) fn touches(&self, region: RegionId) -> bool {
+        match self {
+            Sink::Host(blocks) => blocks.touches(region),
+            Sink::Device(storing) => storing.concern.touches(region),
+        }
+    }
+
+    /// What wakes it when it waits for a device.
+    pub(super) fn token(&self) -> Option<u64> {
+        match self {
+            Sink::Host(_) => None,
+            Sink::Device(storing) => Some(storing.token),
+        }
+    }
+
+    /// Moves the places of the next bytes into `chunk`, for at most `max` bytes. False: there is no place now, and its
+    /// token comes when there may be. Errors: the device's.
+    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize) -> Result<bool> {
+        match self {
+            Sink::Host(blocks) => blocks.gather(chunk, max),
+            Sink::Device(storing) => {
+                let Some(room) = storing.store.room()? else { return Ok(false) };
+                chunk.push(room.as_mut_ptr(), room.len().min(max));
+            }
+        }
+        Ok(true)
+    }
+
+    /// So many bytes came to where [`fill`](Sink::fill) said.
+    pub(super) fn took(&mut self, count: usize) {
+        if let Sink::Device(storing) = self {
+            storing.store.received(count);
+        }
+    }
+
+    /// Nothing comes for it now. Says whether the chunk that it filled names places that are another's by now.
+    pub(super) fn pause(&mut self) -> bool {
+        let Sink::Device(storing) = self else { return false };
+        storing.store.pause();
+        true
+    }
+
+    /// Whether all that was received is where it belongs. If not, its token comes. Errors: the device's.
+    pub(super) fn has_landed(&mut self) -> Result<bool> {
+        let Sink::Device(storing) = self else { return Ok(true) };
+        storing.store.room()?; // takes in the copies that have ended
+        Ok(storing.store.left() == 0)
+    }
+
+    /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when they have ended. It
+    /// comes back when it may go out now.
+    pub(super) fn stop(self, ending: &Ending, answer: Option<Answer>) -> Option<Answer> {
+        match self {
+            Sink::Host(_) => answer,
+            Sink::Device(storing) => {
+                let Storing { token, store, concern } = *storing;
+                ending.add(token, Stream::Store(store), concern, answer)
+            }
+        }
+    }
+}
+
+/// Blocks in host memory, worked off from the front.
 pub(super) struct Blocks {
     memory: Held,
     cursor: Extents,
@@ -38,21 +222,18 @@ impl Blocks {
         Blocks { memory: Held::Served(regions), cursor }
     }
 
-    /// Bytes that are left.
-    pub(super) fn left(&self) -> u64 {
+    fn left(&self) -> u64 {
         self.cursor.left()
     }
 
-    /// Whether it touches a region of the owner's.
-    pub(super) fn touches(&self, region: RegionId) -> bool {
+    fn touches(&self, region: RegionId) -> bool {
         matches!(&self.memory, Held::Served(regions) if regions.iter().any(|served| served.id == region))
     }
 
-    /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call takes.
-    pub(super) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
+    fn gather(&mut self, chunk: &mut Chunk, max: usize) {
         let mut room = max as u64;
         while room > 0
-            && chunk.pieces.len() < MAX_PIECES
+            && !chunk.is_full()
             && let Some(extent) = self.cursor.take(room)
         {
             let memory = match &self.memory {
@@ -64,149 +245,5 @@ impl Blocks {
             chunk.push(memory.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize);
             room -= extent.len;
         }
-    }
-}
-
-/// Pieces of memory in the order in which bytes go through them.
-#[derive(Default)]
-pub(super) struct Chunk {
-    pieces: Vec<libc::iovec>,
-    at: usize,
-    left: usize,
-}
-
-// SAFETY: a chunk is addresses and lengths; who touches them when is up to the machine that owns it, which keeps the
-// memory's owner beside it and redirects the chunk before it lets go of that.
-unsafe impl Send for Chunk {}
-
-impl Chunk {
-    /// Bytes that are left.
-    pub(super) fn left(&self) -> usize {
-        self.left
-    }
-
-    /// Empties it.
-    pub(super) fn clear(&mut self) {
-        self.pieces.clear();
-        (self.at, self.left) = (0, 0);
-    }
-
-    fn push(&mut self, base: *mut u8, len: usize) {
-        self.pieces.push(libc::iovec { iov_base: base.cast(), iov_len: len });
-        self.left += len;
-    }
-
-    /// The pieces that are left.
-    pub(super) fn pieces(&self) -> &[libc::iovec] {
-        &self.pieces[self.at..]
-    }
-
-    /// `count` bytes went through; not more than are left.
-    pub(super) fn advance(&mut self, count: usize) {
-        debug_assert!(count <= self.left);
-        self.left -= count;
-        let mut count = count;
-        while count > 0 {
-            let piece = &mut self.pieces[self.at];
-            if count < piece.iov_len {
-                piece.iov_base = piece.iov_base.wrapping_byte_add(count);
-                piece.iov_len -= count;
-                return;
-            }
-            count -= piece.iov_len;
-            self.at += 1;
-        }
-    }
-
-    /// Writes as many of `bytes` as fit, and says how many.
-    pub(super) fn copy_in(&mut self, bytes: &[u8]) -> usize {
-        let total = bytes.len().min(self.left);
-        let mut left = &bytes[..total];
-        while !left.is_empty() {
-            let piece = self.pieces[self.at];
-            let (now, later) = left.split_at(left.len().min(piece.iov_len));
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and may write; `now`
-            // is a buffer of the connection, which no region overlaps.
-            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), piece.iov_base.cast(), now.len()) };
-            self.advance(now.len());
-            left = later;
-        }
-        total
-    }
-
-    /// Makes what is left go into `bin` instead, whose content does not matter.
-    pub(super) fn discard_into(&mut self, bin: &mut Bin) {
-        let left = self.left;
-        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), left);
-    }
-
-    /// The next `count` bytes go into `bin`.
-    pub(super) fn discard(&mut self, bin: &mut Bin, count: usize) {
-        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), count);
-    }
-
-    /// Makes what is left come from zeros instead.
-    pub(super) fn zero(&mut self) {
-        let left = self.left;
-        self.fill_with(ZEROS.as_ptr().cast_mut(), ZEROS.len(), left);
-    }
-
-    fn fill_with(&mut self, base: *mut u8, len: usize, count: usize) {
-        self.clear();
-        let mut left = count;
-        while left > 0 && self.pieces.len() < MAX_PIECES {
-            self.push(base, left.min(len));
-            left -= left.min(len);
-        }
-    }
-}
-
-/// Where bytes go that nobody wants.
-pub(super) struct Bin(Box<[u8]>);
-
-impl Bin {
-    pub(super) fn new() -> Self {
-        Bin(vec![0; FILLER].into())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn over(buffers: &mut [Vec<u8>]) -> Chunk {
-        let mut chunk = Chunk::default();
-        for buffer in buffers {
-            chunk.push(buffer.as_mut_ptr(), buffer.len());
-        }
-        chunk
-    }
-
-    #[test]
-    fn bytes_go_through_the_pieces_in_order() {
-        let mut buffers = [vec![0; 3], vec![0; 1], vec![0; 4]];
-        let mut chunk = over(&mut buffers);
-        assert_eq!(chunk.copy_in(&[1, 2]), 2);
-        assert_eq!(chunk.left(), 6);
-        assert_eq!(chunk.copy_in(&[3, 4, 5]), 3);
-        assert_eq!(chunk.pieces()[0].iov_len, 3);
-        assert_eq!(chunk.copy_in(&[6, 7, 8, 9, 9]), 3);
-        assert_eq!(buffers, [vec![1, 2, 3], vec![4], vec![5, 6, 7, 8]]);
-    }
-
-    #[test]
-    fn redirected_bytes_leave_the_memory_alone() {
-        let mut buffers = [vec![7; 100_000], vec![7; 100_000]];
-        let mut chunk = over(&mut buffers);
-        chunk.copy_in(&[1; 10]);
-        let mut bin = Bin::new();
-        chunk.discard_into(&mut bin);
-        assert_eq!(chunk.left(), 199_990);
-        chunk.copy_in(&[9; 10]);
-        assert!(buffers[0][10..].iter().chain(&buffers[1]).all(|byte| *byte == 7));
-        let mut chunk = over(&mut buffers);
-        chunk.zero();
-        assert_eq!(chunk.pieces().iter().map(|piece| piece.iov_len).sum::<usize>(), 200_000);
-        assert!(chunk.pieces().iter().all(|piece| std::ptr::eq(piece.iov_base, ZEROS.as_ptr().cast())));
     }
 }

@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 
 use kvx_core::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, Identity, Kind, LinkId, Pair, Result, Ticket, TransferId};
 use slab::Slab;
 
-use super::conn::{Conn, Role};
+use super::conn::{Conn, Role, Scope};
+use super::ending::{Concern, Ending};
 use super::error;
 use super::frames::{Frame, put_bare, put_cancel, put_frame};
 use super::link::Standing;
-use super::payload::Bin;
 use super::serve::{NOTICES, NOTICES_BYTES};
+use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
 
 /// Transfers of at most so many bytes go over the small lane.
@@ -135,7 +136,9 @@ impl Peer {
     /// Takes a transfer; `issue` follows. Says whether it is a small one.
     pub(super) fn post(&mut self, plan: Arc<Bound>, id: TransferId, done: Ticket, out: &mut Outbox) -> bool {
         let size = plan.size();
-        let parts = described::parts(plan.pairs(), PART);
+        let staged = is_staged(&plan);
+        let joins = |pair: &Pair, grid| !staged || share_stages(&plan, pair, grid);
+        let parts = described::parts(plan.pairs(), PART, joins);
         if parts.is_empty() {
             out.settle(done, Ok(()));
             return false;
@@ -156,7 +159,12 @@ impl Peer {
     }
 
     /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
-    pub(super) fn issue(&mut self, conns: &mut Slab<Conn>, mut touched: impl FnMut(usize)) {
+    pub(super) fn issue(
+        &mut self,
+        conns: &mut Slab<Conn>,
+        scope: &mut Scope,
+        mut touched: impl FnMut(usize),
+    ) {
         if !self.is_up() {
             return;
         }
@@ -169,14 +177,14 @@ impl Peer {
             return;
         }
         while !self.small.is_empty() && has_room(&conns[small]) {
-            if issue_next(&mut self.transfers, &mut self.small, &mut conns[small]) {
+            if issue_next(&mut self.transfers, &mut self.small, &mut conns[small], scope) {
                 touched(small);
             }
         }
         while !self.bulk.is_empty() {
             let free = self.lanes[1..].iter().flatten().copied().filter(|key| has_room(&conns[*key]));
             let Some(key) = free.min_by_key(|key| load(&conns[*key])) else { break };
-            if issue_next(&mut self.transfers, &mut self.bulk, &mut conns[key]) {
+            if issue_next(&mut self.transfers, &mut self.bulk, &mut conns[key], scope) {
                 touched(key);
             }
         }
@@ -229,13 +237,14 @@ impl Peer {
         false
     }
 
-    /// Ends a transfer at once: from here on, its memory is not touched. Calls `touched` as `issue` does.
+    /// Ends a transfer at once: from here on, its memory is not touched, but for copies that a device has begun: it
+    /// settles after them. Calls `touched` as `issue` does.
     pub(super) fn give_up(
         &mut self,
         id: TransferId,
         why: Error,
         conns: &mut Slab<Conn>,
-        bin: &mut Bin,
+        scope: &mut Scope,
         out: &mut Outbox,
         mut touched: impl FnMut(usize),
     ) {
@@ -251,7 +260,7 @@ impl Peer {
                 let Conn { role, input, output, .. } = &mut conns[key];
                 if let Role::Lane(lane) = role {
                     let number = lane.number;
-                    lane.give_up(id, input, output, bin, |id| cancelled.push((id, number)));
+                    lane.give_up(id, input, output, scope, |id| cancelled.push((id, number)));
                     touched(key);
                 }
             }
@@ -262,13 +271,23 @@ impl Peer {
                 touched(key);
             }
         }
-        out.settle(transfer.done, Err(error::of_peer(why, &self.who)));
+        drop((transfer.plan, transfer.parts));
+        self.settle(id, transfer.done, error::of_peer(why, &self.who), &scope.shared.ending, out);
+    }
+
+    /// Fails a transfer when no device touches its memory any more.
+    fn settle(&self, id: TransferId, done: Ticket, why: Error, ending: &Ending, out: &mut Outbox) {
+        let its = Concern::Transfer(self.id, id);
+        if let Some((done, result)) = ending.hold(|concern| *concern == its, done, Err(why)) {
+            out.settle(done, result);
+        }
     }
 
     /// Fails everything; its connections are gone.
-    pub(super) fn fail(&mut self, why: &Error, out: &mut Outbox) {
-        for (_, transfer) in self.transfers.drain() {
-            out.settle(transfer.done, Err(why.clone()));
+    pub(super) fn fail(&mut self, why: &Error, ending: &Ending, out: &mut Outbox) {
+        for (id, Transfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
+            drop(plan);
+            self.settle(id, done, why.clone(), ending, out);
         }
         let sent = self.unacknowledged.drain(..).map(|sent| sent.done);
         for done in sent.chain(self.notices.drain(..).map(|notice| notice.done)) {
@@ -277,9 +296,9 @@ impl Peer {
     }
 
     /// The link is gone: fails everything and says so.
-    pub(super) fn lost(mut self, why: Error, out: &mut Outbox) {
+    pub(super) fn lost(mut self, why: Error, ending: &Ending, out: &mut Outbox) {
         let why = error::of_peer(why, &self.who);
-        self.fail(&why, out);
+        self.fail(&why, ending, out);
         out.link(self.id, LinkState::Lost(why));
     }
 
@@ -358,12 +377,13 @@ fn issue_next(
     transfers: &mut HashMap<TransferId, Transfer>,
     queue: &mut VecDeque<TransferId>,
     conn: &mut Conn,
+    scope: &mut Scope,
 ) -> bool {
     let Some(id) = queue.pop_front() else { return false };
     let Some(transfer) = transfers.get_mut(&id) else { return false };
     let Conn { role: Role::Lane(lane), output, .. } = conn else { return false };
     let Some(part) = transfer.parts.get(transfer.next) else { return false };
-    lane.request(&transfer.plan, part, id, output);
+    lane.request(&transfer.plan, part, id, output, scope);
     transfer.next += 1;
     transfer.out += 1;
     if transfer.next < transfer.parts.len() {

@@ -11,12 +11,12 @@ use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 use slab::Slab;
 
+use super::chunk::{Bin, MAX_PIECES};
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
 use super::frames::MAX_DATA;
 use super::linking::greet;
 use super::listener::Listener;
-use super::payload::{Bin, MAX_PIECES};
 use super::peers::{Peer, Silence};
 use super::transport::Shared;
 use super::wake::{Event, Wake};
@@ -38,7 +38,7 @@ const BURST: usize = 64 << 10;
 /// Small connections that have their turn before a bulk one has.
 const SMALL_TURNS: usize = 32;
 
-/// What other threads ask of the machine.
+/// What other threads ask of the machine; `Staged`: look after the stream of this token, a device has copied for it.
 pub(super) enum Command {
     Connect(Box<Peer>),
     Post { link: LinkId, plan: Arc<Bound>, id: TransferId, done: Ticket },
@@ -46,6 +46,7 @@ pub(super) enum Command {
     Cancel { link: LinkId, id: TransferId },
     Close { link: LinkId },
     Revoke { region: RegionId, done: Ticket },
+    Staged { token: u64 },
     Resume,
 }
 
@@ -65,6 +66,8 @@ pub(super) struct Machine {
     bulk: VecDeque<usize>,
     /// Links with something to send out.
     pub(super) eager: Vec<LinkId>,
+    /// Streams that can go on, by token.
+    pub(super) woken: Vec<u64>,
     /// The next turn may be on the thread of somebody who posts: only small work.
     brief: bool,
     ticked: bool,
@@ -102,6 +105,7 @@ impl Machine {
             small: VecDeque::new(),
             bulk: VecDeque::new(),
             eager: Vec::new(),
+            woken: Vec::new(),
             brief: false,
             ticked: false,
             bursting: false,
@@ -170,7 +174,7 @@ impl Machine {
 
     /// Takes a connection out and closes it.
     pub(super) fn remove(&mut self, key: usize) -> Option<Conn> {
-        let conn = self.conns.try_remove(key)?;
+        let mut conn = self.conns.try_remove(key)?;
         match &conn.role {
             Role::Door(_) => self.doors -= 1,
             Role::Guest(guest) => {
@@ -182,6 +186,7 @@ impl Machine {
             }
             _ => {}
         }
+        conn.role.release(&self.scope.shared.ending);
         Some(conn)
     }
 
@@ -214,10 +219,14 @@ impl Machine {
             }
         };
         let finished = conn.closing && !conn.has_output();
+        let full = conn.note_full(now);
         if let (Ok((received, _)), Some(peer)) = (&moved, link.and_then(|link| self.peers.get_mut(&link)))
             && *received > 0
         {
             peer.heard(now);
+        }
+        if let Some(at) = full {
+            self.by(at, now);
         }
         self.take_effect(now, out);
         match moved {
@@ -236,7 +245,7 @@ impl Machine {
         }
     }
 
-    fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
+    pub(super) fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
         let mut effects = std::mem::take(&mut self.scope.effects);
         for effect in effects.drain(..) {
             match effect {
@@ -247,7 +256,7 @@ impl Machine {
                         Kind::PeerRestarted,
                         format!("agent {} has restarted: connect with its new metadata", peer.who.name),
                     );
-                    peer.fail(&error::of_peer(why, &peer.who), out);
+                    peer.fail(&error::of_peer(why, &peer.who), &self.scope.shared.ending, out);
                     out.link(link, LinkState::Restarted(incarnation));
                 }
                 Effect::Ended { link, transfer, result } => {
@@ -258,6 +267,10 @@ impl Machine {
                     {
                         self.give_up(link, transfer, error, out);
                     }
+                    self.eager.push(link);
+                }
+                Effect::Failed { link, transfer, why } => {
+                    self.give_up(link, transfer, why, out);
                     self.eager.push(link);
                 }
                 Effect::Acked { link, id } => {
@@ -318,7 +331,7 @@ impl Machine {
         let mut eager = std::mem::take(&mut self.eager);
         for link in eager.drain(..) {
             let Some(peer) = self.peers.get_mut(&link) else { continue };
-            peer.issue(&mut self.conns, |key| touched.push(key));
+            peer.issue(&mut self.conns, &mut self.scope, |key| touched.push(key));
             if let Some(at) = peer.note_busy(now, self.scope.shared.peer_timeout) {
                 self.by(at, now);
             }
@@ -341,12 +354,13 @@ impl Machine {
             }
         }
         let mut late = Vec::new();
-        for (key, conn) in &self.conns {
+        for (key, conn) in &mut self.conns {
             match conn.deadline {
                 Some(deadline) if deadline <= now => late.push((key, conn.peer)),
                 Some(deadline) => earlier(deadline),
                 None => {}
             }
+            conn.look_if_stuck(now).into_iter().for_each(&mut earlier);
         }
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
@@ -403,13 +417,14 @@ impl Progress for Machine {
             Command::Close { link } => {
                 if let Some(mut peer) = self.disband(link) {
                     let why = error::of_peer(error::closed("the link"), &peer.who);
-                    peer.fail(&why, out);
+                    peer.fail(&why, &self.scope.shared.ending, out);
                 }
             }
             Command::Revoke { region, done } => {
                 self.revoke(region);
                 out.settle(done, Ok(()));
             }
+            Command::Staged { token } => self.woken.push(token),
             Command::Resume => self.resume(),
         }
     }
@@ -417,8 +432,9 @@ impl Progress for Machine {
     fn progress(&mut self, out: &mut Outbox) -> usize {
         let now = Instant::now();
         let brief = std::mem::take(&mut self.brief);
+        let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
-        let mut done = self.poll();
+        done += self.poll();
         if self.ticked {
             self.tick(now, out);
         }
@@ -450,6 +466,9 @@ impl Progress for Machine {
             done += moved;
         }
         self.issue(now);
+        if !self.scope.effects.is_empty() {
+            self.take_effect(now, out); // of requests that could not even begin
+        }
         self.bursting |= done > BURST;
         done
     }
@@ -475,10 +494,14 @@ impl Progress for Machine {
 
     fn stop(&mut self, out: &mut Outbox) {
         let why = error::closed("the agent");
-        for (_, mut peer) in self.peers.drain() {
-            peer.fail(&why, out);
+        for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
+            self.remove(key);
         }
-        self.conns.clear();
+        let ending = &self.scope.shared.ending;
+        for (_, mut peer) in self.peers.drain() {
+            peer.fail(&why, ending, out);
+        }
+        ending.close().into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
     }
 
     fn late(command: Command) {
@@ -486,9 +509,14 @@ impl Progress for Machine {
             Command::Post { done, .. } | Command::Notify { done, .. } => {
                 done.settle(Err(error::closed("the agent")));
             }
-            // Nothing reaches the region: all connections are closed, and none is accepted.
+            // Nothing reaches the region: all connections are closed, and none is accepted. Of copies that a device has
+            // begun the ticket knows by itself.
             Command::Revoke { done, .. } => done.settle(Ok(())),
-            Command::Connect(_) | Command::Cancel { .. } | Command::Close { .. } | Command::Resume => {}
+            Command::Connect(_)
+            | Command::Cancel { .. }
+            | Command::Close { .. }
+            | Command::Staged { .. }
+            | Command::Resume => {}
         }
     }
 }

@@ -1,17 +1,22 @@
 //! The owner's side of a lane: a peer's requests, checked and answered.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 
 use kvx_core::reactor::Turns;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
+use super::chunk::Chunk;
 use super::conn::{Effect, Scope};
+use super::ending::{Answer, Concern, Ending};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
 use super::input::Input;
+use super::memory::Served;
 use super::output::Output;
-use super::payload::{Bin, Blocks, Chunk};
+use super::payload::{Blocks, Sink, Source};
+use super::staging::Staged;
 use super::transport::Shared;
 use crate::described::Described;
 
@@ -35,20 +40,29 @@ pub(super) const NOTICES_BYTES: usize = 256 << 10;
 /// A read that is being answered.
 struct Reading {
     id: u64,
-    blocks: Blocks,
+    source: Source,
     described: usize,
 }
 
 /// A write that is coming in.
 struct Writing {
     /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
-    blocks: Option<Blocks>,
+    sink: Option<Sink>,
+    /// Payload still to come.
     left: u64,
     described: usize,
 }
 
+/// Blocks that a request names, checked.
+struct Named {
+    regions: Vec<Arc<Served>>,
+    extents: Extents,
+}
+
 /// A peer on a lane that it opened.
 pub(super) struct Guest {
+    /// Of its connection.
+    key: usize,
     pub(super) who: Identity,
     /// Which of its links, and which lane of that.
     pub(super) link: [u8; 16],
@@ -58,12 +72,14 @@ pub(super) struct Guest {
     /// Requests that were cancelled before they came.
     cancelled: HashSet<u64>,
     reads: Turns<Reading>,
+    /// Those that wait for a device, by token.
+    waiting: HashMap<u64, Reading>,
     /// The read whose payload is going out.
     sending: Option<Reading>,
     writes: HashMap<u64, Writing>,
     /// The write whose payload is coming in.
     receiving: Option<(u64, usize)>,
-    /// Bytes of the descriptions of `reads` and `sending`.
+    /// Bytes of the descriptions of `reads`, `waiting` and `sending`.
     reads_described: usize,
     /// The same of `writes`.
     writes_described: usize,
@@ -80,15 +96,22 @@ fn cancelled() -> Error {
     Error::new(Kind::Cancelled, "cancelled by its initiator")
 }
 
+/// What streams over these regions work for.
+fn concern(regions: &[Arc<Served>]) -> Concern {
+    Concern::Regions(regions.iter().map(|served| served.id).collect())
+}
+
 impl Guest {
-    pub(super) fn new(who: Identity, link: [u8; 16], lane: u8) -> Self {
+    pub(super) fn new(key: usize, who: Identity, link: [u8; 16], lane: u8) -> Self {
         Guest {
+            key,
             who,
             link,
             lane,
             last_id: None,
             cancelled: HashSet::new(),
             reads: Turns::default(),
+            waiting: HashMap::new(),
             sending: None,
             writes: HashMap::new(),
             receiving: None,
@@ -107,7 +130,7 @@ impl Guest {
     /// Whether nothing more is read before some of what waits has gone out.
     pub(super) fn is_paused(&self, output: &Output, described_in_all: usize) -> bool {
         output.control.len() > MAX_ANSWERS
-            || self.reads.len() >= MAX_READS
+            || self.reads.len() + self.waiting.len() >= MAX_READS
             || self.reads_described > MAX_DESCRIBED
             || self.reads_described > 0 && described_in_all > MAX_DESCRIBED_IN_ALL
     }
@@ -147,7 +170,7 @@ impl Guest {
     }
 
     /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
-    fn request(&mut self, id: u64, body: &[u8], scope: &mut Scope) -> Result<(u64, Result<Blocks>)> {
+    fn request(&mut self, id: u64, body: &[u8], scope: &mut Scope) -> Result<(u64, Result<Named>)> {
         scope.small_came |= self.lane == 0;
         if self.last_id.is_some_and(|last| last >= id) {
             return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
@@ -163,39 +186,69 @@ impl Guest {
         if self.cancelled.remove(&id) {
             return Ok((bytes, Err(cancelled())));
         }
-        let blocks = scope.shared.regions.open(&described.regions).and_then(|regions| {
+        let named = scope.shared.regions.open(&described.regions).and_then(|regions| {
             let lengths: Vec<u64> = regions.iter().map(|served| served.memory.len() as u64).collect();
             described.check(&lengths)?;
-            Ok(Blocks::served(regions, Extents::new(described.grids, described.indices)))
+            Ok(Named { regions, extents: Extents::new(described.grids, described.indices) })
         });
-        Ok((bytes, blocks))
+        Ok((bytes, named))
+    }
+
+    fn source(&self, named: Named, ending: &Ending) -> Result<Source> {
+        match Staged::of(&named.regions, named.extents)? {
+            Ok(staged) => staged.source(self.lane, ending.token(self.key), concern(&named.regions)),
+            Err(extents) => Ok(Source::Host(Blocks::served(named.regions, extents))),
+        }
+    }
+
+    fn sink(&self, named: Named, ending: &Ending) -> Result<Sink> {
+        match Staged::of(&named.regions, named.extents)? {
+            Ok(staged) => staged.sink(self.lane, ending.token(self.key), concern(&named.regions)),
+            Err(extents) => Ok(Sink::Host(Blocks::served(named.regions, extents))),
+        }
     }
 
     fn read(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
-        match self.request(id, body, scope)? {
-            (_, Err(refusal)) => {
+        let (_, named) = self.request(id, body, scope)?;
+        match named.and_then(|named| self.source(named, &scope.shared.ending)) {
+            Err(refusal) => {
                 tracing::debug!(peer = ?self.who, %refusal, "refused a read over TCP");
                 put_end(&mut output.control, id, Err(&refusal));
             }
-            (bytes, Ok(blocks)) => {
+            Ok(source) => {
                 self.reads_described += body.len();
                 scope.described += body.len();
-                self.reads.push(Reading { id, blocks, described: body.len() }, bytes);
+                self.go_on(Reading { id, source, described: body.len() }, output, scope);
             }
         }
         Ok(())
+    }
+
+    /// Queues a read of which no frame is going out: for its turn, for the device, or not at all.
+    fn go_on(&mut self, mut reading: Reading, output: &mut Output, scope: &mut Scope) {
+        match (reading.source.resume(), reading.source.left(), reading.source.token()) {
+            (Ok(_), 0, _) => self.forget_read(reading, scope),
+            (Ok(false), _, Some(token)) => {
+                self.waiting.insert(token, reading);
+            }
+            (Ok(_), left, _) => self.reads.push(reading, left),
+            (Err(why), ..) => {
+                put_end(&mut output.control, reading.id, Err(&why));
+                self.forget_read(reading, scope);
+            }
+        }
     }
 
     fn write(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
         if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
             return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
         }
-        let (left, blocks) = self.request(id, body, scope)?;
+        let (left, named) = self.request(id, body, scope)?;
         let mut described = 0;
-        let blocks = match blocks {
-            Ok(blocks) => {
+        let sink = match named.and_then(|named| self.sink(named, &scope.shared.ending)) {
+            Ok(sink) => {
                 described = body.len();
-                Some(blocks)
+                Some(sink)
             }
             Err(refusal) => {
                 tracing::debug!(peer = ?self.who, %refusal, "refused a write over TCP");
@@ -205,7 +258,7 @@ impl Guest {
         };
         self.writes_described += described;
         scope.described += described;
-        self.writes.insert(id, Writing { blocks, left, described });
+        self.writes.insert(id, Writing { sink, left, described });
         Ok(())
     }
 
@@ -221,13 +274,39 @@ impl Guest {
         Ok(())
     }
 
-    /// Where the next of it goes.
-    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize, bin: &mut Bin) {
-        let writing = self.receiving.and_then(|(id, _)| self.writes.get_mut(&id));
-        match writing.and_then(|writing| writing.blocks.as_mut()) {
-            Some(blocks) => blocks.gather(chunk, max),
-            None => chunk.discard(bin, max),
+    fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
+        let (id, _) = self.receiving?;
+        Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
+    }
+
+    /// Where the next of it goes. False: there is no place now.
+    pub(super) fn fill(
+        &mut self,
+        chunk: &mut Chunk,
+        max: usize,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> bool {
+        if let Some((id, sink)) = self.receiving() {
+            match sink.fill(chunk, max) {
+                Ok(is_there) => return is_there,
+                Err(why) => self.refuse_write(id, &why, output, scope),
+            }
         }
+        chunk.discard(&mut scope.bin, max);
+        true
+    }
+
+    /// So many bytes went there.
+    pub(super) fn took(&mut self, count: usize) {
+        if let Some((_, sink)) = self.receiving() {
+            sink.took(count);
+        }
+    }
+
+    /// Nothing comes now. Says whether what `fill` said holds no longer.
+    pub(super) fn pause(&mut self) -> bool {
+        self.receiving().is_some_and(|(_, sink)| sink.pause())
     }
 
     /// Payload has ended.
@@ -235,40 +314,95 @@ impl Guest {
         let Some((id, len)) = self.receiving.take() else { return };
         let Some(writing) = self.writes.get_mut(&id) else { return };
         writing.left -= len as u64;
-        if writing.left == 0 {
-            if writing.blocks.is_some() {
-                put_end(&mut output.control, id, Ok(()));
+        match &mut writing.sink {
+            None if writing.left == 0 => self.forget_write(id, scope),
+            Some(_) if writing.left == 0 => self.end_if_landed(id, output, scope),
+            None => {}
+            Some(sink) => {
+                sink.pause(); // until its next frame
             }
-            self.forget_write(id, &mut scope.described);
         }
     }
 
-    fn forget_write(&mut self, id: u64, described: &mut usize) {
+    /// All payload of a write has come: ends it, if it is where it belongs.
+    fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+        let Some(Writing { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
+        match sink.has_landed() {
+            Ok(false) => {} // its token comes
+            Ok(true) => {
+                put_end(&mut output.control, id, Ok(()));
+                self.forget_write(id, scope);
+            }
+            Err(why) => self.refuse_write(id, &why, output, scope),
+        }
+    }
+
+    fn forget_write(&mut self, id: u64, scope: &mut Scope) {
         if let Some(writing) = self.writes.remove(&id) {
             self.writes_described -= writing.described;
-            *described -= writing.described;
+            scope.described -= writing.described;
         }
     }
 
-    fn forget_read(&mut self, reading: Reading, described: &mut usize) {
+    fn forget_read(&mut self, reading: Reading, scope: &mut Scope) {
         self.reads_described -= reading.described;
-        *described -= reading.described;
+        scope.described -= reading.described;
+        reading.source.stop(&scope.shared.ending);
+    }
+
+    /// Whether it has blocks of a device to send.
+    pub(super) fn has_streams(&self) -> bool {
+        let is_one = |reading: &Reading| reading.source.token().is_some();
+        !self.waiting.is_empty() || self.sending.as_ref().is_some_and(is_one)
+    }
+
+    /// The peer does not read.
+    pub(super) fn make_way(&mut self, output: &mut Output) {
+        for reading in self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending) {
+            reading.source.make_way(|| output.spill());
+        }
+    }
+
+    /// A device has copied for one of its streams.
+    pub(super) fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope) {
+        if let Some(reading) = self.waiting.remove(&token) {
+            let left = reading.source.left();
+            return self.reads.push(reading, left);
+        }
+        let receiving = self.receiving.map(|(id, _)| id);
+        for (id, writing) in &mut self.writes {
+            let Some(sink) = writing.sink.as_mut().filter(|sink| sink.token() == Some(token)) else {
+                continue;
+            };
+            let (id, left) = (*id, writing.left);
+            if receiving == Some(id) {
+                input.stalled = false;
+            } else if left == 0 {
+                self.end_if_landed(id, output, scope);
+            } else {
+                sink.pause();
+            }
+            return;
+        }
     }
 
     /// The next piece of an answer.
     pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         if let Some(reading) = self.sending.take() {
-            match reading.blocks.left() {
-                0 => self.forget_read(reading, &mut scope.described),
-                left => self.reads.push(reading, left),
-            }
+            self.go_on(reading, output, scope);
         }
-        let Some(mut reading) = self.reads.next_turn() else { return };
+        let mut reading = loop {
+            let Some(mut reading) = self.reads.next_turn() else { return };
+            if matches!(reading.source.resume(), Ok(true)) {
+                break reading;
+            }
+            self.go_on(reading, output, scope);
+        };
         output.chunk.clear();
-        reading.blocks.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
+        reading.source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
         let len = output.chunk.left();
         Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
-        if reading.blocks.left() == 0 {
+        if reading.source.left() == 0 {
             put_bare(output.tail(), Frame::End, reading.id);
         }
         self.sending = Some(reading);
@@ -289,35 +423,48 @@ impl Guest {
             self.cancelled.insert(id);
             return Ok(());
         }
-        self.stop_reads(|reading| reading.id == id, &cancelled(), output, &mut scope.described);
-        self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, &mut scope.bin);
+        self.stop_reads(|reading| reading.id == id, &cancelled(), output, scope);
+        self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, scope);
         Ok(())
     }
 
     /// No more payload comes for a write.
     fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
-        if self.writes.get(&id).is_some_and(|writing| writing.blocks.is_some()) {
-            put_end(&mut output.control, id, Err(&cancelled()));
-        }
-        self.forget_write(id, &mut scope.described);
+        self.refuse_write(id, &cancelled(), output, scope);
+        self.forget_write(id, scope);
     }
 
     /// Ends writes at once: nothing more goes into their memory.
     fn refuse_writes(
         &mut self,
-        which: impl Fn(u64, &Blocks) -> bool,
+        which: impl Fn(u64, &Sink) -> bool,
         why: &Error,
         input: &mut Input,
         output: &mut Output,
-        bin: &mut Bin,
+        scope: &mut Scope,
     ) {
-        for (id, writing) in &mut self.writes {
-            if writing.blocks.take_if(|blocks| which(*id, blocks)).is_some() {
-                put_end(&mut output.control, *id, Err(why));
-                if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == *id) {
-                    input.abort(bin);
-                }
+        let refused = |(id, writing): (&u64, &Writing)| {
+            writing.sink.as_ref().is_some_and(|sink| which(*id, sink)).then_some(*id)
+        };
+        for id in self.writes.iter().filter_map(refused).collect::<Vec<_>>() {
+            if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == id) {
+                input.abort(&mut scope.bin);
             }
+            self.refuse_write(id, why, output, scope);
+        }
+    }
+
+    /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
+    /// next stays.
+    fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
+        let Some(writing) = self.writes.get_mut(&id) else { return };
+        let Some(sink) = writing.sink.take() else { return };
+        let answer = Answer { link: self.link, lane: self.lane, id, why: why.clone() };
+        if let Some(answer) = sink.stop(&scope.shared.ending, Some(answer)) {
+            put_end(&mut output.control, id, Err(&answer.why));
+        }
+        if writing.left == 0 {
+            self.forget_write(id, scope);
         }
     }
 
@@ -327,21 +474,23 @@ impl Guest {
         which: impl Fn(&Reading) -> bool,
         why: &Error,
         output: &mut Output,
-        described: &mut usize,
+        scope: &mut Scope,
     ) {
-        for reading in self.reads.extract(&which) {
+        let mut stopped = self.reads.extract(&which);
+        stopped.extend(self.waiting.extract_if(|_, reading| which(reading)).map(|(_, reading)| reading));
+        for reading in stopped {
             put_end(&mut output.control, reading.id, Err(why));
-            self.forget_read(reading, described);
+            self.forget_read(reading, scope);
         }
         let Some(reading) = self.sending.take_if(|reading| which(reading)) else { return };
-        let unfinished = output.in_payload() || reading.blocks.left() > 0;
+        let unfinished = output.in_payload() || reading.source.left() > 0;
         if output.in_payload() {
             output.abort();
         }
         if unfinished {
             put_end(&mut output.control, reading.id, Err(why));
         }
-        self.forget_read(reading, described);
+        self.forget_read(reading, scope);
     }
 
     /// Ends all access to a region at once.
@@ -353,8 +502,20 @@ impl Guest {
         scope: &mut Scope,
     ) {
         let revoked = Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
-        self.stop_reads(|reading| reading.blocks.touches(region), &revoked, output, &mut scope.described);
-        self.refuse_writes(|_, blocks| blocks.touches(region), &revoked, input, output, &mut scope.bin);
+        self.stop_reads(|reading| reading.source.touches(region), &revoked, output, scope);
+        self.refuse_writes(|_, sink| sink.touches(region), &revoked, input, output, scope);
+    }
+
+    /// Its connection has ended: lets go of all memory.
+    pub(super) fn release(&mut self, ending: &Ending) {
+        let reads = self.reads.extract(|_| true).into_iter();
+        let waiting = self.waiting.drain().map(|(_, reading)| reading);
+        for reading in reads.chain(waiting).chain(self.sending.take()) {
+            reading.source.stop(ending);
+        }
+        for sink in self.writes.drain().filter_map(|(_, writing)| writing.sink) {
+            sink.stop(ending, None);
+        }
     }
 
     fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope) -> Result<()> {

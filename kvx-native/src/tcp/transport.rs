@@ -15,12 +15,14 @@ use kvx_core::{
 use super::address;
 use super::auth;
 use super::config::Config;
+use super::ending::Ending;
 use super::error::NAME;
 use super::link::{Standing, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
 use super::peers::Peer;
 use super::progress::{Command, Machine};
+use super::staging::Stages;
 
 /// TCP: the embedded transport between hosts, with nothing to install.
 ///
@@ -73,8 +75,9 @@ pub(super) fn capabilities() -> Capabilities {
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
         ordered: false,
-        local: MemoryKinds::HOST,
-        remote: MemoryKinds::HOST,
+        // Memory of a device brings along who copies it.
+        local: MemoryKinds::ALL,
+        remote: MemoryKinds::ALL,
     }
 }
 
@@ -86,6 +89,8 @@ pub(super) struct Shared {
     pub(super) events: Arc<dyn Events>,
     pub(super) peer_timeout: Duration,
     pub(super) regions: Regions,
+    pub(super) stages: Stages,
+    pub(super) ending: Arc<Ending>,
 }
 
 /// What links and regions hold: the way to the machine.
@@ -133,15 +138,19 @@ fn open(context: Context) -> Result<TcpTransport> {
         events: context.events,
         peer_timeout: context.peer_timeout,
         regions: Regions::default(),
+        stages: Stages::default(),
+        ending: Arc::default(),
     });
     let machine = Machine::new(Arc::clone(&shared), listener)?;
     let reactor = Reactor::start(name, machine, events)?;
     let handle = Arc::new(Handle { shared, reactor, process: std::process::id() });
+    handle.shared.ending.home(&handle);
     Ok(TcpTransport { handle, capabilities: capabilities(), address })
 }
 
 // SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for requests that hold
-// it, and a revocation takes it out of the table and then from each of them, before it settles.
+// it, and a revocation takes it out of the table and then from each of them, before it settles; what a device still
+// copies for one of them holds the revocation up (`Ending`).
 unsafe impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities

@@ -111,7 +111,7 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     let (mut one, mut other) = (setup.far()?, setup.far()?);
     for far in [&mut one, &mut other] {
         setup.far_agent(far, &unique("idle"))?;
-        far.register("kv", LEN, setup.pools, Some(1))?;
+        far.register("kv", LEN, setup.far, Some(1))?;
     }
     let there = one.connect(0, &other.metadata()?)?;
     let back = other.connect(0, &one.metadata()?)?;
@@ -393,7 +393,7 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
 /// A6: signals, environment and foreign threads are left alone.
 pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     // In a process that does nothing else: this one runs other clauses beside.
-    let mut far = Far::there(&setup.variant)?;
+    let mut far = setup.far()?;
     let before = far.surroundings()?;
     let compare = |far: &mut Far, when: &str| -> Result<Vec<String>, Failure> {
         let after = far.surroundings()?;
@@ -409,10 +409,10 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         before.threads
     );
     setup.far_agent(&mut far, &unique("guest"))?;
-    far.register("kv", LEN, setup.pools, Some(1))?;
+    far.register("kv", LEN, setup.far, Some(1))?;
     let own = far.metadata()?;
     let peer = far.connect(0, &own)?;
-    far.register("more", LEN, setup.pools, Some(2))?;
+    far.register("more", LEN, setup.far, Some(2))?;
     for write in [false, true] {
         let blocks: Vec<u32> = (0..64).collect();
         let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));

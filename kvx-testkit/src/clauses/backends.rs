@@ -111,7 +111,10 @@ impl Choice {
 
     /// An agent of these backends; `None` is no list.
     fn agent(&self, setup: &Setup, backends: Option<&[&str]>) -> kvx_core::Result<Agent> {
-        let builder = Agent::builder(unique("chooser")).options(Options::parse(&setup.options)?);
+        let mut builder = Agent::builder(unique("chooser")).options(Options::parse(&setup.options)?);
+        if let Some((_, source)) = setup.device {
+            builder = builder.device(source()?.access());
+        }
         match backends {
             Some(names) => builder.backends(names.iter().copied()).build(&self.registry),
             None => builder.build(&self.registry),

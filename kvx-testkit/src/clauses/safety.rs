@@ -153,7 +153,7 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     let isolation = setup.capabilities()?.isolation;
     let asserted = |op: &Op| isolation.of(*op) != Isolation::Cooperative;
     let mut pair = setup.pair()?;
-    let region = pair.far.register_neighbours(["short", "secret"], LEN)?;
+    let region = pair.far.register_neighbours(["short", "secret"], LEN, setup.far)?;
     let secret = region + 1;
     let honest = Traffic::new(&mut pair, "honest", LEN)?;
     let peer = pair.connect().await?;

@@ -10,20 +10,26 @@ use kvx_core::{
 };
 
 use super::words::{Command, Reply};
+use crate::device::Device;
 use crate::pattern;
+use crate::setup::Backing;
 use crate::surroundings::Surroundings;
 
 /// The agents, regions and peers of a far end, by number.
 pub(super) struct End {
     registry: Registry,
+    device: Option<Arc<dyn Device>>,
+    /// Threads that the device had when it was opened: no agent of kvx started them.
+    threads: Vec<String>,
     agents: Vec<Agent>,
     regions: Vec<Option<Region>>,
     peers: Vec<Peer>,
 }
 
 impl End {
-    pub(super) fn new(registry: Registry) -> Self {
-        End { registry, agents: Vec::new(), regions: Vec::new(), peers: Vec::new() }
+    pub(super) fn new(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
+        let threads = device.as_ref().map_or_else(Vec::new, |_| Surroundings::of_this_process().threads);
+        End { registry, device, threads, agents: Vec::new(), regions: Vec::new(), peers: Vec::new() }
     }
 
     fn region(&self, number: usize) -> kvx_core::Result<&Region> {
@@ -46,6 +52,9 @@ impl End {
                     .options(Options::parse(&options)?)
                     .peer_timeout(peer_timeout)
                     .notifications(inbox.0, inbox.1);
+                if let Some(device) = &self.device {
+                    builder = builder.device(device.access());
+                }
                 if let Some(secret) = secret {
                     builder = builder.secret(Secret::new(secret)?);
                 }
@@ -53,19 +62,28 @@ impl End {
                 Reply::Number(self.agents.len() as u64 - 1)
             }
             Command::Metadata { agent } => Reply::Bytes(self.agents[agent].metadata()?),
-            Command::Register { agent, name, len, pool, seed } => {
-                let memory = if pool { Memory::pool(len).build()? } else { Memory::owned(vec![0; len]) };
+            Command::Register { agent, name, len, backing, seed } => {
+                let memory = backing.memory(len, self.device.as_deref())?;
                 if let Some(seed) = seed {
                     pattern::fill(&memory, seed)?;
                 }
                 self.regions.push(Some(self.agents[agent].register(&name, memory)?));
                 Reply::Number(self.regions.len() as u64 - 1)
             }
-            Command::RegisterNeighbours { agent, names, len } => {
-                let both = Arc::new(Memory::owned(vec![0; 2 * len]));
+            Command::RegisterNeighbours { agent, names, len, backing } => {
+                let both = Arc::new(match backing {
+                    Backing::Device => backing.memory(2 * len, self.device.as_deref())?,
+                    Backing::Pool | Backing::Owned => Memory::owned(vec![0; 2 * len]),
+                });
                 for (at, name) in names.iter().enumerate() {
+                    let (base, kept) = (both.address() + (at * len) as u64, Arc::clone(&both));
                     // SAFETY: the half lies within `both`, which the new memory keeps alive and which lends no slices.
-                    let half = unsafe { Memory::adopt(both.as_ptr().add(at * len), len, Arc::clone(&both)) };
+                    let half = unsafe {
+                        match both.device_access().cloned() {
+                            Some(access) => Memory::adopt_device(base, len, both.device(), access, kept),
+                            None => Memory::adopt(base as *mut u8, len, kept),
+                        }
+                    };
                     self.regions.push(Some(self.agents[agent].register(name, half)?));
                 }
                 Reply::Number(self.regions.len() as u64 - 2)
@@ -141,7 +159,15 @@ impl End {
                     met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
                 )
             }
-            Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process()),
+            Command::Surroundings => {
+                let mut surroundings = Surroundings::of_this_process();
+                for known in &self.threads {
+                    if let Some(at) = surroundings.threads.iter().position(|thread| thread == known) {
+                        surroundings.threads.remove(at);
+                    }
+                }
+                Reply::Surroundings(surroundings)
+            }
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
             Command::Shutdown { agent, within } => {
@@ -159,8 +185,8 @@ pub(crate) fn cpu_time() -> Duration {
 }
 
 /// Serves commands from standard input until it ends; called by `serve_if_asked` in the child.
-pub(crate) fn serve(registry: Registry) {
-    let mut end = End::new(registry);
+pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>) {
+    let mut end = End::new(registry, device);
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let reply = match serde_json::from_str(&line) {

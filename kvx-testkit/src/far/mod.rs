@@ -3,6 +3,7 @@
 mod end;
 mod words;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Error, Kind, Registry};
@@ -10,7 +11,9 @@ use kvx_core::{Error, Kind, Registry};
 use self::end::End;
 use self::words::{Command, Reply, kind_of};
 use crate::check::Failure;
+use crate::device::Device;
 use crate::process::Child;
+use crate::setup::Backing;
 use crate::surroundings::Surroundings;
 
 pub(crate) use self::end::serve;
@@ -21,9 +24,12 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// The variable by which a program learns that it is a far end, and of which variant of its registry.
 pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 
+/// The suite by whose label it finds its device, if it has one.
+pub(crate) const SUITE: &str = "KVX_TESTKIT_SUITE";
+
 enum Place {
     Here(End),
-    There { child: Child, variable: String },
+    There { child: Child, started: Vec<(&'static str, String)> },
 }
 
 /// The far end of a pair. Answers are kvx's own results: an error comes back with its kind.
@@ -43,13 +49,15 @@ pub(crate) struct AgentSpec {
 }
 
 impl Far {
-    pub(crate) fn here(registry: Registry) -> Self {
-        Far { place: Place::Here(End::new(registry)) }
+    pub(crate) fn here(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
+        Far { place: Place::Here(End::new(registry, device)) }
     }
 
-    pub(crate) fn there(variant: &str) -> Result<Self, Failure> {
-        let child = Child::start_self(VARIABLE, variant)?;
-        Ok(Far { place: Place::There { child, variable: variant.to_owned() } })
+    /// `suite`: whose device it has.
+    pub(crate) fn there(variant: &str, suite: Option<&str>) -> Result<Self, Failure> {
+        let mut started = vec![(VARIABLE, variant.to_owned())];
+        started.extend(suite.map(|suite| (SUITE, suite.to_owned())));
+        Ok(Far { place: Place::There { child: Child::start_self_with(&started)?, started } })
     }
 
     /// The process it lives in; `None` when that is this one.
@@ -67,8 +75,8 @@ impl Far {
 
     /// Starts the process anew, without agents; the old one must have been killed.
     pub fn restart(&mut self) -> Result<(), Failure> {
-        if let Place::There { child, variable } = &mut self.place {
-            *child = Child::start_self(VARIABLE, variable)?;
+        if let Place::There { child, started } = &mut self.place {
+            *child = Child::start_self_with(started)?;
         }
         Ok(())
     }
@@ -128,22 +136,28 @@ impl Far {
         }
     }
 
-    /// Registers `len` bytes with its first agent: a pool, or memory of the program's. Gives the region's number.
+    /// Registers `len` bytes with its first agent. Gives the region's number.
     pub fn register(
         &mut self,
         name: &str,
         len: usize,
-        pool: bool,
+        backing: Backing,
         seed: Option<u64>,
     ) -> Result<usize, Failure> {
-        let command = Command::Register { agent: 0, name: name.into(), len, pool, seed };
+        let command = Command::Register { agent: 0, name: name.into(), len, backing, seed };
         Ok(self.number(command)?? as usize)
     }
 
     /// Registers two regions of `len` bytes each of which the second begins where the first ends. Gives the number of
     /// the first; the second has the next.
-    pub fn register_neighbours(&mut self, names: [&str; 2], len: usize) -> Result<usize, Failure> {
-        let command = Command::RegisterNeighbours { agent: 0, names: names.map(str::to_owned), len };
+    pub fn register_neighbours(
+        &mut self,
+        names: [&str; 2],
+        len: usize,
+        backing: Backing,
+    ) -> Result<usize, Failure> {
+        let names = names.map(str::to_owned);
+        let command = Command::RegisterNeighbours { agent: 0, names, len, backing };
         Ok(self.number(command)?? as usize)
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use kvx_core::{Kind, Notification};
 use serde::{Deserialize, Serialize};
 
+use crate::setup::Backing;
 use crate::surroundings::Surroundings;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -24,13 +25,14 @@ pub(super) enum Command {
         agent: usize,
         name: String,
         len: usize,
-        pool: bool,
+        backing: Backing,
         seed: Option<u64>,
     },
     RegisterNeighbours {
         agent: usize,
         names: [String; 2],
         len: usize,
+        backing: Backing,
     },
     Fill {
         region: usize,

@@ -125,11 +125,6 @@ impl Context {
     }
 }
 
-/// Sets one of UCX's settings for the whole process. Errors: UCX's status: it is none of those, or the value is wrong.
-pub(super) fn set_for_all(library: &'static Library, name: &str, value: &str) -> Result<(), Status> {
-    Config::read(library)?.set(name, value)
-}
-
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: workers and memory hold a reference to the context, so none is left.
@@ -140,14 +135,15 @@ impl Drop for Context {
 /// The first version that knows the settings of transports by the names of their variables.
 const PREFIXED: Version = Version { major: 1, minor: 17, release: 0 };
 
-/// A configuration: the environment's, then what was set.
-struct Config {
+/// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's and hold
+/// at once.
+pub(super) struct Config {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,
 }
 
 impl Config {
-    fn read(library: &'static Library) -> Result<Config, Status> {
+    pub(super) fn read(library: &'static Library) -> Result<Config, Status> {
         let mut raw = ptr::null_mut();
         // SAFETY: without a prefix and a file the environment is read.
         Status::check(unsafe { (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw) })?;
@@ -155,7 +151,7 @@ impl Config {
         Ok(Config { raw, library })
     }
 
-    fn set(&self, name: &str, value: &str) -> Result<(), Status> {
+    pub(super) fn set(&self, name: &str, value: &str) -> Result<(), Status> {
         // Old versions know the settings of a transport without its name.
         let name = match name {
             "TCP_TX_SEG_SIZE" | "TCP_RX_SEG_SIZE" if self.library.version() < PREFIXED => {

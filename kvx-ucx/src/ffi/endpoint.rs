@@ -1,12 +1,8 @@
 //! An endpoint: a connection of one worker to another, and what is posted on it.
 
-#[cfg(test)]
-use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
 use super::bindings_1_13::*;
-#[cfg(test)]
-use super::bindings_1_22 as sgl;
 use super::print::printed;
 use super::request::{Completed, Posted, with_callback};
 use super::status::Status;
@@ -71,66 +67,6 @@ impl Endpoint {
         // SAFETY: the caller's promise.
         Posted::read(unsafe {
             (self.functions.ucp_put_nbx)(self.raw(), local.cast(), length, remote, key.raw(), &param)
-        })
-    }
-
-    #[cfg(test)] // the transport posts no lists yet
-    /// Writes all pieces of `list` as one operation; its end means what that of [`put`](Endpoint::put) means.
-    ///
-    /// # Safety
-    /// As [`put`](Endpoint::put) for every piece; the list is neither changed nor dropped until the end; the library
-    /// [takes the datatype](super::Library::has_sgl).
-    pub(crate) unsafe fn put_list<T: Completed>(&self, list: &Sgl, target: NonNull<T>) -> Posted {
-        let count = list.lengths.len();
-        let local = sgl::ucp_dt_local_sgl_t {
-            field_mask: u64::from(
-                sgl::UCP_DT_LOCAL_SGL_FIELD_BUFFERS
-                    | sgl::UCP_DT_LOCAL_SGL_FIELD_LENGTHS
-                    | sgl::UCP_DT_LOCAL_SGL_FIELD_MEMHS,
-            ),
-            buffers: list.buffers.as_ptr(),
-            lengths: list.lengths.as_ptr(),
-            memhs: list.memories.as_ptr(),
-            ..sgl::ucp_dt_local_sgl_t::default()
-        };
-        let remote = sgl::ucp_dt_remote_sgl_t {
-            field_mask: u64::from(
-                sgl::UCP_DT_REMOTE_SGL_FIELD_REMOTE_ADDRS
-                    | sgl::UCP_DT_REMOTE_SGL_FIELD_LENGTHS
-                    | sgl::UCP_DT_REMOTE_SGL_FIELD_RKEYS,
-            ),
-            remote_addrs: list.remotes.as_ptr(),
-            lengths: list.lengths.as_ptr(),
-            rkeys: list.keys.as_ptr(),
-        };
-        let base = with_callback(target);
-        let datatype = ucp_datatype_t::from(sgl::UCP_DATATYPE_SGL);
-        let param = sgl::ucp_request_param_t {
-            op_attr_mask: base.op_attr_mask
-                | UCP_OP_ATTR_FIELD_DATATYPE
-                | sgl::UCP_OP_ATTR_FIELD_REMOTE_DATATYPE
-                | sgl::UCP_OP_ATTR_FIELD_REMOTE
-                | sgl::UCP_OP_ATTR_FIELD_REMOTE_COUNT,
-            cb: base.cb,
-            user_data: base.user_data,
-            datatype,
-            remote_datatype: datatype,
-            remote: (&raw const remote).cast(),
-            remote_count: count,
-            ..sgl::ucp_request_param_t::default()
-        };
-        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
-        // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and
-        // key of the call itself are unused with a remote list.
-        Posted::read(unsafe {
-            (self.functions.ucp_put_nbx)(
-                self.raw(),
-                (&raw const local).cast(),
-                count,
-                0,
-                ptr::null_mut(),
-                (&raw const param).cast(),
-            )
         })
     }
 
@@ -239,34 +175,5 @@ impl Drop for RemoteKey {
     fn drop(&mut self) {
         // SAFETY: it is alive; the operations that used it have ended, which the transport upholds.
         unsafe { (self.functions.ucp_rkey_destroy)(self.raw()) };
-    }
-}
-
-#[cfg(test)] // the transport posts no lists yet
-/// Pieces of one put: position `i` of each list is piece `i`.
-#[derive(Default)]
-pub(crate) struct Sgl {
-    buffers: Vec<*mut c_void>,
-    lengths: Vec<usize>,
-    memories: Vec<ucp_mem_h>,
-    remotes: Vec<u64>,
-    keys: Vec<ucp_rkey_h>,
-}
-
-#[cfg(test)]
-impl Sgl {
-    pub(crate) fn push(
-        &mut self,
-        local: *const u8,
-        length: usize,
-        memory: ucp_mem_h,
-        remote: u64,
-        key: &RemoteKey,
-    ) {
-        self.buffers.push(local.cast_mut().cast());
-        self.lengths.push(length);
-        self.memories.push(memory);
-        self.remotes.push(remote);
-        self.keys.push(key.raw());
     }
 }

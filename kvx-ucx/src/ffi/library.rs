@@ -11,6 +11,7 @@ use kvx_core::loader::{self, Search};
 
 use super::bindings_1_13::Functions;
 use super::loaded;
+use super::log::Log;
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_UCX_LIB";
@@ -40,14 +41,10 @@ impl fmt::Display for Version {
 
 /// The oldest version that the bindings fit.
 const OLDEST: Version = Version::of(1, 13);
-#[cfg(test)] // the transport posts no lists yet
-/// The first version that takes puts of the scatter-gather datatype on every lane. 1.22 takes them only on cards whose
-/// driver has a plug-in for it, and an endpoint on which it refuses one is lost.
-const SGL: Version = Version::of(1, 23);
-
 /// An open libucp, for the life of the process: the first that was asked for is the only one.
 pub(crate) struct Library {
     functions: Functions,
+    log: Option<Log>,
     version: Version,
     path: PathBuf,
 }
@@ -101,7 +98,8 @@ impl Library {
                     CURE,
                 ));
             }
-            Ok(Library { functions, version, path: library.path().to_owned() })
+            let log = Log::find(&library);
+            Ok(Library { functions, log, version, path: library.path().to_owned() })
         })
     }
 
@@ -115,6 +113,11 @@ impl Library {
         &OPENED.get().expect("a handle of UCX exists, so the library is open").functions
     }
 
+    /// Its log, if it can be held back.
+    pub(super) fn log(&self) -> Option<&Log> {
+        self.log.as_ref()
+    }
+
     /// Its version.
     pub(crate) fn version(&self) -> Version {
         self.version
@@ -123,11 +126,5 @@ impl Library {
     /// The file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
-    }
-
-    #[cfg(test)] // the transport posts no lists yet
-    /// Whether puts may be of the scatter-gather datatype.
-    pub(crate) fn has_sgl(&self) -> bool {
-        self.version >= SGL
     }
 }

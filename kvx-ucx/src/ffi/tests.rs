@@ -9,32 +9,19 @@ use std::time::{Duration, Instant};
 use kvx_core::Options;
 
 use super::bindings_1_13::{UCS_ERR_CANCELED, ucp_ep_h, ucs_status_t};
+use super::lists::{self, Sgl};
 use super::*;
 use crate::config::{Config, Setting};
 use crate::versions;
 
 /// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
 fn on_every_version(test: &str, body: fn(&'static Library)) {
-    if let Some(version) = versions::chosen() {
+    versions::on_each(test, |version| {
         let library = Library::open().expect("the parent has found it");
         let Version { major, minor, .. } = library.version();
         assert_eq!((major, minor), version.number, "{}", library.path().display());
         body(library);
-        return;
-    }
-    for version in versions::VERSIONS {
-        match version.command() {
-            Ok(mut command) => {
-                let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-                let output = versions::output(child, Duration::from_secs(60));
-                let told = String::from_utf8_lossy(&output.stdout);
-                let wrong = String::from_utf8_lossy(&output.stderr);
-                let ended = output.status.success() || version.ends_badly;
-                assert!(ended && told.contains("1 passed"), "{test} on {}:\n{told}\n{wrong}", version.label);
-            }
-            Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
-        }
-    }
+    });
 }
 
 /// Counts what ends, and keeps the last error.
@@ -149,7 +136,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     }
 
     here.fill(11);
-    if library.has_sgl() {
+    if lists::are_taken_by(library) {
         let mut list = Sgl::default();
         for piece in 0..count {
             // SAFETY: within both.
@@ -157,9 +144,9 @@ fn everything_over(library: &'static Library, tls: &str) {
             list.push(local, 500 + piece, at_here.raw(), remote, &key);
         }
         // SAFETY: as above, and `list` is kept until the end.
-        finish(workers, &ends, unsafe { endpoint.put_list(&list, ends.target()) });
+        finish(workers, &ends, unsafe { list.put(&endpoint, ends.target()) });
     }
-    for piece in (0..count).filter(|_| !library.has_sgl()) {
+    for piece in (0..count).filter(|_| !lists::are_taken_by(library)) {
         // SAFETY: as above.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
@@ -197,7 +184,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     let told = crate::protocols::chosen(&lanes, &worker);
     // 1.23 tells of lists as well.
     let own = told.strip_prefix(chosen).unwrap_or_else(|| panic!("{told}\n{worker}"));
-    assert_eq!(own.is_empty(), !library.has_sgl(), "{told}");
+    assert_eq!(own.is_empty(), !lists::are_taken_by(library), "{told}");
 
     drop(key);
     // SAFETY: its key is dropped and nothing is in flight.
@@ -264,7 +251,7 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             list.push(memory.as_ptr(), 50, mapped.raw(), memory.as_ptr() as u64 + 50, &key);
             // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it: had it read other lengths
             // or another datatype, it would say that a parameter is wrong.
-            let posted = unsafe { endpoint.put_list(&list, ends.target()) };
+            let posted = unsafe { list.put(&endpoint, ends.target()) };
             assert_eq!(ending([&near, &far], &ends, posted), Err(Status(UCS_ERR_CANCELED)));
             drop(key);
             // SAFETY: its key is dropped and nothing is in flight.

@@ -7,10 +7,10 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use super::bindings_1_13::*;
-use super::context::{Context, set_for_all};
+use super::context::Context;
 use super::endpoint::Endpoint;
-use super::library::{Library, Version};
-#[cfg(test)]
+use super::library::Version;
+use super::log;
 use super::print::printed;
 use super::status::Status;
 
@@ -54,7 +54,7 @@ impl Worker {
         let mut create = || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
         // Old versions warn, on standard output, of defaults of kvx's for transports that are not used.
         let quiet = context.library().version() < Version { major: 1, minor: 21, release: 0 };
-        let status = if quiet { at_log_level(context.library(), "error", create) } else { create() };
+        let status = if quiet { log::quietly(context.library(), create) } else { create() };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         let mut worker =
@@ -113,20 +113,17 @@ impl Worker {
         unsafe { BorrowedFd::borrow_raw(self.descriptor) }
     }
 
-    #[cfg(test)] // the route tells lanes; its tables are for the tests
     /// UCX's description of the worker.
     pub(crate) fn printed(&self) -> String {
         // SAFETY: the worker is alive, and so is the stream during the call.
         printed(|stream| unsafe { (self.functions().ucp_worker_print_info)(self.raw(), stream) })
     }
 
-    #[cfg(test)]
     /// UCX's description of the worker, with the protocols that it has chosen for gets and puts so far.
     ///
-    /// UCX adds those if it logs at the level `debug` at that moment: the level is raised for the time of the call,
-    /// unless the user has set it.
+    /// UCX adds those if it logs at the level `debug` at that moment.
     pub(crate) fn printed_with_protocols(&self) -> String {
-        at_log_level(self.context.library(), "debug", || self.printed())
+        log::talkatively(self.context.library(), || self.printed())
     }
 
     /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its operations end with an
@@ -191,17 +188,6 @@ impl Drop for Worker {
         // SAFETY: nobody else has it. Endpoints that are still open are destroyed with it.
         unsafe { (self.functions().ucp_worker_destroy)(self.raw()) };
     }
-}
-
-/// Does something while UCX logs at another level, unless the user has set what it logs.
-fn at_log_level<T>(library: &'static Library, level: &str, act: impl FnOnce() -> T) -> T {
-    let users = ["UCX_LOG_LEVEL", "UCX_PROTO_INFO"].iter().any(|name| std::env::var_os(name).is_some());
-    let changed = !users && set_for_all(library, "LOG_LEVEL", level).is_ok();
-    let answer = act();
-    if changed && let Err(status) = set_for_all(library, "LOG_LEVEL", "warn") {
-        tracing::warn!(?status, "UCX's log level stays changed");
-    }
-    answer
 }
 
 /// Who is given active messages.

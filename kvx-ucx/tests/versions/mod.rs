@@ -53,6 +53,26 @@ impl Version {
     }
 }
 
+/// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
+pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
+    if let Some(version) = chosen() {
+        return body(version);
+    }
+    for version in VERSIONS {
+        match version.command() {
+            Ok(mut command) => {
+                let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+                let output = output(child, Duration::from_secs(60));
+                let told = String::from_utf8_lossy(&output.stdout);
+                let wrong = String::from_utf8_lossy(&output.stderr);
+                let ended = output.status.success() || version.ends_badly;
+                assert!(ended && told.contains("1 passed"), "{test} on {}:\n{told}\n{wrong}", version.label);
+            }
+            Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
+        }
+    }
+}
+
 /// What a child says, which is killed after `limit`.
 pub(crate) fn output(command: &mut Command, limit: Duration) -> Output {
     let mut child = command

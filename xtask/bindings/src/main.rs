@@ -17,7 +17,7 @@ struct Row {
     name: &'static str,
     /// The first line of the file ends in this.
     of: &'static str,
-    header: &'static str,
+    headers: &'static [&'static str],
     /// Functions, a regular expression each.
     functions: &'static [&'static str],
     /// Types that no function leads to: mostly enumerations whose constants are passed as integers.
@@ -40,7 +40,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "ucx",
         of: "the headers of UCX 1.13.1",
-        header: "ucp/api/ucp.h",
+        headers: &["ucp/api/ucp.h"],
         functions: &[
             "ucp_am_(data_release|recv_data_nbx|send_nbx)",
             "ucp_cleanup",
@@ -74,7 +74,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "ucx-sgl",
         of: "the headers of UCX 1.22.0: what the scatter-gather datatype adds",
-        header: "ucp/api/ucp.h",
+        headers: &["ucp/api/ucp.h"],
         functions: &[],
         types: &["ucp_dt_(local|remote)_sgl.*", "ucp_(dt_type|op_attr_t|request_param_t)"],
         constants: &[],
@@ -83,9 +83,30 @@ const ROWS: &[Row] = &[
         adds: &["sgl", "SGL", "ucp_request_param_t", "UCP_OP_ATTR_FIELD_REMOTE"],
     },
     Row {
+        name: "libfabric",
+        of: "the headers of libfabric 1.17.0",
+        headers: &["rdma/fi_cm.h", "rdma/fi_rma.h"],
+        functions: &["fi_(dupinfo|fabric|freeinfo|getinfo|strerror|version)"],
+        types: &[
+            "fi_(av_attr|cq_attr|cq_err_entry|cq_msg_entry|mr_attr)",
+            "fi_(av_type|bus_type|cq_format|ep_type|hmem_iface|mr_mode|progress|threading|wait_obj)",
+            "fi_ops_(av|cm|cq|domain|ep|fabric|mr|msg|rma)",
+            "fid_(av|cq|domain|ep|fabric|mr|nic)",
+        ],
+        constants: &[
+            "FI_(ADDR_STR|CONTEXT2?|ENABLE|GETWAIT|MAJOR_VERSION|MINOR_VERSION)",
+            "FI_(DELIVERY_COMPLETE|HMEM|MSG|READ|RECV|REMOTE_(READ|WRITE)|RMA|SEND|TRANSMIT|WRITE)",
+            "FI_E.*",
+            "FI_MR_(ALLOCATED|COLLECTIVE|ENDPOINT|HMEM|LOCAL|MMU_NOTIFY|PROV_KEY|RAW|RMA_EVENT|VIRT_ADDR)",
+        ],
+        blocked: &["FILE", "__.*_t", "iovec"],
+        uses: "use libc::iovec;",
+        adds: &[],
+    },
+    Row {
         name: "mooncake",
         of: "kvx-mooncake/adapter/transfer_engine.h",
-        header: "transfer_engine.h",
+        headers: &["transfer_engine.h"],
         functions: &["[a-z][A-Za-z]+Engine", "[a-z]+[A-Z].*"],
         types: &[],
         constants: &[],
@@ -96,7 +117,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "mooncake-adapter",
         of: "kvx-mooncake/adapter/adapter.h",
-        header: "adapter.h",
+        headers: &["adapter.h"],
         functions: &["kvx_mooncake_.*"],
         types: &[],
         constants: &[],
@@ -107,7 +128,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "nixl",
         of: "kvx-rixl/src/ffi/nixl_capi.h",
-        header: "nixl_capi.h",
+        headers: &["nixl_capi.h"],
         functions: &["nixl_capi_.*"],
         types: &[],
         constants: &["NIXL_CAPI_.*"],
@@ -155,9 +176,7 @@ fn run() -> Result<String, Box<dyn Error>> {
 }
 
 fn generated(row: &Row, include: &str) -> Result<String, Box<dyn Error>> {
-    let header = Path::new(include).join(row.header);
     let mut builder = bindgen::Builder::default()
-        .header(header.to_str().ok_or("the folder's name is not UTF-8")?)
         .clang_arg(format!("-I{include}"))
         .default_enum_style(bindgen::EnumVariation::Consts)
         .prepend_enum_name(false)
@@ -169,6 +188,10 @@ fn generated(row: &Row, include: &str) -> Result<String, Box<dyn Error>> {
         .rust_target(rust_version())
         .use_core()
         .formatter(bindgen::Formatter::None);
+    for header in row.headers {
+        let header = Path::new(include).join(header);
+        builder = builder.header(header.to_str().ok_or("the folder's name is not UTF-8")?);
+    }
     for name in row.functions {
         builder = builder.allowlist_function(name);
     }

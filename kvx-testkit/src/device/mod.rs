@@ -1,19 +1,29 @@
 //! A plain device for tests: host memory behind addresses that the host cannot reach, copied by a thread of its own.
 
+mod allocation;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use kvx_core::memory::{Direction, Piece};
+use kvx_core::memory::{Direction, Hop, IpcHandle, Piece};
 use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, Result, Ticket};
 
-/// What is added to the host address of device memory. No program has memory there, so code that takes a device
-/// address for a pointer faults at once, and a system call given one says `EFAULT`.
-const FAR: u64 = 1 << 52;
+use self::allocation::{Allocation, FAR};
+
+/// A device of some process, for the suite: whose memory it is, and how to get some. See [`Suite::device`](crate::Suite).
+pub trait Device: Send + Sync {
+    /// What agents copy it with.
+    fn access(&self) -> Arc<dyn DeviceAccess>;
+
+    /// Memory on it.
+    fn allocate(&self, len: usize) -> Result<Memory>;
+}
 
 /// A device made of host memory. It stands where a GPU would: its addresses are no pointers, its copies are
-/// asynchronous, and it does what a test asks of the next copies.
+/// asynchronous, other processes open what it shares, and it does what a test asks of the next copies. Devices of one
+/// kind are the same one in all processes, unless they are [`numbered`](TestDevice::numbered).
 ///
 /// ```
 /// use kvx_testkit::TestDevice;
@@ -31,7 +41,7 @@ pub struct TestDevice {
     shared: Arc<Shared>,
 }
 
-/// What becomes of a copy; see [`TestDevice::next`].
+/// What becomes of a copy or a hop; see [`TestDevice::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
     /// It is done.
@@ -61,21 +71,25 @@ struct Shared {
 }
 
 struct State {
-    /// Live allocations: device address and length.
-    allocations: BTreeMap<u64, usize>,
+    /// Live allocations by device address.
+    allocations: BTreeMap<u64, Allocation>,
     waiting: VecDeque<Copy>,
     next: VecDeque<Act>,
     order: Order,
     held: bool,
     ended: bool,
+    /// Why nothing is shared, and why nothing is opened.
+    refusal: [Option<&'static str>; 2],
     count: Count,
 }
 
 /// What a device has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
-    /// Copies done.
+    /// Copies done, hops among them.
     pub copies: u64,
+    /// Hops done: copies from device to device.
+    pub hops: u64,
     /// The most that waited at one time.
     pub most_waiting: usize,
     /// Copies that named memory which was never allocated or is freed: a bug of whoever asked for them.
@@ -83,10 +97,14 @@ pub struct Count {
 }
 
 struct Copy {
-    direction: Direction,
-    pieces: Vec<Piece>,
+    what: What,
     done: Ticket,
     act: Act,
+}
+
+enum What {
+    Pieces(Direction, Vec<Piece>),
+    Hops(Vec<Hop>),
 }
 
 impl TestDevice {
@@ -95,6 +113,14 @@ impl TestDevice {
     /// # Panics
     /// For host memory, and when no thread can be started.
     pub fn new(kind: MemoryKind) -> Arc<Self> {
+        TestDevice::numbered(kind, 0)
+    }
+
+    /// Another device than those with other numbers: they do not reach each other.
+    ///
+    /// # Panics
+    /// As [`new`](TestDevice::new).
+    pub fn numbered(kind: MemoryKind, number: u8) -> Arc<Self> {
         assert!(!kind.is_host(), "a device has no {kind} memory");
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -104,6 +130,7 @@ impl TestDevice {
                 order: Order::Oldest,
                 held: false,
                 ended: false,
+                refusal: [None, None],
                 count: Count::default(),
             }),
             changed: Condvar::new(),
@@ -111,17 +138,44 @@ impl TestDevice {
         let ours = Arc::clone(&shared);
         let started = std::thread::Builder::new().name("kvx-test-device".into()).spawn(move || ours.run());
         started.expect("a test can start a thread");
-        Arc::new(TestDevice { kind, id: DeviceId([kind as u8 + 1; 16]), shared })
+        let mut id = [kind as u8 + 1; 16];
+        id[15] = number;
+        Arc::new(TestDevice { kind, id: DeviceId(id), shared })
     }
 
     /// Memory on this device, zeroed.
+    ///
+    /// # Panics
+    /// When there is none left.
     pub fn allocate(self: &Arc<Self>, len: usize) -> Memory {
-        let bytes = Memory::owned(vec![0; len]);
-        let base = bytes.address() + FAR;
-        self.shared.lock().allocations.insert(base, len);
-        let owner = Allocation { base, device: Arc::downgrade(&self.shared), bytes: Some(bytes) };
+        let allocation = Allocation::new(len).expect("a test asks for memory that the machine has");
+        let base = allocation.address();
+        self.adopt(allocation, base, len, self.id)
+    }
+
+    fn adopt(self: &Arc<Self>, allocation: Allocation, address: u64, len: usize, device: DeviceId) -> Memory {
+        let base = allocation.address();
+        self.shared.lock().allocations.insert(base, allocation);
+        let owner = Kept { base, device: Arc::downgrade(&self.shared) };
         // SAFETY: the device copies at these addresses until the owner is dropped, and nobody else knows the bytes.
-        unsafe { Memory::adopt_device(base, len, self.id, Arc::clone(self) as Arc<dyn DeviceAccess>, owner) }
+        unsafe {
+            Memory::adopt_device(address, len, device, Arc::clone(self) as Arc<dyn DeviceAccess>, owner)
+        }
+    }
+
+    /// From now on nothing is shared with other processes, for this reason.
+    pub fn refuse_to_share(&self, why: &'static str) {
+        self.shared.lock().refusal[0] = Some(why);
+    }
+
+    /// From now on nothing of other processes is opened, for this reason.
+    pub fn refuse_to_open(&self, why: &'static str) {
+        self.shared.lock().refusal[1] = Some(why);
+    }
+
+    /// How many allocations it has, those among them that it opened.
+    pub fn allocations(&self) -> usize {
+        self.shared.lock().allocations.len()
     }
 
     /// Says what becomes of the next copies that are asked for, in order; those after them are done.
@@ -175,12 +229,58 @@ unsafe impl DeviceAccess for TestDevice {
     }
 
     unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket) {
+        self.ask(What::Pieces(direction, pieces.to_vec()), done);
+    }
+
+    unsafe fn hop(&self, hops: &[Hop], done: Ticket) {
+        self.ask(What::Hops(hops.to_vec()), done);
+    }
+
+    fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
+        let state = self.shared.lock();
+        if let Some(why) = state.refusal[0] {
+            return Err(Error::new(Kind::Unsupported, why));
+        }
+        let (base, allocation) = state.find(address, len)?;
+        allocation.share(address - base)
+    }
+
+    fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
+        if let Some(why) = self.shared.lock().refusal[1] {
+            return Err(Error::new(Kind::Unsupported, why));
+        }
+        if owner != self.id {
+            let why =
+                format!("test device {:?} does not reach {owner:?}: they have different numbers", self.id);
+            return Err(Error::new(Kind::Unsupported, why));
+        }
+        let allocation = Allocation::open(handle)?;
+        if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
+            return Err(Error::new(Kind::Malformed, "a handle of the test device names more than there is"));
+        }
+        let address = allocation.address() + handle.offset;
+        Ok(self.adopt(allocation, address, len, owner))
+    }
+}
+
+impl TestDevice {
+    fn ask(&self, what: What, done: Ticket) {
         let mut state = self.shared.lock();
         let act = state.next.pop_front().unwrap_or(Act::Copy);
-        state.waiting.push_back(Copy { direction, pieces: pieces.to_vec(), done, act });
+        state.waiting.push_back(Copy { what, done, act });
         state.count.most_waiting = state.count.most_waiting.max(state.waiting.len());
         drop(state);
         self.shared.changed.notify_all();
+    }
+}
+
+impl Device for Arc<TestDevice> {
+    fn access(&self) -> Arc<dyn DeviceAccess> {
+        Arc::clone(self) as _
+    }
+
+    fn allocate(&self, len: usize) -> Result<Memory> {
+        Ok(TestDevice::allocate(self, len))
     }
 }
 
@@ -225,8 +325,9 @@ impl Shared {
                 state = self.lock();
             }
             state.count.copies += 1;
+            state.count.hops += u64::from(matches!(copy.what, What::Hops(_)));
             // Under the lock: memory that is freed meanwhile waits.
-            let result = copy.perform(&state.allocations);
+            let result = copy.perform(&state);
             if result.as_ref().is_err_and(|error| error.kind() == Kind::OutOfBounds) {
                 state.count.faults += 1;
             }
@@ -253,52 +354,69 @@ impl Order {
     }
 }
 
+impl State {
+    /// The allocation that these bytes lie in. Errors: `OutOfBounds`.
+    fn find(&self, address: u64, len: usize) -> Result<(u64, &Allocation)> {
+        let found = self.allocations.range(..=address).next_back().filter(|(base, allocation)| {
+            (address - **base).checked_add(len as u64).is_some_and(|end| end <= allocation.len() as u64)
+        });
+        found.map(|(base, allocation)| (*base, allocation)).ok_or_else(|| {
+            Error::new(
+                Kind::OutOfBounds,
+                format!("{len} bytes at {address:#x} are no memory of the test device"),
+            )
+        })
+    }
+}
+
 impl Copy {
-    fn perform(&self, allocations: &BTreeMap<u64, usize>) -> Result<()> {
+    fn perform(&self, state: &State) -> Result<()> {
         if self.act == Act::Fail {
             return Err(Error::new(Kind::Native, "the test device fails this copy: the test asked for it"));
         }
-        let lies_within = |piece: &Piece| {
-            let (base, len) = allocations.range(..=piece.device).next_back()?;
-            (piece.device - base).checked_add(piece.len as u64).filter(|end| *end <= *len as u64)
-        };
-        if let Some(stray) = self.pieces.iter().find(|piece| lies_within(piece).is_none()) {
-            return Err(Error::new(
-                Kind::OutOfBounds,
-                format!("{} bytes at {:#x} are no memory of the test device", stray.len, stray.device),
-            ));
-        }
-        for piece in &self.pieces {
-            let device = (piece.device - FAR) as *mut u8;
-            let (from, to) = match self.direction {
-                Direction::ToDevice => (piece.host.cast_const(), device),
-                Direction::ToHost => (device.cast_const(), piece.host),
-            };
-            // SAFETY: the device side lies in an allocation, which cannot be freed under the lock that the caller
-            // holds; the host side is valid until the ticket settles, by the contract of `DeviceAccess::copy`; the two
-            // are different allocations.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, piece.len) };
+        match &self.what {
+            What::Pieces(direction, pieces) => {
+                pieces.iter().try_for_each(|piece| state.find(piece.device, piece.len).map(|_| ()))?;
+                for piece in pieces {
+                    let device = (piece.device - FAR) as *mut u8;
+                    let (from, to) = match direction {
+                        Direction::ToDevice => (piece.host.cast_const(), device),
+                        Direction::ToHost => (device.cast_const(), piece.host),
+                    };
+                    // SAFETY: the device side lies in an allocation, which cannot be freed under the lock that the
+                    // caller holds; the host side is valid until the ticket settles, by the contract of
+                    // `DeviceAccess::copy`; the two are different allocations.
+                    unsafe { std::ptr::copy_nonoverlapping(from, to, piece.len) };
+                }
+            }
+            What::Hops(hops) => {
+                for hop in hops {
+                    state.find(hop.from, hop.len)?;
+                    state.find(hop.to, hop.len)?;
+                }
+                for hop in hops {
+                    let (from, to) = ((hop.from - FAR) as *const u8, (hop.to - FAR) as *mut u8);
+                    // SAFETY: both sides lie in allocations, which cannot be freed under the lock that the caller
+                    // holds; they may overlap.
+                    unsafe { std::ptr::copy(from, to, hop.len) };
+                }
+            }
         }
         Ok(())
     }
 }
 
-/// Frees device memory.
-struct Allocation {
+/// Keeps an allocation.
+struct Kept {
     base: u64,
     device: Weak<Shared>,
-    bytes: Option<Memory>,
 }
 
-impl Drop for Allocation {
+impl Drop for Kept {
     fn drop(&mut self) {
-        match self.device.upgrade() {
-            Some(device) => {
-                let mut state = device.lock();
-                state.allocations.remove(&self.base);
-                self.bytes = None; // under the lock, so that no copy is in the middle of it
-            }
-            None => self.bytes = None,
+        if let Some(device) = self.device.upgrade() {
+            // Under the lock, so that no copy is in the middle of it.
+            device.lock().allocations.remove(&self.base);
         }
     }
 }
@@ -331,6 +449,41 @@ mod tests {
         unsafe { device.copy(Direction::ToHost, &[piece], ticket) };
         assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::OutOfBounds);
         assert_eq!(device.count().faults, 1);
+    }
+
+    #[test]
+    fn what_is_shared_is_opened_and_seen_from_both_sides() {
+        let (ours, theirs) = (TestDevice::new(MemoryKind::Cuda), TestDevice::new(MemoryKind::Cuda));
+        let memory = ours.allocate(8192);
+        let handle = ours.share(memory.address() + 4096, 100).unwrap();
+        let id = ours.device();
+        let opened = theirs.clone().open(id, &handle, 100).unwrap();
+        memory.copy_in(4096, b"shared").unwrap();
+        let local = theirs.allocate(6);
+        let (done, ticket) = kvx_core::Completion::with_ticket();
+        let hop = Hop { from: opened.address(), to: local.address(), len: 6 };
+        // SAFETY: both sides outlive the wait below.
+        unsafe { theirs.hop(&[hop], ticket) };
+        done.wait(Duration::from_secs(10)).unwrap();
+        let mut seen = [0; 6];
+        local.copy_out(0, &mut seen).unwrap();
+        assert_eq!((&seen, theirs.allocations()), (b"shared", 2));
+        drop(opened);
+        assert_eq!(theirs.allocations(), 1);
+
+        let refused = |device: &Arc<TestDevice>, handle: &IpcHandle, len| {
+            device.clone().open(id, handle, len).map(drop).unwrap_err().kind()
+        };
+        assert_eq!(refused(&TestDevice::numbered(MemoryKind::Cuda, 1), &handle, 1), Kind::Unsupported);
+        assert_eq!(refused(&theirs, &handle, 4097), Kind::Malformed);
+        assert_eq!(refused(&theirs, &IpcHandle { bytes: vec![1], offset: 0 }, 1), Kind::Malformed);
+        drop(memory);
+        assert_eq!(refused(&theirs, &handle, 1), Kind::PeerLost);
+        theirs.refuse_to_open("no IPC here");
+        assert_eq!(refused(&theirs, &handle, 1), Kind::Unsupported);
+        let more = ours.allocate(1);
+        ours.refuse_to_share("pool memory");
+        assert_eq!(ours.share(more.address(), 1).unwrap_err().sentence(), "pool memory");
     }
 
     #[test]

@@ -1,0 +1,14 @@
+#![doc = include_str!("../README.md")]
+#![cfg(target_os = "linux")]
+#![deny(missing_docs)]
+
+mod context;
+mod devices;
+mod driver;
+mod ffi;
+mod kernels;
+mod library;
+mod virtual_memory;
+
+pub use devices::devices;
+pub use kvx_core::gpu::{About, BlocksAt, Chosen, Device, DevicePtr, PoolBuilder, StreamHandle};

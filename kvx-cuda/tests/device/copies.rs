@@ -1,0 +1,182 @@
+//! Copies: right bytes, few calls, tickets that settle when they should.
+
+use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
+use kvx_core::{Completion, Memory};
+
+use super::{Bench, Test, all_of, filled, pattern, settled, until, watched};
+
+pub(crate) const TESTS: &[(&str, Test)] = &[
+    ("bytes_go_in_and_come_out", bytes_go_in_and_come_out),
+    ("a_grid_is_one_call", a_grid_is_one_call),
+    ("pieces_that_continue_each_other_are_one_call", pieces_that_continue_each_other_are_one_call),
+    ("scattered_blocks_are_few_calls", scattered_blocks_are_few_calls),
+    ("scattered_blocks_of_memory_that_is_not_pinned", scattered_blocks_of_memory_that_is_not_pinned),
+    ("hops_are_one_launch", hops_are_one_launch),
+    ("more_hops_than_a_table_has", more_hops_than_a_table_has),
+    ("a_ticket_settles_after_its_copy_and_not_before", a_ticket_settles_after_its_copy_and_not_before),
+    ("a_late_event_is_waited_for", a_late_event_is_waited_for),
+    ("nothing_to_copy_settles_at_once", nothing_to_copy_settles_at_once),
+];
+
+fn bytes_go_in_and_come_out(bench: &Bench<'_>) {
+    let pool = bench.device.pool(1 << 20).build().unwrap();
+    assert_eq!(pool.kind(), bench.maker.kind);
+    assert!(all_of(&pool).iter().all(|byte| *byte == 0), "a new pool is zeroed");
+    let bytes = pattern(1, 70_001);
+    pool.copy_in(13, &bytes).unwrap();
+    let mut back = vec![0; bytes.len()];
+    pool.copy_out(13, &mut back).unwrap();
+    assert!(back == bytes);
+}
+
+/// Pieces with one host buffer, one after the other in it.
+fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece> {
+    let mut at = 0;
+    let piece = |(offset, len): &(u64, usize)| {
+        let piece =
+            Piece { device: memory.address() + offset, host: host.as_ptr().wrapping_add(at), len: *len };
+        at += len;
+        piece
+    };
+    blocks.iter().map(piece).collect()
+}
+
+/// Copies blocks out and, changed, back in; says how often each function was called for the first of these.
+fn out_and_in(bench: &Bench<'_>, host: &Memory, blocks: &[(u64, usize)], functions: &[&str]) -> Vec<u64> {
+    let bytes = pattern(2, 1 << 20);
+    let pool = filled(&bench.device, &bytes);
+    let total: usize = blocks.iter().map(|(_, len)| len).sum();
+    let pieces = pieces(&pool, host, blocks);
+    let calls = || functions.iter().map(|name| bench.control.calls(name)).collect::<Vec<_>>();
+    let before = calls();
+    // SAFETY: the pieces lie in the pool and in the buffer, which outlive the waits.
+    settled(|done| unsafe { bench.device.copy(Direction::ToHost, &pieces, done) }).unwrap();
+    let counted = calls().iter().zip(before).map(|(after, before)| after - before).collect();
+    let expected: Vec<u8> =
+        blocks.iter().flat_map(|(at, len)| &bytes[*at as usize..][..*len]).copied().collect();
+    let mut came = vec![0; total];
+    host.copy_out(0, &mut came).unwrap();
+    assert!(came == expected, "what came out is what was there");
+    came.iter_mut().for_each(|byte| *byte ^= 0xa5);
+    host.copy_in(0, &came).unwrap();
+    // SAFETY: as above.
+    settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) }).unwrap();
+    let mut changed = bytes;
+    for (at, len) in blocks {
+        changed[*at as usize..][..*len].iter_mut().for_each(|byte| *byte ^= 0xa5);
+    }
+    assert!(all_of(&pool) == changed, "what went in is where it belongs, and nothing else has changed");
+    counted
+}
+
+fn a_grid_is_one_call(bench: &Bench<'_>) {
+    let host = bench.device.pinned(1 << 20).unwrap();
+    let grid: Vec<_> = (0..100).map(|at| (500 + at * 8192, 4096)).collect();
+    let calls = out_and_in(bench, &host, &grid, &[bench.maker.names.rows, bench.maker.names.launch]);
+    assert_eq!(calls, [1, 0]);
+}
+
+fn pieces_that_continue_each_other_are_one_call(bench: &Bench<'_>) {
+    let host = bench.device.pinned(1 << 20).unwrap();
+    let row: Vec<_> = (0..64).map(|at| (100 + at * 1000, 1000)).collect();
+    let names = &bench.maker.names;
+    let calls =
+        out_and_in(bench, &host, &row, &[names.rows, names.launch, names.batch.unwrap_or(names.rows)]);
+    assert_eq!(calls, [0, 0, 0]);
+}
+
+/// Blocks that are no grid, and do not continue each other.
+fn scattered(count: u64) -> Vec<(u64, usize)> {
+    (0..count).map(|at| (at * 2048 + at * at % 700, 1000 + (at * 37 % 300) as usize)).collect()
+}
+
+fn scattered_blocks_are_few_calls(bench: &Bench<'_>) {
+    let host = bench.device.pinned(1 << 20).unwrap();
+    let names = &bench.maker.names;
+    let one = names.batch.unwrap_or(names.launch);
+    let calls = out_and_in(bench, &host, &scattered(300), &[one, names.rows]);
+    assert_eq!(calls, [1, 0]);
+}
+
+fn scattered_blocks_of_memory_that_is_not_pinned(bench: &Bench<'_>) {
+    let host = Memory::owned(vec![0; 1 << 20]);
+    let calls = out_and_in(bench, &host, &scattered(300), &[bench.maker.names.launch]);
+    assert_eq!(calls, [0], "kernels do not reach it");
+}
+
+/// Hops from one pool to another, checked; says how many launches they were.
+fn hop(bench: &Bench<'_>, blocks: &[(u64, u64, usize)]) -> u64 {
+    let (source, target) = (pattern(3, 1 << 20), pattern(4, 1 << 20));
+    let (from, to) = (filled(&bench.device, &source), filled(&bench.device, &target));
+    let hops =
+        |(a, b, len): &(u64, u64, usize)| Hop { from: from.address() + a, to: to.address() + b, len: *len };
+    let hops: Vec<_> = blocks.iter().map(hops).collect();
+    let before = bench.control.calls(bench.maker.names.launch);
+    // SAFETY: the hops lie in the pools, which outlive the wait, and write to each place once.
+    settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap();
+    let launches = bench.control.calls(bench.maker.names.launch) - before;
+    let mut expected = target;
+    for (a, b, len) in blocks {
+        expected[*b as usize..][..*len].copy_from_slice(&source[*a as usize..][..*len]);
+    }
+    assert!(all_of(&to) == expected);
+    assert!(all_of(&from) == source);
+    launches
+}
+
+fn hops_are_one_launch(bench: &Bench<'_>) {
+    let blocks: Vec<_> =
+        (0..200u64).map(|at| (at * 4001, (at * 71 % 200) * 5000, 1 + at as usize * 19)).collect();
+    assert_eq!(hop(bench, &blocks), 1);
+    assert_eq!(hop(bench, &[(5, 77, 100_000)]), 0, "one is the driver's own copy");
+    let grid: Vec<_> = (0..100).map(|at| (at * 8192, at * 4096 * 2 + 1, 4096)).collect();
+    assert_eq!(hop(bench, &grid), 0, "so is a grid");
+}
+
+fn more_hops_than_a_table_has(bench: &Bench<'_>) {
+    let blocks: Vec<_> = (0..6000u64).map(|at| (at * 130 + at % 3, (5999 - at) * 170, 100)).collect();
+    assert_eq!(hop(bench, &blocks), 3);
+}
+
+fn a_ticket_settles_after_its_copy_and_not_before(bench: &Bench<'_>) {
+    let pool = bench.device.pool(4096).build().unwrap();
+    let host = bench.device.pinned(4096).unwrap();
+    host.copy_in(0, &[7; 4096]).unwrap();
+    let piece = Piece { device: pool.address(), host: host.as_ptr(), len: 4096 };
+    bench.control.command("hold");
+    let copied = bench.control.calls(bench.maker.names.to_device);
+    let tickets: Vec<_> = (0..5).map(|_| watched()).collect();
+    let mut outcomes = Vec::new();
+    for (outcome, ticket) in tickets {
+        // SAFETY: the memory outlives the wait at the end.
+        unsafe { bench.device.copy(Direction::ToDevice, &[piece], ticket) };
+        outcomes.push(outcome);
+    }
+    until("the copies are started", || bench.control.calls(bench.maker.names.to_device) == copied + 5);
+    assert!(outcomes.iter().all(|outcome| outcome.lock().unwrap().is_none()), "the stream has not moved");
+    bench.control.command("release");
+    for outcome in &outcomes {
+        until("a copy ends", || matches!(*outcome.lock().unwrap(), Some(Ok(()))));
+    }
+    assert!(all_of(&pool) == [7; 4096]);
+}
+
+fn a_late_event_is_waited_for(bench: &Bench<'_>) {
+    bench.control.command("late 30000");
+    let pool = bench.device.pool(4096).build().unwrap();
+    let begun = std::time::Instant::now();
+    let (completion, ticket) = Completion::with_ticket();
+    let host = bench.device.pinned(4096).unwrap();
+    let piece = Piece { device: pool.address(), host: host.as_ptr(), len: 4096 };
+    // SAFETY: the memory outlives the wait.
+    unsafe { bench.device.copy(Direction::ToDevice, &[piece], ticket) };
+    completion.wait(super::LONG).unwrap();
+    assert!(begun.elapsed().as_micros() >= 30_000, "it settled before its event");
+}
+
+fn nothing_to_copy_settles_at_once(bench: &Bench<'_>) {
+    let (outcome, ticket) = watched();
+    // SAFETY: no memory is named.
+    unsafe { bench.device.copy(Direction::ToHost, &[], ticket) };
+    assert!(matches!(*outcome.lock().unwrap(), Some(Ok(()))));
+}

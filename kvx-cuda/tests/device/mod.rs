@@ -1,0 +1,143 @@
+//! What kvx promises of the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
+
+mod copies;
+mod errors;
+mod kernels;
+mod memory;
+mod roles;
+pub(crate) mod sharing;
+
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use kvx_core::gpu::Device;
+use kvx_core::{Completion, Memory, MemoryKind, Result, Ticket, Unavailable};
+use kvx_stand_in::Control;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// What differs between the makers.
+pub(crate) struct Maker {
+    pub(crate) kind: MemoryKind,
+    pub(crate) devices: fn() -> Result<Vec<Arc<Device>>, Unavailable>,
+    /// The variable that names the library, and further ones that tests set to the stand-in.
+    pub(crate) variables: &'static [&'static str],
+    pub(crate) visible: &'static str,
+    /// The version that makes a library too old, as a command.
+    pub(crate) too_old: &'static str,
+    pub(crate) names: Names,
+}
+
+/// The functions that tests count or make fail.
+pub(crate) struct Names {
+    pub(crate) to_device: &'static str,
+    pub(crate) rows: &'static str,
+    pub(crate) batch: Option<&'static str>,
+    pub(crate) launch: &'static str,
+    pub(crate) record: &'static str,
+    pub(crate) query: &'static str,
+    pub(crate) allocate: &'static str,
+    pub(crate) open: &'static str,
+    pub(crate) close: &'static str,
+    pub(crate) load: &'static str,
+}
+
+/// What a test gets.
+pub(crate) struct Bench<'a> {
+    pub(crate) maker: &'static Maker,
+    pub(crate) control: &'a Control,
+    pub(crate) device: Arc<Device>,
+}
+
+/// Longer than anything takes.
+pub(crate) const LONG: Duration = Duration::from_secs(8);
+
+const ROLE: &str = "KVX_DEVICE_ROLE";
+
+type Test = fn(&Bench<'_>);
+
+/// Runs the tests of a maker and of `more`; or plays a role in one of them.
+pub(crate) fn run(maker: &'static Maker, more: &[(&'static str, Test)]) -> ExitCode {
+    if let Ok(role) = std::env::var(ROLE) {
+        return roles::play(maker, &role);
+    }
+    if std::env::var_os(maker.variables[0]).is_none() {
+        return with_the_stand_in(maker);
+    }
+    let tests = [copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS, sharing::TESTS, more].concat();
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1); // what one test makes slow or broken, another would meet
+    let trials = tests.into_iter().map(|(name, test)| Trial::test(name, move || alone(maker, test)));
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+}
+
+/// Starts this program again with the stand-in in the place of the library, under every name that it is asked for by.
+fn with_the_stand_in(maker: &Maker) -> ExitCode {
+    let library = kvx_stand_in::library();
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("names-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("the folder for tests is writable");
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        symlink(&library, folder.join(name)).expect("a new folder takes new names");
+    }
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut command = Command::new(std::env::current_exe().expect("a program has a path"));
+    command.args(std::env::args_os().skip(1));
+    command.env("LD_LIBRARY_PATH", format!("{}:{path}", folder.display()));
+    command.envs(maker.variables.iter().map(|variable| (variable, &library)));
+    panic!("this program cannot be started again: {}", command.exec());
+}
+
+fn alone(maker: &'static Maker, test: Test) -> Result<(), Failed> {
+    let control = Control::open();
+    let devices = (maker.devices)()?;
+    let device = Arc::clone(&devices[0]);
+    test(&Bench { maker, control: &control, device });
+    let faults = control.faults();
+    if faults == 0 { Ok(()) } else { Err(format!("memory was misused {faults} times").into()) }
+}
+
+/// Bytes that tell where they are from.
+pub(crate) fn pattern(seed: u32, len: usize) -> Vec<u8> {
+    (0..len as u32)
+        .map(|at| (at.wrapping_mul(0x9e37_79b1).rotate_left(9) ^ seed.wrapping_mul(77)) as u8)
+        .collect()
+}
+
+pub(crate) fn all_of(memory: &Memory) -> Vec<u8> {
+    let mut bytes = vec![0; memory.len()];
+    memory.copy_out(0, &mut bytes).expect("device memory is copied out");
+    bytes
+}
+
+/// A pool with bytes in it.
+pub(crate) fn filled(device: &Arc<Device>, bytes: &[u8]) -> Memory {
+    let pool = device.pool(bytes.len()).build().expect("there is room for a small pool");
+    pool.copy_in(0, bytes).expect("a pool takes bytes");
+    pool
+}
+
+/// Gives a ticket away and waits until it settles.
+pub(crate) fn settled(give: impl FnOnce(Ticket)) -> Result<()> {
+    let (completion, ticket) = Completion::with_ticket();
+    give(ticket);
+    completion.wait(LONG)
+}
+
+/// A ticket, and what it settled with so far.
+pub(crate) fn watched() -> (Arc<Mutex<Option<Result<()>>>>, Ticket) {
+    let outcome = Arc::new(Mutex::new(None));
+    let ours = Arc::clone(&outcome);
+    (outcome, Ticket::new(move |result| *ours.lock().unwrap() = Some(result)))
+}
+
+/// Waits until something is so.
+pub(crate) fn until(what: &str, so: impl Fn() -> bool) {
+    let begun = std::time::Instant::now();
+    while !so() {
+        assert!(begun.elapsed() < LONG, "{what}: not within {LONG:?}");
+        std::thread::yield_now();
+    }
+}

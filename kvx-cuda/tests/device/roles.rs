@@ -1,0 +1,135 @@
+//! What processes of a test do.
+
+use std::io::{BufRead as _, Write as _};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use kvx_core::gpu::kernels::Swap;
+use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
+use kvx_core::memory::{DeviceAccess as _, IpcHandle};
+use kvx_core::{DeviceId, Kind};
+use kvx_stand_in::Control;
+
+use super::sharing::{SHARED, hex, owned, read, sum, unhex};
+use super::{Bench, Maker, all_of, errors, filled, kernels, settled};
+
+/// Plays a role; ends when its parent does, or says so.
+pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
+    let words: Vec<_> = role.split(' ').collect();
+    match words[..] {
+        ["owner", visible] | ["owner", visible, "mapped"] => own(maker, visible, words.len() == 3),
+        ["reader", visible] => reader(maker, visible),
+        ["broken"] => {
+            with_a_device(maker, errors::break_the_device);
+            say("all tickets settled");
+        }
+        ["silent"] => {
+            with_a_device(maker, errors::say_nothing);
+            say("lost one copy");
+        }
+        ["without-kernels"] => with_a_device(maker, without_kernels),
+        ["unavailable", why] => unavailable(maker, why),
+        _ => panic!("there is no role {role}"),
+    }
+    ExitCode::SUCCESS
+}
+
+fn say(line: &str) {
+    println!("{line}");
+    std::io::stdout().flush().expect("the parent listens");
+}
+
+fn hear() -> String {
+    let mut line = String::new();
+    std::io::stdin().lock().read_line(&mut line).expect("the parent speaks, or ends");
+    line.trim_end().to_owned()
+}
+
+/// Before anything else happens in this process.
+fn set(variable: &str, value: &str) {
+    // SAFETY: the process has one thread.
+    unsafe { std::env::set_var(variable, value) };
+}
+
+fn with_a_device(maker: &'static Maker, act: impl FnOnce(&Bench<'_>)) {
+    let control = Control::open();
+    let device = Arc::clone(&(maker.devices)().expect("the stand-in has devices")[0]);
+    act(&Bench { maker, control: &control, device });
+}
+
+/// Shares a part of a pool: ordinal, device, offset, handle.
+fn own(maker: &'static Maker, visible: &str, mapped: bool) {
+    set(maker.visible, visible);
+    with_a_device(maker, |bench| {
+        let pool = bench.device.pool(1 << 20);
+        let pool = if mapped { pool.virtual_memory() } else { pool }.build().expect("a pool");
+        pool.copy_in(0, &owned()).expect("a pool takes bytes");
+        let handle =
+            bench.device.share(pool.address() + SHARED.0 as u64, SHARED.1).expect("a pool is shared");
+        let about = bench.device.about();
+        say(&format!("{} {} {} {}", about.ordinal, hex(&about.id.0), handle.offset, hex(&handle.bytes)));
+        hear();
+        drop(pool);
+    });
+}
+
+/// Says ordinal and device, hears what to open, and says what it read.
+fn reader(maker: &'static Maker, visible: &str) {
+    set(maker.visible, visible);
+    with_a_device(maker, |bench| {
+        let about = bench.device.about();
+        say(&format!("{} {}", about.ordinal, hex(&about.id.0)));
+        let line = hear();
+        let words: Vec<_> = line.split(' ').collect();
+        let [device, offset, handle] = words[..] else { panic!("the parent says {line}") };
+        let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
+        let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
+        match read(bench, device, &handle) {
+            Ok(bytes) => say(&format!("read {}", sum(&bytes))),
+            Err(error) => say(&format!("{:?}: {error}", error.kind())),
+        }
+    });
+}
+
+fn without_kernels(bench: &Bench<'_>) {
+    bench.control.command(&format!("fail {} 222 always", bench.maker.names.load));
+    let bytes = super::pattern(11, 1 << 20);
+    let (from, to) = (filled(&bench.device, &bytes), bench.device.pool(1 << 20).build().unwrap());
+    let hops: Vec<_> = (0..100u64)
+        .map(|at| kvx_core::memory::Hop {
+            from: from.address() + at * 5000,
+            to: to.address() + at * 5000 + at % 7,
+            len: 1000,
+        })
+        .collect();
+    // SAFETY: the memory outlives the waits, here and below.
+    settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap();
+    let copied = all_of(&to);
+    for at in 0..100 {
+        assert!(copied[at * 5000 + at % 7..][..1000] == bytes[at * 5000..][..1000]);
+    }
+    kernels::gather_scatter(bench, &[5, 1, 9, 2, 7, 3], 4096, 4000);
+    let side = |base| BlocksAt { base: DevicePtr(base), stride: 4096, chosen: Chosen::First(3) };
+    let (to, from) = (side(to.address()), side(from.address()));
+    let swap = Swap::heads_to_tokens(2, 4, 64);
+    // SAFETY: as above.
+    let error = settled(|done| unsafe { bench.device.permute(&to, &from, swap, done) }).unwrap_err();
+    assert!([Kind::Native, Kind::Unavailable].contains(&error.kind()), "{error}");
+    say("copied, not permuted");
+}
+
+/// As in a program that is built with `panic=abort`: any panic ends the process before it can say anything.
+fn unavailable(maker: &'static Maker, why: &str) {
+    std::panic::set_hook(Box::new(|_| std::process::abort()));
+    match why {
+        "nowhere" => maker.variables.iter().for_each(|variable| set(variable, "/nowhere/lib.so.1")),
+        "no-device" => set("KVX_STAND_IN", "devices 0"),
+        "too-old" => set("KVX_STAND_IN", maker.too_old),
+        "other-library" => set(maker.variables[0], "libc.so.6"),
+        _ => {}
+    }
+    match (maker.devices)() {
+        Ok(devices) => say(&format!("there are {} devices", devices.len())),
+        Err(unavailable) => say(&unavailable.to_string()),
+    }
+}

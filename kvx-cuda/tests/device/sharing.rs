@@ -1,0 +1,179 @@
+//! Memory of other processes.
+
+use std::sync::Arc;
+
+use kvx_core::memory::{DeviceAccess as _, Hop, IpcHandle};
+use kvx_core::{DeviceId, Kind};
+use kvx_testkit::Child;
+
+use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
+
+pub(crate) const TESTS: &[(&str, Test)] = &[
+    ("memory_of_another_process_is_read", read_from_another_process),
+    ("both_processes_see_device_0_and_mean_another", both_see_device_0),
+    ("an_allocation_is_opened_once_and_closed_with_its_last_use", opened_once),
+    ("an_owners_death_ends_its_imports", an_owners_death),
+    ("memory_that_this_process_shared_is_opened_in_place", opened_in_place),
+    ("handles_that_peers_made_up_are_refused", made_up),
+    ("devices_that_do_not_reach_each_other_say_so", no_way),
+];
+
+/// A process with a pool; says what to open.
+pub(crate) struct Owner {
+    pub(crate) child: Child,
+    pub(crate) device: DeviceId,
+    pub(crate) handle: IpcHandle,
+}
+
+impl Owner {
+    pub(crate) fn start(role: &str) -> Self {
+        let child = Child::start_self(ROLE, role).expect("a process starts");
+        let line = child.hear(LONG).expect("the owner says what it shares");
+        let words: Vec<_> = line.split(' ').collect();
+        let [ordinal, device, offset, handle] = words[..] else { panic!("the owner says {line}") };
+        assert_eq!(ordinal, "0");
+        let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
+        let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
+        Owner { child, device, handle }
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..][..2], 16).expect("hex")).collect()
+}
+
+/// What an owner's pool holds, from the offset on that it shares.
+pub(crate) fn owned() -> Vec<u8> {
+    pattern(9, 1 << 20)
+}
+
+/// Where in its pool an owner shares, and how much.
+pub(crate) const SHARED: (usize, usize) = (4096, 500_000);
+
+/// Reads all of what is shared, in scattered blocks.
+pub(crate) fn read(bench: &Bench<'_>, owner: DeviceId, handle: &IpcHandle) -> kvx_core::Result<Vec<u8>> {
+    let len = SHARED.1;
+    let theirs = Arc::clone(&bench.device).open(owner, handle, len)?;
+    assert_eq!(theirs.device(), owner);
+    let ours = bench.device.pool(len).build()?;
+    let block = 10_000;
+    let hops: Vec<_> = (0..len / block)
+        .rev()
+        .map(|at| Hop {
+            from: theirs.address() + (at * block) as u64,
+            to: ours.address() + (at * block) as u64,
+            len: block,
+        })
+        .collect();
+    // SAFETY: the hops lie in memory that outlives the wait.
+    settled(|done| unsafe { bench.device.hop(&hops, done) })?;
+    Ok(all_of(&ours))
+}
+
+fn expected() -> Vec<u8> {
+    owned()[SHARED.0..][..SHARED.1].to_vec()
+}
+
+fn read_from_another_process(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    assert_eq!(owner.device, bench.device.about().id);
+    assert!(read(bench, owner.device, &owner.handle).unwrap() == expected());
+}
+
+fn both_see_device_0(_: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    let mut reader = Child::start_self(ROLE, "reader 1").expect("a process starts");
+    let line = reader.hear(LONG).expect("the reader says what it sees");
+    let (ordinal, device) = line.split_once(' ').expect("two words");
+    assert_eq!(ordinal, "0");
+    assert_ne!(unhex(device), owner.device.0, "both call theirs 0, and each is another");
+    let Owner { device, handle, .. } = &owner;
+    reader.say(&format!("{} {} {}", hex(&device.0), handle.offset, hex(&handle.bytes))).unwrap();
+    assert_eq!(
+        reader.hear(LONG).expect("the reader says what it read"),
+        format!("read {}", sum(&expected()))
+    );
+}
+
+pub(crate) fn sum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(17, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)))
+}
+
+fn opened_once(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    let (open, close) = (bench.maker.names.open, bench.maker.names.close);
+    let before = (bench.control.calls(open), bench.control.calls(close));
+    let device = || Arc::clone(&bench.device);
+    let first = device().open(owner.device, &owner.handle, 1000).unwrap();
+    let later = IpcHandle { offset: owner.handle.offset + 5000, ..owner.handle.clone() };
+    let second = device().open(owner.device, &later, 1000).unwrap();
+    assert_eq!(second.address(), first.address() + 5000);
+    assert!(all_of(&second) == expected()[5000..6000]);
+    drop(first);
+    assert!(all_of(&second) == expected()[5000..6000], "the other use goes on");
+    assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 1, before.1));
+    drop(second);
+    assert_eq!(bench.control.calls(close), before.1 + 1);
+    drop(device().open(owner.device, &later, 1000).unwrap());
+    assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 2, before.1 + 2));
+}
+
+fn an_owners_death(bench: &Bench<'_>) {
+    let mut owner = Owner::start("owner 0");
+    let theirs = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
+    assert!(all_of(&theirs) == expected()[..1000]);
+    owner.child.kill().unwrap();
+    let error = theirs.copy_out(0, &mut [0; 1000]).unwrap_err();
+    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    let again = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    assert_eq!(again.kind(), Kind::PeerLost, "also while it is still open: {again}");
+    drop(theirs);
+    let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+}
+
+fn opened_in_place(bench: &Bench<'_>) {
+    let bytes = pattern(10, 300_000);
+    let pool = filled(&bench.device, &bytes);
+    let handle = bench.device.share(pool.address() + 1000, 200_000).unwrap();
+    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap();
+    assert_eq!(again.address(), pool.address() + 1000);
+    drop((again, pool));
+    let gone = Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap_err();
+    assert!([Kind::Revoked, Kind::Native].contains(&gone.kind()), "{gone}");
+}
+
+fn made_up(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    let open = |handle: &IpcHandle, len| Arc::clone(&bench.device).open(owner.device, handle, len).map(drop);
+    let good = &owner.handle;
+    let far = IpcHandle { offset: 1 << 40, ..good.clone() };
+    assert_eq!(open(&far, 10).unwrap_err().kind(), Kind::Malformed);
+    let wrapping = IpcHandle { offset: u64::MAX, ..good.clone() };
+    assert_eq!(open(&wrapping, 10).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(open(good, 0).unwrap_err().kind(), Kind::Malformed);
+    for cut in 0..good.bytes.len() {
+        open(&IpcHandle { bytes: good.bytes[..cut].to_vec(), offset: 0 }, 10).unwrap_err();
+    }
+    for at in 0..good.bytes.len() {
+        let mut bytes = good.bytes.clone();
+        bytes[at] ^= 0x40;
+        open(&IpcHandle { bytes, offset: 0 }, 10).ok(); // anything but a crash
+    }
+    // A length that the owner does not have: what the driver has opened counts.
+    let mut longer = good.bytes.clone();
+    longer[45..53].copy_from_slice(&[0xff; 8]); // after the form, the process and the base
+    let all = IpcHandle { bytes: longer, offset: 0 };
+    assert_eq!(open(&all, 1 << 30).unwrap_err().kind(), Kind::Malformed);
+}
+
+fn no_way(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 1");
+    bench.control.command("no-peers");
+    let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+}

@@ -1,0 +1,103 @@
+//! kvx-cuda over the stand-in: a library with the driver's functions, made of host memory.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod device;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use device::sharing::{Owner, read};
+use device::{Bench, Maker, Names, all_of, filled, pattern};
+use kvx_core::gpu::DevicePtr;
+use kvx_core::memory::DeviceAccess as _;
+use kvx_core::{Kind, MemoryKind};
+
+static MAKER: Maker = Maker {
+    kind: MemoryKind::Cuda,
+    devices: kvx_cuda::devices,
+    variables: &["KVX_CUDA_LIB"],
+    visible: "CUDA_VISIBLE_DEVICES",
+    too_old: "cuda-version 11000",
+    names: Names {
+        to_device: "cuMemcpyHtoDAsync_v2",
+        rows: "cuMemcpy2DAsync_v2",
+        batch: Some("cuMemcpyBatchAsync_v2"),
+        launch: "cuLaunchKernel",
+        record: "cuEventRecord",
+        query: "cuEventQuery",
+        allocate: "cuMemAlloc_v2",
+        open: "cuIpcOpenMemHandle_v2",
+        close: "cuIpcCloseMemHandle",
+        load: "cuModuleLoadData",
+    },
+};
+
+fn main() -> ExitCode {
+    device::run(
+        &MAKER,
+        &[
+            ("cudarc_has_the_same_library", cudarc_has_the_same_library),
+            ("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused),
+            ("virtual_memory_is_shared_by_descriptor", virtual_memory),
+        ],
+    )
+}
+
+/// Another user of cudarc in the process meets the library that kvx has opened.
+fn cudarc_has_the_same_library(bench: &Bench<'_>) {
+    bench.device.pinned(64).unwrap(); // the device is in use
+    let before = bench.control.calls("cuDevicePrimaryCtxRetain");
+    let device = cudarc::driver::result::device::get(0).unwrap();
+    // SAFETY: a device that the driver named.
+    let context = unsafe { cudarc::driver::result::primary_ctx::retain(device) }.unwrap();
+    assert!(!context.is_null());
+    assert_eq!(bench.control.calls("cuDevicePrimaryCtxRetain"), before + 1, "cudarc called the stand-in");
+    // SAFETY: retained above.
+    unsafe { cudarc::driver::result::primary_ctx::release(device) }.unwrap();
+}
+
+fn pool_memory_is_refused(bench: &Bench<'_>) {
+    let device = cudarc::driver::result::device::get(0).unwrap();
+    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the stream is the null stream,
+    // and the memory is freed by nobody before the process ends.
+    let address = unsafe {
+        let context = cudarc::driver::result::primary_ctx::retain(device).unwrap();
+        cudarc::driver::result::ctx::set_current(context).unwrap();
+        let address = cudarc::driver::result::malloc_async(std::ptr::null_mut(), 4096).unwrap();
+        cudarc::driver::result::ctx::set_current(std::ptr::null_mut()).unwrap();
+        address
+    };
+    // SAFETY: refused.
+    let error = unsafe { bench.device.adopt(DevicePtr(address), 4096, ()) }.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    assert!(error.to_string().contains("Device::pool"), "{error}");
+    let error = bench.device.share(address, 4096).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    assert!(error.to_string().contains("pool of CUDA"), "{error}");
+}
+
+fn virtual_memory(bench: &Bench<'_>) {
+    let bytes = pattern(20, 3 << 20);
+    let before = bench.control.allocated();
+    let pool = bench.device.pool(3 << 20).virtual_memory().build().unwrap();
+    pool.copy_in(0, &bytes).unwrap();
+    assert!(all_of(&pool) == bytes);
+    bench.device.dma_buf(pool.address(), pool.len()).unwrap();
+    let handle = bench.device.share(pool.address(), pool.len()).unwrap();
+    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
+    assert_eq!(again.address(), pool.address());
+    drop((again, pool));
+    assert_eq!(bench.control.allocated(), before);
+
+    let mut owner = Owner::start("owner 0 mapped");
+    let read_it = || read(bench, owner.device, &owner.handle);
+    let expected = device::sharing::owned()[4096..][..500_000].to_vec();
+    assert!(read_it().unwrap() == expected);
+    let kept = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
+    owner.child.kill().unwrap();
+    assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), Kind::PeerLost);
+    drop(kept);
+    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), Kind::PeerLost);
+    drop(filled(&bench.device, &[1; 16]));
+}

@@ -1,0 +1,180 @@
+//! Where an agent is reached: its section of the metadata.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result};
+
+use crate::bell;
+use crate::config::MAX_RAILS;
+use crate::error::NAME;
+use crate::sealed;
+
+/// The longest address of an endpoint, and the longest name of a provider, that are taken from a peer.
+const MAX_ADDRESS: usize = 256;
+const MAX_PROVIDER: usize = 64;
+
+/// How the endpoints of an agent are reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    /// The provider's name, and the number and version of its protocol.
+    pub(crate) provider: String,
+    pub(crate) protocol: (u32, u32),
+    /// An endpoint's address for each rail; the first takes messages.
+    pub(crate) rails: Vec<Box<[u8]>>,
+    /// For shared memory.
+    pub(crate) host: Option<Host>,
+}
+
+/// A process of this host, for a provider that reads and writes its memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// Its number, and where in it a known value can be read.
+    pub(crate) process: u32,
+    pub(crate) probe: u64,
+    /// What wakes it.
+    pub(crate) bell: Box<[u8]>,
+}
+
+impl Address {
+    const FORM: u8 = 1;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::FORM];
+        out.put_block(self.provider.as_bytes());
+        out.put_u32(self.protocol.0);
+        out.put_u32(self.protocol.1);
+        out.put_u8(self.rails.len() as u8);
+        for rail in &self.rails {
+            out.put_block(rail);
+        }
+        out.put_u8(u8::from(self.host.is_some()));
+        if let Some(host) = &self.host {
+            out.put_u32(host.process);
+            out.put_u64(host.probe);
+            out.put_block(&host.bell);
+        }
+        sealed::seal(out)
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
+        let mut reader = Reader::new("LIBFABRIC address", sealed::open("LIBFABRIC address", bytes)?);
+        let form = reader.u8()?;
+        if form != Self::FORM {
+            let why =
+                format!("the peer's LIBFABRIC address has form {form}, this release knows {}", Self::FORM);
+            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+        }
+        let provider = String::from_utf8_lossy(reader.block(MAX_PROVIDER)?).into_owned();
+        let protocol = (reader.u32()?, reader.u32()?);
+        let count = usize::from(reader.u8()?);
+        if !(1..=MAX_RAILS).contains(&count) {
+            return Err(reader.malformed("no agent has so many rails"));
+        }
+        let mut rails = Vec::with_capacity(count);
+        for _ in 0..count {
+            rails.push(reader.block(MAX_ADDRESS)?.into());
+        }
+        let host = match reader.u8()? {
+            0 => None,
+            _ => Some(Host {
+                process: reader.u32()?,
+                probe: reader.u64()?,
+                bell: reader.block(bell::MAX_NAME)?.into(),
+            }),
+        };
+        reader.end()?;
+        Ok(Address { provider, protocol, rails, host })
+    }
+
+    /// Whether endpoints of ours can be led to it. Errors: `Incompatible`, `Malformed`.
+    pub(crate) fn check(&self, ours: &Address, texts: bool) -> Result<()> {
+        if (&self.provider, self.protocol) != (&ours.provider, ours.protocol) {
+            let why = format!(
+                "the peer is over {} (protocol {}.{}), this agent over {} ({}.{}): name one \"libfabric.provider\" at both",
+                self.provider,
+                self.protocol.0,
+                self.protocol.1,
+                ours.provider,
+                ours.protocol.0,
+                ours.protocol.1
+            );
+            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+        }
+        let own = ours.rails.first().map(|rail| &**rail).unwrap_or_default();
+        if !self.rails.iter().all(|rail| has_form_of(own, rail, texts))
+            || self.host.is_some() != ours.host.is_some()
+        {
+            let why = "malformed LIBFABRIC address: the provider has no such addresses";
+            return Err(Error::new(Kind::Malformed, why).backend(NAME));
+        }
+        Ok(())
+    }
+}
+
+/// Whether a provider that reads `own` as an address reads all of `other` and nothing behind it.
+fn has_form_of(own: &[u8], other: &[u8], texts: bool) -> bool {
+    if texts {
+        return other.last() == Some(&0) && !other[..other.len() - 1].contains(&0) && other.len() > 1;
+    }
+    // Socket addresses begin with their family, which says how long they are.
+    other.len() == own.len() && other.get(..2) == own.get(..2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn somewhere() -> Address {
+        Address {
+            provider: "shm".into(),
+            protocol: (14, 1),
+            rails: vec![(*b"fi_shm://7:0\0").into(), (*b"fi_shm://7:0:1\0").into()],
+            host: Some(Host { process: 7, probe: 4096, bell: (*b"kvx-7").into() }),
+        }
+    }
+
+    #[test]
+    fn addresses_travel_as_they_are_and_nothing_else_passes() {
+        let address = somewhere();
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes).unwrap(), address);
+        let remote = Address { host: None, ..address };
+        assert_eq!(Address::decode(&remote.encode()).unwrap(), remote);
+        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Address::decode(&sealed::seal(vec![9])).unwrap_err().kind(), Kind::Incompatible);
+        let nowhere = Address { rails: Vec::new(), ..somewhere() }.encode();
+        assert_eq!(Address::decode(&nowhere).unwrap_err().kind(), Kind::Malformed);
+    }
+
+    #[test]
+    fn no_bytes_make_the_decoder_panic() {
+        let mut seed = 1_u64;
+        let mut random = move || {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) as usize
+        };
+        for _ in 0..10_000 {
+            let bytes: Vec<u8> = (0..random() % 64).map(|_| random() as u8).collect();
+            assert!(Address::decode(&bytes).is_err());
+            Address::decode(&sealed::seal(bytes)).ok(); // some are addresses
+        }
+    }
+
+    #[test]
+    fn a_provider_is_shown_addresses_of_its_own_form_alone() {
+        let ours = somewhere();
+        let with = |rail: &[u8]| Address { rails: vec![rail.into()], ..somewhere() };
+        assert!(with(b"fi_shm://8:0\0").check(&ours, true).is_ok());
+        for rail in [&b"fi_shm://8:0"[..], b"fi_shm\0://8:0\0", b"\0", b""] {
+            assert_eq!(with(rail).check(&ours, true).unwrap_err().kind(), Kind::Malformed, "{rail:?}");
+        }
+        let socket = Address { rails: vec![[2, 0, 31, 64].into()], host: None, ..somewhere() };
+        let to = |rail: &[u8]| Address { rails: vec![rail.into()], ..socket.clone() }.check(&socket, false);
+        assert!(to(&[2, 0, 1, 1]).is_ok());
+        assert!(to(&[10, 0, 1, 1]).is_err() && to(&[2, 0, 1]).is_err() && to(&[2, 0, 1, 1, 1]).is_err());
+        let other = Address { provider: "tcp;ofi_rxm".into(), ..somewhere() };
+        assert_eq!(other.check(&ours, true).unwrap_err().kind(), Kind::Incompatible);
+        let newer = Address { protocol: (14, 2), ..somewhere() };
+        assert_eq!(newer.check(&ours, true).unwrap_err().kind(), Kind::Incompatible);
+    }
+}

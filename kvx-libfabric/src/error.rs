@@ -1,0 +1,105 @@
+//! libfabric's error numbers as kvx's errors.
+
+use std::fmt::Display;
+
+use kvx_core::{Error, Kind};
+
+use crate::ffi::bindings_1_17::*;
+use crate::ffi::{Errno, Failed};
+
+/// The backend's name.
+pub(crate) const NAME: &str = "LIBFABRIC";
+
+const GONE: &str = "check whether the peer still runs, and the network to it";
+const SCARCE: &str = "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
+const CONFIGURED: &str =
+    "check the options of the table libfabric and the variables FI_*; `fi_info` lists what libfabric has";
+const REFUSED: &str =
+    "the peer's provider does not let this be reached: it was taken back, or the metadata is another's";
+const UNKNOWN: &str = "FI_LOG_LEVEL=warn makes libfabric say more";
+
+/// What an error number means, and what to do next.
+fn row(errno: i32) -> (Kind, &'static str) {
+    // The numbers of libfabric's own stand in an enumeration of C's, which is unsigned.
+    const OVERRUN: i32 = FI_EOVERRUN.cast_signed();
+    const NO_KEY: i32 = FI_ENOKEY.cast_signed();
+    const NO_ADDRESS: i32 = FI_ENOAV.cast_signed();
+    const TRUNCATED: i32 = FI_ETRUNC.cast_signed();
+    const NO_RECEIVE: i32 = FI_ENORX.cast_signed();
+    match errno {
+        libc::ECONNRESET
+        | libc::ECONNREFUSED
+        | libc::ECONNABORTED
+        | libc::ENOTCONN
+        | libc::ESHUTDOWN
+        | libc::EPIPE
+        | libc::ETIMEDOUT
+        | libc::EHOSTUNREACH
+        | libc::EHOSTDOWN
+        | libc::ENETUNREACH
+        | libc::ENETDOWN
+        | libc::ENETRESET
+        // A process that shared memory was to be read from, or whose shared memory is gone.
+        | libc::ESRCH
+        | libc::ENOENT
+        // kvx cancels nothing in libfabric: the connection was closed under the operation, as it failed.
+        | libc::ECANCELED => (Kind::PeerLost, GONE),
+        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => (Kind::Native, REFUSED),
+        libc::ENOMEM | libc::ENOBUFS | libc::ENOSPC | libc::EMFILE | libc::ENFILE | OVERRUN | NO_RECEIVE => {
+            (Kind::Exhausted, SCARCE)
+        }
+        libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOPROTOOPT => (Kind::Unsupported, CONFIGURED),
+        libc::ENODEV | libc::ENODATA => (Kind::Unavailable, CONFIGURED),
+        libc::EINVAL | libc::EADDRNOTAVAIL | NO_ADDRESS | TRUNCATED => (Kind::Invalid, CONFIGURED),
+        _ => (Kind::Native, UNKNOWN),
+    }
+}
+
+/// What libfabric answered to `what`, with what to do next, its number and its words.
+pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
+    let (kind, cure) = row(errno.0);
+    Error::new(kind, format!("{what}: {cure}")).backend(NAME).native(i64::from(errno.0), errno.text())
+}
+
+/// Why an operation has failed.
+pub(crate) fn of_operation(what: &str, failed: Failed) -> Error {
+    let Failed { errno, provider, .. } = failed;
+    let (kind, cure) = row(errno.0);
+    let text = format!("{}; the provider's own number is {provider}", errno.text());
+    let error = Error::new(kind, format!("libfabric could not move {what}: {cure}"));
+    error.backend(NAME).native(i64::from(errno.0), text)
+}
+
+/// Work on a link that is lost.
+pub(crate) fn gone() -> Error {
+    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_has_its_kind_and_a_cure() {
+        for (errno, kind, cure) in [
+            (libc::ECONNRESET, Kind::PeerLost, "still runs"),
+            (libc::ESRCH, Kind::PeerLost, "still runs"),
+            (libc::ECANCELED, Kind::PeerLost, "still runs"),
+            (FI_ENOKEY.cast_signed(), Kind::Native, "taken back"),
+            (libc::EACCES, Kind::Native, "taken back"),
+            (libc::ENOMEM, Kind::Exhausted, "ulimit"),
+            (FI_EOVERRUN.cast_signed(), Kind::Exhausted, "ulimit"),
+            (libc::ENOSYS, Kind::Unsupported, "table libfabric"),
+            (libc::ENODATA, Kind::Unavailable, "fi_info"),
+            (libc::EINVAL, Kind::Invalid, "FI_*"),
+            (FI_EOTHER.cast_signed(), Kind::Native, "FI_LOG_LEVEL"),
+            (libc::EIO, Kind::Native, "FI_LOG_LEVEL"),
+        ] {
+            let error = native("a trial", Errno(errno));
+            assert_eq!(error.kind(), kind, "{errno}");
+            assert!(error.sentence().starts_with("a trial: ") && error.sentence().contains(cure), "{error}");
+            assert_eq!(error.native_detail().map(|native| native.code), Some(i64::from(errno)));
+            assert_eq!(error.failed_backend(), Some(NAME));
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! A domain: one card, or one network interface, with the memory that is registered with it.
+
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use kvx_core::loader;
+
+use super::bindings_1_17::*;
+use super::errno::Errno;
+use super::info::{Info, Infos};
+use super::library::Library;
+
+/// A function out of an object's table. libfabric fills the functions that a provider lacks with ones that say so.
+macro_rules! function {
+    ($object:expr, $table:ident, $name:ident) => {
+        (*(*$object).$table).$name.expect("libfabric leaves no function of its first release out")
+    };
+}
+pub(super) use function;
+
+/// Ends an object. Errors: it is still used by another.
+///
+/// # Safety
+/// It is one that libfabric made, and is not used afterwards.
+pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
+    // SAFETY: every object begins with its `fid`.
+    let answer = unsafe { function!(object, ops, close)(object) };
+    if let Err(errno) = Errno::check(answer) {
+        tracing::warn!(what, ?errno, "libfabric did not give an object back");
+    }
+}
+
+/// An open domain. Any thread may use it: it was asked for with `FI_THREAD_SAFE`.
+pub(crate) struct Domain {
+    raw: NonNull<fid_domain>,
+    fabric: NonNull<fid_fabric>,
+    info: Infos,
+}
+
+// SAFETY: libfabric serialises what several threads do with the objects of an `FI_THREAD_SAFE` domain.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    /// Errors: libfabric's.
+    pub(crate) fn open(library: &'static Library, info: &Info) -> Result<Arc<Domain>, Errno> {
+        let info = info.copy()?;
+        let first = info.iter().next().ok_or(Errno(libc::ENOMEM))?;
+        // Providers start their machinery here, which may do to signal handlers what a library may.
+        let (fabric, raw) = loader::with_signals_kept(|| {
+            let mut fabric = ptr::null_mut();
+            // SAFETY: the attributes are libfabric's own, of the list that the domain keeps.
+            let answer = unsafe {
+                (library.functions().fi_fabric)(first.fabric_attributes(), &mut fabric, ptr::null_mut())
+            };
+            Errno::check(answer)?;
+            let fabric = NonNull::new(fabric).ok_or(Errno(libc::ENOMEM))?;
+            let mut raw = ptr::null_mut();
+            // SAFETY: the fabric is open, and the info is of it.
+            let answer = unsafe {
+                function!(fabric.as_ptr(), ops, domain)(
+                    fabric.as_ptr(),
+                    first.raw(),
+                    &mut raw,
+                    ptr::null_mut(),
+                )
+            };
+            match (Errno::check(answer), NonNull::new(raw)) {
+                (Ok(_), Some(raw)) => Ok((fabric, raw)),
+                (answer, _) => {
+                    // SAFETY: nothing was made of it.
+                    unsafe { close(&raw mut (*fabric.as_ptr()).fid, "fabric") };
+                    Err(answer.err().unwrap_or(Errno(libc::ENOMEM)))
+                }
+            }
+        })?;
+        Ok(Arc::new(Domain { raw, fabric, info }))
+    }
+
+    pub(super) fn raw(&self) -> *mut fid_domain {
+        self.raw.as_ptr()
+    }
+
+    pub(super) fn fabric(&self) -> *mut fid_fabric {
+        self.fabric.as_ptr()
+    }
+
+    /// What it is.
+    pub(crate) fn info(&self) -> &Info {
+        self.info.iter().next().expect("a domain is opened with its info")
+    }
+
+    /// Registers memory. `key` is used if the application chooses the keys. Registered memory can be reached by peers
+    /// once [`Registration::enable`]d, where that is wanted, and else from now on.
+    ///
+    /// # Safety
+    /// The memory stays until the [`Registration`] is dropped.
+    ///
+    /// # Errors
+    /// libfabric's; `FI_ENOKEY` when the key is taken.
+    pub(crate) unsafe fn register(
+        self: &Arc<Self>,
+        memory: Described<'_>,
+        key: u64,
+    ) -> Result<Registration, Errno> {
+        let range = libc::iovec { iov_base: memory.address as *mut _, iov_len: memory.len };
+        let file;
+        let mut attributes = Attributes::default();
+        let asked = &mut attributes.known;
+        asked.mr_iov = &range;
+        asked.iov_count = 1;
+        asked.access = u64::from(FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE);
+        asked.requested_key = key;
+        let mut flags = 0;
+        if let Some((interface, ordinal)) = memory.device {
+            asked.iface = interface;
+            asked.device.cuda = ordinal; // a device of any interface is a number at this place
+        }
+        if let Some((descriptor, offset)) = memory.file {
+            let base = memory.address as *mut _;
+            file = DmaBuf { fd: descriptor.as_raw_fd(), offset, len: memory.len, base };
+            asked.mr_iov = (&raw const file).cast();
+            flags |= FI_MR_DMABUF;
+        }
+        let mut raw = ptr::null_mut();
+        // SAFETY: the domain is open; the attributes and what they point to outlive the call; the memory stays, which
+        // is the caller's promise.
+        let answer = unsafe {
+            let domain = self.raw.as_ptr();
+            function!(domain, mr, regattr)(&raw mut (*domain).fid, &raw const *asked, flags, &mut raw)
+        };
+        Errno::check(answer)?;
+        let raw = NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?;
+        Ok(Registration { raw, _domain: Arc::clone(self) })
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: endpoints and registrations hold the domain, so none is left.
+        unsafe {
+            close(&raw mut (*self.raw.as_ptr()).fid, "domain");
+            close(&raw mut (*self.fabric.as_ptr()).fid, "fabric");
+        }
+    }
+}
+
+/// Registers a range of the file rather than of addresses: libfabric 1.20 and later.
+const FI_MR_DMABUF: u64 = 1 << 40;
+
+/// What the attributes of a registration point to with that flag.
+#[repr(C)]
+struct DmaBuf {
+    fd: c_int,
+    offset: u64,
+    len: usize,
+    base: *mut libc::c_void,
+}
+
+/// The attributes of a registration, with zeros for the fields that later versions have behind those of 1.17.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    known: fi_mr_attr,
+    later: [u64; 8],
+}
+
+/// Memory to be registered.
+#[derive(Clone, Copy)]
+pub(crate) struct Described<'a> {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+    /// libfabric's number of the kind of device, and the driver's of the device.
+    pub(crate) device: Option<(fi_hmem_iface, c_int)>,
+    /// The file that the device's driver made of it, and where in that it begins.
+    pub(crate) file: Option<(BorrowedFd<'a>, u64)>,
+}
+
+/// Registered memory.
+pub(crate) struct Registration {
+    raw: NonNull<fid_mr>,
+    _domain: Arc<Domain>,
+}
+
+// SAFETY: as the domain that it belongs to.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// For operations of our own on it.
+    pub(crate) fn descriptor(&self) -> *mut libc::c_void {
+        // SAFETY: it is open.
+        unsafe { (*self.raw.as_ptr()).mem_desc }
+    }
+
+    /// For operations of peers.
+    pub(crate) fn key(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (*self.raw.as_ptr()).key }
+    }
+
+    /// Lets it be reached through an endpoint: what `FI_MR_ENDPOINT` asks for.
+    ///
+    /// # Safety
+    /// `endpoint` is open.
+    ///
+    /// # Errors
+    /// libfabric's.
+    pub(super) unsafe fn enable(&self, endpoint: *mut fid) -> Result<(), Errno> {
+        // SAFETY: both are open.
+        unsafe {
+            let own = &raw mut (*self.raw.as_ptr()).fid;
+            Errno::check(function!(own, ops, bind)(own, endpoint, 0))?;
+            Errno::check(function!(own, ops, control)(own, FI_ENABLE.cast_signed(), ptr::null_mut()))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: operations on it have ended: the transport keeps it until then.
+        unsafe { close(&raw mut (*self.raw.as_ptr()).fid, "registration") };
+    }
+}

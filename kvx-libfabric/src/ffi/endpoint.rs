@@ -1,0 +1,374 @@
+//! An endpoint with its queue of completions and its table of peers' addresses.
+
+use std::any::Any;
+use std::ffi::{c_int, c_void};
+use std::os::fd::RawFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use kvx_core::loader;
+
+use super::bindings_1_17::*;
+use super::domain::{Domain, Registration, close, function};
+use super::errno::Errno;
+
+/// The longest address that is looked at.
+const MAX_ADDRESS: usize = 256;
+/// The most completions that are read at a time.
+const BATCH: usize = 64;
+
+/// A peer's address, as the table numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Address(fi_addr_t);
+
+/// Memory of a peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Remote {
+    pub(crate) peer: Address,
+    pub(crate) address: u64,
+    pub(crate) key: u64,
+}
+
+/// How it is known that there is something to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waits {
+    /// This descriptor is readable then, after [`Endpoint::may_sleep`].
+    Descriptor(RawFd),
+    /// By looking.
+    Never,
+}
+
+/// An operation that has ended well.
+pub(crate) struct Completion {
+    /// What it was posted with.
+    pub(crate) context: *mut c_void,
+    /// The bytes that a message had.
+    pub(crate) len: usize,
+}
+
+/// An operation that has failed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failed {
+    /// What it was posted with, unless the provider has lost that.
+    pub(crate) context: *mut c_void,
+    pub(crate) errno: Errno,
+    /// The provider's own number.
+    pub(crate) provider: c_int,
+}
+
+/// The answer of [`Endpoint::read`].
+pub(crate) enum Read {
+    Nothing,
+    Ended,
+    Failed(Failed),
+}
+
+/// An open endpoint. What the provider was given is its own until the endpoint is dropped.
+pub(crate) struct Endpoint {
+    raw: NonNull<fid_ep>,
+    queue: NonNull<fid_cq>,
+    table: NonNull<fid_av>,
+    waits: Waits,
+    domain: Arc<Domain>,
+    /// What the provider is given: freed after the endpoint is closed.
+    _given: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: as its domain, which was asked for with `FI_THREAD_SAFE`.
+unsafe impl Send for Endpoint {}
+// SAFETY: as above.
+unsafe impl Sync for Endpoint {}
+
+impl Endpoint {
+    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for. `given`: what it keeps for
+    /// the provider.
+    ///
+    /// # Errors
+    /// libfabric's; `FI_ENOSYS` and others when the provider has no such descriptor.
+    pub(crate) fn open(
+        domain: &Arc<Domain>,
+        sleeps: bool,
+        given: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Endpoint, Errno> {
+        // Shared memory of 1.17 installs handlers for the signals that end a process.
+        loader::with_signals_kept(|| Endpoint::make(domain, sleeps, given))
+    }
+
+    fn make(
+        domain: &Arc<Domain>,
+        sleeps: bool,
+        given: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Endpoint, Errno> {
+        let raw_domain = domain.raw();
+        let mut attributes = fi_cq_attr {
+            format: FI_CQ_FORMAT_MSG,
+            wait_obj: if sleeps { FI_WAIT_FD } else { FI_WAIT_NONE },
+            ..fi_cq_attr::default()
+        };
+        let mut queue = ptr::null_mut();
+        // SAFETY: the domain is open.
+        let answer = unsafe {
+            function!(raw_domain, ops, cq_open)(raw_domain, &mut attributes, &mut queue, ptr::null_mut())
+        };
+        Errno::check(answer)?;
+        let queue = Opened(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
+        let mut attributes = fi_av_attr { type_: FI_AV_UNSPEC, ..fi_av_attr::default() };
+        let mut table = ptr::null_mut();
+        // SAFETY: as above.
+        let answer = unsafe {
+            function!(raw_domain, ops, av_open)(raw_domain, &mut attributes, &mut table, ptr::null_mut())
+        };
+        Errno::check(answer)?;
+        let table = Opened(NonNull::new(table).ok_or(Errno(libc::ENOMEM))?, "address table");
+        let mut raw = ptr::null_mut();
+        // SAFETY: the domain is open, and its info is what it was opened with.
+        let answer = unsafe {
+            let info = domain.info().raw();
+            function!(raw_domain, ops, endpoint)(raw_domain, info, &mut raw, ptr::null_mut())
+        };
+        Errno::check(answer)?;
+        let raw = Opened(NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?, "endpoint");
+        // SAFETY: all three are open, and begin with their `fid`.
+        unsafe {
+            let own = raw.0.as_ptr().cast::<fid>();
+            Errno::check(function!(own, ops, bind)(own, table.0.as_ptr().cast(), 0))?;
+            let both = u64::from(FI_TRANSMIT | FI_RECV);
+            Errno::check(function!(own, ops, bind)(own, queue.0.as_ptr().cast(), both))?;
+            Errno::check(function!(own, ops, control)(own, FI_ENABLE.cast_signed(), ptr::null_mut()))?;
+        }
+        let mut waits = Waits::Never;
+        if sleeps {
+            let mut descriptor: c_int = -1;
+            // SAFETY: the queue was opened with a descriptor, which the call writes.
+            let answer = unsafe {
+                let own = queue.0.as_ptr().cast::<fid>();
+                let get = FI_GETWAIT.cast_signed();
+                function!(own, ops, control)(own, get, (&raw mut descriptor).cast())
+            };
+            Errno::check(answer)?;
+            waits = Waits::Descriptor(descriptor);
+        }
+        let (raw, queue, table) = (raw.keep(), queue.keep(), table.keep());
+        Ok(Endpoint { raw, queue, table, waits, domain: Arc::clone(domain), _given: given })
+    }
+
+    /// The domain.
+    pub(crate) fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// How it is known that there is something to do.
+    pub(crate) fn waits(&self) -> Waits {
+        self.waits
+    }
+
+    fn fid(&self) -> *mut fid {
+        self.raw.as_ptr().cast()
+    }
+
+    /// Lets memory be reached through it: what `FI_MR_ENDPOINT` asks for. Errors: libfabric's.
+    pub(crate) fn enable(&self, memory: &Registration) -> Result<(), Errno> {
+        // SAFETY: the endpoint is open.
+        unsafe { memory.enable(self.fid()) }
+    }
+
+    /// Where peers reach it. Errors: libfabric's.
+    pub(crate) fn address(&self) -> Result<Vec<u8>, Errno> {
+        let (mut bytes, mut len) = (vec![0_u8; MAX_ADDRESS], MAX_ADDRESS);
+        // SAFETY: there are so many bytes to write to.
+        let answer = unsafe {
+            function!(self.raw.as_ptr(), cm, getname)(self.fid(), bytes.as_mut_ptr().cast(), &mut len)
+        };
+        Errno::check(answer)?;
+        bytes.truncate(len);
+        Ok(bytes)
+    }
+
+    /// Takes a peer's address into the table. It must have the form of our own: `address_like` says so. Errors:
+    /// libfabric's.
+    ///
+    /// # Safety
+    /// `address` is as long as the provider reads.
+    pub(crate) unsafe fn insert(&self, address: &[u8]) -> Result<Address, Errno> {
+        let mut number = u64::MAX;
+        // SAFETY: one address, of the length that the provider reads: the caller's promise.
+        let answer = unsafe {
+            let table = self.table.as_ptr();
+            function!(table, ops, insert)(table, address.as_ptr().cast(), 1, &mut number, 0, ptr::null_mut())
+        };
+        if Errno::check(answer)? == 1 && number != u64::MAX {
+            Ok(Address(number))
+        } else {
+            Err(Errno(libc::EADDRNOTAVAIL))
+        }
+    }
+
+    /// Forgets a peer.
+    pub(crate) fn remove(&self, peer: Address) {
+        let mut number = peer.0;
+        let table = self.table.as_ptr();
+        // SAFETY: the number came from the table.
+        let answer = unsafe { function!(table, ops, remove)(table, &mut number, 1, 0) };
+        if let Err(errno) = Errno::check(answer) {
+            tracing::debug!(?errno, "libfabric did not forget an address");
+        }
+    }
+
+    /// Posts a receive.
+    ///
+    /// # Safety
+    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and nobody touches it until
+    /// `context` comes back, which is an address of 64 bytes that are the provider's until then.
+    #[inline]
+    pub(crate) unsafe fn receive(
+        &self,
+        buffer: *mut u8,
+        len: usize,
+        descriptor: *mut c_void,
+        context: *mut c_void,
+    ) -> Result<(), Errno> {
+        let raw = self.raw.as_ptr();
+        // SAFETY: the caller's promise.
+        let answer =
+            unsafe { function!(raw, msg, recv)(raw, buffer.cast(), len, descriptor, u64::MAX, context) };
+        Errno::check_count(answer).map(|_| ())
+    }
+
+    /// Posts a message.
+    ///
+    /// # Safety
+    /// As [`receive`](Endpoint::receive).
+    #[inline]
+    pub(crate) unsafe fn send(
+        &self,
+        buffer: *const u8,
+        len: usize,
+        descriptor: *mut c_void,
+        peer: Address,
+        context: *mut c_void,
+    ) -> Result<(), Errno> {
+        let raw = self.raw.as_ptr();
+        // SAFETY: the caller's promise.
+        let answer =
+            unsafe { function!(raw, msg, send)(raw, buffer.cast(), len, descriptor, peer.0, context) };
+        Errno::check_count(answer).map(|_| ())
+    }
+
+    /// Posts a read of the peer's memory into `local`.
+    ///
+    /// # Safety
+    /// As [`receive`](Endpoint::receive).
+    #[inline]
+    pub(crate) unsafe fn get(
+        &self,
+        local: *mut u8,
+        len: usize,
+        descriptor: *mut c_void,
+        remote: Remote,
+        context: *mut c_void,
+    ) -> Result<(), Errno> {
+        let raw = self.raw.as_ptr();
+        let Remote { peer, address, key } = remote;
+        // SAFETY: the caller's promise.
+        let answer = unsafe {
+            function!(raw, rma, read)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
+        };
+        Errno::check_count(answer).map(|_| ())
+    }
+
+    /// Posts a write of `local` to the peer's memory.
+    ///
+    /// # Safety
+    /// As [`receive`](Endpoint::receive), and nobody writes to `local`.
+    #[inline]
+    pub(crate) unsafe fn put(
+        &self,
+        local: *const u8,
+        len: usize,
+        descriptor: *mut c_void,
+        remote: Remote,
+        context: *mut c_void,
+    ) -> Result<(), Errno> {
+        let raw = self.raw.as_ptr();
+        let Remote { peer, address, key } = remote;
+        // SAFETY: the caller's promise.
+        let answer = unsafe {
+            function!(raw, rma, write)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
+        };
+        Errno::check_count(answer).map(|_| ())
+    }
+
+    /// Lets the provider work, and takes what has ended. Errors: libfabric's.
+    #[inline]
+    pub(crate) fn read(&self, mut each: impl FnMut(Completion)) -> Result<Read, Errno> {
+        let queue = self.queue.as_ptr();
+        let mut entries = [const { std::mem::MaybeUninit::<fi_cq_msg_entry>::uninit() }; BATCH];
+        // SAFETY: the queue has entries of this form, and there is room for so many.
+        let answer = unsafe { function!(queue, ops, read)(queue, entries.as_mut_ptr().cast(), BATCH) };
+        match Errno::check_count(answer) {
+            Ok(count) => {
+                for entry in &entries[..count.min(BATCH)] {
+                    // SAFETY: the call has written so many.
+                    let entry = unsafe { entry.assume_init_ref() };
+                    each(Completion { context: entry.op_context, len: entry.len });
+                }
+                Ok(if count == 0 { Read::Nothing } else { Read::Ended })
+            }
+            Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
+            Err(Errno(errno)) if errno == FI_EAVAIL.cast_signed() => self.read_failed(),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn read_failed(&self) -> Result<Read, Errno> {
+        let queue = self.queue.as_ptr();
+        let mut entry = fi_cq_err_entry::default();
+        // SAFETY: the entry asks for no further data.
+        let answer = unsafe { function!(queue, ops, readerr)(queue, &mut entry, 0) };
+        match Errno::check_count(answer) {
+            Ok(0) | Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
+            Ok(_) => Ok(Read::Failed(Failed {
+                context: entry.op_context,
+                // Some providers store the negative number.
+                errno: Errno(entry.err.saturating_abs()),
+                provider: entry.prov_errno,
+            })),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Whether the descriptor will tell of whatever comes: to be asked before each sleep.
+    pub(crate) fn may_sleep(&self) -> bool {
+        let fabric = self.domain.fabric();
+        let mut watched = self.queue.as_ptr().cast::<fid>();
+        // SAFETY: the fabric and the queue are open.
+        unsafe { function!(fabric, ops, trywait)(fabric, &mut watched, 1) == 0 }
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // SAFETY: they are open, and not used afterwards; the endpoint goes before what it is bound to.
+        unsafe {
+            close(self.fid(), "endpoint");
+            close(self.queue.as_ptr().cast(), "completion queue");
+            close(self.table.as_ptr().cast(), "address table");
+        }
+    }
+}
+
+/// An object that is closed unless the endpoint gets whole.
+struct Opened<T>(NonNull<T>, &'static str);
+
+impl<T> Opened<T> {
+    fn keep(self) -> NonNull<T> {
+        std::mem::ManuallyDrop::new(self).0
+    }
+}
+
+impl<T> Drop for Opened<T> {
+    fn drop(&mut self) {
+        // SAFETY: objects of libfabric begin with their `fid`; this one is open and not used afterwards.
+        unsafe { close(self.0.as_ptr().cast(), self.1) };
+    }
+}

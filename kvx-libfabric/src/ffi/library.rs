@@ -1,0 +1,131 @@
+//! The libfabric that this process has opened.
+
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use kvx_core::Unavailable;
+use kvx_core::loader::{self, Search};
+
+use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
+
+/// The variable that names the library.
+const VARIABLE: &str = "KVX_LIBFABRIC_LIB";
+const NAMES: &[&str] = &["libfabric.so.1"];
+/// Where the installer of AWS's EFA puts its own.
+const FILES: &[&str] = &["/opt/amazon/efa/lib64/libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1"];
+const CURE: &str =
+    "install libfabric 1.17 or newer (Debian: libfabric1), or set KVX_LIBFABRIC_LIB to its libfabric.so.1";
+
+/// The version of a library, and of the interface that a program asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Version {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+}
+
+impl Version {
+    pub(crate) const fn of(major: u32, minor: u32) -> Self {
+        Version { major, minor }
+    }
+
+    /// As libfabric packs it.
+    pub(crate) const fn packed(self) -> u32 {
+        self.major << 16 | self.minor
+    }
+
+    fn unpack(packed: u32) -> Self {
+        Version { major: packed >> 16, minor: packed & 0xffff }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// The version of the bindings: what is asked of every library, and the oldest that has it.
+pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+
+/// The version of each symbol whose structures are those of the bindings: newer libraries give others by default.
+fn symbol_version(name: &CStr) -> &'static CStr {
+    match name.to_bytes() {
+        b"fi_getinfo" | b"fi_freeinfo" | b"fi_dupinfo" => c"FABRIC_1.3",
+        b"fi_fabric" => c"FABRIC_1.1",
+        _ => c"FABRIC_1.0",
+    }
+}
+
+/// An open libfabric, for the life of the process: the first that was asked for is the only one.
+pub(crate) struct Library {
+    functions: Functions,
+    version: Version,
+    path: PathBuf,
+}
+
+static OPENED: OnceLock<Library> = OnceLock::new();
+
+impl Library {
+    /// Opens the library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
+    ///
+    /// # Errors
+    /// What was tried and the cure; tried again at the next call.
+    pub(crate) fn open() -> Result<&'static Library, Unavailable> {
+        match Library::opened() {
+            Some(library) => Ok(library),
+            None => {
+                let library = Library::load()?;
+                Ok(OPENED.get_or_init(|| library))
+            }
+        }
+    }
+
+    /// The library, if it has been opened.
+    pub(crate) fn opened() -> Option<&'static Library> {
+        OPENED.get()
+    }
+
+    fn load() -> Result<Library, Unavailable> {
+        loader::with_signals_kept(|| {
+            let library = Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
+            let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
+                // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
+                unsafe { library.versioned_symbol::<NonNull<c_void>>(name, symbol_version(name)) }
+            };
+            // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
+            // headers of 1.17 declare.
+            let functions = unsafe { Functions::find(find) }?;
+            // SAFETY: it has no preconditions.
+            let version = Version::unpack(unsafe { (functions.fi_version)() });
+            if version < INTERFACE {
+                let path = library.path().display();
+                let why = format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
+                return Err(Unavailable::because(why, CURE));
+            }
+            Ok(Library { functions, version, path: library.path().to_owned() })
+        })
+    }
+
+    /// The functions of 1.17 that are symbols.
+    pub(crate) fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// The functions of the library that is open: for whoever holds an object of it.
+    pub(super) fn functions_of_the_process() -> &'static Functions {
+        &OPENED.get().expect("an object of libfabric exists, so the library is open").functions
+    }
+
+    /// Its version.
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}

@@ -1,0 +1,24 @@
+//! libfabric's C interface: generated bindings, the library that is opened, and thin owners of its objects.
+//!
+//! Few functions of libfabric are symbols. The rest of its interface is inline in C: calls through tables of functions
+//! that each object carries. The wrappers here make those calls; the bindings are those of 1.17, which later versions
+//! keep for programs that ask for the symbols of that version.
+
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]
+#[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
+pub mod bindings_1_17;
+
+mod domain;
+mod endpoint;
+mod errno;
+mod info;
+mod library;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use domain::{Described, Domain, Registration};
+pub(crate) use endpoint::{Address, Completion, Endpoint, Failed, Read, Remote, Waits};
+pub(crate) use errno::Errno;
+pub(crate) use info::{Asked, Info, Infos, PciAddress};
+pub(crate) use library::{Library, Version};

@@ -1,0 +1,1 @@
+//! libfabric behind its wrappers.

@@ -1,0 +1,280 @@
+//! Registered memory, and keys to that of peers.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use kvx_core::fabric::Registrar;
+use kvx_core::transport::RemoteSpec;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
+
+use crate::config::MAX_RAILS;
+use crate::error::{self, NAME};
+use crate::ffi::bindings_1_17::*;
+use crate::ffi::{Described, Domain, Endpoint, Errno, Library, Registration, Version};
+use crate::sealed;
+use crate::topology::{self, Place, Topology};
+
+/// The first version that registers a file of a device's memory.
+const WITH_FILES: Version = Version::of(1, 20);
+/// How often another key is drawn when one is taken.
+const DRAWS: usize = 8;
+
+/// A key that nobody guesses, as long as the provider has them.
+pub(crate) fn random_key(size: usize) -> Result<u64> {
+    let mut random = [0_u8; 8];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .map_err(|cause| Error::os("no random key can be drawn", cause).backend(NAME))?;
+    let kept = size.clamp(1, 8);
+    random[kept..].fill(0);
+    Ok(u64::from_le_bytes(random))
+}
+
+/// libfabric's number of a kind of device.
+fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
+    match kind {
+        MemoryKind::Host | MemoryKind::Pinned => None,
+        MemoryKind::Cuda => Some(FI_HMEM_CUDA),
+        MemoryKind::Rocm => Some(FI_HMEM_ROCR),
+    }
+}
+
+/// A region of ours.
+pub(crate) struct Local {
+    /// Where it is registered: our rail, and what operations on it are given.
+    rails: Box<[(usize, Descriptor)]>,
+    mapped: Arc<Mapped>,
+}
+
+/// Valid until the region is unmapped, before which operations on it have ended.
+#[derive(Clone, Copy)]
+struct Descriptor(*mut c_void);
+
+// SAFETY: a number that is only carried.
+unsafe impl Send for Descriptor {}
+// SAFETY: as above.
+unsafe impl Sync for Descriptor {}
+
+impl Local {
+    /// The rail for a region's `turn`th piece, and what the operation is given.
+    #[inline]
+    pub(crate) fn rail(&self, turn: usize) -> (usize, *mut c_void) {
+        let (rail, descriptor) = self.rails[turn % self.rails.len()];
+        (rail, descriptor.0)
+    }
+
+    /// Ends the registrations. Operations on it have ended: the machine upholds that.
+    pub(crate) fn unmap(&self) {
+        self.mapped.unmap();
+    }
+}
+
+struct Mapped(Mutex<Vec<Registration>>);
+
+impl Mapped {
+    fn unmap(&self) {
+        let registrations = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(registrations);
+    }
+}
+
+/// A rail as memory is registered with it.
+pub(crate) struct Near {
+    pub(crate) endpoint: Arc<Endpoint>,
+    pub(crate) place: Option<Place>,
+}
+
+/// The rails, and every registration with them: none outlives its memory, nor the end of the agent.
+pub(crate) struct Registrations {
+    open: Mutex<Option<Arc<Open>>>,
+    mapped: Mutex<Vec<Weak<Mapped>>>,
+}
+
+struct Open {
+    rails: Vec<Near>,
+    topology: Topology,
+    /// The most rails of one region.
+    most: usize,
+}
+
+impl Registrations {
+    pub(crate) fn new(rails: Vec<Near>, topology: Topology, most: usize) -> Self {
+        let open = Arc::new(Open { rails, topology, most });
+        Registrations { open: Mutex::new(Some(open)), mapped: Mutex::default() }
+    }
+
+    fn add(&self, mapped: &Arc<Mapped>) {
+        let mut all = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
+        if all.len() == all.capacity() {
+            all.retain(|mapped| mapped.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(mapped));
+    }
+
+    /// Ends them all, and lets go of the endpoints: nothing is in flight any more.
+    pub(crate) fn close(&self) {
+        drop(self.open.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let all = std::mem::take(&mut *self.mapped.lock().unwrap_or_else(PoisonError::into_inner));
+        for mapped in all.iter().filter_map(Weak::upgrade) {
+            mapped.unmap();
+        }
+    }
+}
+
+impl Open {
+    /// Registers memory with a rail.
+    fn register(&self, rail: usize, memory: &Memory) -> Result<Registration> {
+        let domain = self.rails[rail].endpoint.domain();
+        let mut described =
+            Described { address: memory.address(), len: memory.len(), device: None, file: None };
+        if let (Some(interface), Some(access)) = (interface(memory.kind()), memory.device_access()) {
+            if !domain.info().has_devices() {
+                let (provider, kind) = (domain.info().provider(), memory.kind());
+                let why = format!(
+                    "{provider} does not reach {kind} memory here (no FI_HMEM): name another \"libfabric.provider\", or register host memory"
+                );
+                return Err(Error::new(Kind::Unsupported, why).backend(NAME));
+            }
+            described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
+            if Library::opened().is_some_and(|library| library.version() >= WITH_FILES)
+                && let Ok(file) = access.dma_buf(memory.address(), memory.len())
+            {
+                let with_file = Described { file: Some((file.file.as_fd(), file.offset)), ..described };
+                match draw(domain, with_file) {
+                    Ok(registration) => return Ok(registration),
+                    // The provider may still ask the device's driver by itself.
+                    Err(why) => tracing::debug!(%why, "the provider takes no file of this memory"),
+                }
+            }
+        }
+        draw(domain, described)
+    }
+}
+
+/// Registers memory under a key that is not taken.
+fn draw(domain: &Arc<Domain>, described: Described<'_>) -> Result<Registration> {
+    let mut draws = 0;
+    loop {
+        let key = random_key(domain.info().key_size())?;
+        // SAFETY: core keeps the memory until the region is given back, after `unmap`.
+        match unsafe { domain.register(described, key) } {
+            Ok(registration) => return Ok(registration),
+            Err(Errno(errno)) if errno == FI_ENOKEY.cast_signed() && draws < DRAWS => draws += 1,
+            Err(errno) => {
+                let what = format!("{} does not register this memory", domain.info().provider());
+                return Err(error::native(what, errno));
+            }
+        }
+    }
+}
+
+// SAFETY: `Local` keeps the registrations until it is revoked or the agent ends; the memory is core's to keep.
+unsafe impl Registrar<Local> for Registrations {
+    fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let open = open.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let places: Vec<Option<&Place>> = open.rails.iter().map(|rail| rail.place.as_ref()).collect();
+        // One rail is the nearest, wherever it is.
+        let place = if places.len() > 1 { open.topology.of_memory(memory) } else { None };
+        let near = topology::nearest(place.as_ref(), &places, open.most);
+        let (mut rails, mut keys, mut registrations) = (Vec::new(), Vec::new(), Vec::new());
+        for rail in near {
+            let registration = open.register(rail, memory)?;
+            let endpoint = &open.rails[rail].endpoint;
+            let info = endpoint.domain().info();
+            if info.wants(FI_MR_ENDPOINT) {
+                endpoint
+                    .enable(&registration)
+                    .map_err(|errno| error::native("the provider does not enable this memory", errno))?;
+            }
+            let base = if info.wants(FI_MR_VIRT_ADDR) { memory.address() } else { 0 };
+            keys.push(Key { rail, base, key: registration.key() });
+            rails.push((rail, Descriptor(registration.descriptor())));
+            registrations.push(registration);
+        }
+        let mapped = Arc::new(Mapped(Mutex::new(registrations)));
+        self.add(&mapped);
+        if self.open.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            mapped.unmap();
+        }
+        Ok((Local { rails: rails.into(), mapped }, encode(&keys)))
+    }
+}
+
+/// How a region is reached over one of its owner's rails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub(crate) rail: usize,
+    /// What its first byte is called: its address, or 0.
+    pub(crate) base: u64,
+    pub(crate) key: u64,
+}
+
+fn encode(keys: &[Key]) -> Vec<u8> {
+    let mut out = vec![keys.len() as u8];
+    for Key { rail, base, key } in keys {
+        out.put_u8(*rail as u8);
+        out.put_u64(*base);
+        out.put_u64(*key);
+    }
+    sealed::seal(out)
+}
+
+/// A region of a peer.
+pub(crate) struct Remote(Box<[Key]>);
+
+impl Remote {
+    /// Reads the export of a region of an agent with so many rails. Errors: `Malformed`.
+    pub(crate) fn decode(region: &RemoteSpec<'_>, rails: usize) -> Result<Remote> {
+        let mut reader = Reader::new("LIBFABRIC keys", sealed::open("LIBFABRIC keys", region.export)?);
+        let count = usize::from(reader.u8()?);
+        if !(1..=MAX_RAILS).contains(&count) {
+            return Err(reader.malformed("no region has so many"));
+        }
+        let mut keys = Vec::with_capacity(count);
+        for _ in 0..count {
+            let key = Key { rail: usize::from(reader.u8()?), base: reader.u64()?, key: reader.u64()? };
+            if key.rail >= rails || key.base.checked_add(region.len).is_none() {
+                return Err(reader.malformed("no such region can be"));
+            }
+            keys.push(key);
+        }
+        reader.end()?;
+        Ok(Remote(keys.into()))
+    }
+
+    /// How the `turn`th piece is reached.
+    #[inline]
+    pub(crate) fn key(&self, turn: usize) -> Key {
+        self.0[turn % self.0.len()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvx_core::RegionKey;
+
+    fn decode(export: &[u8], len: u64) -> Result<Remote> {
+        let key = RegionKey([0; 16]);
+        Remote::decode(&RemoteSpec { id: RegionId(1), key, len, kind: MemoryKind::Host, export }, 2)
+    }
+
+    #[test]
+    fn keys_travel_as_they_are_and_only_such_as_can_be() {
+        let keys = [Key { rail: 0, base: 0, key: 7 }, Key { rail: 1, base: 4096, key: u64::MAX }];
+        let remote = decode(&encode(&keys), 1 << 40).unwrap();
+        assert_eq!((remote.key(0), remote.key(1), remote.key(2)), (keys[0], keys[1], keys[0]));
+        assert!(decode(&encode(&[]), 1).is_err());
+        assert!(decode(&encode(&[Key { rail: 2, ..keys[0] }]), 1).is_err(), "the peer has two rails");
+        assert!(decode(&encode(&[Key { base: u64::MAX, ..keys[0] }]), 1).is_err());
+        assert!(decode(&encode(&keys)[1..], 1).is_err());
+    }
+
+    #[test]
+    fn keys_fit_the_provider() {
+        assert!((0..100).all(|_| random_key(1).unwrap() < 256 && random_key(4).unwrap() >> 32 == 0));
+        assert_ne!(random_key(8).unwrap(), random_key(8).unwrap());
+    }
+}

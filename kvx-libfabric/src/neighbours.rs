@@ -1,0 +1,66 @@
+//! Endpoints over shared memory that live in one process.
+//!
+//! libfabric (seen with 1.17) maps an endpoint's shared memory once in a process: its neighbours there use the very same
+//! mapping, and run into nothing when the endpoint is closed. So an endpoint stays open while a neighbour leads to it, and
+//! before it is closed every other one forgets it, also one that was only told its name.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::ffi::Endpoint;
+
+struct Open {
+    address: Box<[u8]>,
+    endpoint: Arc<Endpoint>,
+    /// Its own agent, and neighbours that lead to it.
+    users: usize,
+}
+
+static OPEN: Mutex<Vec<Open>> = Mutex::new(Vec::new());
+/// One at a time closes an endpoint: those that it forgets, and that forget it, are open meanwhile.
+static CLOSING: Mutex<()> = Mutex::new(());
+
+/// Keeps an endpoint of this process open.
+#[derive(Debug)]
+pub(crate) struct Neighbour(Box<[u8]>);
+
+impl Neighbour {
+    /// An agent's own.
+    pub(crate) fn new(address: &[u8], endpoint: &Arc<Endpoint>) -> Self {
+        let endpoint = Arc::clone(endpoint);
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.push(Open { address: address.into(), endpoint, users: 1 });
+        Neighbour(address.into())
+    }
+
+    /// Another one. `None`: it has been closed.
+    pub(crate) fn find(address: &[u8]) -> Option<Self> {
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = open.iter_mut().find(|open| *open.address == *address)?;
+        found.users += 1;
+        Some(Neighbour(address.into()))
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        let closing = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(at) = open.iter().position(|open| open.address == self.0) else { return };
+        open[at].users -= 1;
+        if open[at].users > 0 {
+            return;
+        }
+        let ended = open.swap_remove(at);
+        let others: Vec<Arc<Endpoint>> = open.iter().map(|open| Arc::clone(&open.endpoint)).collect();
+        drop(open);
+        for other in &others {
+            // SAFETY: the address is one that this provider gave.
+            match unsafe { other.insert(&ended.address) } {
+                Ok(number) => other.remove(number),
+                Err(errno) => tracing::debug!(?errno, "a neighbour does not forget an endpoint"),
+            }
+        }
+        drop(ended); // closes it, unless its agent is about to
+        drop(closing);
+    }
+}

@@ -1,0 +1,128 @@
+//! What was posted on an endpoint and has not ended. The provider is given an address for each, and gives it back.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use kvx_core::fabric::JobId;
+
+/// What an operation is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Operation {
+    /// A piece of a transfer.
+    Piece { job: JobId, peer: usize },
+    /// A message in this buffer.
+    Send { buffer: usize, peer: usize },
+    /// A buffer for a message.
+    Receive { buffer: usize },
+}
+
+/// Memory that some providers use while an operation lasts, as large as the largest asks for (`struct fi_context2`).
+/// Providers that want none never touch it, so it costs no cache.
+#[repr(C, align(64))]
+pub(crate) struct Context(UnsafeCell<[u8; 64]>);
+
+// SAFETY: nobody here reads or writes what is inside.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// The operations of one endpoint, which keeps their contexts.
+pub(crate) struct Operations {
+    contexts: Arc<[Context]>,
+    /// By the place of the context; with the number of its post.
+    posted: Box<[Option<(u64, Operation)>]>,
+    free: Vec<usize>,
+    posts: u64,
+}
+
+impl Operations {
+    /// For at most so many at a time.
+    pub(crate) fn new(most: usize) -> Self {
+        Operations {
+            contexts: (0..most).map(|_| Context(UnsafeCell::new([0; 64]))).collect(),
+            posted: vec![None; most].into(),
+            free: (0..most).rev().collect(),
+            posts: 0,
+        }
+    }
+
+    /// What the endpoint is to keep.
+    pub(crate) fn contexts(&self) -> Arc<[Context]> {
+        Arc::clone(&self.contexts)
+    }
+
+    /// Notes an operation, and gives what it is posted with. `None`: there are too many.
+    #[inline]
+    pub(crate) fn add(&mut self, operation: Operation) -> Option<*mut c_void> {
+        let at = self.free.pop()?;
+        self.posts += 1;
+        self.posted[at] = Some((self.posts, operation));
+        Some(self.contexts[at].0.get().cast())
+    }
+
+    /// An operation has ended, or was not posted. `None`: there is no such operation.
+    #[inline]
+    pub(crate) fn take(&mut self, context: *mut c_void) -> Option<Operation> {
+        let offset = context.addr().checked_sub(self.contexts.as_ptr().addr())?;
+        let at = offset / size_of::<Context>();
+        if offset % size_of::<Context>() != 0 {
+            return None;
+        }
+        let (_, operation) = self.posted.get_mut(at)?.take()?;
+        self.free.push(at);
+        Some(operation)
+    }
+
+    /// Takes the piece that was posted first: the one that has failed when the provider has lost what it was posted with,
+    /// and ends pieces in their order.
+    pub(crate) fn take_oldest_piece(&mut self) -> Option<Operation> {
+        let piece = |entry: &Option<(u64, Operation)>| match entry {
+            Some((post, Operation::Piece { .. })) => Some(*post),
+            _ => None,
+        };
+        let at = (0..self.posted.len())
+            .filter(|at| piece(&self.posted[*at]).is_some())
+            .min_by_key(|at| piece(&self.posted[*at]))?;
+        let (_, operation) = self.posted[at].take()?;
+        self.free.push(at);
+        Some(operation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(job: usize) -> Operation {
+        Operation::Piece { job: JobId::from_number(job), peer: 0 }
+    }
+
+    #[test]
+    fn each_comes_back_once_by_its_own_context() {
+        let mut operations = Operations::new(3);
+        let contexts: Vec<_> = (0..3).map(|job| operations.add(piece(job)).unwrap()).collect();
+        assert_eq!(operations.add(piece(3)), None, "no room");
+        assert!(contexts.iter().all(|context| context.addr() % 64 == 0));
+        assert_eq!(operations.take(contexts[1]), Some(piece(1)));
+        assert_eq!(operations.take(contexts[1]), None, "it has ended");
+        assert_eq!(operations.take(contexts[0].wrapping_byte_add(8)), None);
+        assert_eq!(operations.take(contexts[0].wrapping_byte_sub(64)), None);
+        assert_eq!(operations.take(contexts[2].wrapping_byte_add(64)), None);
+        assert_eq!(operations.take(std::ptr::null_mut()), None);
+        assert!(operations.add(piece(4)).is_some());
+    }
+
+    #[test]
+    fn the_oldest_piece_is_found_whatever_else_is_posted_and_wherever_it_lies() {
+        let mut operations = Operations::new(4);
+        let first = operations.add(piece(0)).unwrap();
+        operations.add(Operation::Receive { buffer: 0 }).unwrap();
+        operations.add(piece(1)).unwrap();
+        operations.take(first).unwrap();
+        operations.add(piece(2)).unwrap(); // in the place of the first
+        assert_eq!(operations.take_oldest_piece(), Some(piece(1)));
+        assert_eq!(operations.take_oldest_piece(), Some(piece(2)));
+        assert_eq!(operations.take_oldest_piece(), None, "a receive is no piece");
+    }
+}

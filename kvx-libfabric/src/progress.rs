@@ -1,0 +1,403 @@
+//! libfabric as the shared machine drives it.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::reactor::{Armed, SLICE};
+use kvx_core::transport::RemoteSpec;
+use kvx_core::{Capabilities, Error, Identity, Kind, Result};
+
+use crate::address::Address;
+use crate::bell::Bell;
+use crate::error::{self, gone};
+use crate::ffi::{self, Failed, Waits};
+use crate::host;
+use crate::link::Peers;
+use crate::memory::{Local, Registrations, Remote};
+use crate::neighbours::Neighbour;
+use crate::rail::{Ended, MAX_MESSAGE, Piece, Posted, Rail};
+
+/// The most pieces that are posted in a turn: more at a time lower the rate of some cards.
+const TURN: u32 = 32;
+/// The most messages to one peer that the provider has.
+const UNSENT: usize = 16;
+/// How often in a turn a rail is read while it has something to tell.
+const READS: usize = 8;
+/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024.
+const NOTES: usize = 128;
+/// The longest sleep while something is awaited, although descriptors wake.
+const SAFETY: Duration = Duration::from_millis(20);
+/// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
+const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// Where there was no room: after how long it is tried again, the first time and at most.
+const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// How long the end waits for messages that are being sent.
+const FAREWELL: Duration = Duration::from_millis(40);
+
+/// The endpoints of an agent.
+pub(crate) struct Driver {
+    /// Empty after the end.
+    rails: Vec<Rail>,
+    ours: Arc<Address>,
+    /// Whether endpoints' addresses are texts.
+    texts: bool,
+    peers: Peers,
+    /// What peers wake us with, over a provider that has nothing to sleep on and reaches this host only.
+    bell: Option<Bell>,
+    /// For neighbours over shared memory in this process.
+    neighbour: Option<Neighbour>,
+    fds: Vec<RawFd>,
+    /// Links that broke outside of progress.
+    broken: Vec<Happened>,
+    /// Something found no room, and nothing tells when there is some: tried again then.
+    retry: Option<(EndpointId, Instant)>,
+    pause: Duration,
+    registrations: Arc<Registrations>,
+    capabilities: Capabilities,
+    description: String,
+}
+
+/// What is kept for a job: how many of its pieces were posted, which says over which rail the next one goes.
+#[derive(Default)]
+pub(crate) struct Posting(usize);
+
+impl Driver {
+    pub(crate) fn new(
+        rails: Vec<Rail>,
+        ours: Arc<Address>,
+        bell: Option<Bell>,
+        registrations: Arc<Registrations>,
+        capabilities: Capabilities,
+        description: String,
+    ) -> Driver {
+        let mut fds: Vec<RawFd> = bell.iter().map(Bell::descriptor).collect();
+        fds.extend(rails.iter().filter_map(|rail| match rail.endpoint().waits() {
+            Waits::Descriptor(descriptor) => Some(descriptor),
+            Waits::Never => None,
+        }));
+        let neighbour = match (&bell, rails.first()) {
+            (Some(_), Some(rail)) => Some(Neighbour::new(&ours.rails[0], rail.endpoint())),
+            _ => None,
+        };
+        let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
+        Driver {
+            rails,
+            ours,
+            texts,
+            peers: Peers::default(),
+            bell,
+            neighbour,
+            fds,
+            broken: Vec::new(),
+            retry: None,
+            pause: RETRIES.0,
+            registrations,
+            capabilities,
+            description,
+        }
+    }
+
+    /// Lets one rail work.
+    fn read(&mut self, at: usize, happened: &mut Vec<Happened>) -> usize {
+        let Driver { rails, peers, broken, .. } = self;
+        let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
+        for _ in 0..READS {
+            let read = rails[at].read(|ended| {
+                done += 1;
+                match ended {
+                    Ended::Piece { job, peer, failed } => {
+                        let result =
+                            failed.map_or(Ok(()), |failed| Err(of_peer("a piece", peer, failed, &mut lost)));
+                        note(happened, job, result);
+                    }
+                    Ended::Send { peer, failed } => {
+                        sent.push(peer);
+                        if let Some(failed) = failed {
+                            let why = error::of_operation("a message", failed).kind_is(Kind::PeerLost);
+                            lost.push((peer, why));
+                        }
+                    }
+                    Ended::Message(bytes) => happened.push(Happened::Message(bytes)),
+                }
+            });
+            match read {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(errno) => {
+                    tracing::error!(?errno, "libfabric's completion queue does not answer any more");
+                    break;
+                }
+            }
+        }
+        for peer in sent {
+            peers.sent(peer, rails);
+        }
+        for (peer, why) in lost {
+            broken.extend(broken_links(peers, peer, &why));
+        }
+        done
+    }
+
+    /// Something has found no room. Says whether that is new.
+    fn try_again(&mut self, endpoint: EndpointId) -> bool {
+        let new = self.retry.is_none();
+        if new {
+            self.retry = Some((endpoint, Instant::now() + self.pause));
+            self.pause = (self.pause * 2).min(RETRIES.1);
+        }
+        new
+    }
+
+    /// Wakes a peer that has nothing else to sleep on.
+    fn ring(&mut self, at: usize) -> Result<()> {
+        match (&self.bell, self.peers.peer(at).and_then(|peer| peer.bell.as_ref())) {
+            (Some(bell), Some(there)) => bell.ring(there),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sends what is being sent, and lets go of everything. Says whether it is certain that the provider touches nothing of
+    /// ours any more.
+    fn end(&mut self) -> bool {
+        let until = Instant::now() + FAREWELL;
+        while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
+            let done: usize = (0..self.rails.len()).map(|at| self.read(at, &mut Vec::new())).sum();
+            if done == 0 {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        self.peers.clear(&self.rails);
+        self.registrations.close();
+        if self.bell.is_some() && self.peers.in_vain {
+            // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen with
+            // libfabric 1.17): this one stays.
+            std::mem::forget(self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>());
+        }
+        if let Some(neighbour) = self.neighbour.take() {
+            // Over shared memory nothing but calls of ours touches anything, so others may close it later.
+            self.rails.drain(..).for_each(Rail::leave);
+            drop(neighbour);
+        }
+        // Nothing is sent, received or served without endpoints.
+        let mut certain = true;
+        for mut rail in self.rails.drain(..) {
+            certain &= rail.close();
+        }
+        certain
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Tells of a piece that has ended, together with the one before if that was of the same job.
+#[inline]
+fn note(happened: &mut Vec<Happened>, job: JobId, result: Result<()>) {
+    if let (Ok(()), Some(Happened::Moved { job: last, pieces, result: Ok(()) })) =
+        (&result, happened.last_mut())
+        && *last == job
+    {
+        *pieces += 1;
+        return;
+    }
+    happened.push(Happened::Moved { job, pieces: 1, result });
+}
+
+/// Why an operation has failed; a peer that is lost is noted.
+fn of_peer(what: &str, peer: usize, failed: Failed, lost: &mut Vec<(usize, Error)>) -> Error {
+    let why = error::of_operation(what, failed);
+    if why.kind() == Kind::PeerLost {
+        lost.push((peer, why.clone()));
+    }
+    why
+}
+
+fn broken_links<'a>(
+    peers: &mut Peers,
+    peer: usize,
+    why: &'a Error,
+) -> impl Iterator<Item = Happened> + use<'a> {
+    let links = peers.break_off(peer).into_iter();
+    links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false })
+}
+
+// SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is reported as `Moved`; a
+// piece that was not posted is not touched. After `end` there are no endpoints.
+unsafe impl Fabric for Driver {
+    type Local = Local;
+    type Remote = Remote;
+    type State = Posting;
+
+    fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
+        if self.rails.is_empty() {
+            return Err(gone());
+        }
+        let address = Address::decode(address)?;
+        address.check(&self.ours, self.texts)?;
+        if let Some(host) = &address.host {
+            host::check(host.process, host.probe)?;
+        }
+        self.peers.connect(endpoint, address, &self.rails)
+    }
+
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        let Some(at) = self.peers.of(endpoint) else { return Err(gone()) };
+        let Some(rail) = self.rails.first() else { return Err(gone()) };
+        let to = self.peers.lead(at, 0, 0, rail)?;
+        if self.peers.peer(at).is_some_and(|peer| peer.unsent >= UNSENT) {
+            return Ok(Sent::Later);
+        }
+        let posted = self.rails[0].send(at, to, message).map_err(|errno| {
+            error::native("libfabric does not send a message to the peer", errno).kind_is(Kind::PeerLost)
+        })?;
+        if posted == Posted::Yes
+            && let Some(peer) = self.peers.peer(at)
+        {
+            peer.unsent += 1;
+            peer.answers = true;
+        }
+        // Where there was no room, the peer has to make some, or to take our name.
+        if posted == Posted::Yes || self.try_again(endpoint) {
+            self.ring(at)?;
+        }
+        Ok(if posted == Posted::Yes { Sent::Taken } else { Sent::Later })
+    }
+
+    fn max_message(&self) -> usize {
+        MAX_MESSAGE
+    }
+
+    fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        let Some(peer) = self.peers.of(endpoint).and_then(|at| self.peers.peer(at)) else {
+            return Err(gone());
+        };
+        Remote::decode(region, peer.address.rails.len())
+    }
+
+    fn max_piece(&self) -> u64 {
+        let longest = self.rails.iter().map(|rail| rail.endpoint().domain().info().longest());
+        longest.min().unwrap_or(SLICE).clamp(1, SLICE)
+    }
+
+    fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
+        let Some(at) = self.peers.of(job.endpoint()) else { return Err(gone()) };
+        let (id, op, endpoint) = (job.id(), job.op(), job.endpoint());
+        // Jobs begin at different rails.
+        let first = id.number();
+        let (mut bytes, mut pieces, mut full, mut result) = (0, 0, false, Ok(()));
+        while bytes < SLICE
+            && pieces < TURN
+            && let Some(piece) = job.next_piece()
+        {
+            let turn = first.wrapping_add(job.state().0);
+            let (here, descriptor) = job.local(piece.local_region).rail(turn);
+            let key = job.remote(piece.remote_region).key(turn);
+            let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
+            let peer = match self.peers.lead(at, here, key.rail, &self.rails[here]) {
+                Ok(peer) => peer,
+                Err(why) => {
+                    result = Err(why);
+                    break;
+                }
+            };
+            let remote = ffi::Remote { peer, address: key.base + piece.remote_offset, key: key.key };
+            // SAFETY: core checked that the piece lies within its region, which the job keeps until the piece is reported.
+            let posted = unsafe {
+                self.rails[here].post(Piece { op, job: id, peer: at, local, len, descriptor, remote })
+            };
+            match posted {
+                Ok(Posted::Yes) => {
+                    pieces += 1;
+                    bytes += piece.len;
+                    job.state().0 += 1;
+                }
+                Ok(Posted::Later) => {
+                    job.put_back(piece);
+                    full = self.try_again(endpoint);
+                    break;
+                }
+                Err(errno) => {
+                    result = Err(error::native("libfabric could not post a piece of the transfer", errno));
+                    break;
+                }
+            }
+        }
+        job.posted(pieces);
+        let after = job.state().0;
+        if full || after / NOTES != (after - pieces as usize) / NOTES {
+            self.ring(at)?;
+        }
+        result.map(|()| bytes)
+    }
+
+    fn sever(&mut self, endpoint: EndpointId) {
+        // libfabric ends what was posted to one peer only when its connection breaks, or with the endpoint.
+        self.peers.sever(endpoint);
+    }
+
+    fn disconnect(&mut self, endpoint: EndpointId) {
+        self.peers.disconnect(endpoint, &self.rails);
+    }
+
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+        happened.append(&mut self.broken);
+        let done = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
+        if !self.broken.is_empty() {
+            // Links break first, so that what fails with them fails for that reason.
+            happened.splice(0..0, self.broken.drain(..));
+        }
+        if !happened.is_empty() {
+            (self.retry, self.pause) = (None, RETRIES.0);
+        } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
+            // There may be room: whatever happens makes the machine try again, and this means nothing to a link of ours.
+            happened.push(Happened::Ready(endpoint));
+        }
+        done
+    }
+
+    fn arm(&mut self, waiting: bool) -> Result<Armed> {
+        if !self.broken.is_empty() {
+            return Ok(Armed::Again);
+        }
+        let mut longest = waiting.then_some(SAFETY);
+        if self.bell.as_ref().is_some_and(Bell::hush) {
+            return Ok(Armed::Again); // what was put there since may not have been seen
+        }
+        for rail in &self.rails {
+            match rail.endpoint().waits() {
+                Waits::Descriptor(_) if !rail.endpoint().may_sleep() => return Ok(Armed::Again),
+                Waits::Never if self.bell.is_none() => {
+                    longest = Some(if waiting { LOOKS.0 } else { LOOKS.1 });
+                }
+                Waits::Descriptor(_) | Waits::Never => {}
+            }
+        }
+        if let Some((_, at)) = &self.retry {
+            let left = at.saturating_duration_since(Instant::now());
+            longest = Some(longest.map_or(left, |longest| longest.min(left)));
+        }
+        Ok(Armed::Sleep(longest))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
+        (self.description.clone(), self.capabilities.clone())
+    }
+
+    fn unregister(&mut self, local: &Local) -> Result<()> {
+        local.unmap();
+        Ok(())
+    }
+
+    fn stop(&mut self) -> bool {
+        self.end()
+    }
+}

@@ -1,0 +1,281 @@
+//! Which provider is used, on which domains, and what can be promised of it.
+
+use std::time::Duration;
+
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result, Revocation,
+};
+
+use crate::config::{Config, MAX_RAILS};
+use crate::error::{self, NAME};
+use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
+use crate::ffi::{Asked, Info, Infos, Library, Version};
+
+/// What kvx knows of a provider, by the first word of its name.
+struct Known {
+    name: &'static str,
+    rdma: bool,
+    /// The first version of libfabric whose provider of this name is used.
+    since: Version,
+    isolation: Isolation,
+    /// Whether the provider at the target must be called for its memory to be read and written.
+    target_cpu: bool,
+    /// Whether what was posted ends whatever the peer does.
+    settles: bool,
+}
+
+/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL, which is run over both, asks
+/// for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's writes by the card.
+const KNOWN: &[Known] = &[
+    // Cards of the first generations emulate writes with the target's CPU, and no attribute tells them apart.
+    Known {
+        name: "efa",
+        rdma: true,
+        since: Version::of(1, 21),
+        isolation: Isolation::Nic,
+        target_cpu: true,
+        settles: false,
+    },
+    Known {
+        name: "verbs",
+        rdma: true,
+        since: Version::of(1, 21),
+        isolation: Isolation::Nic,
+        target_cpu: false,
+        settles: true,
+    },
+    // Its owner's library checks key and range of each request, and answers it.
+    Known {
+        name: "tcp",
+        rdma: false,
+        since: Version::of(1, 17),
+        isolation: Isolation::Owner,
+        target_cpu: true,
+        settles: false,
+    },
+    // A post copies out of, or into, the other process before it returns. The target takes a note of each copy off a queue;
+    // while it is stopped, that has room for some thousand.
+    Known {
+        name: SHARED,
+        rdma: false,
+        since: Version::of(1, 17),
+        isolation: Isolation::Cooperative,
+        target_cpu: false,
+        settles: true,
+    },
+];
+
+/// What is assumed of others.
+const OTHER: Known = Known {
+    name: "",
+    rdma: false,
+    since: Version::of(1, 17),
+    isolation: Isolation::Cooperative,
+    target_cpu: true,
+    settles: false,
+};
+
+/// The provider over shared memory.
+const SHARED: &str = "shm";
+/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this host.
+const LOSS: Duration = Duration::from_secs(5);
+
+fn known(provider: &str) -> &'static Known {
+    let first = provider.split(';').next().unwrap_or_default();
+    KNOWN.iter().find(|known| known.name == first).unwrap_or(&OTHER)
+}
+
+/// Whether it reads and writes memory of processes of this host.
+pub(crate) fn is_shared_memory(provider: &str) -> bool {
+    known(provider).name == SHARED
+}
+
+/// Whether it has a card that does so by itself.
+pub(crate) fn is_rdma(provider: &str) -> bool {
+    known(provider).rdma
+}
+
+/// What it promises, beside what a link knows.
+pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
+    let Known { isolation, target_cpu, settles, .. } = *known(provider);
+    Capabilities {
+        isolation: PerOp::same(isolation),
+        idle,
+        target_cpu: PerOp::same(target_cpu),
+        revocation: Revocation::Confirmed,
+        peer_loss_within: Some(LOSS),
+        settles_without_peer: PerOp::same(settles),
+        ordered: false,
+        local: memory,
+        remote: memory,
+    }
+}
+
+/// The kinds of memory that a provider moves when the machine has devices of these kinds.
+pub(crate) fn kinds(info: &Info, devices: &[MemoryKind]) -> MemoryKinds {
+    let moves = |kind: &MemoryKind| kind.is_host() || info.has_devices() && devices.contains(kind);
+    MemoryKinds::of(&MemoryKind::ALL.into_iter().filter(moves).collect::<Vec<_>>())
+}
+
+/// The provider that is used, an entry for each rail. `devices`: ask it to reach device memory, if it can. Errors:
+/// `Unavailable`, `Unsupported`, libfabric's.
+pub(crate) fn choose(library: &'static Library, config: &Config, devices: bool) -> Result<Vec<Infos>> {
+    let provider = match &config.provider {
+        Some(provider) => provider.clone(),
+        None => preferred(library)?,
+    };
+    check_version(library, &provider)?;
+    if is_shared_memory(&provider) {
+        check_copies()?;
+    }
+    let found = find(library, &provider, devices)?;
+    let rails = on_domains(&found, config, &provider)?;
+    rails
+        .into_iter()
+        .map(|info| info.copy().map_err(|errno| error::native("no memory for a name", errno)))
+        .collect()
+}
+
+/// The first provider of those that kvx prefers that there is, else the first that libfabric shows.
+fn preferred(library: &'static Library) -> Result<String> {
+    for known in KNOWN.iter().filter(|known| known.name != SHARED && library.version() >= known.since) {
+        let asked = Asked { provider: Some(known.name), delivery: true, ..Asked::default() };
+        if query(library, asked)?.iter().next().is_some() {
+            return Ok(known.name.to_owned());
+        }
+    }
+    let all = query(library, Asked::default())?;
+    all.iter().next().map(Info::provider).ok_or_else(|| {
+        let why = "libfabric has no provider with which memory of peers is read and written: check FI_PROVIDER, and `fi_info`";
+        Error::new(Kind::Unavailable, why).backend(NAME)
+    })
+}
+
+fn query(library: &'static Library, asked: Asked<'_>) -> Result<Infos> {
+    Infos::find(library, asked).map_err(|errno| error::native("libfabric does not say what it has", errno))
+}
+
+/// Errors: `Unavailable`, with the version that is needed.
+fn check_version(library: &Library, provider: &str) -> Result<()> {
+    let known = known(provider);
+    if library.version() >= known.since {
+        return Ok(());
+    }
+    let why = format!(
+        "{provider} is used from libfabric {} on, and {} is {}: set KVX_LIBFABRIC_LIB to a newer one (EFA's installer brings one)",
+        known.since,
+        library.path().display(),
+        library.version()
+    );
+    Err(Error::new(Kind::Unavailable, why).backend(NAME))
+}
+
+/// Shared memory is used by copies from process to process alone: otherwise the provider reports writes before their bytes
+/// can be seen. Errors: `Unavailable`.
+fn check_copies() -> Result<()> {
+    const VARIABLE: &str = "FI_SHM_DISABLE_CMA";
+    let value = std::env::var(VARIABLE).unwrap_or_default().to_ascii_lowercase();
+    if matches!(value.as_str(), "" | "0" | "n" | "no" | "false" | "off") {
+        return Ok(());
+    }
+    let why = format!(
+        "without copies from process to process ({VARIABLE}={value}) shm reports writes before their bytes can be seen: unset it, or use the backend SHM"
+    );
+    Err(Error::new(Kind::Unavailable, why).backend(NAME))
+}
+
+/// What a provider offers. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
+fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
+    // Over shared memory a post copies before it returns; asked to say so, 1.17 would have the target's CPU copy instead.
+    let delivery = !is_shared_memory(provider);
+    let asked = Asked { provider: Some(provider), devices: false, delivery };
+    if devices {
+        let found = query(library, Asked { devices: true, ..asked })?;
+        if found.iter().next().is_some() {
+            return Ok(found);
+        }
+    }
+    let found = query(library, asked)?;
+    if found.iter().next().is_some() {
+        return Ok(found);
+    }
+    let without = query(library, Asked { delivery: false, ..asked })?;
+    let (kind, why) = if without.iter().next().is_some() {
+        let why = "cannot say when written bytes can be seen at the target (FI_DELIVERY_COMPLETE), which notifications after their data need";
+        (
+            Kind::Unsupported,
+            format!("libfabric's provider {provider} {why}: name another \"libfabric.provider\""),
+        )
+    } else {
+        let why = "with which memory of peers is read and written over endpoints without connections";
+        let cure = "name another \"libfabric.provider\", or check FI_PROVIDER; `fi_info` lists them";
+        (Kind::Unavailable, format!("libfabric has no provider {provider} {why}: {cure}"))
+    };
+    Err(Error::new(kind, why).backend(NAME))
+}
+
+/// The entry of each domain that is used: those that were named; else every card, or the loopback interface.
+fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<Vec<&'a Info>> {
+    let of = |domain: &str| found.iter().find(|info| info.domain() == domain);
+    let mut domains: Vec<String> = Vec::new();
+    for domain in found.iter().map(Info::domain) {
+        if !domains.contains(&domain) {
+            domains.push(domain);
+        }
+    }
+    let missing = |domain: &str| {
+        let why = format!(
+            "{provider} has no domain {domain}: name one of {} as \"libfabric.domain\"",
+            domains.join(", ")
+        );
+        Error::new(Kind::Unavailable, why).backend(NAME)
+    };
+    if !config.domains.is_empty() {
+        return config.domains.iter().map(|domain| of(domain).ok_or_else(|| missing(domain))).collect();
+    }
+    if is_rdma(provider) {
+        return Ok(domains.iter().filter_map(|domain| of(domain)).take(MAX_RAILS).collect());
+    }
+    if is_shared_memory(provider) {
+        return Ok(found.iter().take(1).collect());
+    }
+    // Whoever wants to be reached from other hosts says so.
+    Ok(vec![of("lo").ok_or_else(|| missing("lo"))?])
+}
+
+/// Every provider on every domain, with what it can do.
+pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
+    let all = query(library, Asked::default())?;
+    let delivering = query(library, Asked { delivery: true, ..Asked::default() })?;
+    let mut listed: Vec<String> = Vec::new();
+    for info in all.iter() {
+        let (provider, domain) = (info.provider(), info.domain());
+        let same = |other: &Info| other.provider() == provider && other.domain() == domain;
+        let mut can = vec![
+            if info.wants(FI_MR_VIRT_ADDR) { "by address" } else { "by offset" },
+            if info.wants(FI_MR_PROV_KEY) { "its own keys" } else { "our keys" },
+        ];
+        if is_shared_memory(&provider) {
+            can.push("copies at once");
+        } else if delivering.iter().any(same) {
+            can.push("delivery");
+        } else {
+            can.push("not used: no delivery");
+        }
+        if info.is_progressed_by_hand() {
+            can.push("target's CPU");
+        }
+        if info.has_devices() {
+            can.push("devices");
+        }
+        let too_old = check_version(library, &provider).is_err();
+        if too_old {
+            can.push("not used: too old");
+        }
+        let line = format!("{provider}/{domain} ({})", can.join(", "));
+        if !listed.contains(&line) {
+            listed.push(line);
+        }
+    }
+    Ok(listed)
+}

@@ -1,0 +1,329 @@
+//! One endpoint on one domain, with what is posted on it: pieces of transfers, and on the first rail messages.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::JobId;
+use kvx_core::{Op, Result};
+
+use crate::error;
+use crate::ffi::{
+    Address, Completion, Described, Domain, Endpoint, Errno, Failed, Read, Registration, Remote,
+};
+use crate::operations::{Operation, Operations};
+
+/// The longest message: shared memory takes no longer one without the target's CPU.
+pub(crate) const MAX_MESSAGE: usize = 4096;
+/// Buffers for messages in and out.
+const RECEIVES: usize = 64;
+const SENDS: usize = 64;
+/// The most pieces that are in flight on a rail.
+const WINDOW: usize = 512;
+
+/// Whether something was posted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Posted {
+    Yes,
+    /// There is no room now, or no connection yet.
+    Later,
+}
+
+/// A piece as it is posted.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    pub(crate) op: Op,
+    pub(crate) job: JobId,
+    pub(crate) peer: usize,
+    pub(crate) local: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) descriptor: *mut c_void,
+    pub(crate) remote: Remote,
+}
+
+/// What has ended on a rail.
+pub(crate) enum Ended {
+    Piece { job: JobId, peer: usize, failed: Option<Failed> },
+    Send { peer: usize, failed: Option<Failed> },
+    Message(Vec<u8>),
+}
+
+/// How long the end waits for a thread that registers memory just now, and so has the endpoint.
+const LAST_USE: Duration = Duration::from_millis(40);
+
+/// One rail.
+pub(crate) struct Rail {
+    /// `None` after the end.
+    endpoint: Option<Arc<Endpoint>>,
+    operations: Operations,
+    mail: Option<Mail>,
+    /// Pieces in flight, and how many may be.
+    pieces: usize,
+    window: usize,
+}
+
+impl Rail {
+    /// An endpoint that can be slept on, if the provider has such. `mail`: it carries messages. Errors: libfabric's.
+    pub(crate) fn open(domain: &Arc<Domain>, mail: bool) -> Result<Rail> {
+        let info = domain.info();
+        let what = || format!("libfabric does not open {} on {}", info.provider(), info.domain());
+        let window = info.depth().clamp(1, WINDOW);
+        let mail = if mail { Some(Mail::new(domain)?) } else { None };
+        let operations = Operations::new(window + if mail.is_some() { RECEIVES + SENDS } else { 0 });
+        let given = Arc::new((operations.contexts(), mail.as_ref().map(Mail::given)));
+        let endpoint = Endpoint::open(domain, true, Arc::clone(&given) as _).or_else(|errno| {
+            tracing::debug!(provider = info.provider(), ?errno, "the provider has nothing to sleep on");
+            Endpoint::open(domain, false, given).map_err(|errno| error::native(what(), errno))
+        })?;
+        let endpoint = Some(Arc::new(endpoint));
+        let mut rail = Rail { endpoint, operations, mail, pieces: 0, window };
+        rail.post_receives()
+            .map_err(|errno| error::native("libfabric takes no buffers for messages", errno))?;
+        Ok(rail)
+    }
+
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        open(&self.endpoint)
+    }
+
+    /// Ends it, and leaves the closing of its endpoint to who else has it.
+    pub(crate) fn leave(mut self) {
+        self.endpoint = None;
+    }
+
+    /// Ends it. Says whether it is certain that the provider touches nothing any more that it was given.
+    pub(crate) fn close(&mut self) -> bool {
+        let Some(mut endpoint) = self.endpoint.take() else { return true };
+        let until = Instant::now() + LAST_USE;
+        loop {
+            match Arc::try_unwrap(endpoint) {
+                Ok(endpoint) => {
+                    drop(endpoint);
+                    return true;
+                }
+                Err(shared) if Instant::now() < until => {
+                    endpoint = shared;
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                Err(_) => return false, // who has it last closes it, at a time that nobody knows
+            }
+        }
+    }
+
+    /// Whether nothing of ours is with the provider but buffers for messages.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.pieces == 0 && self.mail.as_ref().is_none_or(|mail| mail.free.len() == SENDS)
+    }
+
+    /// Posts a piece.
+    ///
+    /// # Safety
+    /// The local memory is the piece's until it is reported as [`Ended::Piece`], or the rail is dropped.
+    #[inline]
+    pub(crate) unsafe fn post(&mut self, piece: Piece) -> Result<Posted, Errno> {
+        if self.pieces >= self.window {
+            return Ok(Posted::Later);
+        }
+        let Piece { op, job, peer, local, len, descriptor, remote } = piece;
+        let Some(context) = self.operations.add(Operation::Piece { job, peer }) else {
+            return Ok(Posted::Later);
+        };
+        // SAFETY: the caller's promise; the context is the provider's until it comes back, and outlives the endpoint.
+        let answer = unsafe {
+            match op {
+                Op::Read => open(&self.endpoint).get(local, len, descriptor, remote, context),
+                Op::Write => open(&self.endpoint).put(local, len, descriptor, remote, context),
+            }
+        };
+        match answer {
+            Ok(()) => {
+                self.pieces += 1;
+                Ok(Posted::Yes)
+            }
+            Err(errno) => {
+                self.operations.take(context);
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+            }
+        }
+    }
+
+    /// Sends a message.
+    pub(crate) fn send(&mut self, peer: usize, to: Address, message: &[u8]) -> Result<Posted, Errno> {
+        let Some(mail) = &mut self.mail else { return Err(Errno(libc::EOPNOTSUPP)) };
+        let Some(buffer) = mail.free.pop() else { return Ok(Posted::Later) };
+        let Some(context) = self.operations.add(Operation::Send { buffer, peer }) else {
+            mail.free.push(buffer);
+            return Ok(Posted::Later);
+        };
+        let bytes = mail.given.buffers[RECEIVES + buffer].0.get().cast::<u8>();
+        let len = message.len().min(MAX_MESSAGE);
+        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until the context comes back.
+        let answer = unsafe {
+            bytes.copy_from_nonoverlapping(message.as_ptr(), len);
+            open(&self.endpoint).send(bytes, len, mail.descriptor(), to, context)
+        };
+        match answer {
+            Ok(()) => Ok(Posted::Yes),
+            Err(errno) => {
+                mail.free.push(buffer);
+                self.operations.take(context);
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+            }
+        }
+    }
+
+    /// Lets the provider work, and tells what has ended. Says whether anything had. Errors: the endpoint is of no use any
+    /// more.
+    pub(crate) fn read(&mut self, mut tell: impl FnMut(Ended)) -> Result<bool, Errno> {
+        let (operations, mail, pieces) = (&mut self.operations, &mut self.mail, &mut self.pieces);
+        let read = open(&self.endpoint).read(|Completion { context, len }| {
+            if let Some(operation) = operations.take(context) {
+                if let Some(ended) = ended(operation, len, None, mail, pieces) {
+                    tell(ended);
+                }
+            } else if !context.is_null() {
+                tracing::error!("libfabric reports the end of an operation that was not posted: report it");
+            }
+        })?;
+        if let Read::Failed(failed) = read {
+            // shm of 1.17 tells of a copy that failed without saying which; it ends pieces in the order of their posts.
+            let operation = match failed.context.is_null() {
+                true => self.operations.take_oldest_piece(),
+                false => self.operations.take(failed.context),
+            };
+            match operation {
+                Some(operation) => {
+                    let told = ended(operation, 0, Some(failed), &mut self.mail, &mut self.pieces);
+                    told.into_iter().for_each(&mut tell);
+                }
+                None => tracing::warn!(?failed, "libfabric reports a failure of nothing that was posted"),
+            }
+        }
+        self.post_receives()?;
+        Ok(!matches!(read, Read::Nothing))
+    }
+
+    /// Gives the provider the buffers for messages that it does not have.
+    fn post_receives(&mut self) -> Result<(), Errno> {
+        let Some(mail) = &mut self.mail else { return Ok(()) };
+        while let Some(buffer) = mail.unposted.pop() {
+            let Some(context) = self.operations.add(Operation::Receive { buffer }) else {
+                mail.unposted.push(buffer);
+                return Ok(());
+            };
+            let bytes = mail.given.buffers[buffer].0.get().cast();
+            // SAFETY: a buffer that is not posted is nobody's; the provider has it until the context comes back.
+            let answer =
+                unsafe { open(&self.endpoint).receive(bytes, MAX_MESSAGE, mail.descriptor(), context) };
+            if let Err(errno) = answer {
+                self.operations.take(context);
+                mail.unposted.push(buffer);
+                return if errno == Errno(libc::EAGAIN) { Ok(()) } else { Err(errno) };
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Rail {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[inline]
+fn open(endpoint: &Option<Arc<Endpoint>>) -> &Arc<Endpoint> {
+    endpoint.as_ref().expect("nobody uses a rail after its end")
+}
+
+/// What the end of an operation means; its buffer is free again.
+#[inline]
+fn ended(
+    operation: Operation,
+    len: usize,
+    failed: Option<Failed>,
+    mail: &mut Option<Mail>,
+    pieces: &mut usize,
+) -> Option<Ended> {
+    match (operation, mail) {
+        (Operation::Piece { job, peer }, _) => {
+            *pieces -= 1;
+            Some(Ended::Piece { job, peer, failed })
+        }
+        (Operation::Send { buffer, peer }, Some(mail)) => {
+            mail.free.push(buffer);
+            Some(Ended::Send { peer, failed })
+        }
+        (Operation::Receive { buffer }, Some(mail)) => {
+            mail.unposted.push(buffer);
+            if let Some(failed) = failed {
+                tracing::debug!(?failed, "a message did not arrive");
+                return None;
+            }
+            let bytes = mail.given.buffers[buffer].0.get().cast::<u8>();
+            // SAFETY: the provider has given it back, with so many bytes in it.
+            Some(Ended::Message(unsafe { std::slice::from_raw_parts(bytes, len.min(MAX_MESSAGE)) }.to_vec()))
+        }
+        (_, None) => None,
+    }
+}
+
+#[repr(C, align(64))]
+struct Buffer(UnsafeCell<[u8; MAX_MESSAGE]>);
+
+// SAFETY: touched by raw copies alone, by whoever has the rail or by the provider.
+unsafe impl Send for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer {}
+
+/// Buffers for messages.
+struct Mail {
+    given: Arc<Given>,
+    /// Of those for sends, the ones that the provider does not have, counted from the first of them.
+    free: Vec<usize>,
+    /// Of those for receives, likewise.
+    unposted: Vec<usize>,
+}
+
+/// What the endpoint keeps.
+struct Given {
+    /// Ended before the memory goes.
+    registration: Option<Registration>,
+    /// Those for receives first.
+    buffers: Box<[Buffer]>,
+}
+
+impl Mail {
+    fn new(domain: &Arc<Domain>) -> Result<Mail> {
+        let buffers: Box<[Buffer]> =
+            (0..RECEIVES + SENDS).map(|_| Buffer(UnsafeCell::new([0; MAX_MESSAGE]))).collect();
+        let registration = if domain.info().wants(crate::ffi::bindings_1_17::FI_MR_LOCAL) {
+            Some(Mail::register(domain, &buffers)?)
+        } else {
+            None
+        };
+        let given = Arc::new(Given { registration, buffers });
+        Ok(Mail { given, free: (0..SENDS).collect(), unposted: (0..RECEIVES).collect() })
+    }
+
+    fn given(&self) -> Arc<Given> {
+        Arc::clone(&self.given)
+    }
+
+    fn register(domain: &Arc<Domain>, buffers: &[Buffer]) -> Result<Registration> {
+        let memory = Described {
+            address: buffers.as_ptr().addr() as u64,
+            len: size_of_val(buffers),
+            device: None,
+            file: None,
+        };
+        // SAFETY: `Given` drops its registration before its buffers.
+        unsafe { domain.register(memory, crate::memory::random_key(domain.info().key_size())?) }
+            .map_err(|errno| error::native("libfabric registers no buffers for messages", errno))
+    }
+
+    fn descriptor(&self) -> *mut c_void {
+        self.given.registration.as_ref().map_or(std::ptr::null_mut(), Registration::descriptor)
+    }
+}

@@ -1,0 +1,249 @@
+//! Which cards are near which memory, out of what the kernel shows in `/sys` and `/proc`.
+
+use std::path::{Path, PathBuf};
+
+use kvx_core::{DeviceId, Memory, MemoryKind};
+
+use crate::ffi::PciAddress;
+
+/// A place in this machine: a NUMA node, and the bridges down to it from the root of its PCI buses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    node: Option<u32>,
+    /// Empty for what is on no PCI bus: host memory.
+    bridges: Vec<String>,
+}
+
+/// Further than any way within one root of PCI buses.
+const SAME_NODE: usize = 64;
+const UNKNOWN_NODE: usize = 96;
+const OTHER_NODE: usize = 128;
+
+impl Place {
+    /// How many bridges are between two places, if they have a root of PCI buses in common: then traffic between them stays
+    /// off the memory's buses. Else it depends on the nodes.
+    fn distance(&self, other: &Place) -> usize {
+        let common = self.bridges.iter().zip(&other.bridges).take_while(|(a, b)| a == b).count();
+        if common > 0 {
+            return (self.bridges.len() + other.bridges.len() - 2 * common).min(SAME_NODE - 1);
+        }
+        match (self.node, other.node) {
+            (Some(a), Some(b)) if a == b => SAME_NODE,
+            (Some(_), Some(_)) => OTHER_NODE,
+            _ => UNKNOWN_NODE,
+        }
+    }
+}
+
+/// What the kernel shows of a machine.
+pub(crate) struct Topology {
+    sys: PathBuf,
+    proc: PathBuf,
+}
+
+impl Topology {
+    pub(crate) fn of_this_machine() -> Self {
+        Topology::below(Path::new("/"))
+    }
+
+    fn below(root: &Path) -> Self {
+        Topology { sys: root.join("sys"), proc: root.join("proc") }
+    }
+
+    /// Where a card is: by the address that its provider knows, else by its name.
+    pub(crate) fn of_card(&self, pci: Option<PciAddress>, name: &str) -> Option<Place> {
+        match pci {
+            Some(pci) => self.of_pci(&pci.to_string()),
+            None => ["infiniband", "net"].iter().find_map(|class| {
+                self.of_folder(&self.sys.join("class").join(class).join(name).join("device"))
+            }),
+        }
+    }
+
+    /// Where memory is.
+    pub(crate) fn of_memory(&self, memory: &Memory) -> Option<Place> {
+        match memory.kind() {
+            MemoryKind::Host | MemoryKind::Pinned => {
+                Some(Place { node: Some(node_of(memory.as_ptr())?), bridges: Vec::new() })
+            }
+            MemoryKind::Cuda => self.of_cuda(memory.device()),
+            MemoryKind::Rocm => self.of_rocm(memory.device()),
+        }
+    }
+
+    fn of_pci(&self, address: &str) -> Option<Place> {
+        self.of_folder(&self.sys.join("bus/pci/devices").join(address))
+    }
+
+    /// A device's own folder, whatever links lead to it.
+    fn of_folder(&self, folder: &Path) -> Option<Place> {
+        let folder = folder.canonicalize().ok()?;
+        let below = folder.strip_prefix(self.sys.join("devices").canonicalize().ok()?).ok()?;
+        let bridges = below.iter().map(|name| name.to_string_lossy().into_owned()).collect();
+        let node = std::fs::read_to_string(folder.join("numa_node")).ok();
+        // The kernel says -1 where there is one node, or the firmware does not tell.
+        Some(Place { node: node.and_then(|node| node.trim().parse().ok()), bridges })
+    }
+
+    /// The GPU whose UUID the driver shows for an address.
+    fn of_cuda(&self, device: DeviceId) -> Option<Place> {
+        let cards = std::fs::read_dir(self.proc.join("driver/nvidia/gpus")).ok()?;
+        let wanted: String = device.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        let found = cards.flatten().find(|card| {
+            let text = std::fs::read_to_string(card.path().join("information")).unwrap_or_default();
+            let uuid = text.lines().find_map(|line| line.strip_prefix("GPU UUID:")).unwrap_or_default();
+            uuid.trim().trim_start_matches("GPU-").replace('-', "") == wanted
+        });
+        self.of_pci(&found?.file_name().to_string_lossy())
+    }
+
+    /// The GPU whose number the driver shows, with its address as one number.
+    fn of_rocm(&self, device: DeviceId) -> Option<Place> {
+        let nodes = std::fs::read_dir(self.sys.join("class/kfd/kfd/topology/nodes")).ok()?;
+        nodes.flatten().find_map(|node| {
+            let text = std::fs::read_to_string(node.path().join("properties")).ok()?;
+            let property = |name: &str| {
+                let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+                value.trim().parse::<u64>().ok()
+            };
+            if format!("{:016x}", property("unique_id")?).as_bytes() != device.0 {
+                return None;
+            }
+            let (place, domain) = (property("location_id")?, property("domain").unwrap_or(0));
+            let (bus, slot, function) = (place >> 8 & 0xff, place >> 3 & 0x1f, place & 7);
+            self.of_pci(&format!("{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"))
+        })
+    }
+}
+
+/// The rails that are nearest to a place, at most so many; the first ones if nothing is known of it.
+pub(crate) fn nearest(to: Option<&Place>, rails: &[Option<&Place>], most: usize) -> Vec<usize> {
+    let far = |rail: &Option<&Place>| match (to, rail) {
+        (Some(to), Some(rail)) => to.distance(rail),
+        _ => UNKNOWN_NODE,
+    };
+    let least = rails.iter().map(far).min();
+    let mut near: Vec<usize> = (0..rails.len()).filter(|at| Some(far(&rails[*at])) == least).collect();
+    near.truncate(most);
+    near
+}
+
+/// The NUMA node of a page. `None`: the kernel knows none.
+fn node_of(address: *mut u8) -> Option<u32> {
+    const NODE_OF_ADDRESS: libc::c_long = 1 | 2; // MPOL_F_NODE, MPOL_F_ADDR
+    let mut node: libc::c_int = -1;
+    // SAFETY: the kernel writes one integer, and reads nothing of what is at the address.
+    let answer = unsafe {
+        libc::syscall(libc::SYS_get_mempolicy, &raw mut node, 0_usize, 0_usize, address, NODE_OF_ADDRESS)
+    };
+    if answer == 0 { u32::try_from(node).ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes files and links of a record: `file PATH CONTENT` and `link PATH TARGET`.
+    struct Recorded(PathBuf);
+
+    impl Recorded {
+        fn new(name: &str, record: &str) -> Self {
+            let root = std::env::temp_dir().join(format!("kvx-libfabric-{name}-{}", std::process::id()));
+            for line in record.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+                let mut words = line.splitn(3, ' ');
+                let [kind, path, rest] = std::array::from_fn(|_| words.next().expect("three words"));
+                let path = root.join(path);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                match kind {
+                    "file" => std::fs::write(&path, format!("{}\n", rest.replace("\\n", "\n"))).unwrap(),
+                    "link" => std::os::unix::fs::symlink(rest, &path).unwrap(),
+                    other => panic!("{other} is neither a file nor a link"),
+                }
+            }
+            Recorded(root)
+        }
+
+        fn topology(&self) -> Topology {
+            Topology::below(&self.0)
+        }
+    }
+
+    impl Drop for Recorded {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.0).ok();
+        }
+    }
+
+    const EIGHT: &str = include_str!("../tests/data/eight-gpus-eight-cards.txt");
+
+    fn cards(topology: &Topology) -> Vec<Place> {
+        (0..8).map(|at| topology.of_card(None, &format!("mlx5_{at}")).expect("a card")).collect()
+    }
+
+    fn gpu(topology: &Topology, number: u8) -> Option<Place> {
+        topology.of_cuda(DeviceId([0xa0 + number; 16]))
+    }
+
+    #[test]
+    fn each_gpu_of_an_eight_gpu_server_has_the_card_of_its_own_switch() {
+        let recorded = Recorded::new("each", EIGHT);
+        let topology = recorded.topology();
+        let places = cards(&topology);
+        let rails: Vec<Option<&Place>> = places.iter().map(Some).collect();
+        for number in 0..8 {
+            let place = gpu(&topology, number).expect("a GPU");
+            assert_eq!(nearest(Some(&place), &rails, 4), [usize::from(number)]);
+        }
+        assert_eq!(gpu(&topology, 9), None);
+    }
+
+    #[test]
+    fn host_memory_has_the_cards_of_its_node_and_unknown_memory_the_first() {
+        let recorded = Recorded::new("host", EIGHT);
+        let topology = recorded.topology();
+        let places = cards(&topology);
+        let rails: Vec<Option<&Place>> = places.iter().map(Some).collect();
+        let host = |node| Place { node: Some(node), bridges: Vec::new() };
+        assert_eq!(nearest(Some(&host(0)), &rails, 8), [0, 1, 2, 3]);
+        assert_eq!(nearest(Some(&host(1)), &rails, 2), [4, 5]);
+        assert_eq!(nearest(None, &rails, 3), [0, 1, 2]);
+        assert_eq!(nearest(Some(&host(0)), &[None, None], 8), [0, 1], "rails that are on no bus");
+        assert!(nearest(Some(&host(0)), &[], 8).is_empty());
+    }
+
+    #[test]
+    fn a_gpu_whose_own_card_is_not_used_takes_those_of_its_node() {
+        let recorded = Recorded::new("other", EIGHT);
+        let topology = recorded.topology();
+        let places = cards(&topology);
+        let rails: Vec<Option<&Place>> = places[1..].iter().map(Some).collect();
+        let place = gpu(&topology, 0).expect("a GPU");
+        assert_eq!(nearest(Some(&place), &rails, 4), [0, 1, 2], "cards 1 to 3");
+    }
+
+    #[test]
+    fn a_card_is_found_by_address_and_by_name_alike() {
+        let recorded = Recorded::new("names", EIGHT);
+        let topology = recorded.topology();
+        let pci = PciAddress { domain: 0, bus: 0x18, device: 0, function: 0 };
+        let place = topology.of_card(Some(pci), "another").expect("a card");
+        assert_eq!(Some(&place), cards(&topology).first());
+        assert_eq!(Some(place.clone()), topology.of_card(None, "ib0"), "by its network interface");
+        assert_eq!(place.node, Some(0));
+        assert_eq!(topology.of_card(None, "lo"), None);
+    }
+
+    #[test]
+    fn an_amd_gpu_is_found_by_what_its_driver_shows() {
+        let record = "\
+            link sys/bus/pci/devices/0000:c1:00.0 ../../../devices/pci0000:c0/0000:c0:01.1/0000:c1:00.0\n\
+            file sys/devices/pci0000:c0/0000:c0:01.1/0000:c1:00.0/numa_node 1\n\
+            file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
+            file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
+        let recorded = Recorded::new("amd", record);
+        let device = DeviceId(*b"123456789abcdef0");
+        let place = recorded.topology().of_rocm(device).expect("a GPU");
+        assert_eq!((place.node, place.bridges.len()), (Some(1), 3));
+        assert_eq!(recorded.topology().of_rocm(DeviceId([0; 16])), None);
+    }
+}

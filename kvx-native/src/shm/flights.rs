@@ -1,0 +1,430 @@
+//! Copies that a device makes: reads and pulls with device memory on either side.
+//!
+//! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for the
+//! next. While one is under way the device may touch the memory of both sides, so whatever ends a flight early only stops
+//! it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until the last batch has landed.
+//! A batch whose ticket the device loses never lands.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use kvx_core::memory::{Direction, Hop, Piece as Line};
+use kvx_core::reactor::Outbox;
+use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, TransferId};
+
+use super::copy::Piece;
+use super::error::error;
+use super::memory::{How, Place};
+use super::progress::{Command, Machine, Work};
+use super::transport::Opened;
+
+/// Bytes of a batch, about.
+const BATCH: u64 = 4 << 20;
+/// The most pieces of a batch.
+const MAX_PIECES: usize = 4096;
+/// Batches of one flight that are under way: the device always has the next.
+const DEPTH: usize = 2;
+
+/// The way from a device's thread to the machine.
+#[derive(Default)]
+pub(crate) struct Home(OnceLock<Weak<Opened>>);
+
+impl Home {
+    pub(crate) fn is(&self, opened: &Arc<Opened>) {
+        self.0.set(Arc::downgrade(opened)).ok(); // once, when the transport opens
+    }
+
+    fn landed(&self, number: u64) {
+        if let Some(opened) = self.0.get().and_then(Weak::upgrade) {
+            opened.reactor.submit(Command::Landed { number });
+        }
+    }
+}
+
+/// What a flight is for.
+pub(crate) enum Errand {
+    /// A read of ours, and whom to tell.
+    Read { id: TransferId, done: Option<Ticket> },
+    /// A part of the peer's write, if it waits for the answer, and our regions that it goes to.
+    Pull { write: Option<u64>, into: Vec<RegionId> },
+}
+
+/// What a flight moves, and from where to where.
+pub(crate) struct Load {
+    pub(crate) pieces: Box<dyn Iterator<Item = Piece> + Send>,
+    /// The peer's side.
+    pub(crate) places: Vec<Place>,
+    /// Regions of the peer that the places lie in.
+    pub(crate) from: Vec<RegionId>,
+    /// Our side.
+    pub(crate) targets: Vec<Arc<Memory>>,
+    pub(crate) bytes: u64,
+}
+
+impl Load {
+    /// Whether a device has to move it. One kind of memory a side: the first speaks for all.
+    pub(crate) fn needs_device(places: &[Place], target: Option<&Arc<Memory>>) -> bool {
+        matches!(places.first(), Some(Place { how: How::Device(_), .. }))
+            || target.is_some_and(|target| !target.kind().is_host())
+    }
+}
+
+/// What devices have said of batches.
+#[derive(Default)]
+struct Told {
+    landed: Vec<(u64, Result<()>)>,
+    lost: bool,
+}
+
+/// Which device moves a batch, and which way.
+enum Way {
+    Hop(Arc<dyn DeviceAccess>),
+    Copy(Arc<dyn DeviceAccess>, Direction),
+}
+
+impl Way {
+    fn of(place: &Place, target: &Memory) -> Result<Self> {
+        match (&place.how, target.device_access()) {
+            (How::Device(from), Some(_)) => access(from).map(Way::Hop),
+            (How::Device(from), None) => access(from).map(|access| Way::Copy(access, Direction::ToHost)),
+            (How::Mapped(_), Some(into)) => Ok(Way::Copy(Arc::clone(into), Direction::ToDevice)),
+            (How::There, Some(_)) => Err(error(
+                Kind::Unsupported,
+                "no device reaches host memory of another process that is no kvx pool: use Memory::pool, or TCP",
+            )),
+            (How::Mapped(_) | How::There, None) => {
+                Err(error(Kind::Unsupported, "a plan that mixes device memory with host memory: split it"))
+            }
+        }
+    }
+
+    fn is(&self, other: &Way) -> bool {
+        match (self, other) {
+            (Way::Hop(one), Way::Hop(other)) => Arc::ptr_eq(one, other),
+            (Way::Copy(one, way), Way::Copy(other, other_way)) => way == other_way && Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
+}
+
+fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
+    let access = memory.device_access().cloned();
+    access.ok_or_else(|| error(Kind::Unsupported, "a device opened a peer's memory as host memory"))
+}
+
+/// See the module.
+pub(crate) struct Flight {
+    /// The connection whose peer's memory is read; `None`: it is gone.
+    pub(crate) at: Option<usize>,
+    pub(crate) errand: Errand,
+    load: Load,
+    /// A piece that did not go with the batch before it.
+    next: Option<Piece>,
+    /// Bytes that are in no batch yet.
+    left: u64,
+    moved: u64,
+    told: Arc<Mutex<Told>>,
+    under_way: usize,
+    queued: bool,
+    /// What it ends with if not with success; no further batch is started.
+    failed: Option<Error>,
+    /// A batch was lost: it never ends.
+    lost: bool,
+}
+
+impl Flight {
+    /// Whether it reads the peer's region of this number.
+    pub(crate) fn reads(&self, at: usize, id: RegionId) -> bool {
+        self.at == Some(at) && self.load.from.contains(&id)
+    }
+
+    /// Regions of ours that it writes to for a peer.
+    pub(crate) fn ours(&self) -> &[RegionId] {
+        match &self.errand {
+            Errand::Read { .. } => &[],
+            Errand::Pull { into, .. } => into,
+        }
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
+    fn batch(&mut self) -> Result<Option<(Way, Vec<Hop>, u64)>> {
+        let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Way>) = (Vec::new(), 0, None);
+        while bytes < BATCH
+            && hops.len() < MAX_PIECES
+            && let Some(piece) = self.next.take().or_else(|| self.load.pieces.next())
+        {
+            let (place, target) =
+                (&self.load.places[piece.from as usize], &self.load.targets[piece.into as usize]);
+            let its = Way::of(place, target)?;
+            if way.as_ref().is_some_and(|way| !way.is(&its)) {
+                self.next = Some(piece);
+                break;
+            }
+            way = Some(its);
+            let (from, to) = (place.base + piece.from_offset, target.address() + piece.into_offset);
+            hops.push(Hop { from, to, len: piece.len as usize });
+            bytes += piece.len;
+        }
+        Ok(way.map(|way| (way, hops, bytes)))
+    }
+
+    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`.
+    fn start(&mut self, number: u64, home: &Arc<Home>) -> Result<u64> {
+        let Some((way, hops, bytes)) = self.batch()? else {
+            self.left = 0;
+            return Ok(0);
+        };
+        self.under_way += 1;
+        self.left = self.left.saturating_sub(bytes);
+        let (told, home) = (Arc::clone(&self.told), Arc::clone(home));
+        let landing = Landing { told, home, number, bytes: Some(bytes) };
+        let done = Ticket::new(move |result| landing.tell(result));
+        match way {
+            // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the lengths of their
+            // regions; the flight keeps both sides until the batch has landed, and for ever if it never does.
+            Way::Hop(access) => unsafe { access.hop(&hops, done) },
+            Way::Copy(access, direction) => {
+                let line = |hop: &Hop| match direction {
+                    Direction::ToHost => Line { device: hop.from, host: hop.to as *mut u8, len: hop.len },
+                    Direction::ToDevice => Line { device: hop.to, host: hop.from as *mut u8, len: hop.len },
+                };
+                let lines: Vec<Line> = hops.iter().map(line).collect();
+                // SAFETY: as above; what is mapped here is only read.
+                unsafe { access.copy(direction, &lines, done) };
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Tells the machine of a batch.
+struct Landing {
+    told: Arc<Mutex<Told>>,
+    home: Arc<Home>,
+    number: u64,
+    /// `None`: told.
+    bytes: Option<u64>,
+}
+
+impl Landing {
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(mut self, result: Result<()>) {
+        if let Some(bytes) = self.bytes.take() {
+            self.told().landed.push((bytes, result));
+        }
+        self.home.landed(self.number);
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        if self.bytes.is_some() {
+            self.told().lost = true;
+            self.home.landed(self.number);
+        }
+    }
+}
+
+/// All flights of a machine, by number.
+#[derive(Default)]
+pub(crate) struct Flights {
+    open: HashMap<u64, Flight>,
+    next: u64,
+    pub(crate) home: Arc<Home>,
+}
+
+impl Flights {
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Flight> {
+        self.open.values_mut()
+    }
+
+    /// Whether something of a peer's is being read over this connection.
+    pub(crate) fn any_at(&self, at: usize) -> bool {
+        self.open.values().any(|flight| flight.at == Some(at))
+    }
+
+    /// Whether the peer's region of this number is being read.
+    pub(crate) fn any_reads(&self, at: usize, id: RegionId) -> bool {
+        self.open.values().any(|flight| flight.reads(at, id))
+    }
+
+    /// Whether our region of this number is being written to for a peer.
+    pub(crate) fn any_writes(&self, id: RegionId) -> bool {
+        self.open.values().any(|flight| flight.ours().contains(&id))
+    }
+
+    /// Whether a device may write to our region of this number for ever.
+    pub(crate) fn has_lost(&self, id: RegionId) -> bool {
+        self.open.values().any(|flight| flight.lost && flight.ours().contains(&id))
+    }
+
+    /// Those of which the machine has not heard what became of their batches: it ends, and waits for them.
+    pub(crate) fn under_way(&self) -> Vec<u64> {
+        self.of(|flight| !flight.lost)
+    }
+
+    fn of(&self, which: impl Fn(&Flight) -> bool) -> Vec<u64> {
+        self.open.iter().filter(|(_, flight)| which(flight)).map(|(number, _)| *number).collect()
+    }
+
+    /// What devices may touch for ever, as far as anybody will know: it is never freed. Our regions among it.
+    pub(crate) fn keep_for_ever(&mut self) -> Vec<RegionId> {
+        let mut kept = Vec::new();
+        for (_, mut flight) in self.open.drain() {
+            kept.extend_from_slice(flight.ours());
+            if let Errand::Read { done, .. } = &mut flight.errand {
+                drop(done.take());
+            }
+            std::mem::forget(flight);
+        }
+        kept
+    }
+}
+
+impl Machine {
+    /// Takes a read or a pull that a device has to move. Gives its number.
+    pub(crate) fn take_off(&mut self, at: usize, errand: Errand, load: Load) -> u64 {
+        let number = self.flights.next;
+        self.flights.next += 1;
+        let flight = Flight {
+            at: Some(at),
+            errand,
+            left: load.bytes,
+            load,
+            next: None,
+            moved: 0,
+            told: Arc::default(),
+            under_way: 0,
+            queued: false,
+            failed: None,
+            lost: false,
+        };
+        self.flights.open.insert(number, flight);
+        self.queue_flight(number);
+        number
+    }
+
+    fn queue_flight(&mut self, number: u64) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let has_more = flight.failed.is_none() && flight.left > 0;
+        if has_more && !flight.queued && flight.under_way < DEPTH {
+            flight.queued = true;
+            self.turns.push(Work::Flight(number), flight.left);
+        }
+    }
+
+    /// Starts a batch. Says how many bytes it has.
+    pub(crate) fn flight_turn(&mut self, number: u64, out: &mut Outbox) -> u64 {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return 0 };
+        flight.queued = false;
+        if flight.failed.is_some() || flight.left == 0 {
+            return 0;
+        }
+        let started = flight.start(number, &self.flights.home).unwrap_or_else(|why| {
+            flight.failed = Some(why);
+            0
+        });
+        self.queue_flight(number);
+        self.end_flight(number, out);
+        started
+    }
+
+    /// Batches of a flight have landed.
+    pub(crate) fn landed(&mut self, number: u64, out: &mut Outbox) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let (landed, lost) = {
+            let mut told = flight.told();
+            (std::mem::take(&mut told.landed), told.lost)
+        };
+        for (bytes, result) in landed {
+            flight.under_way -= 1;
+            match result {
+                Ok(()) => flight.moved += bytes,
+                Err(why) => {
+                    flight.failed.get_or_insert(why);
+                }
+            }
+        }
+        if lost && !std::mem::replace(&mut flight.lost, true) {
+            return self.lose_flight(number);
+        }
+        if let Some(at) = flight.at
+            && flight.failed.is_none()
+            && !self.connections[at].owner().lives()
+        {
+            // What was copied last does not count: it ends with the connection, and for the same reason.
+            self.other_end_gone(at, out);
+        }
+        self.queue_flight(number);
+        self.end_flight(number, out);
+    }
+
+    /// A device has lost a batch: it may touch both sides for ever.
+    fn lose_flight(&mut self, number: u64) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let forgotten = error(
+            Kind::Forgotten,
+            "the device lost a copy: the memory on both sides is quarantined; report this as a bug of its crate",
+        );
+        tracing::error!(error = %forgotten, "SHM: a transfer never ends");
+        flight.failed.get_or_insert(forgotten);
+        if let Errand::Read { done, .. } = &mut flight.errand {
+            drop(done.take());
+        }
+        let into = flight.ours().to_vec();
+        for recall in self.recalls.extract_if(.., |recall| into.contains(&recall.region.id)) {
+            recall.forget();
+        }
+    }
+
+    /// Starts no more batches of these flights. Those of which none is under way end at once.
+    pub(crate) fn stop_flights(&mut self, which: impl Fn(&Flight) -> bool, why: &Error, out: &mut Outbox) {
+        for number in self.flights.of(which) {
+            if let Some(flight) = self.flights.open.get_mut(&number) {
+                flight.failed.get_or_insert_with(|| why.clone());
+            }
+            self.end_flight(number, out);
+        }
+    }
+
+    /// Ends a flight if nothing of it is under way and nothing more will be.
+    fn end_flight(&mut self, number: u64, out: &mut Outbox) {
+        let Some(flight) = self.flights.open.get(&number) else { return };
+        if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
+            return;
+        }
+        let Some(Flight { at, errand, load, moved, failed, .. }) = self.flights.open.remove(&number) else {
+            return;
+        };
+        drop(load); // the plan, and what was opened of the peer's
+        // "Unsupported" would say that nothing has moved.
+        let result = match failed {
+            None => Ok(()),
+            Some(why) if moved > 0 && why.kind() == Kind::Unsupported => Err(why.kind_is(Kind::Native)),
+            Some(why) => Err(why),
+        };
+        match errand {
+            Errand::Read { done, .. } => {
+                if let Some(done) = done {
+                    out.settle(done, result);
+                }
+            }
+            Errand::Pull { write, .. } => {
+                if let (Some(at), Some(write)) = (at, write) {
+                    self.answer(at, write, result);
+                }
+                self.settle_recalls(out);
+            }
+        }
+        if let Some(at) = at {
+            self.release_landed(at, out);
+        }
+    }
+}

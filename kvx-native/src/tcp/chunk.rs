@@ -1,0 +1,181 @@
+//! Pieces of memory on their way to or from the kernel, and the bytes that nobody wants.
+
+/// The most pieces of one system call, with room for what goes before and after the payload.
+pub(super) const MAX_PIECES: usize = 1000;
+
+/// Bytes that are sent in place of bytes that may not be read any more.
+static ZEROS: [u8; FILLER] = [0; FILLER];
+const FILLER: usize = 64 << 10;
+
+/// Pieces of memory in the order in which bytes go through them.
+#[derive(Default)]
+pub(super) struct Chunk {
+    pieces: Vec<libc::iovec>,
+    at: usize,
+    left: usize,
+    /// Bytes that went through since somebody asked.
+    moved: usize,
+}
+
+// SAFETY: a chunk is addresses and lengths; who touches them when is up to the machine that owns it, which keeps the
+// memory's owner beside it and redirects the chunk before it lets go of that.
+unsafe impl Send for Chunk {}
+
+impl Chunk {
+    /// Bytes that are left.
+    pub(super) fn left(&self) -> usize {
+        self.left
+    }
+
+    /// Empties it.
+    pub(super) fn clear(&mut self) {
+        self.pieces.clear();
+        (self.at, self.left, self.moved) = (0, 0, 0);
+    }
+
+    /// Whether one call takes no more pieces.
+    pub(super) fn is_full(&self) -> bool {
+        self.pieces.len() >= MAX_PIECES
+    }
+
+    /// Adds a piece that follows the others.
+    pub(super) fn push(&mut self, base: *mut u8, len: usize) {
+        self.pieces.push(libc::iovec { iov_base: base.cast(), iov_len: len });
+        self.left += len;
+    }
+
+    /// The pieces that are left.
+    pub(super) fn pieces(&self) -> &[libc::iovec] {
+        &self.pieces[self.at..]
+    }
+
+    /// `count` bytes went through; not more than are left.
+    pub(super) fn advance(&mut self, count: usize) {
+        debug_assert!(count <= self.left);
+        self.left -= count;
+        self.moved += count;
+        let mut count = count;
+        while count > 0 {
+            let piece = &mut self.pieces[self.at];
+            if count < piece.iov_len {
+                piece.iov_base = piece.iov_base.wrapping_byte_add(count);
+                piece.iov_len -= count;
+                return;
+            }
+            count -= piece.iov_len;
+            self.at += 1;
+        }
+    }
+
+    /// How many bytes went through since this was last asked.
+    pub(super) fn take_moved(&mut self) -> usize {
+        std::mem::take(&mut self.moved)
+    }
+
+    /// Writes as many of `bytes` as fit, and says how many.
+    pub(super) fn copy_in(&mut self, bytes: &[u8]) -> usize {
+        let total = bytes.len().min(self.left);
+        let mut left = &bytes[..total];
+        while !left.is_empty() {
+            let piece = self.pieces[self.at];
+            let (now, later) = left.split_at(left.len().min(piece.iov_len));
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and may write; `now`
+            // is a buffer of the connection, which no region overlaps.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), piece.iov_base.cast(), now.len()) };
+            self.advance(now.len());
+            left = later;
+        }
+        total
+    }
+
+    /// Makes what is left come from a copy of it, which is `copy` from now on.
+    pub(super) fn copy_out(&mut self, copy: &mut Vec<u8>) {
+        copy.clear();
+        copy.reserve_exact(self.left);
+        for piece in &self.pieces[self.at..] {
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read; `copy`
+            // is a vector of the connection's, which no region overlaps.
+            copy.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(piece.iov_base.cast_const().cast(), piece.iov_len)
+            });
+        }
+        self.clear();
+        self.push(copy.as_mut_ptr(), copy.len());
+    }
+
+    /// Makes what is left go into `bin` instead, whose content does not matter.
+    pub(super) fn discard_into(&mut self, bin: &mut Bin) {
+        let left = self.left;
+        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), left);
+    }
+
+    /// The next `count` bytes go into `bin`.
+    pub(super) fn discard(&mut self, bin: &mut Bin, count: usize) {
+        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), count);
+    }
+
+    /// Makes what is left come from zeros instead.
+    pub(super) fn zero(&mut self) {
+        let left = self.left;
+        self.fill_with(ZEROS.as_ptr().cast_mut(), ZEROS.len(), left);
+    }
+
+    fn fill_with(&mut self, base: *mut u8, len: usize, count: usize) {
+        self.clear();
+        let mut left = count;
+        while left > 0 && !self.is_full() {
+            self.push(base, left.min(len));
+            left -= left.min(len);
+        }
+    }
+}
+
+/// Where bytes go that nobody wants.
+pub(super) struct Bin(Box<[u8]>);
+
+impl Bin {
+    pub(super) fn new() -> Self {
+        Bin(vec![0; FILLER].into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn over(buffers: &mut [Vec<u8>]) -> Chunk {
+        let mut chunk = Chunk::default();
+        for buffer in buffers {
+            chunk.push(buffer.as_mut_ptr(), buffer.len());
+        }
+        chunk
+    }
+
+    #[test]
+    fn bytes_go_through_the_pieces_in_order() {
+        let mut buffers = [vec![0; 3], vec![0; 1], vec![0; 4]];
+        let mut chunk = over(&mut buffers);
+        assert_eq!(chunk.copy_in(&[1, 2]), 2);
+        assert_eq!(chunk.left(), 6);
+        assert_eq!(chunk.copy_in(&[3, 4, 5]), 3);
+        assert_eq!(chunk.pieces()[0].iov_len, 3);
+        assert_eq!(chunk.copy_in(&[6, 7, 8, 9, 9]), 3);
+        assert_eq!(buffers, [vec![1, 2, 3], vec![4], vec![5, 6, 7, 8]]);
+    }
+
+    #[test]
+    fn redirected_bytes_leave_the_memory_alone() {
+        let mut buffers = [vec![7; 100_000], vec![7; 100_000]];
+        let mut chunk = over(&mut buffers);
+        chunk.copy_in(&[1; 10]);
+        let mut bin = Bin::new();
+        chunk.discard_into(&mut bin);
+        assert_eq!(chunk.left(), 199_990);
+        chunk.copy_in(&[9; 10]);
+        assert!(buffers[0][10..].iter().chain(&buffers[1]).all(|byte| *byte == 7));
+        let mut chunk = over(&mut buffers);
+        chunk.zero();
+        assert_eq!(chunk.pieces().iter().map(|piece| piece.iov_len).sum::<usize>(), 200_000);
+        assert!(chunk.pieces().iter().all(|piece| std::ptr::eq(piece.iov_base, ZEROS.as_ptr().cast())));
+    }
+}

@@ -1,0 +1,154 @@
+//! Two agents with a test device each, over one backend.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result, Transfer};
+use kvx_testkit::TestDevice;
+
+/// Nothing here takes this long unless it hangs.
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(8);
+pub(crate) const BLOCK: u64 = 4096;
+pub(crate) const BOTH: [&str; 2] = ["SHM", "TCP"];
+pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
+
+/// The device of one end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Busy {
+    Ours,
+    Theirs,
+}
+
+pub(crate) fn registry() -> Registry {
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Shm).unwrap().add(kvx_native::Tcp).unwrap();
+    registry
+}
+
+pub(crate) fn agent(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> Agent {
+    let mut builder = Agent::builder(name).backends(backends.iter().copied());
+    if let Some(device) = device {
+        builder = builder.device(Arc::clone(device) as _);
+    }
+    builder.build(&registry()).unwrap()
+}
+
+/// An owner and a reader that is connected to it, with a region `kv` each.
+pub(crate) struct Ends {
+    pub(crate) owner: Agent,
+    pub(crate) reader: Agent,
+    devices: [Arc<TestDevice>; 2],
+    /// Content 1.
+    pub(crate) ours: Region,
+    /// Content 2.
+    pub(crate) theirs: Region,
+    pub(crate) peer: Peer,
+}
+
+impl Ends {
+    /// Regions of `blocks` blocks, each on the end's device or in a pool.
+    pub(crate) fn new(backend: &str, local: bool, remote: bool, blocks: u32) -> Self {
+        let devices = [0, 1].map(|_| TestDevice::new(MemoryKind::Cuda));
+        let [reader, owner] = [("reader", &devices[0]), ("owner", &devices[1])]
+            .map(|(name, device)| agent(name, &[backend], Some(device)));
+        let len = blocks as usize * BLOCK as usize;
+        let memory = |on_device: bool, device: &Arc<TestDevice>| match on_device {
+            true => device.allocate(len),
+            false => Memory::pool(len).build().unwrap(),
+        };
+        let ours = reader.register("kv", memory(local, &devices[0])).unwrap();
+        let theirs = owner.register("kv", memory(remote, &devices[1])).unwrap();
+        let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+        let ends = Ends { owner, reader, devices, ours, theirs, peer };
+        ends.fill(&ends.ours, 1);
+        ends.fill(&ends.theirs, 2);
+        ends.run(Op::Read, &[], &[]).unwrap();
+        ends.works();
+        ends
+    }
+
+    pub(crate) fn device(&self, busy: Busy) -> &Arc<TestDevice> {
+        &self.devices[busy as usize]
+    }
+
+    /// Until that device has been asked for a copy that it does not do.
+    pub(crate) fn until_waiting(&self, busy: Busy) {
+        let until = Instant::now() + CUT_OFF;
+        while self.device(busy).waiting() == 0 {
+            assert!(Instant::now() < until, "the device is not asked");
+            std::thread::yield_now();
+        }
+    }
+
+    fn byte(seed: u8, block: u32) -> u8 {
+        seed.wrapping_mul(37).wrapping_add((block % 251) as u8) | 1
+    }
+
+    /// New content.
+    pub(crate) fn fill(&self, region: &Region, seed: u8) {
+        let blocks = region.memory().len() as u64 / BLOCK;
+        for block in 0..blocks as u32 {
+            let bytes = [Self::byte(seed, block); BLOCK as usize];
+            region.copy_in(block as usize * BLOCK as usize, &bytes).unwrap();
+        }
+    }
+
+    /// Panics unless the block holds what block `number` of content `seed` is.
+    pub(crate) fn check(region: &Region, block: u32, seed: u8, number: u32) {
+        let mut bytes = [0; BLOCK as usize];
+        region.copy_out(block as usize * BLOCK as usize, &mut bytes).unwrap();
+        assert!(bytes == [Self::byte(seed, number); BLOCK as usize], "block {block} of {}", region.name());
+    }
+
+    /// So many different blocks below 1000, in no order.
+    pub(crate) fn scattered(count: u32, step: u32) -> Vec<u32> {
+        (0..count).map(|at| at * step % 1000).collect()
+    }
+
+    pub(crate) fn plan(&self, op: Op, ours: &[u32], theirs: &[u32]) -> Result<Plan> {
+        let grid = Grid::packed(BLOCK, (self.ours.memory().len() as u64 / BLOCK) as u32);
+        let remote = self.peer.region("kv")?.grid(grid)?.blocks(theirs);
+        Plan::of(op, [(self.ours.grid(grid)?.blocks(ours), remote)])
+    }
+
+    pub(crate) fn transfer(&self, op: Op, ours: &[u32], theirs: &[u32]) -> Transfer {
+        let plan = self.plan(op, ours, theirs).unwrap();
+        self.peer.transfer(&plan).deadline(CUT_OFF).post().unwrap()
+    }
+
+    pub(crate) fn run(&self, op: Op, ours: &[u32], theirs: &[u32]) -> Result<Report> {
+        let plan = self.plan(op, ours, theirs)?;
+        self.peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
+    }
+
+    /// All blocks, to their own places.
+    pub(crate) fn post(&self, op: Op) -> Transfer {
+        self.post_within(op, CUT_OFF)
+    }
+
+    pub(crate) fn post_within(&self, op: Op, deadline: Duration) -> Transfer {
+        let all: Vec<u32> = (0..(self.ours.memory().len() as u64 / BLOCK) as u32).collect();
+        let plan = self.plan(op, &all, &all).unwrap();
+        self.peer.transfer(&plan).deadline(deadline).post().unwrap()
+    }
+
+    /// Moves a block each way, and puts the contents back.
+    pub(crate) fn works(&self) {
+        for (op, region, seed, other) in [(Op::Read, &self.ours, 2, 1), (Op::Write, &self.theirs, 1, 2)] {
+            self.fill(&self.ours, 1);
+            self.fill(&self.theirs, 2);
+            self.run(op, &[3], &[5]).unwrap();
+            let (to, from) = if op == Op::Read { (3, 5) } else { (5, 3) };
+            Self::check(region, to, seed, from);
+            Self::check(region, 0, other, 0);
+        }
+        self.fill(&self.ours, 1);
+        self.fill(&self.theirs, 2);
+    }
+}
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.devices.iter().for_each(|device| device.release());
+    }
+}

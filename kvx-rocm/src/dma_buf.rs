@@ -1,0 +1,61 @@
+//! Descriptors for cards of other makers: HIP's own since 7.0, else those of the layer below.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+use kvx_core::gpu::Driver as _;
+use kvx_core::loader::{self, Search};
+use kvx_core::{Error, Kind, Result};
+
+use crate::driver::Hip;
+use crate::ffi::{Address, Hsa};
+
+/// The variable that names the layer below.
+const VARIABLE: &str = "KVX_HSA_LIB";
+/// HIP has loaded the library of this name already.
+const NAMES: &[&str] = &["libhsa-runtime64.so.1"];
+const CURE: &str = "install ROCm 5.6 or newer, and Linux 6.2 or newer or the module amdgpu-dkms";
+
+/// A range as a descriptor, and where in it the range begins.
+pub(crate) fn export(hip: &Hip, range: Range<u64>) -> Result<(OwnedFd, u64)> {
+    by_hip(hip, &range)
+        .unwrap_or_else(|| by_hsa(hip, &range))
+        .map_err(|error| error.kind_is(Kind::Unsupported))
+}
+
+/// `None` if this release has no such function.
+fn by_hip(hip: &Hip, range: &Range<u64>) -> Option<Result<(OwnedFd, u64)>> {
+    const DMA_BUF: i32 = 1;
+    let export = hip.library.table.hipMemGetHandleForAddressRange?;
+    let mut file = -1;
+    let len = (range.end - range.start) as usize;
+    // SAFETY: a place for one descriptor; what the range is the runtime looks at.
+    let status = unsafe { export(&raw mut file, range.start as Address, len, DMA_BUF, 0) };
+    let checked = hip.check("hipMemGetHandleForAddressRange", status);
+    // SAFETY: the runtime made it for this call, and nobody else has it.
+    Some(checked.map(|()| (unsafe { OwnedFd::from_raw_fd(file) }, 0)))
+}
+
+fn by_hsa(hip: &Hip, range: &Range<u64>) -> Result<(OwnedFd, u64)> {
+    let found = loader::with_signals_kept(|| {
+        let library = Search::new(VARIABLE, NAMES, CURE).open()?;
+        // SAFETY: the signature is that of its header, the same in all releases that have the function.
+        unsafe { Hsa::find(&library) }
+    });
+    let hsa = found.map_err(|why| hip.cannot(&format!("no dma-buf descriptors: {why}")))?;
+    let (mut file, mut offset) = (-1, 0);
+    let (start, len) = (range.start as *const c_void, (range.end - range.start) as usize);
+    // SAFETY: a place for each of the two; what the range is the runtime looks at. HIP has initialised it.
+    let status = unsafe { (hsa.hsa_amd_portable_export_dmabuf)(start, len, &raw mut file, &raw mut offset) };
+    if status != 0 {
+        return Err(Error::new(
+            Kind::Unsupported,
+            "the ROCm runtime gives no dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms",
+        )
+        .operation("hsa_amd_portable_export_dmabuf")
+        .native(status.into(), format!("hsa_status_t {status:#x}")));
+    }
+    // SAFETY: the runtime made it for this call, and nobody else has it.
+    Ok((unsafe { OwnedFd::from_raw_fd(file) }, offset))
+}

@@ -1,0 +1,13 @@
+#![doc = include_str!("../README.md")]
+#![cfg(target_os = "linux")]
+#![deny(missing_docs)]
+
+mod devices;
+mod dma_buf;
+mod driver;
+mod ffi;
+mod kernels;
+mod library;
+
+pub use devices::devices;
+pub use kvx_core::gpu::{About, BlocksAt, Chosen, Device, DevicePtr, PoolBuilder, StreamHandle};

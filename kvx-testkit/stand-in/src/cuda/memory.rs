@@ -1,0 +1,131 @@
+//! Memory, and what is known of an address.
+
+use std::ffi::{c_int, c_uint, c_void};
+
+use super::context::{current, initialised};
+use crate::argument::{In, Out, answer};
+use crate::code::{Answer, Code};
+use crate::devices::Maker;
+use crate::handles::Handle;
+use crate::mapping::is_of_device;
+use crate::memory::{Origin, memory, memory_mut};
+use crate::stream;
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAlloc_v2(address: Out<u64>, len: usize) -> c_int {
+    answer("cuMemAlloc_v2", || address.set(memory_mut().allocate(current()?, len, Origin::Plain)?))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFree_v2(address: u64) -> c_int {
+    answer("cuMemFree_v2", || {
+        current()?;
+        memory_mut().free(address, |origin| matches!(origin, Origin::Plain | Origin::Pool))
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAllocAsync(address: Out<u64>, len: usize, stream: Handle) -> c_int {
+    answer("cuMemAllocAsync", || {
+        let device = current()?;
+        stream::of(stream, device)?;
+        address.set(memory_mut().allocate(device, len, Origin::Pool)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> c_int {
+    answer("cuMemFreeAsync", || {
+        let stream = stream::of(stream, current()?)?;
+        memory().range(address, 1)?;
+        stream.push(Box::new(move || memory_mut().free(address, |origin| origin == Origin::Pool)));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemHostAlloc(address: Out<u64>, len: usize, _flags: c_uint) -> c_int {
+    answer("cuMemHostAlloc", || {
+        current()?;
+        address.set(memory_mut().pin(len)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeHost(address: u64) -> c_int {
+    answer("cuMemFreeHost", || {
+        current()?;
+        memory_mut().unpin(address)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemGetAddressRange_v2(base: Out<u64>, len: Out<usize>, address: u64) -> c_int {
+    answer("cuMemGetAddressRange_v2", || {
+        current()?;
+        let memory = memory();
+        let (start, found) = memory.around(address).ok_or(Code::NOT_FOUND)?;
+        base.set_if_wanted(start);
+        len.set_if_wanted(found.len);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuPointerGetAttributes(
+    count: c_uint,
+    attributes: In<c_int>,
+    values: In<*mut c_void>,
+    address: u64,
+) -> c_int {
+    answer("cuPointerGetAttributes", || {
+        initialised()?;
+        for at in 0..count as usize {
+            attribute(attributes.at(at)?, values.at(at)?, address)?;
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuPointerGetAttribute(value: *mut c_void, name: c_int, address: u64) -> c_int {
+    answer("cuPointerGetAttribute", || {
+        initialised()?;
+        let memory = memory();
+        if memory.around(address).is_none() && memory.pinned_around(address).is_none() {
+            return Err(Code::INVALID_VALUE);
+        }
+        drop(memory);
+        attribute(name, value, address)
+    })
+}
+
+/// Writes one attribute of an address; what nobody knows is zero.
+fn attribute(name: c_int, value: *mut c_void, address: u64) -> Answer {
+    let memory = memory();
+    let device = memory.around(address);
+    let pinned = memory.pinned_around(address).filter(|_| !is_of_device(address));
+    let origin = device.map(|(_, found)| found.origin);
+    match name {
+        // The type of memory: host is 1, device 2.
+        2 => put(value, if device.is_some() { 2_u32 } else { u32::from(pinned.is_some()) }),
+        // Whether it is managed. Its size is that of a C++ bool.
+        8 => put(value, 0_u8),
+        9 => put(value, device.map_or(-2, |(_, found)| Maker::Cuda.ordinal(found.device))),
+        10 => put(value, u8::from(origin == Some(Origin::Plain))),
+        11 => put(value, device.map(|(base, _)| base).or(pinned.map(|(base, _)| base)).unwrap_or(0)),
+        12 => put(value, device.map(|(_, found)| found.len).or(pinned.map(|(_, len)| len)).unwrap_or(0)),
+        // The pool.
+        17 => put(value, if origin == Some(Origin::Pool) { 0x0900_0000_usize } else { 0 }),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+fn put<T>(to: *mut c_void, value: T) -> Answer {
+    if to.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: it is not null, so by the contract of the driver's function it has room for the attribute's type.
+    unsafe { to.cast::<T>().write_unaligned(value) };
+    Ok(())
+}

@@ -1,0 +1,12 @@
+//! What `libcuda` exports. Names, arguments and numbers are the driver's.
+#![allow(non_snake_case)]
+
+mod batch;
+mod context;
+mod copying;
+mod device;
+mod kernels;
+mod memory;
+mod order;
+mod shared;
+mod virtual_memory;

@@ -1,0 +1,146 @@
+//! Memory, and what is known of an address.
+
+use std::ffi::{c_int, c_uint};
+
+use super::device::{current, current_ordinal};
+use crate::argument::{Out, answer};
+use crate::code::{Answer, Code};
+use crate::devices::Maker;
+use crate::handles::Handle;
+use crate::memory::{Origin, memory, memory_mut};
+use crate::settings::settings;
+use crate::stream;
+
+#[unsafe(no_mangle)]
+extern "C" fn hipMalloc(address: Out<u64>, len: usize) -> c_int {
+    answer("hipMalloc", || address.set(memory_mut().allocate(current()?, len, Origin::Plain)?))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipFree(address: u64) -> c_int {
+    answer("hipFree", || {
+        current()?;
+        // To free nothing is no mistake here.
+        if address == 0 {
+            return Ok(());
+        }
+        memory_mut().free(address, |origin| matches!(origin, Origin::Plain | Origin::Pool))
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipMallocAsync(address: Out<u64>, len: usize, stream: Handle) -> c_int {
+    answer("hipMallocAsync", || {
+        let device = current()?;
+        stream::of(stream, device)?;
+        address.set(memory_mut().allocate(device, len, Origin::Pool)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipFreeAsync(address: u64, stream: Handle) -> c_int {
+    answer("hipFreeAsync", || {
+        let stream = stream::of(stream, current()?)?;
+        memory().range(address, 1)?;
+        stream.push(Box::new(move || memory_mut().free(address, |origin| origin == Origin::Pool)));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipHostMalloc(address: Out<u64>, len: usize, _flags: c_uint) -> c_int {
+    answer("hipHostMalloc", || {
+        current()?;
+        address.set(memory_mut().pin(len)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipHostFree(address: u64) -> c_int {
+    answer("hipHostFree", || {
+        current()?;
+        memory_mut().unpin(address)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipMemGetAddressRange(base: Out<u64>, len: Out<usize>, address: u64) -> c_int {
+    answer("hipMemGetAddressRange", || {
+        current()?;
+        let memory = memory();
+        let (start, found) = memory.around(address).ok_or(Code::NOT_FOUND)?;
+        base.set_if_wanted(start);
+        len.set_if_wanted(found.len);
+        Ok(())
+    })
+}
+
+/// `hipPointerAttribute_t`.
+#[repr(C)]
+struct Attributes {
+    memory_type: c_int,
+    ordinal: c_int,
+    device_pointer: u64,
+    host_pointer: u64,
+    managed: c_int,
+    flags: c_uint,
+}
+
+/// `hipMemoryType`, whose numbers HIP 6 changed.
+struct Types {
+    /// None: an address that the driver does not know is an error.
+    unregistered: Option<c_int>,
+    host: c_int,
+    device: c_int,
+}
+
+impl Types {
+    fn of(version: i32) -> Self {
+        if version < 60_000_000 {
+            Types { unregistered: None, host: 0, device: 1 }
+        } else {
+            Types { unregistered: Some(0), host: 1, device: 2 }
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipPointerGetAttributes(attributes: Out<Attributes>, address: u64) -> c_int {
+    answer("hipPointerGetAttributes", || attributes.set(of_address(address)?))
+}
+
+fn of_address(address: u64) -> Answer<Attributes> {
+    let types = Types::of(settings().hip_version);
+    let memory = memory();
+    let nothing = Attributes {
+        memory_type: 0,
+        ordinal: current_ordinal(),
+        device_pointer: 0,
+        host_pointer: 0,
+        managed: 0,
+        flags: 0,
+    };
+    if let Some((_, found)) = memory.around(address) {
+        let ordinal = Maker::Hip.ordinal(found.device);
+        return Ok(Attributes { memory_type: types.device, ordinal, device_pointer: address, ..nothing });
+    }
+    if memory.pinned_around(address).is_some() {
+        let (device_pointer, host_pointer) = (address, address);
+        return Ok(Attributes { memory_type: types.host, device_pointer, host_pointer, ..nothing });
+    }
+    let memory_type = types.unregistered.ok_or(Code::INVALID_VALUE)?;
+    Ok(Attributes { memory_type, ordinal: -2, ..nothing })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipPointerGetAttribute(pool: Out<usize>, name: c_int, address: u64) -> c_int {
+    answer("hipPointerGetAttribute", || {
+        // Of all attributes only the pool is asked for.
+        if name != 17 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let memory = memory();
+        let (_, found) = memory.around(address).ok_or(Code::INVALID_VALUE)?;
+        pool.set(if found.origin == Origin::Pool { 0x0900_0000 } else { 0 })
+    })
+}

@@ -1,0 +1,11 @@
+//! What `libamdhip64` exports, hipRTC with it, and one function of `libhsa-runtime64`. Names, arguments and numbers are the
+//! driver's.
+#![allow(non_snake_case)]
+
+mod compiler;
+mod copying;
+mod device;
+mod kernels;
+mod memory;
+mod order;
+mod shared;

@@ -1,0 +1,83 @@
+//! Memory for other processes and for other makers' cards.
+
+use std::ffi::{c_int, c_uint};
+use std::os::fd::RawFd;
+
+use super::device::current;
+use crate::argument::{Out, answer};
+use crate::code::Code;
+use crate::ipc::MemHandle;
+use crate::mapping::page;
+use crate::memory::{memory, memory_mut};
+use crate::settings::settings;
+
+#[unsafe(no_mangle)]
+extern "C" fn hipIpcGetMemHandle(handle: Out<MemHandle>, address: u64) -> c_int {
+    answer("hipIpcGetMemHandle", || {
+        current()?;
+        handle.set(memory().share(address)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipIpcOpenMemHandle(address: Out<u64>, handle: MemHandle, flags: c_uint) -> c_int {
+    answer("hipIpcOpenMemHandle", || {
+        current()?;
+        // The driver knows one flag, and wants it.
+        if flags != 1 {
+            return Err(Code::INVALID_VALUE);
+        }
+        address.set(memory_mut().open(&handle)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipIpcCloseMemHandle(address: u64) -> c_int {
+    answer("hipIpcCloseMemHandle", || {
+        current()?;
+        memory_mut().close(address)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hipMemGetHandleForAddressRange(
+    descriptor: Out<RawFd>,
+    address: u64,
+    len: usize,
+    kind: c_int,
+    _flags: u64,
+) -> c_int {
+    answer("hipMemGetHandleForAddressRange", || {
+        current()?;
+        // HIP has it since 7.0.
+        if settings().hip_version < 70_000_000 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let aligned = address.is_multiple_of(page() as u64) && len.is_multiple_of(page());
+        if kind != 1 || !aligned {
+            return Err(Code::INVALID_VALUE);
+        }
+        descriptor.set(memory().descriptor(address, len)?)
+    })
+}
+
+/// Of `libhsa-runtime64`, by which HIP before 7.0 does it: the descriptor is of the whole allocation.
+#[unsafe(no_mangle)]
+extern "C" fn hsa_amd_portable_export_dmabuf(
+    address: u64,
+    len: usize,
+    descriptor: Out<RawFd>,
+    offset: Out<u64>,
+) -> c_int {
+    /// `HSA_STATUS_ERROR_INVALID_ARGUMENT`.
+    const INVALID_ARGUMENT: c_int = 0x1001;
+    let done = answer("hsa_amd_portable_export_dmabuf", || {
+        let memory = memory();
+        memory.range(address, len)?;
+        let (base, found) = memory.around(address).ok_or(Code::INVALID_VALUE)?;
+        let whole = memory.descriptor(base, found.len)?;
+        descriptor.set(whole)?;
+        offset.set(address - base)
+    });
+    if done == 0 { 0 } else { INVALID_ARGUMENT }
+}

@@ -1,0 +1,150 @@
+//! What tests want of the library, and what it has counted for them.
+
+use std::collections::HashMap;
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::argument::Text;
+use crate::code::{Answer, Code};
+use crate::{devices, memory};
+
+/// Commands for processes that a test starts.
+const VARIABLE: &str = "KVX_STAND_IN";
+
+pub(crate) struct Settings {
+    pub(crate) devices: usize,
+    pub(crate) memory: u64,
+    pub(crate) cuda_version: i32,
+    pub(crate) hip_version: i32,
+    pub(crate) peers: bool,
+    pub(crate) delay: Duration,
+    pub(crate) late: Duration,
+    held: bool,
+    failures: Vec<Failure>,
+    calls: HashMap<&'static str, u64>,
+    faults: u64,
+}
+
+/// Calls that are to fail.
+struct Failure {
+    function: String,
+    code: Code,
+    /// Good calls before.
+    skip: u64,
+    times: u64,
+}
+
+static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| Mutex::new(at_first()));
+
+/// As they are when the library is opened.
+fn at_first() -> Settings {
+    let mut settings = Settings {
+        devices: 2,
+        memory: 1 << 30,
+        cuda_version: 12_080,
+        hip_version: 60_100_000,
+        peers: true,
+        delay: Duration::ZERO,
+        late: Duration::ZERO,
+        held: false,
+        failures: Vec::new(),
+        calls: HashMap::new(),
+        faults: 0,
+    };
+    let commands = std::env::var(VARIABLE).unwrap_or_default();
+    for command in commands.split(';').map(str::trim).filter(|command| !command.is_empty()) {
+        if settings.apply(command).is_none() {
+            eprintln!("{VARIABLE}: unknown command `{command}`");
+        }
+    }
+    settings
+}
+
+static RELEASED: Condvar = Condvar::new();
+
+/// The settings; never held across work.
+pub(crate) fn settings() -> MutexGuard<'static, Settings> {
+    SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts a call; the error that it is to fail with, if it is.
+pub(crate) fn called(function: &'static str) -> Option<Code> {
+    let mut settings = settings();
+    *settings.calls.entry(function).or_default() += 1;
+    let failure =
+        settings.failures.iter_mut().find(|failure| failure.function == function && failure.times > 0)?;
+    if failure.skip > 0 {
+        failure.skip -= 1;
+        return None;
+    }
+    failure.times -= 1;
+    Some(failure.code)
+}
+
+/// Memory was misused.
+pub(crate) fn note_fault() {
+    settings().faults += 1;
+}
+
+/// Waits until streams may work.
+pub(crate) fn wait_until_released() {
+    let mut settings = settings();
+    while settings.held {
+        settings = RELEASED.wait(settings).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+impl Settings {
+    /// A command that sets something; `None` if it is not one.
+    fn apply(&mut self, command: &str) -> Option<i64> {
+        let words: Vec<&str> = command.split_whitespace().collect();
+        let micros = |word: &str| word.parse().ok().map(Duration::from_micros);
+        match words[..] {
+            ["devices", count] => self.devices = count.parse().ok().filter(|count| *count <= 16)?,
+            ["memory", bytes] => self.memory = bytes.parse().ok()?,
+            ["cuda-version", version] => self.cuda_version = version.parse().ok()?,
+            ["hip-version", version] => self.hip_version = version.parse().ok()?,
+            ["no-peers"] => self.peers = false,
+            ["delay", time] => self.delay = micros(time)?,
+            ["late", time] => self.late = micros(time)?,
+            ["hold"] => self.held = true,
+            ["release"] => self.held = false,
+            ["well"] => self.failures.clear(),
+            ["reset"] => *self = at_first(),
+            ["fail", function, code, times, ref skip @ ..] => {
+                let times = if times == "always" { u64::MAX } else { times.parse().ok()? };
+                let skip = match skip {
+                    [] => 0,
+                    [skip] => skip.parse().ok()?,
+                    _ => return None,
+                };
+                let function = function.to_owned();
+                self.failures.push(Failure { function, code: Code(code.parse().ok()?), skip, times });
+            }
+            ["calls", function] => return Some(self.calls.get(function).map_or(0, |calls| *calls as i64)),
+            ["faults"] => return Some(self.faults as i64),
+            _ => return None,
+        }
+        Some(0)
+    }
+}
+
+fn command(command: &Text) -> Answer<i64> {
+    let command = command.get()?;
+    if command.trim() == "allocated" {
+        return Ok(memory::memory().allocated());
+    }
+    if ["well", "reset"].contains(&command.trim()) {
+        devices::mend();
+    }
+    let answer = settings().apply(&command).ok_or(Code::INVALID_VALUE);
+    RELEASED.notify_all();
+    answer
+}
+
+/// Does one command of a test; the answer, or -1 for a command that there is not.
+#[unsafe(no_mangle)]
+extern "C" fn kvx_stand_in_control(text: Text) -> i64 {
+    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| command(&text)));
+    done.unwrap_or(Err(Code::UNKNOWN)).unwrap_or(-1)
+}

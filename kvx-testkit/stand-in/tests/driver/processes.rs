@@ -1,0 +1,193 @@
+//! Memory of other processes, and which devices a process sees. The other process is this program again.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use crate::cuda::{Cuda, Handle};
+use crate::symbols::{Opened, call};
+
+/// Says to this program what it is to be: the name of a test below.
+const ROLE: &str = "KVX_STAND_IN_TEST_ROLE";
+
+/// Another process, which does what its lines say.
+struct Other {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Other {
+    fn start(role: &str, variables: &[(&str, &str)]) -> Self {
+        let program = std::env::current_exe().expect("a program has a path");
+        let mut command = Command::new(program);
+        command.args(["--exact", &format!("processes::{role}"), "--nocapture", "--test-threads=1"]);
+        command.env(ROLE, role).envs(variables.iter().copied());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("this program starts");
+        let (to, from) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        Other { child, to, from: BufReader::new(from) }
+    }
+
+    /// Its next answer: a line that begins with `=`, as the test harness prints lines of its own.
+    fn answer(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.from.read_line(&mut line).expect("it writes lines"), 0, "it has ended");
+            if let Some((_, answer)) = line.trim_end().split_once('=') {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    fn say(&mut self, line: &str) {
+        writeln!(self.to, "{line}").expect("it reads lines");
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        _ = self.child.kill();
+        _ = self.child.wait();
+    }
+}
+
+fn is(role: &str) -> bool {
+    std::env::var(ROLE).is_ok_and(|given| given == role)
+}
+
+fn next_line() -> Option<String> {
+    let mut line = String::new();
+    let read = std::io::stdin().read_line(&mut line).expect("lines come in");
+    (read > 0).then(|| line.trim_end().to_owned())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("a byte");
+    (0..text.len()).step_by(2).map(byte).collect()
+}
+
+/// Shares memory, tells what is in it, frees it.
+#[test]
+fn owner() {
+    if !is("owner") {
+        return;
+    }
+    let cuda = Cuda::new();
+    let memory = cuda.with(b"kvx kvx ");
+    let mut handle = [0_u8; 64];
+    assert_eq!(call!(cuda.library, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u8, memory => u64)), 0);
+    let mut opened = 0_u64;
+    let bytes: [u64; 8] =
+        std::array::from_fn(|at| u64::from_le_bytes(handle[at * 8..][..8].try_into().expect("8")));
+    let here =
+        call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
+    assert_eq!(here, 201, "memory of this process");
+    println!("={}", hex(&handle));
+    while let Some(line) = next_line() {
+        match line.as_str() {
+            "show" => println!("={}", hex(&cuda.download(memory, 8))),
+            "free" => println!("={}", cuda.free(memory)),
+            _ => break,
+        }
+    }
+}
+
+/// A handle as it is passed by value: 64 bytes in memory, like the driver's struct.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ByValue([u8; 64]);
+
+fn open(cuda: &Cuda, handle: &[u8]) -> Result<u64, i32> {
+    let handle = ByValue(handle.try_into().expect("64 bytes"));
+    let mut address = 0_u64;
+    match call!(cuda.library, cuIpcOpenMemHandle_v2(&mut address => *mut u64, handle => ByValue, 1 => u32)) {
+        0 => Ok(address),
+        code => Err(code),
+    }
+}
+
+fn close(cuda: &Cuda, address: u64) -> i32 {
+    call!(cuda.library, cuIpcCloseMemHandle(address => u64))
+}
+
+#[test]
+fn memory_of_another_process_is_the_same_memory() {
+    let cuda = Cuda::new();
+    let mut owner = Other::start("owner", &[]);
+    let handle = unhex(&owner.answer());
+    let memory = open(&cuda, &handle).expect("it is shared");
+    assert_eq!(cuda.download(memory, 8), b"kvx kvx ");
+    assert_eq!(cuda.upload(memory, b"seen"), 0);
+    owner.say("show");
+    assert_eq!(unhex(&owner.answer()), b"seenkvx ");
+    assert_eq!(open(&cuda, &handle), Err(208), "opened twice");
+    assert_eq!(cuda.free(memory), 1, "not this process's to free");
+    assert_eq!(close(&cuda, memory), 0);
+    assert_eq!(close(&cuda, memory), 1);
+    let memory = open(&cuda, &handle).expect("it is shared still");
+    assert_eq!(close(&cuda, memory), 0);
+    owner.say("free");
+    assert_eq!(owner.answer(), "0");
+    assert_eq!(open(&cuda, &handle), Err(1), "freed");
+}
+
+#[test]
+fn memory_of_a_dead_process_does_not_open() {
+    let cuda = Cuda::new();
+    let mut owner = Other::start("owner", &[]);
+    let handle = unhex(&owner.answer());
+    let memory = open(&cuda, &handle).expect("it is shared");
+    assert_eq!(close(&cuda, memory), 0);
+    drop(owner);
+    assert_eq!(open(&cuda, &handle), Err(1));
+    assert_eq!(open(&cuda, &[7; 64]), Err(1), "no handle at all");
+}
+
+/// Tells the devices that it sees.
+#[test]
+fn seer() {
+    if !is("seer") {
+        return;
+    }
+    let library = Opened::by_path();
+    if call!(library, cuInit(0 => u32)) != 0 {
+        println!("=none");
+        return;
+    }
+    let mut count = 0;
+    assert_eq!(call!(library, cuDeviceGetCount(&mut count => *mut i32)), 0);
+    let uuid = |ordinal: i32| {
+        let mut uuid = [0_u8; 16];
+        assert_eq!(call!(library, cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, ordinal => i32)), 0);
+        let mut bus = [0_u8; 32];
+        assert_eq!(
+            call!(library, cuDeviceGetPCIBusId(bus.as_mut_ptr() => *mut u8, 32 => i32, ordinal => i32)),
+            0
+        );
+        let mut context: Handle = 0;
+        assert_eq!(call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, ordinal => i32)), 0);
+        format!("{}@{}", uuid[15], String::from_utf8_lossy(&bus[..12]))
+    };
+    println!("={}", (0..count).map(uuid).collect::<Vec<_>>().join(" "));
+}
+
+#[test]
+fn a_process_sees_the_devices_that_it_is_told() {
+    let three = ("KVX_STAND_IN", "devices 3");
+    for (variables, seen) in [
+        (&[three][..], "0@0000:01:00.0 1@0000:02:00.0 2@0000:03:00.0"),
+        (&[three, ("CUDA_VISIBLE_DEVICES", "2")], "2@0000:03:00.0"),
+        (&[three, ("CUDA_VISIBLE_DEVICES", "1,0")], "1@0000:02:00.0 0@0000:01:00.0"),
+        (&[three, ("CUDA_VISIBLE_DEVICES", "1,7,0")], "1@0000:02:00.0"),
+        (&[three, ("CUDA_VISIBLE_DEVICES", "GPU-6b76782d-7374-616e-642d-696e2d637501")], "1@0000:02:00.0"),
+        (&[three, ("CUDA_VISIBLE_DEVICES", "")], "none"),
+        (&[("KVX_STAND_IN", "devices 0")], "none"),
+        (&[("KVX_STAND_IN", "fail cuInit 803 always")], "none"),
+    ] {
+        assert_eq!(Other::start("seer", variables).answer(), seen, "{variables:?}");
+    }
+}

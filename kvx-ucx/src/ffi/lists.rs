@@ -1,0 +1,96 @@
+//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the transport posts pieces one by
+//! one, which is as fast over cma and tcp, and works with every version.
+
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+
+use super::bindings_1_13::*;
+use super::bindings_1_22 as sgl;
+use super::library::Library;
+use super::request::{Completed, Posted, with_callback};
+use super::{Endpoint, RemoteKey, Version};
+
+/// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an endpoint
+/// on which it refuses one is lost.
+pub(super) fn are_taken_by(library: &Library) -> bool {
+    library.version() >= Version { major: 1, minor: 23, release: 0 }
+}
+
+/// Pieces of one put: position `i` of each list is piece `i`.
+#[derive(Default)]
+pub(super) struct Sgl {
+    buffers: Vec<*mut c_void>,
+    lengths: Vec<usize>,
+    memories: Vec<ucp_mem_h>,
+    remotes: Vec<u64>,
+    keys: Vec<ucp_rkey_h>,
+}
+
+impl Sgl {
+    pub(super) fn push(
+        &mut self,
+        local: *const u8,
+        length: usize,
+        memory: ucp_mem_h,
+        remote: u64,
+        key: &RemoteKey,
+    ) {
+        self.buffers.push(local.cast_mut().cast());
+        self.lengths.push(length);
+        self.memories.push(memory);
+        self.remotes.push(remote);
+        self.keys.push(key.raw());
+    }
+
+    /// Writes all pieces as one operation; its end means what that of [`Endpoint::put`] means.
+    ///
+    /// # Safety
+    /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end; the library
+    /// [takes them](are_taken_by).
+    pub(super) unsafe fn put<T: Completed>(&self, endpoint: &Endpoint, target: NonNull<T>) -> Posted {
+        let count = self.lengths.len();
+        let local = sgl::ucp_dt_local_sgl_t {
+            field_mask: u64::from(
+                sgl::UCP_DT_LOCAL_SGL_FIELD_BUFFERS
+                    | sgl::UCP_DT_LOCAL_SGL_FIELD_LENGTHS
+                    | sgl::UCP_DT_LOCAL_SGL_FIELD_MEMHS,
+            ),
+            buffers: self.buffers.as_ptr(),
+            lengths: self.lengths.as_ptr(),
+            memhs: self.memories.as_ptr(),
+            ..sgl::ucp_dt_local_sgl_t::default()
+        };
+        let remote = sgl::ucp_dt_remote_sgl_t {
+            field_mask: u64::from(
+                sgl::UCP_DT_REMOTE_SGL_FIELD_REMOTE_ADDRS
+                    | sgl::UCP_DT_REMOTE_SGL_FIELD_LENGTHS
+                    | sgl::UCP_DT_REMOTE_SGL_FIELD_RKEYS,
+            ),
+            remote_addrs: self.remotes.as_ptr(),
+            lengths: self.lengths.as_ptr(),
+            rkeys: self.keys.as_ptr(),
+        };
+        let base = with_callback(target);
+        let datatype = ucp_datatype_t::from(sgl::UCP_DATATYPE_SGL);
+        let param = sgl::ucp_request_param_t {
+            op_attr_mask: base.op_attr_mask
+                | UCP_OP_ATTR_FIELD_DATATYPE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE_DATATYPE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE
+                | sgl::UCP_OP_ATTR_FIELD_REMOTE_COUNT,
+            cb: base.cb,
+            user_data: base.user_data,
+            datatype,
+            remote_datatype: datatype,
+            remote: (&raw const remote).cast(),
+            remote_count: count,
+            ..sgl::ucp_request_param_t::default()
+        };
+        let put = Library::functions_of_the_process().ucp_put_nbx;
+        let (list, param) = ((&raw const local).cast(), (&raw const param).cast());
+        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
+        // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and
+        // key of the call itself are unused with a remote list.
+        Posted::read(unsafe { put(endpoint.raw(), list, count, 0, ptr::null_mut(), param) })
+    }
+}

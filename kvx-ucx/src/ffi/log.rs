@@ -1,0 +1,97 @@
+//! UCX's log: how much it says, for a moment.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::{Mutex, PoisonError};
+
+use kvx_core::loader;
+
+use super::context::Config;
+use super::library::Library;
+
+/// What UCX logs by itself.
+const USUAL: &str = "warn";
+/// The number of that level in UCX; larger ones say more.
+const WARN: c_int = 2;
+/// The answers of a handler: nobody else is shown the line, or the next one is.
+const STOP: c_int = 0;
+const CONTINUE: c_int = 1;
+
+/// A handler of lines, as libucs has had it since 1.9: file, line, function, level, component, format, `va_list`. The last is
+/// passed as a pointer on the machines that kvx runs on, and is not looked at.
+type Handler = extern "C" fn(
+    *const c_char,
+    c_uint,
+    *const c_char,
+    c_int,
+    *const c_void,
+    *const c_char,
+    *mut c_void,
+) -> c_int;
+
+/// Where handlers are put before UCX's own, and taken away. In libucs, for which there are no bindings.
+pub(super) struct Log {
+    push: unsafe extern "C" fn(Handler),
+    pop: unsafe extern "C" fn(),
+}
+
+impl Log {
+    pub(super) fn find(library: &loader::Library) -> Option<Log> {
+        // SAFETY: both are what libucs declares by these names, `push` with a handler of the type above.
+        unsafe {
+            let push = library.optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;
+            let pop = library.optional_symbol::<unsafe extern "C" fn()>(c"ucs_log_pop_handler")?;
+            Some(Log { push, pop })
+        }
+    }
+}
+
+/// Keeps back what would not be shown at the usual level.
+extern "C" fn hold_back(
+    _: *const c_char,
+    _: c_uint,
+    _: *const c_char,
+    level: c_int,
+    _: *const c_void,
+    _: *const c_char,
+    _: *mut c_void,
+) -> c_int {
+    if level > WARN { STOP } else { CONTINUE }
+}
+
+/// Whether the user has said what UCX is to log.
+fn is_the_users() -> bool {
+    ["UCX_LOG_LEVEL", "UCX_PROTO_INFO"].iter().any(|name| std::env::var_os(name).is_some())
+}
+
+/// Does something while UCX logs less than usual, unless the user has set what it logs.
+pub(super) fn quietly<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
+    at_level(library, "error", !is_the_users(), act)
+}
+
+/// Does something while UCX takes its log level for `debug`: it then tells more where it is asked to describe something. What
+/// it would log meanwhile, on any thread, is kept back. If the user has set the level, that holds.
+pub(super) fn talkatively<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
+    /// Level and handlers are the process's: one agent at a time.
+    static ONE: Mutex<()> = Mutex::new(());
+    let Some(log) = library.log().filter(|_| !is_the_users()) else { return act() };
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: UCX calls the handler with what its type says, and it is a function of this program, which stays.
+    unsafe { (log.push)(hold_back) };
+    let answer = at_level(library, "debug", true, act);
+    // SAFETY: takes away what was pushed last, which is ours.
+    unsafe { (log.pop)() };
+    answer
+}
+
+fn at_level<T>(library: &'static Library, level: &str, change: bool, act: impl FnOnce() -> T) -> T {
+    // Read first: the level is another for as short as can be.
+    let config = change.then(|| Config::read(library).ok()).flatten();
+    let changed = config.filter(|config| config.set("LOG_LEVEL", level).is_ok());
+    let answer = act();
+    if let Some(config) = changed
+        && let Err(status) = config.set("LOG_LEVEL", USUAL)
+    {
+        tracing::warn!(?status, "UCX's log level stays changed");
+    }
+    answer
+}

@@ -1,0 +1,143 @@
+//! Whole agents: what their routes tell, on each version, and how versions get on with each other.
+
+mod versions;
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Kind, Memory, Peer, Plan, Region, Registry};
+use versions::{VERSIONS, Version};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 4096;
+const BLOCKS: u32 = 64;
+
+/// An agent with a region whose blocks hold `content`.
+fn agent(name: &str, content: u8) -> (Agent, Region) {
+    let mut registry = Registry::new();
+    registry.add(kvx_ucx::Ucx).unwrap();
+    let agent = Agent::builder(name).backends(["UCX"]).build(&registry).unwrap();
+    let memory = Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]);
+    let region = agent.register("kv", memory).unwrap();
+    (agent, region)
+}
+
+/// Reads the first half of the peer's region into the first half of ours, and writes our second half to the peer's.
+fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    let (ours, theirs) = (near.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
+    let (first, second) = (0..BLOCKS / 2, BLOCKS / 2..BLOCKS);
+    let read = Plan::read(ours.blocks(first.clone()), theirs.blocks(first)).unwrap();
+    peer.post(&read)?.wait(PATIENCE)?;
+    let write = Plan::write(ours.blocks(second.clone()), theirs.blocks(second)).unwrap();
+    peer.post(&write)?.wait(PATIENCE)?;
+    Ok(())
+}
+
+fn grid() -> Grid {
+    Grid::packed(BLOCK, BLOCKS)
+}
+
+/// The first byte of the first and of the last block.
+fn ends(region: &Region) -> (u8, u8) {
+    let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
+    region.copy_out(0, &mut bytes).unwrap();
+    (bytes[0], bytes[bytes.len() - 1])
+}
+
+#[test]
+fn the_route_tells_which_protocols_ucx_has_chosen() {
+    versions::on_each("the_route_tells_which_protocols_ucx_has_chosen", |version| {
+        let ((near, ours), (far, theirs)) = (agent("near", 1), agent("far", 2));
+        let peer = near.connect(&far.metadata().unwrap()).unwrap();
+        peer.ready(PATIENCE).wait(PATIENCE).unwrap();
+        assert!(peer.route().to_string().contains("lanes "), "{}", peer.route());
+        both_ways(&ours, &peer).unwrap();
+        assert_eq!((ends(&ours), ends(&theirs)), ((2, 1), (2, 1)));
+        // 1.13 has no tables of them.
+        let (gets, puts) = if version.number >= (1, 22) {
+            ("gets: 0..inf zero-copy", "puts: 0..inf zero-copy")
+        } else {
+            ("", "")
+        };
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let route = peer.route().to_string();
+            if route.contains(gets) && route.contains(puts) {
+                break;
+            }
+            assert!(Instant::now() < until, "{route}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        near.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+        far.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+    });
+}
+
+/// In a child: the metadata of the owner that it is to reach; empty in the owner.
+const OWNER: &str = "KVX_UCX_TEST_OWNER";
+
+#[test]
+fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
+    const NAME: &str = "an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused";
+    if let Some(version) = versions::chosen() {
+        return match std::env::var(OWNER).unwrap().as_str() {
+            "" => own(version),
+            metadata => reach(version, metadata),
+        };
+    }
+    for (owner, reader) in [("UCX-1.22", "UCX-1.13"), ("UCX-1.13", "UCX-1.22")] {
+        let command = |label| {
+            let version = VERSIONS.iter().find(|version: &&Version| version.label == label).unwrap();
+            let mut command = version.command()?;
+            command.args(["--exact", NAME, "--nocapture", "--test-threads=1"]);
+            Ok(command)
+        };
+        let (mut owner, mut reader) = match (command(owner), command(reader)) {
+            (Ok(owner), Ok(reader)) => (owner, reader),
+            (Err((reason, cure)), _) | (_, Err((reason, cure))) => {
+                return kvx_testkit::skip(NAME, &reason, cure);
+            }
+        };
+        let owner = owner.env(OWNER, "").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut owner = owner.spawn().unwrap();
+        let mut lines = BufReader::new(owner.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let metadata = lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
+        let output = versions::output(reader.env(OWNER, metadata), 3 * PATIENCE);
+        drop(owner.stdin.take()); // the owner looks at its memory and ends
+        let told: Vec<String> = lines.collect();
+        let (read, wrong) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success() && read.contains("1 passed"), "{read}\n{wrong}");
+        assert!(owner.wait().unwrap().success(), "{told:?}");
+    }
+}
+
+/// Lends its region until its standard input ends.
+fn own(version: &Version) {
+    let (agent, region) = agent("owner", 2);
+    let metadata: String = agent.metadata().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+    println!("\nmetadata {metadata}");
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(ends(&region), if version.number > (1, 13) { (2, 1) } else { (2, 2) });
+    agent.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+}
+
+fn reach(version: &Version, metadata: &str) {
+    let bytes = (0..metadata.len()).step_by(2).map(|at| u8::from_str_radix(&metadata[at..at + 2], 16));
+    let metadata = bytes.collect::<Result<Vec<_>, _>>().unwrap();
+    let (agent, region) = agent("reader", 1);
+    let peer = agent.connect(&metadata).unwrap();
+    let reached = both_ways(&region, &peer);
+    if version.number > (1, 13) {
+        // It does not unpack the keys of so old a version, and says so before anything is moved.
+        let refused = reached.unwrap_err();
+        assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+        assert_eq!(ends(&region), (1, 1));
+    } else {
+        reached.unwrap();
+        assert_eq!(ends(&region), (2, 1));
+    }
+    agent.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+}

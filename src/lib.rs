@@ -4,6 +4,8 @@
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
 pub use kvx_core::*;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+pub use kvx_cuda as cuda;
 #[cfg(all(target_os = "linux", feature = "libfabric"))]
 pub use kvx_libfabric::Libfabric;
 #[cfg(all(target_os = "linux", feature = "mooncake"))]
@@ -14,6 +16,8 @@ pub use kvx_native::Shm;
 pub use kvx_native::Tcp;
 #[cfg(all(target_os = "linux", feature = "rixl"))]
 pub use kvx_rixl::Rixl;
+#[cfg(all(target_os = "linux", feature = "rocm"))]
+pub use kvx_rocm as rocm;
 #[cfg(all(target_os = "linux", feature = "ucx"))]
 pub use kvx_ucx::Ucx;
 

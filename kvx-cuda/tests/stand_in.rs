@@ -19,6 +19,7 @@ static MAKER: Maker = Maker {
     variables: &["KVX_CUDA_LIB"],
     visible: "CUDA_VISIBLE_DEVICES",
     too_old: "cuda-version 11000",
+    releases: &["cuda-version 11040", "cuda-version 12020", "cuda-version 13000"],
     names: Names {
         to_device: "cuMemcpyHtoDAsync_v2",
         rows: "cuMemcpy2DAsync_v2",

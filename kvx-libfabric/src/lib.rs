@@ -14,6 +14,8 @@ mod progress;
 mod providers;
 mod rail;
 mod sealed;
+#[cfg(test)]
+mod shuffling;
 mod topology;
 mod transport;
 

@@ -1,5 +1,6 @@
 //! libfabric as the shared machine drives it.
 
+use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,20 +18,21 @@ use crate::host;
 use crate::link::Peers;
 use crate::memory::{Local, Registrations, Remote};
 use crate::neighbours::Neighbour;
+use crate::providers;
 use crate::rail::{Ended, MAX_MESSAGE, Piece, Posted, Rail};
 
-/// The most pieces that are posted in a turn: more at a time lower the rate of some cards.
-const TURN: u32 = 32;
 /// The most messages to one peer that the provider has.
 const UNSENT: usize = 16;
 /// How often in a turn a rail is read while it has something to tell.
 const READS: usize = 8;
 /// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024.
-const NOTES: usize = 128;
+const NOTES: usize = 256;
 /// The longest sleep while something is awaited, although descriptors wake.
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// How long to look for more before sleeping.
+const PATIENCE: Duration = Duration::from_micros(50);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long the end waits for messages that are being sent.
@@ -41,6 +43,8 @@ pub(crate) struct Driver {
     /// Empty after the end.
     rails: Vec<Rail>,
     ours: Arc<Address>,
+    /// The most pieces that are posted in a turn.
+    turn: u32,
     /// Whether endpoints' addresses are texts.
     texts: bool,
     peers: Peers,
@@ -54,9 +58,18 @@ pub(crate) struct Driver {
     /// Something found no room, and nothing tells when there is some: tried again then.
     retry: Option<(EndpointId, Instant)>,
     pause: Duration,
+    /// The provider has served a peer, of which it reports nothing.
+    serves: bool,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
     description: String,
+}
+
+/// How a piece goes: over which of our rails, with what, to where.
+pub(crate) struct Way {
+    pub(crate) rail: usize,
+    pub(crate) descriptor: *mut c_void,
+    pub(crate) remote: ffi::Remote,
 }
 
 /// What is kept for a job: how many of its pieces were posted, which says over which rail the next one goes.
@@ -84,6 +97,7 @@ impl Driver {
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
         Driver {
             rails,
+            turn: providers::turn(&ours.provider),
             ours,
             texts,
             peers: Peers::default(),
@@ -93,10 +107,21 @@ impl Driver {
             broken: Vec::new(),
             retry: None,
             pause: RETRIES.0,
+            serves: false,
             registrations,
             capabilities,
             description,
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn rail(&mut self, at: usize) -> &mut Rail {
+        &mut self.rails[at]
+    }
+
+    #[cfg(test)]
+    pub(crate) fn peer_of(&self, endpoint: EndpointId) -> Option<usize> {
+        self.peers.of(endpoint)
     }
 
     /// Lets one rail work.
@@ -138,6 +163,23 @@ impl Driver {
             broken.extend(broken_links(peers, peer, &why));
         }
         done
+    }
+
+    /// How the `turn`th piece of a transfer to a peer goes. Errors: libfabric's.
+    #[inline]
+    pub(crate) fn way(
+        &mut self,
+        peer: usize,
+        turn: usize,
+        local: &Local,
+        remote: &Remote,
+        offset: u64,
+    ) -> Result<Way> {
+        let (rail, descriptor) = local.rail(turn);
+        let key = remote.key(turn);
+        let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
+        let remote = ffi::Remote { peer, address: key.base + offset, key: key.key };
+        Ok(Way { rail, descriptor, remote })
     }
 
     /// Something has found no room. Says whether that is new.
@@ -291,24 +333,23 @@ unsafe impl Fabric for Driver {
         let first = id.number();
         let (mut bytes, mut pieces, mut full, mut result) = (0, 0, false, Ok(()));
         while bytes < SLICE
-            && pieces < TURN
+            && pieces < self.turn
             && let Some(piece) = job.next_piece()
         {
             let turn = first.wrapping_add(job.state().0);
-            let (here, descriptor) = job.local(piece.local_region).rail(turn);
-            let key = job.remote(piece.remote_region).key(turn);
-            let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
-            let peer = match self.peers.lead(at, here, key.rail, &self.rails[here]) {
-                Ok(peer) => peer,
+            let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
+            let way = match self.way(at, turn, ours, theirs, piece.remote_offset) {
+                Ok(way) => way,
                 Err(why) => {
                     result = Err(why);
                     break;
                 }
             };
-            let remote = ffi::Remote { peer, address: key.base + piece.remote_offset, key: key.key };
+            let Way { rail, descriptor, remote } = way;
+            let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
             // SAFETY: core checked that the piece lies within its region, which the job keeps until the piece is reported.
             let posted = unsafe {
-                self.rails[here].post(Piece { op, job: id, peer: at, local, len, descriptor, remote })
+                self.rails[rail].post(Piece { op, job: id, peer: at, local, len, descriptor, remote })
             };
             match posted {
                 Ok(Posted::Yes) => {
@@ -346,7 +387,9 @@ unsafe impl Fabric for Driver {
 
     fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
         happened.append(&mut self.broken);
-        let done = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
+        let done: usize = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
+        // Whoever serves goes on looking for requests for a while: to ask whether it may sleep costs more than to look.
+        let done = done + usize::from(std::mem::take(&mut self.serves));
         if !self.broken.is_empty() {
             // Links break first, so that what fails with them fails for that reason.
             happened.splice(0..0, self.broken.drain(..));
@@ -370,7 +413,10 @@ unsafe impl Fabric for Driver {
         }
         for rail in &self.rails {
             match rail.endpoint().waits() {
-                Waits::Descriptor(_) if !rail.endpoint().may_sleep() => return Ok(Armed::Again),
+                Waits::Descriptor(_) if !rail.endpoint().may_sleep() => {
+                    self.serves = true;
+                    return Ok(Armed::Again);
+                }
                 Waits::Never if self.bell.is_none() => {
                     longest = Some(if waiting { LOOKS.0 } else { LOOKS.1 });
                 }
@@ -382,6 +428,10 @@ unsafe impl Fabric for Driver {
             longest = Some(longest.map_or(left, |longest| longest.min(left)));
         }
         Ok(Armed::Sleep(longest))
+    }
+
+    fn patience(&self) -> Duration {
+        PATIENCE
     }
 
     fn fds(&self) -> &[RawFd] {

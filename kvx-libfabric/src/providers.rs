@@ -95,6 +95,11 @@ pub(crate) fn is_rdma(provider: &str) -> bool {
     known(provider).rdma
 }
 
+/// The most pieces that are posted in a turn: more at a time lower the rate of some cards.
+pub(crate) fn turn(provider: &str) -> u32 {
+    if is_rdma(provider) { 32 } else { 64 }
+}
+
 /// What it promises, beside what a link knows.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
     let Known { isolation, target_cpu, settles, .. } = *known(provider);

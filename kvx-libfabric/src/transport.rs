@@ -58,57 +58,61 @@ impl Factory for Libfabric {
     }
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
-        let library =
-            Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
-        let config = Config::read(&agent.options)?;
-        let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
-        let chosen = providers::choose(library, &config, !devices.is_empty())?;
-        let first = first(&chosen)?;
-        let provider = first.provider();
-        let memory = providers::kinds(first, &devices);
-        let bell = if providers::is_shared_memory(&provider) { Some(Bell::new()?) } else { None };
-        let topology = Topology::of_this_machine();
-        let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
-        for info in chosen.iter().flat_map(Infos::iter) {
-            let domain = Domain::open(library, info).map_err(|errno| {
-                let what = format!("libfabric does not open {} on {}", info.provider(), info.domain());
-                error::native(what, errno)
-            })?;
-            let rail = Rail::open(&domain, rails.is_empty())?;
-            let endpoint = Arc::clone(rail.endpoint());
-            let address =
-                endpoint.address().map_err(|errno| error::native("an endpoint has no address", errno))?;
-            addresses.push(address.into_boxed_slice());
-            near.push(Near { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
-            rails.push(rail);
-        }
-        let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
-        let idle = if bell.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
-        let capabilities = providers::capabilities(&provider, idle, memory);
-        let ours = Arc::new(Address {
-            provider,
-            protocol: first.protocol(),
-            rails: addresses,
-            host: bell.as_ref().map(|bell| Host {
-                process: std::process::id(),
-                probe: host::probe(),
-                bell: bell.name().into(),
-            }),
-        });
-        let description = described(library, &chosen);
-        let registrations = Arc::new(Registrations::new(near, topology, config.rails));
-        let here = ours.encode();
-        let fabric =
-            Driver::new(rails, ours, bell, Arc::clone(&registrations), capabilities.clone(), description);
-        let parts = Parts {
-            name: NAME,
-            capabilities,
-            address: Box::new(move || Ok(here.clone())),
-            fabric,
-            registrar: registrations,
-        };
+        let parts = parts(&agent)?;
         kvx_core::fabric::open(agent, parts)
     }
+}
+
+/// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
+pub(crate) fn parts(agent: &Context) -> Result<Parts<Driver>> {
+    let library = Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
+    let config = Config::read(&agent.options)?;
+    let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
+    let chosen = providers::choose(library, &config, !devices.is_empty())?;
+    let first = first(&chosen)?;
+    let provider = first.provider();
+    let memory = providers::kinds(first, &devices);
+    let bell = if providers::is_shared_memory(&provider) { Some(Bell::new()?) } else { None };
+    let topology = Topology::of_this_machine();
+    let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
+    for info in chosen.iter().flat_map(Infos::iter) {
+        let domain = Domain::open(library, info).map_err(|errno| {
+            let what = format!("libfabric does not open {} on {}", info.provider(), info.domain());
+            error::native(what, errno)
+        })?;
+        let rail = Rail::open(&domain, rails.is_empty())?;
+        let endpoint = Arc::clone(rail.endpoint());
+        let address =
+            endpoint.address().map_err(|errno| error::native("an endpoint has no address", errno))?;
+        addresses.push(address.into_boxed_slice());
+        near.push(Near { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
+        rails.push(rail);
+    }
+    let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
+    let idle = if bell.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
+    let capabilities = providers::capabilities(&provider, idle, memory);
+    let ours = Arc::new(Address {
+        provider,
+        protocol: first.protocol(),
+        rails: addresses,
+        host: bell.as_ref().map(|bell| Host {
+            process: std::process::id(),
+            probe: host::probe(),
+            bell: bell.name().into(),
+        }),
+    });
+    let description = described(library, &chosen);
+    let registrations = Arc::new(Registrations::new(near, topology, config.rails));
+    let here = ours.encode();
+    let fabric =
+        Driver::new(rails, ours, bell, Arc::clone(&registrations), capabilities.clone(), description);
+    Ok(Parts {
+        name: NAME,
+        capabilities,
+        address: Box::new(move || Ok(here.clone())),
+        fabric,
+        registrar: registrations,
+    })
 }
 
 fn first(chosen: &[Infos]) -> Result<&Info> {

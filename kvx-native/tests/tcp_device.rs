@@ -6,7 +6,7 @@ mod tcp_pair;
 
 use kvx_core::{Grid, Memory, MemoryKind, Plan};
 use kvx_testkit::TestDevice;
-use tcp_pair::raw::{READ, Raw, blocks, fresh, frame, key_of};
+use tcp_pair::raw::{READ, Raw, blocks, frame, fresh, key_of};
 use tcp_pair::{CUT_OFF, Pair, agent, pattern};
 
 /// More lanes than there are bounce buffers, and more bytes on each than the sockets hold.

@@ -37,12 +37,13 @@ def shuffled(count, seed):
 
 
 class Side:
-    def __init__(self, name, size, fill):
+    def __init__(self, name, size, fill, foreign):
         self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         self.agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
-        self.pages = mmap.mmap(-1, size + HUGE)
-        if hasattr(self.pages, "madvise"):
-            self.pages.madvise(MADV_HUGEPAGE)
+        # As kvx's: its pools are shared memory, what a program brings along is private, on huge pages if the kernel has them.
+        kind = mmap.MAP_PRIVATE if foreign else mmap.MAP_SHARED
+        self.pages = mmap.mmap(-1, size + HUGE, flags=kind | mmap.MAP_ANONYMOUS)
+        self.pages.madvise(MADV_HUGEPAGE)
         whole = np.frombuffer(self.pages, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE
         self.memory = whole[skip:skip + size]
@@ -63,7 +64,7 @@ def serve():
             os._exit(0)
         order = json.loads(line)
         if "size" in order:
-            side = Side("target", order["size"], order["fill"])
+            side = Side("target", order["size"], order["fill"], order["foreign"])
             print(json.dumps({"metadata": side.agent.get_agent_metadata().hex(), "at": side.at}), flush=True)
         else:
             side.agent.add_remote_agent(bytes.fromhex(order["metadata"]))
@@ -74,11 +75,11 @@ class Point:
     def __init__(self, shape):
         block, count, lists, seed = (int(shape[key]) for key in ("block", "count", "lists", "seed"))
         size = block * count * lists
-        reads = shape["op"] == "read"
+        reads, foreign = shape["op"] == "read", shape["memory"] == "foreign"
         command = [sys.executable, os.path.abspath(__file__), "serve"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        target = self.ask({"size": size, "fill": reads})
-        self.side = Side("initiator", size, not reads)
+        target = self.ask({"size": size, "fill": reads, "foreign": foreign})
+        self.side = Side("initiator", size, not reads, foreign)
         agent = self.side.agent
         peer = agent.add_remote_agent(bytes.fromhex(target["metadata"]))
         peer = peer if isinstance(peer, str) else peer.decode()

@@ -9,7 +9,7 @@ use kvx_core::loader::{self, Search};
 use kvx_core::{Error, Kind, Result};
 
 use crate::driver::Hip;
-use crate::ffi::{Address, Hsa};
+use crate::ffi::{self, Address, Hsa};
 
 /// The variable that names the layer below.
 const VARIABLE: &str = "KVX_HSA_LIB";
@@ -19,22 +19,28 @@ const CURE: &str = "install ROCm 5.6 or newer, and Linux 6.2 or newer or the mod
 
 /// A range as a descriptor, and where in it the range begins.
 pub(crate) fn export(hip: &Hip, range: Range<u64>) -> Result<(OwnedFd, u64)> {
-    by_hip(hip, &range)
-        .unwrap_or_else(|| by_hsa(hip, &range))
-        .map_err(|error| error.kind_is(Kind::Unsupported))
+    let told = match by_hip(hip, &range)? {
+        Some(told) => Ok(told),
+        None => by_hsa(hip, &range),
+    };
+    told.map_err(|error| error.kind_is(Kind::Unsupported))
 }
 
-/// `None` if this release has no such function.
-fn by_hip(hip: &Hip, range: &Range<u64>) -> Option<Result<(OwnedFd, u64)>> {
+/// `None` if this release does not do it.
+fn by_hip(hip: &Hip, range: &Range<u64>) -> Result<Option<(OwnedFd, u64)>> {
     const DMA_BUF: i32 = 1;
-    let export = hip.library.table.hipMemGetHandleForAddressRange?;
+    let Some(export) = hip.library.table.hipMemGetHandleForAddressRange else { return Ok(None) };
     let mut file = -1;
     let len = (range.end - range.start) as usize;
     // SAFETY: a place for one descriptor; what the range is the runtime looks at.
     let status = unsafe { export(&raw mut file, range.start as Address, len, DMA_BUF, 0) };
+    if status == ffi::NOT_SUPPORTED {
+        return Ok(None);
+    }
     let checked = hip.check("hipMemGetHandleForAddressRange", status);
+    checked.map_err(|error| error.kind_is(Kind::Unsupported))?;
     // SAFETY: the runtime made it for this call, and nobody else has it.
-    Some(checked.map(|()| (unsafe { OwnedFd::from_raw_fd(file) }, 0)))
+    Ok(Some((unsafe { OwnedFd::from_raw_fd(file) }, 0)))
 }
 
 fn by_hsa(hip: &Hip, range: &Range<u64>) -> Result<(OwnedFd, u64)> {

@@ -35,6 +35,7 @@ pub(crate) const OUT_OF_MEMORY: Status = 2;
 pub(crate) const DEINITIALIZED: Status = 4;
 pub(crate) const NO_DEVICE: Status = 100;
 pub(crate) const NOT_READY: Status = 600;
+pub(crate) const NOT_SUPPORTED: Status = 801;
 
 /// `hipMemcpyHostToDevice` and so on.
 pub(crate) const TO_DEVICE: c_int = 1;

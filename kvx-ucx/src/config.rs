@@ -6,7 +6,8 @@
 //! | `net_devices` | `UCX_NET_DEVICES` | devices, likewise: `["mlx5_0:1"]` |
 //! | `set` | any | a list of `"NAME=value"`, with or without `UCX_` |
 //!
-//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1.
+//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1. Transfers of
+//! more than 1 MiB are striped over them.
 //!
 //! An option wins over the environment and UCX's configuration files, and those win over what kvx sets by itself:
 //!

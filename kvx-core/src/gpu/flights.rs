@@ -29,7 +29,7 @@ impl Flight {
         tables.give(self.tables);
         let result = ended.and(self.started).and_then(|()| {
             // Looked at after the bytes have come: memory of a process that has ended may have been anything by then.
-            match false {
+            match self.owners.iter().any(|owner| owner.ending()) {
                 false => Ok(()),
                 true => Err(Error::new(
                     Kind::PeerLost,

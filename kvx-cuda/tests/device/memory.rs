@@ -5,8 +5,9 @@ use std::sync::Arc;
 use kvx_core::gpu::DevicePtr;
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
+use kvx_testkit::Child;
 
-use super::{Bench, Test, all_of, filled, pattern};
+use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern};
 
 pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_device_is_the_same_each_time_and_has_a_name", the_same_each_time),
@@ -15,7 +16,23 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_pointer_of_the_program_is_adopted", a_pointer_is_adopted),
     ("pointers_that_are_not_this_devices_are_refused", other_pointers_are_refused),
     ("a_descriptor_says_where_the_range_begins", a_descriptor),
+    ("every_release_of_the_library_tells_memory_apart", every_release),
 ];
+
+/// Processes of their own: a library has one version.
+fn every_release(bench: &Bench<'_>) {
+    for release in bench.maker.releases {
+        let child = Child::start_self(ROLE, &format!("release {release}")).expect("a process starts");
+        assert_eq!(child.hear(LONG).expect("it tells memory apart"), "told apart", "{release}");
+    }
+}
+
+/// For [`super::roles`].
+pub(crate) fn kinds(bench: &Bench<'_>) {
+    a_pointer_is_adopted(bench);
+    other_pointers_are_refused(bench);
+    a_descriptor(bench);
+}
 
 fn the_same_each_time(bench: &Bench<'_>) {
     let again = (bench.maker.devices)().unwrap();

@@ -28,6 +28,8 @@ pub(crate) struct Maker {
     pub(crate) visible: &'static str,
     /// The version that makes a library too old, as a command.
     pub(crate) too_old: &'static str,
+    /// Versions that it may have, as commands.
+    pub(crate) releases: &'static [&'static str],
     pub(crate) names: Names,
 }
 

@@ -11,7 +11,7 @@ use kvx_core::{DeviceId, Kind};
 use kvx_stand_in::Control;
 
 use super::sharing::{SHARED, hex, owned, read, sum, unhex};
-use super::{Bench, Maker, all_of, errors, filled, kernels, settled};
+use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled};
 
 /// Plays a role; ends when its parent does, or says so.
 pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
@@ -19,6 +19,11 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
     match words[..] {
         ["owner", visible] | ["owner", visible, "mapped"] => own(maker, visible, words.len() == 3),
         ["reader", visible] => reader(maker, visible),
+        ["release", release, version] => {
+            set("KVX_STAND_IN", &format!("{release} {version}"));
+            with_a_device(maker, memory::kinds);
+            say("told apart");
+        }
         ["broken"] => {
             with_a_device(maker, errors::break_the_device);
             say("all tickets settled");

@@ -32,14 +32,15 @@ pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
     }
 }
 
-/// An open domain. Any thread may use it: it was asked for with `FI_THREAD_SAFE`.
+/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory, while one at a time uses an
+/// endpoint and what that is bound to.
 pub(crate) struct Domain {
     raw: NonNull<fid_domain>,
     fabric: NonNull<fid_fabric>,
     info: Infos,
 }
 
-// SAFETY: libfabric serialises what several threads do with the objects of an `FI_THREAD_SAFE` domain.
+// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see above.
 unsafe impl Send for Domain {}
 // SAFETY: as above.
 unsafe impl Sync for Domain {}

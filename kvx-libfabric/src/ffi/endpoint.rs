@@ -74,9 +74,11 @@ pub(crate) struct Endpoint {
     _given: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: as its domain, which was asked for with `FI_THREAD_SAFE`.
+// SAFETY: libfabric keeps nothing that belongs to a thread.
 unsafe impl Send for Endpoint {}
-// SAFETY: as above.
+// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the transport's machine upholds.
+// Others enable memory, which libfabric serialises; and have an endpoint over shared memory forget a neighbour, where the
+// provider locks its table whatever was asked for.
 unsafe impl Sync for Endpoint {}
 
 impl Endpoint {

@@ -58,8 +58,8 @@ impl Infos {
             info.caps = CAPS | if asked.devices { FI_HMEM } else { 0 };
             info.mode = MODE;
             (*info.ep_attr).type_ = FI_EP_RDM;
-            // The program's threads register memory while the machine's makes progress.
-            (*info.domain_attr).threading = FI_THREAD_SAFE;
+            // The program's threads register memory; of all else, one thread at a time makes progress.
+            (*info.domain_attr).threading = FI_THREAD_COMPLETION;
             (*info.domain_attr).resource_mgmt = FI_RM_ENABLED;
             let devices = if asked.devices { FI_MR_HMEM } else { 0 };
             (*info.domain_attr).mr_mode = (MR_MODE | devices).cast_signed();

@@ -1,1 +1,151 @@
-//! libfabric behind its wrappers.
+//! libfabric behind its wrappers: two endpoints of this process.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::bindings_1_17::{FI_ENOKEY, FI_MR_VIRT_ADDR};
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not installed, which is said.
+fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
+    let library = match Library::open() {
+        Ok(library) => library,
+        Err(why) => {
+            kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
+            return None;
+        }
+    };
+    let asked = Asked { provider: Some(provider), delivery: provider != "shm", devices: false };
+    let infos = Infos::find(library, asked).unwrap();
+    let wanted = if provider == "shm" { "shm" } else { "lo" };
+    let info = infos.iter().find(|info| info.domain() == wanted).unwrap();
+    let domain = Domain::open(library, info).unwrap();
+    Some(Endpoint::open(&domain, provider != "shm", Arc::new(())).unwrap())
+}
+
+/// Repeats a post while there is no room, or no connection, and lets both ends work.
+fn post(ends: [&Endpoint; 2], mut post: impl FnMut() -> Result<(), Errno>) {
+    let until = Instant::now() + PATIENCE;
+    while let Err(errno) = post() {
+        assert_eq!(errno, Errno(libc::EAGAIN));
+        assert!(Instant::now() < until, "there is no room for ever");
+        for end in ends {
+            assert!(matches!(end.read(|_| panic!("nothing was posted")).unwrap(), Read::Nothing));
+        }
+    }
+}
+
+/// Lets both ends work until an operation of the first has ended.
+fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, Failed> {
+    let until = Instant::now() + PATIENCE;
+    let mut ended = None;
+    while Instant::now() < until {
+        if let Read::Failed(failed) = first.read(|completion| ended = Some(completion.context)).unwrap() {
+            return Err(failed);
+        }
+        if let Some(context) = ended {
+            return Ok(context);
+        }
+        other.read(|_| ()).unwrap();
+    }
+    panic!("the operation has not ended");
+}
+
+fn described(memory: &[u8]) -> Described<'static> {
+    Described { address: memory.as_ptr().addr() as u64, len: memory.len(), device: None, file: None }
+}
+
+/// Where an operation on the `offset`th byte of what is registered goes.
+fn remote(peer: Address, memory: &[u8], registration: &Registration, end: &Endpoint, offset: u64) -> Remote {
+    let by_address = end.domain().info().wants(FI_MR_VIRT_ADDR);
+    let base = if by_address { memory.as_ptr().addr() as u64 } else { 0 };
+    Remote { peer, address: base + offset, key: registration.key() }
+}
+
+fn bytes_go_both_ways(provider: &str, test: &str) {
+    let (Some(near), Some(far)) = (endpoint(provider, test), endpoint(provider, test)) else { return };
+    let (mut ours, theirs) = (vec![1_u8; 8192], vec![2_u8; 8192]);
+    let mut contexts = [[0_u64; 8]; 2];
+    let [first, second] = contexts.each_mut().map(|context| context.as_mut_ptr().cast::<c_void>());
+    // SAFETY: both memories, and the contexts, outlive all operations, which are waited for.
+    unsafe {
+        let (local, lent) = (
+            near.domain().register(described(&ours), 7).unwrap(),
+            far.domain().register(described(&theirs), 9).unwrap(),
+        );
+        let peer = near.insert(&far.address().unwrap()).unwrap();
+        let at = ours.as_mut_ptr();
+        let to = |offset| remote(peer, &theirs, &lent, &far, offset);
+        post([&near, &far], || near.get(at, 4096, local.descriptor(), to(4096), first));
+        assert_eq!(wait([&near, &far]).unwrap(), first);
+        post([&near, &far], || near.put(at.add(4096), 4096, local.descriptor(), to(0), second));
+        assert_eq!(wait([&near, &far]).unwrap(), second);
+    }
+    assert!(ours[..4096].iter().all(|byte| *byte == 2) && ours[4096..].iter().all(|byte| *byte == 1));
+    // SAFETY: the memory is there, and nothing is in flight on it any more.
+    let came = |at: usize| unsafe { theirs.as_ptr().wrapping_add(at).read_volatile() };
+    assert_eq!([came(0), came(4095), came(4096)], [1, 1, 2]);
+}
+
+#[test]
+fn bytes_go_both_ways_over_sockets() {
+    bytes_go_both_ways("tcp;ofi_rxm", "bytes_go_both_ways_over_sockets");
+}
+
+#[test]
+fn bytes_go_both_ways_over_shared_memory() {
+    bytes_go_both_ways("shm", "bytes_go_both_ways_over_shared_memory");
+}
+
+#[test]
+fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
+    let test = "over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key";
+    for wrong in [(8192 - 100, 0), (0, 1)] {
+        let (Some(near), Some(far)) = (endpoint("tcp;ofi_rxm", test), endpoint("tcp;ofi_rxm", test)) else {
+            return;
+        };
+        let (ours, theirs) = (vec![1_u8; 4096], vec![2_u8; 8192]);
+        let mut context = [0_u64; 8];
+        // SAFETY: as above.
+        unsafe {
+            let local = near.domain().register(described(&ours), 7).unwrap();
+            let lent = far.domain().register(described(&theirs), 9).unwrap();
+            let peer = near.insert(&far.address().unwrap()).unwrap();
+            let to = remote(peer, &theirs, &lent, &far, wrong.0);
+            let to = Remote { key: to.key + wrong.1, ..to };
+            let context = context.as_mut_ptr().cast();
+            post([&near, &far], || near.put(ours.as_ptr(), 4096, local.descriptor(), to, context));
+            assert_eq!(wait([&near, &far]).unwrap_err().context, context, "{wrong:?}");
+        }
+        assert!(theirs.iter().all(|byte| *byte == 2));
+    }
+}
+
+#[test]
+fn a_key_is_taken_once() {
+    let Some(end) = endpoint("tcp;ofi_rxm", "a_key_is_taken_once") else { return };
+    let memory = vec![0_u8; 4096];
+    // SAFETY: the memory outlives its registrations.
+    unsafe {
+        let first = end.domain().register(described(&memory), 7).unwrap();
+        assert_eq!(first.key(), 7);
+        let errno = end.domain().register(described(&memory), 7).err().unwrap();
+        assert_eq!(errno, Errno(FI_ENOKEY.cast_signed()));
+        drop(first);
+        assert!(end.domain().register(described(&memory), 7).is_ok());
+    }
+}
+
+#[test]
+fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
+    let test = "an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not";
+    let (Some(sockets), Some(shared)) = (endpoint("tcp;ofi_rxm", test), endpoint("shm", test)) else {
+        return;
+    };
+    assert!(matches!(sockets.waits(), Waits::Descriptor(descriptor) if descriptor >= 0));
+    assert!(sockets.may_sleep(), "nothing has come");
+    assert_eq!(shared.waits(), Waits::Never);
+}

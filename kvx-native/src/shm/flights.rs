@@ -18,12 +18,14 @@ use super::memory::{How, Place};
 use super::progress::{Command, Machine, Work};
 use super::transport::Opened;
 
-/// Bytes of a batch, about.
-const BATCH: u64 = 4 << 20;
+/// Bytes of a batch between a device and the host, about: what other transfers wait for.
+const COPY_BATCH: u64 = 4 << 20;
+/// The same within devices, which are some thirty times as fast: a batch takes longer than it takes to ask for one.
+const HOP_BATCH: u64 = 64 << 20;
 /// The most pieces of a batch.
-const MAX_PIECES: usize = 4096;
+const MAX_PIECES: usize = 8192;
 /// Batches of one flight that are under way: the device always has the next.
-const DEPTH: usize = 2;
+const DEPTH: usize = 4;
 
 /// The way from a device's thread to the machine.
 #[derive(Default)]
@@ -98,6 +100,14 @@ impl Way {
         }
     }
 
+    /// Bytes of a batch, about.
+    fn batch(&self) -> u64 {
+        match self {
+            Way::Hop(_) => HOP_BATCH,
+            Way::Copy(..) => COPY_BATCH,
+        }
+    }
+
     fn is(&self, other: &Way) -> bool {
         match (self, other) {
             (Way::Hop(one), Way::Hop(other)) => Arc::ptr_eq(one, other),
@@ -153,7 +163,7 @@ impl Flight {
     /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
     fn batch(&mut self) -> Result<Option<(Way, Vec<Hop>, u64)>> {
         let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Way>) = (Vec::new(), 0, None);
-        while bytes < BATCH
+        while way.as_ref().is_none_or(|way| bytes < way.batch())
             && hops.len() < MAX_PIECES
             && let Some(piece) = self.next.take().or_else(|| self.load.pieces.next())
         {
@@ -164,7 +174,7 @@ impl Flight {
                 self.next = Some(piece);
                 break;
             }
-            way = Some(its);
+            way.get_or_insert(its);
             let (from, to) = (place.base + piece.from_offset, target.address() + piece.into_offset);
             hops.push(Hop { from, to, len: piece.len as usize });
             bytes += piece.len;

@@ -78,8 +78,9 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         ends.device(Busy::Ours).hold();
         let transfer = ends.post_within(Op::Read, Duration::from_millis(50));
         ends.until_waiting(Busy::Ours);
-        let settled = transfer.settled();
+        let mut settled = transfer.settled();
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+        assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
         ends.device(Busy::Ours).release();
         settled.wait(CUT_OFF).unwrap();
         let copies = ends.device(Busy::Ours).count().copies;

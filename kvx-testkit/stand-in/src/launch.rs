@@ -154,7 +154,7 @@ fn region(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<(*mut u8
     let Some(last) = indices.iter().max() else { return Some((std::ptr::NonNull::dangling().as_ptr(), 0)) };
     let len = u64::from(*last).checked_mul(grid.stride)?.checked_add(grid.length)?;
     let len = usize::try_from(len).ok()?;
-    Some((memory.range(grid.base, len).ok()?, len))
+    Some((memory.reachable(grid.base, len).ok()?, len))
 }
 
 /// Rows of 64-bit numbers.
@@ -182,7 +182,7 @@ fn read(memory: &Memory, address: u64, len: usize) -> Option<Vec<u8>> {
     if len == 0 {
         return Some(Vec::new());
     }
-    let start = memory.range(address, len).ok()?;
+    let start = memory.reachable(address, len).ok()?;
     let mut bytes = vec![0; len];
     // SAFETY: it was just found to be alive, and the lock keeps it so; the vector is as long.
     unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(start, len) };
@@ -193,7 +193,7 @@ fn write(memory: &Memory, address: u64, bytes: &[u8]) -> Option<()> {
     if bytes.is_empty() {
         return Some(());
     }
-    let start = memory.range(address, bytes.len()).ok()?;
+    let start = memory.reachable(address, bytes.len()).ok()?;
     // SAFETY: as above.
     unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     Some(())

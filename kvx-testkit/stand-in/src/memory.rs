@@ -171,6 +171,17 @@ impl Memory {
         (address - base < pages.len() as u64).then_some((*base, pages.len()))
     }
 
+    /// The host's pointer to what a kernel may touch: device memory, and pinned memory at its own address. Errors:
+    /// `INVALID_VALUE`.
+    pub(crate) fn reachable(&self, address: u64, len: usize) -> Answer<*mut u8> {
+        if mapping::is_of_device(address) {
+            return self.range(address, len);
+        }
+        let (base, whole) = self.pinned_around(address).ok_or(Code::INVALID_VALUE)?;
+        let end = (address - base).checked_add(len as u64).filter(|end| *end <= whole as u64);
+        end.map(|_| address as *mut u8).ok_or(Code::INVALID_VALUE)
+    }
+
     /// Bytes of device memory that were allocated and not freed.
     pub(crate) fn allocated(&self) -> i64 {
         self.used.values().sum::<u64>() as i64

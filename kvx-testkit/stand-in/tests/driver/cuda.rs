@@ -274,6 +274,31 @@ fn a_kernel_out_of_bounds_breaks_the_device() {
 }
 
 #[test]
+fn kernels_reach_pinned_memory_and_no_other_of_the_host() {
+    let cuda = Cuda::new();
+    let memory = cuda.with(b"kvx kvx ");
+    let mut pinned = 0_u64;
+    assert_eq!(call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 64 => usize, 1 => u32)), 0);
+    let mut plain = [0_u8; 8];
+    let table = cuda.allocate(24);
+    let run = |to: u64| {
+        let hops = [Hop { from: memory, to, len: 8 }];
+        assert_eq!(cuda.upload(table, &encode_hops(&hops)), 0);
+        assert_eq!(cuda.launch(cuda.function("kvx_hops"), &Launch::hops(table, &hops)), 0);
+        cuda.wait()
+    };
+    assert_eq!(run(pinned + 3), 0);
+    // SAFETY: the driver pinned so many bytes, and nothing writes to them any more.
+    let seen = unsafe { std::slice::from_raw_parts(pinned as *const u8, 16) };
+    assert_eq!(seen, b"\0\0\0kvx kvx \0\0\0\0\0");
+    assert_eq!(run(plain.as_mut_ptr() as u64), 700);
+    assert_eq!(plain, [0; 8]);
+    cuda.control.command("well");
+    assert_eq!(call!(cuda.library, cuMemFreeHost(pinned => u64)), 0);
+    assert_eq!(cuda.free(memory) + cuda.free(table), 0);
+}
+
+#[test]
 fn what_is_not_ours_is_no_kernel() {
     let cuda = Cuda::new();
     let mut module: Handle = 0;

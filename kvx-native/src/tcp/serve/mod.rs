@@ -1,5 +1,7 @@
 //! The owner's side of a lane: a peer's requests, checked and answered.
 
+mod writes;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
@@ -8,48 +10,35 @@ use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
-use super::chunk::Chunk;
-use super::conn::{Effect, Scope};
-use super::ending::{Answer, Concern, Ending};
-use super::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
-use super::input::Input;
-use super::memory::Served;
-use super::output::Output;
-use super::payload::{Blocks, Sink, Source};
-use super::staging::Staged;
-use super::transport::Shared;
+use self::writes::Writing;
 use crate::described::Described;
+use crate::tcp::conn::{Effect, Scope};
+use crate::tcp::ending::{Concern, Ending};
+use crate::tcp::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
+use crate::tcp::input::Input;
+use crate::tcp::memory::Served;
+use crate::tcp::output::Output;
+use crate::tcp::payload::{Blocks, Sink, Source};
+use crate::tcp::staging::Staged;
+use crate::tcp::transport::Shared;
 
 /// Reads that wait on one lane before it is not read any further, and requests that may be cancelled in advance.
 const MAX_READS: usize = 1024;
-/// Writes that a peer may begin on one lane before it ends one.
-const MAX_WRITES: usize = 1024;
 /// Bytes of descriptions that wait on one lane before it is not read any further.
 const MAX_DESCRIBED: usize = 4 << 20;
 /// The same over all lanes of an agent.
 const MAX_DESCRIBED_IN_ALL: usize = 64 << 20;
-/// Bytes of descriptions of writes that a peer may begin on one lane.
-const MAX_WRITES_DESCRIBED: usize = 16 << 20;
 /// Bytes of answers that wait on one lane before it is not read any further.
 const MAX_ANSWERS: usize = 64 << 10;
 /// Notifications that a peer may send before the first of them is acknowledged.
-pub(super) const NOTICES: usize = 64;
+pub(crate) const NOTICES: usize = 64;
 /// Bytes of them; a single one is always allowed.
-pub(super) const NOTICES_BYTES: usize = 256 << 10;
+pub(crate) const NOTICES_BYTES: usize = 256 << 10;
 
 /// A read that is being answered.
 struct Reading {
     id: u64,
     source: Source,
-    described: usize,
-}
-
-/// A write that is coming in.
-struct Writing {
-    /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
-    sink: Option<Sink>,
-    /// Payload still to come.
-    left: u64,
     described: usize,
 }
 
@@ -60,13 +49,13 @@ struct Named {
 }
 
 /// A peer on a lane that it opened.
-pub(super) struct Guest {
+pub(crate) struct Guest {
     /// Of its connection.
     key: usize,
-    pub(super) who: Identity,
+    pub(crate) who: Identity,
     /// Which of its links, and which lane of that.
-    pub(super) link: [u8; 16],
-    pub(super) lane: u8,
+    pub(crate) link: [u8; 16],
+    pub(crate) lane: u8,
     /// The last request's.
     last_id: Option<u64>,
     /// Requests that were cancelled before they came.
@@ -102,7 +91,7 @@ fn concern(regions: &[Arc<Served>]) -> Concern {
 }
 
 impl Guest {
-    pub(super) fn new(key: usize, who: Identity, link: [u8; 16], lane: u8) -> Self {
+    pub(crate) fn new(key: usize, who: Identity, link: [u8; 16], lane: u8) -> Self {
         Guest {
             key,
             who,
@@ -123,24 +112,24 @@ impl Guest {
     }
 
     /// Bytes of all descriptions that it holds.
-    pub(super) fn described(&self) -> usize {
+    pub(crate) fn described(&self) -> usize {
         self.reads_described + self.writes_described
     }
 
     /// Whether nothing more is read before some of what waits has gone out.
-    pub(super) fn is_paused(&self, output: &Output, described_in_all: usize) -> bool {
+    pub(crate) fn is_paused(&self, output: &Output, described_in_all: usize) -> bool {
         output.control.len() > MAX_ANSWERS
             || self.reads.len() + self.waiting.len() >= MAX_READS
             || self.reads_described > MAX_DESCRIBED
             || self.reads_described > 0 && described_in_all > MAX_DESCRIBED_IN_ALL
     }
 
-    pub(super) fn has_frames(&self) -> bool {
+    pub(crate) fn has_frames(&self) -> bool {
         !self.reads.is_empty() || self.sending.is_some()
     }
 
     /// A frame that is no payload.
-    pub(super) fn frame(
+    pub(crate) fn frame(
         &mut self,
         header: Header,
         body: &[u8],
@@ -239,111 +228,6 @@ impl Guest {
         }
     }
 
-    fn write(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
-        if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
-            return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
-        }
-        let (left, named) = self.request(id, body, scope)?;
-        let mut described = 0;
-        let sink = match named.and_then(|named| self.sink(named, &scope.shared.ending)) {
-            Ok(sink) => {
-                described = body.len();
-                Some(sink)
-            }
-            Err(refusal) => {
-                tracing::debug!(peer = ?self.who, %refusal, "refused a write over TCP");
-                put_end(&mut output.control, id, Err(&refusal));
-                None
-            }
-        };
-        self.writes_described += described;
-        scope.described += described;
-        self.writes.insert(id, Writing { sink, left, described });
-        Ok(())
-    }
-
-    /// Payload begins.
-    pub(super) fn data(&mut self, header: Header) -> Result<()> {
-        let Some(writing) = self.writes.get(&header.id) else {
-            return Err(malformed(format_args!("data for the write {}, which is not open", header.id)));
-        };
-        if header.len as u64 > writing.left {
-            return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
-        }
-        self.receiving = Some((header.id, header.len));
-        Ok(())
-    }
-
-    fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
-        let (id, _) = self.receiving?;
-        Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
-    }
-
-    /// Where the next of it goes. False: there is no place now.
-    pub(super) fn fill(
-        &mut self,
-        chunk: &mut Chunk,
-        max: usize,
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> bool {
-        if let Some((id, sink)) = self.receiving() {
-            match sink.fill(chunk, max) {
-                Ok(is_there) => return is_there,
-                Err(why) => self.refuse_write(id, &why, output, scope),
-            }
-        }
-        chunk.discard(&mut scope.bin, max);
-        true
-    }
-
-    /// So many bytes went there.
-    pub(super) fn took(&mut self, count: usize) {
-        if let Some((_, sink)) = self.receiving() {
-            sink.took(count);
-        }
-    }
-
-    /// Nothing comes now. Says whether what `fill` said holds no longer.
-    pub(super) fn pause(&mut self) -> bool {
-        self.receiving().is_some_and(|(_, sink)| sink.pause())
-    }
-
-    /// Payload has ended.
-    pub(super) fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
-        let Some((id, len)) = self.receiving.take() else { return };
-        let Some(writing) = self.writes.get_mut(&id) else { return };
-        writing.left -= len as u64;
-        match &mut writing.sink {
-            None if writing.left == 0 => self.forget_write(id, scope),
-            Some(_) if writing.left == 0 => self.end_if_landed(id, output, scope),
-            None => {}
-            Some(sink) => {
-                sink.pause(); // until its next frame
-            }
-        }
-    }
-
-    /// All payload of a write has come: ends it, if it is where it belongs.
-    fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
-        let Some(Writing { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
-        match sink.has_landed() {
-            Ok(false) => {} // its token comes
-            Ok(true) => {
-                put_end(&mut output.control, id, Ok(()));
-                self.forget_write(id, scope);
-            }
-            Err(why) => self.refuse_write(id, &why, output, scope),
-        }
-    }
-
-    fn forget_write(&mut self, id: u64, scope: &mut Scope) {
-        if let Some(writing) = self.writes.remove(&id) {
-            self.writes_described -= writing.described;
-            scope.described -= writing.described;
-        }
-    }
-
     fn forget_read(&mut self, reading: Reading, scope: &mut Scope) {
         self.reads_described -= reading.described;
         scope.described -= reading.described;
@@ -351,20 +235,20 @@ impl Guest {
     }
 
     /// Whether it has blocks of a device to send.
-    pub(super) fn has_streams(&self) -> bool {
+    pub(crate) fn has_streams(&self) -> bool {
         let is_one = |reading: &Reading| reading.source.token().is_some();
         !self.waiting.is_empty() || self.sending.as_ref().is_some_and(is_one)
     }
 
     /// The peer does not read.
-    pub(super) fn make_way(&mut self, output: &mut Output) {
+    pub(crate) fn make_way(&mut self, output: &mut Output) {
         for reading in self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending) {
             reading.source.make_way(|| output.spill());
         }
     }
 
     /// A device has copied for one of its streams.
-    pub(super) fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope) {
+    pub(crate) fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope) {
         if let Some(reading) = self.waiting.remove(&token) {
             let left = reading.source.left();
             return self.reads.push(reading, left);
@@ -387,7 +271,7 @@ impl Guest {
     }
 
     /// The next piece of an answer.
-    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
+    pub(crate) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         if let Some(reading) = self.sending.take() {
             self.go_on(reading, output, scope);
         }
@@ -409,7 +293,7 @@ impl Guest {
     }
 
     /// The initiator takes a request back: what was not done is not done any more.
-    pub(super) fn cancel(
+    pub(crate) fn cancel(
         &mut self,
         id: u64,
         input: &mut Input,
@@ -426,46 +310,6 @@ impl Guest {
         self.stop_reads(|reading| reading.id == id, &cancelled(), output, scope);
         self.refuse_writes(|writing, _| writing == id, &cancelled(), input, output, scope);
         Ok(())
-    }
-
-    /// No more payload comes for a write.
-    fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
-        self.refuse_write(id, &cancelled(), output, scope);
-        self.forget_write(id, scope);
-    }
-
-    /// Ends writes at once: nothing more goes into their memory.
-    fn refuse_writes(
-        &mut self,
-        which: impl Fn(u64, &Sink) -> bool,
-        why: &Error,
-        input: &mut Input,
-        output: &mut Output,
-        scope: &mut Scope,
-    ) {
-        let refused = |(id, writing): (&u64, &Writing)| {
-            writing.sink.as_ref().is_some_and(|sink| which(*id, sink)).then_some(*id)
-        };
-        for id in self.writes.iter().filter_map(refused).collect::<Vec<_>>() {
-            if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == id) {
-                input.abort(&mut scope.bin);
-            }
-            self.refuse_write(id, why, output, scope);
-        }
-    }
-
-    /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
-    /// next stays.
-    fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
-        let Some(writing) = self.writes.get_mut(&id) else { return };
-        let Some(sink) = writing.sink.take() else { return };
-        let answer = Answer { link: self.link, lane: self.lane, id, why: why.clone() };
-        if let Some(answer) = sink.stop(&scope.shared.ending, Some(answer)) {
-            put_end(&mut output.control, id, Err(&answer.why));
-        }
-        if writing.left == 0 {
-            self.forget_write(id, scope);
-        }
     }
 
     /// Ends reads at once: nothing more of their memory goes out.
@@ -494,7 +338,7 @@ impl Guest {
     }
 
     /// Ends all access to a region at once.
-    pub(super) fn revoke(
+    pub(crate) fn revoke(
         &mut self,
         region: RegionId,
         input: &mut Input,
@@ -507,7 +351,7 @@ impl Guest {
     }
 
     /// Its connection has ended: lets go of all memory.
-    pub(super) fn release(&mut self, ending: &Ending) {
+    pub(crate) fn release(&mut self, ending: &Ending) {
         let reads = self.reads.extract(|_| true).into_iter();
         let waiting = self.waiting.drain().map(|(_, reading)| reading);
         for reading in reads.chain(waiting).chain(self.sending.take()) {
@@ -532,7 +376,7 @@ impl Guest {
     }
 
     /// The agent has room again. Says whether something was taken.
-    pub(super) fn resume(&mut self, output: &mut Output, shared: &Shared) -> bool {
+    pub(crate) fn resume(&mut self, output: &mut Output, shared: &Shared) -> bool {
         let before = self.parked.len();
         while let Some((id, bytes)) = self.parked.front() {
             if shared.events.notification(self.who.as_sender(), bytes).is_err() {

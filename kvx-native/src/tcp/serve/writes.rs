@@ -1,0 +1,179 @@
+//! What comes in for a peer's writes.
+
+use kvx_core::{Error, Result};
+
+use super::{Guest, cancelled, malformed};
+use crate::tcp::chunk::Chunk;
+use crate::tcp::conn::Scope;
+use crate::tcp::ending::Answer;
+use crate::tcp::frames::{Header, put_end};
+use crate::tcp::input::Input;
+use crate::tcp::output::Output;
+use crate::tcp::payload::Sink;
+
+/// Writes that a peer may begin on one lane before it ends one.
+const MAX_WRITES: usize = 1024;
+/// Bytes of descriptions of writes that a peer may begin on one lane.
+const MAX_WRITES_DESCRIBED: usize = 16 << 20;
+
+/// A write that is coming in.
+pub(super) struct Writing {
+    /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
+    pub(super) sink: Option<Sink>,
+    /// Payload still to come.
+    pub(super) left: u64,
+    described: usize,
+}
+
+impl Guest {
+    pub(super) fn write(
+        &mut self,
+        id: u64,
+        body: &[u8],
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> Result<()> {
+        if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
+            return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
+        }
+        let (left, named) = self.request(id, body, scope)?;
+        let mut described = 0;
+        let sink = match named.and_then(|named| self.sink(named, &scope.shared.ending)) {
+            Ok(sink) => {
+                described = body.len();
+                Some(sink)
+            }
+            Err(refusal) => {
+                tracing::debug!(peer = ?self.who, %refusal, "refused a write over TCP");
+                put_end(&mut output.control, id, Err(&refusal));
+                None
+            }
+        };
+        self.writes_described += described;
+        scope.described += described;
+        self.writes.insert(id, Writing { sink, left, described });
+        Ok(())
+    }
+
+    /// Payload begins.
+    pub(crate) fn data(&mut self, header: Header) -> Result<()> {
+        let Some(writing) = self.writes.get(&header.id) else {
+            return Err(malformed(format_args!("data for the write {}, which is not open", header.id)));
+        };
+        if header.len as u64 > writing.left {
+            return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
+        }
+        self.receiving = Some((header.id, header.len));
+        Ok(())
+    }
+
+    fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
+        let (id, _) = self.receiving?;
+        Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
+    }
+
+    /// Where the next of it goes. False: there is no place now.
+    pub(crate) fn fill(
+        &mut self,
+        chunk: &mut Chunk,
+        max: usize,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> bool {
+        if let Some((id, sink)) = self.receiving() {
+            match sink.fill(chunk, max) {
+                Ok(is_there) => return is_there,
+                Err(why) => self.refuse_write(id, &why, output, scope),
+            }
+        }
+        chunk.discard(&mut scope.bin, max);
+        true
+    }
+
+    /// So many bytes went there.
+    pub(crate) fn took(&mut self, count: usize) {
+        if let Some((_, sink)) = self.receiving() {
+            sink.took(count);
+        }
+    }
+
+    /// Nothing comes now. Says whether what `fill` said holds no longer.
+    pub(crate) fn pause(&mut self) -> bool {
+        self.receiving().is_some_and(|(_, sink)| sink.pause())
+    }
+
+    /// Payload has ended.
+    pub(crate) fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
+        let Some((id, len)) = self.receiving.take() else { return };
+        let Some(writing) = self.writes.get_mut(&id) else { return };
+        writing.left -= len as u64;
+        match &mut writing.sink {
+            None if writing.left == 0 => self.forget_write(id, scope),
+            Some(_) if writing.left == 0 => self.end_if_landed(id, output, scope),
+            None => {}
+            Some(sink) => {
+                sink.pause(); // until its next frame
+            }
+        }
+    }
+
+    /// All payload of a write has come: ends it, if it is where it belongs.
+    pub(super) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+        let Some(Writing { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
+        match sink.has_landed() {
+            Ok(false) => {} // its token comes
+            Ok(true) => {
+                put_end(&mut output.control, id, Ok(()));
+                self.forget_write(id, scope);
+            }
+            Err(why) => self.refuse_write(id, &why, output, scope),
+        }
+    }
+
+    fn forget_write(&mut self, id: u64, scope: &mut Scope) {
+        if let Some(writing) = self.writes.remove(&id) {
+            self.writes_described -= writing.described;
+            scope.described -= writing.described;
+        }
+    }
+
+    /// No more payload comes for a write.
+    pub(super) fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+        self.refuse_write(id, &cancelled(), output, scope);
+        self.forget_write(id, scope);
+    }
+
+    /// Ends writes at once: nothing more goes into their memory.
+    pub(super) fn refuse_writes(
+        &mut self,
+        which: impl Fn(u64, &Sink) -> bool,
+        why: &Error,
+        input: &mut Input,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) {
+        let refused = |(id, writing): (&u64, &Writing)| {
+            writing.sink.as_ref().is_some_and(|sink| which(*id, sink)).then_some(*id)
+        };
+        for id in self.writes.iter().filter_map(refused).collect::<Vec<_>>() {
+            if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == id) {
+                input.abort(&mut scope.bin);
+            }
+            self.refuse_write(id, why, output, scope);
+        }
+    }
+
+    /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
+    /// next stays.
+    fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
+        let Some(writing) = self.writes.get_mut(&id) else { return };
+        let Some(sink) = writing.sink.take() else { return };
+        let answer = Answer { link: self.link, lane: self.lane, id, why: why.clone() };
+        if let Some(answer) = sink.stop(&scope.shared.ending, Some(answer)) {
+            put_end(&mut output.control, id, Err(&answer.why));
+        }
+        if writing.left == 0 {
+            self.forget_write(id, scope);
+        }
+    }
+}

@@ -1,7 +1,6 @@
-//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx beside.
-//!
-//! - `PROVIDER DOMAIN` (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`).
-//! - `PROVIDER DOMAIN pingpong SIZE` sends messages to and fro, as `fi_pingpong -e rdm -S SIZE` does.
+//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx beside. `PROVIDER DOMAIN`
+//! (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`); with `pingpong SIZE` behind it sends
+//! messages to and fro, as `fi_pingpong -e rdm -S SIZE` does.
 //!
 //! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A write counts when its bytes
 //! have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before it returns). It uses nothing of kvx but the bindings.
@@ -68,17 +67,16 @@ impl End {
                 };
                 NonNull::new(libc::dlvsym(library, name.as_ptr(), version.as_ptr())).ok_or(name)
             });
-            let functions = functions.expect("every function of libfabric 1.17");
+            let functions = functions.expect("every function of 1.17");
             let hints = (functions.fi_dupinfo)(null());
             (*hints).caps = u64::from(FI_MSG | FI_RMA);
             (*(*hints).ep_attr).type_ = FI_EP_RDM;
             (*(*hints).domain_attr).threading = FI_THREAD_DOMAIN;
             let rules = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
             (*(*hints).domain_attr).mr_mode = rules.cast_signed();
-            let flags = if provider == "shm" { 0 } else { FI_DELIVERY_COMPLETE };
-            (*(*hints).tx_attr).op_flags = u64::from(flags);
-            let provider = CString::new(provider).expect("a name");
-            (*(*hints).fabric_attr).prov_name = libc::strdup(provider.as_ptr());
+            (*(*hints).tx_attr).op_flags = if provider == "shm" { 0 } else { FI_DELIVERY_COMPLETE.into() };
+            let wished = CString::new(provider).expect("a name");
+            (*(*hints).fabric_attr).prov_name = libc::strdup(wished.as_ptr());
             let (mut info, version) = (null_mut(), FI_MAJOR_VERSION << 16 | FI_MINOR_VERSION);
             check("fi_getinfo", (functions.fi_getinfo)(version, null(), null(), 0, hints, &mut info));
             while CStr::from_ptr((*(*info).domain_attr).name).to_bytes() != wanted.as_bytes() {
@@ -198,7 +196,8 @@ impl End {
                     (0..256).for_each(|_| self.progress());
                 }
             } else if told == ANSWER {
-                (0..MESSAGES).for_each(|_| self.message(false, numbers(&bytes)[0] as usize));
+                let size = u64::from_le_bytes(bytes.as_chunks().0[0]) as usize;
+                (0..MESSAGES).for_each(|_| self.message(false, size));
             } else if told != REST {
                 let lent = self.allocate(told).map(u64::to_le_bytes);
                 send(&self.other, 0, lent.as_flattened());
@@ -209,18 +208,15 @@ impl End {
     fn allocate_both(&mut self, length: usize) {
         self.allocate(length);
         send(&self.other, length, &[]);
-        self.remote = numbers(&receive(&self.other).expect("where its memory is").1);
+        let lent = receive(&self.other).expect("where its memory is").1;
+        self.remote = [0, 1].map(|at| u64::from_le_bytes(lent.as_chunks().0[at]));
     }
-}
-
-fn numbers(bytes: &[u8; 256]) -> [u64; 2] {
-    [0, 8].map(|at| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes")))
 }
 
 /// What one process tells the other: a number, and bytes that zeros follow.
 fn send(mut stream: &UnixStream, number: usize, bytes: &[u8]) {
-    let frame = [&number.to_le_bytes(), bytes, &[0; 256][bytes.len()..]].concat();
-    stream.write_all(&frame).expect("the other process lives");
+    let parts = [&number.to_le_bytes(), bytes, &[0; 256][bytes.len()..]];
+    stream.write_all(&parts.concat()).expect("the other process lives");
 }
 
 fn receive(mut stream: &UnixStream) -> Option<(usize, [u8; 256])> {

@@ -7,7 +7,7 @@
 //! | `num_workers` | 10 | threads for calls of the engine that block, beside those that wait for a stopped peer |
 //! | `host` | `127.0.0.1` | the name or address that peers reach this host by |
 //! | `metadata` | `P2PHANDSHAKE` | or an `http://`, `https://` or `etcd://` server that the engine was built with |
-//! | `location` | the engine looks | where registered memory lies: `cuda:0` for device memory, `cpu:0` for host memory |
+//! | `location` | the engine looks | the node of registered host memory: `cpu:0`; devices go by their numbers |
 //! | `any_version` | false | use a wheel that this release was not tried with |
 //!
 //! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them; the table wins.
@@ -32,7 +32,8 @@ pub(crate) struct Config {
     pub(crate) recipe: Recipe,
     pub(crate) workers: usize,
     pub(crate) any_version: bool,
-    pub(crate) location: Option<String>,
+    /// Where host memory lies.
+    pub(crate) node: Option<String>,
 }
 
 impl Config {
@@ -67,9 +68,15 @@ impl Config {
         if host.is_empty() || host.chars().any(|c| c.is_control() || c.is_whitespace()) {
             return Err(wrong("mooncake.host", &host, "a name or address of this host"));
         }
-        let location = table.text("location")?.map(str::to_owned);
-        if let Some(bad) = location.as_deref().filter(|text| !text.contains(':') || text.contains('\0')) {
-            return Err(wrong("mooncake.location", bad, "a kind and a number, such as cuda:0"));
+        let node = table.text("location")?.map(str::to_owned);
+        let is_node = |text: &str| {
+            text.strip_prefix("cpu:")
+                .is_some_and(|node| !node.is_empty() && node.bytes().all(|b| b.is_ascii_digit()))
+        };
+        if let Some(bad) = node.as_deref().filter(|text| !is_node(text)) {
+            let wanted =
+                "a node of host memory, such as cpu:0; a device's memory is known by the device's number";
+            return Err(wrong("mooncake.location", bad, wanted));
         }
         let workers =
             table.number("num_workers", 1..=256)?.or(top.number("num_workers", 1..=u64::from(u32::MAX))?);
@@ -77,7 +84,7 @@ impl Config {
             recipe: Recipe { metadata, host, protocol, devices },
             workers: workers.unwrap_or(WORKERS).min(256) as usize,
             any_version: table.flag("any_version")?.unwrap_or(false),
-            location,
+            node,
         })
     }
 
@@ -140,6 +147,10 @@ mod tests {
             assert_eq!(config.etcd(), good.starts_with("etcd"));
         }
         assert!(read(r#"{"mooncake_protocol": "carrier-pigeon"}"#, &[]).is_err());
+        for (said, fits) in [("cpu:1", true), ("cuda:0", false), ("cpu:", false), ("1", false)] {
+            let json = format!(r#"{{"mooncake": {{"location": "{said}"}}}}"#);
+            assert_eq!(read(&json, &[]).is_ok(), fits, "{said}");
+        }
         assert!(
             read(r#"{"mooncake": {"hots": "x"}}"#, &[]).unwrap_err().sentence().contains("mooncake.host")
         );

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg(target_os = "linux")]
 
+mod batches;
 mod config;
 mod couriers;
 mod error;

@@ -98,8 +98,8 @@ impl Remote {
 pub(crate) struct Enrolment {
     pub(crate) engine: Weak<Engine>,
     pub(crate) ranges: Arc<Ranges>,
-    /// Where the operator says that memory lies.
-    pub(crate) location: Option<String>,
+    /// Where the operator says that host memory lies.
+    pub(crate) node: Option<String>,
 }
 
 // SAFETY: what is registered is reached by address; core keeps the memory until `Fabric::unregister` has returned.
@@ -108,10 +108,10 @@ unsafe impl Registrar<Local> for Enrolment {
         let engine = self.engine.upgrade();
         let engine = engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
         let address = memory.address();
-        let location = location(memory.kind(), self.location.as_deref());
+        let location = location(memory, self.node.as_deref());
         let local = self.ranges.add(address, memory.len(), || {
             // SAFETY: core keeps the memory of each region until it has been unregistered, or for ever.
-            unsafe { engine.register(address, memory.len(), location) }
+            unsafe { engine.register(address, memory.len(), &location) }
         })?;
         let mut export = Vec::with_capacity(8);
         export.put_u64(address);
@@ -126,22 +126,31 @@ unsafe impl Registrar<Local> for Enrolment {
     }
 }
 
-/// Where memory lies, in the engine's words: what the operator says of this kind of memory, else the engine looks itself.
-fn location(kind: MemoryKind, said: Option<&str>) -> &str {
-    said.filter(|said| said.starts_with("cpu:") == kind.is_host()).unwrap_or("*")
+/// Where memory lies, in the engine's words: on the device of this number in this process; on the node that the operator
+/// names; or wherever the engine finds it.
+fn location(memory: &Memory, node: Option<&str>) -> String {
+    match memory.device_access() {
+        Some(device) if memory.kind() == MemoryKind::Cuda => format!("cuda:{}", device.ordinal()),
+        Some(_) => "*".to_owned(),
+        None => node.unwrap_or("*").to_owned(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::DeviceAccess as _;
+    use kvx_testkit::TestDevice;
+
     use super::*;
 
     #[test]
-    fn a_location_is_passed_through_for_the_memory_that_it_fits() {
-        assert_eq!(location(MemoryKind::Cuda, Some("cuda:3")), "cuda:3");
-        assert_eq!(location(MemoryKind::Host, Some("cuda:3")), "*");
-        assert_eq!(location(MemoryKind::Pinned, Some("cpu:1")), "cpu:1");
-        assert_eq!(location(MemoryKind::Cuda, Some("cpu:1")), "*");
-        assert_eq!(location(MemoryKind::Cuda, None), "*");
+    fn a_device_is_named_by_its_number_and_host_memory_by_the_node_that_the_operator_says() {
+        let device = TestDevice::new(MemoryKind::Cuda);
+        let (there, here) = (device.allocate(4096), Memory::owned(vec![0; 64]));
+        for node in [None, Some("cpu:1")] {
+            assert_eq!(location(&there, node), format!("cuda:{}", device.ordinal()));
+            assert_eq!(location(&here, node), node.unwrap_or("*"));
+        }
     }
 
     #[test]

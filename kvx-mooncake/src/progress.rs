@@ -1,6 +1,5 @@
-//! The engine as the shared machine drives it: batches, their ends, and what couriers report.
+//! The engine as the shared machine drives it: what is posted, what has ended, and what couriers report.
 
-use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,9 +9,10 @@ use kvx_core::reactor::Armed;
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 
+use crate::batches::{Batches, Moving, Suspect};
 use crate::couriers::{Couriers, Report, TAG};
 use crate::error;
-use crate::ffi::{Batch, Engine, Piece, State};
+use crate::ffi::{Engine, Piece};
 use crate::frames;
 use crate::link::{Links, Note, Phase, foreign_text};
 use crate::memory::{Local, Ranges, Remote};
@@ -28,46 +28,20 @@ const PEER_PIECES: usize = 256;
 const PEER_BYTES: u64 = 8 << 20;
 /// Batches that are looked at in one turn.
 const LOOKED_AT: usize = 64;
-/// How often the pieces of a batch are looked at one by one though the batch says that it is moving: an engine does not
-/// count some ends.
-const DOUBTS: Duration = Duration::from_secs(1);
 /// How often the engine is asked for notifications, at most.
 const LISTENS: Duration = Duration::from_micros(20);
+/// How long something that has happened makes it likely that more does at once.
+const BUSY: Duration = Duration::from_millis(20);
+/// Sleeps meanwhile; while pieces are under way or answers awaited; and while errands wait for a courier.
+const SHORTEST: Duration = Duration::from_micros(60);
+const AWAITING: Duration = Duration::from_micros(250);
+const TENDING: Duration = Duration::from_millis(1);
+/// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a wake-up costs some 70
+/// microseconds of a core, and nothing of the engine's wakes.
+const PART: u32 = 20;
+const LONGEST: Duration = Duration::from_millis(20);
 /// The longest frame of a link.
 const MAX_FRAME: usize = 48 << 10;
-
-/// Pieces that the engine moves.
-struct Moving {
-    batch: Batch,
-    job: JobId,
-    endpoint: EndpointId,
-    to: Arc<str>,
-    /// The length of each piece.
-    lens: Box<[u64]>,
-    bytes: u64,
-    /// Pieces that have ended, in order.
-    ended: usize,
-    failed: Option<Failure>,
-    /// When its pieces are looked at one by one.
-    doubted: Instant,
-}
-
-/// Why pieces failed.
-#[derive(Clone, Debug)]
-struct Failure {
-    count: usize,
-    why: String,
-    code: i64,
-}
-
-/// A batch that has failed, until it is known whether the peer lives.
-struct Suspect {
-    job: JobId,
-    endpoint: EndpointId,
-    to: Arc<str>,
-    pieces: u32,
-    failure: Failure,
-}
 
 pub(crate) struct Mooncake {
     /// Until the end.
@@ -79,7 +53,7 @@ pub(crate) struct Mooncake {
     /// What foreign agents know us by.
     own_name: std::ffi::CString,
     links: Links,
-    moving: VecDeque<Moving>,
+    moving: Batches,
     suspects: Vec<Suspect>,
     /// Jobs that wait for what a peer has to say of itself.
     held_up: Vec<(Arc<str>, JobId)>,
@@ -110,7 +84,7 @@ impl Mooncake {
             protocol,
             own_name: std::ffi::CString::new(name).unwrap_or_default(),
             links: Links::default(),
-            moving: VecDeque::new(),
+            moving: Batches::default(),
             suspects: Vec::new(),
             held_up: Vec::new(),
             notified: Vec::new(),
@@ -131,46 +105,10 @@ impl Mooncake {
         self.couriers.open(&engine, &to, foreign)
     }
 
-    /// Looks how far a batch is. Says whether all of it has ended.
-    fn look(engine: &Engine, moving: &mut Moving, now: Instant) -> bool {
-        if moving.ended == 0 && moving.failed.is_none() {
-            match engine.whole(&moving.batch) {
-                Some(State::Completed(bytes)) if bytes == moving.bytes => {
-                    moving.ended = moving.lens.len();
-                    return true;
-                }
-                Some(State::Moving) if now < moving.doubted => return false,
-                _ => moving.doubted = now + DOUBTS,
-            }
-        }
-        while let Some(len) = moving.lens.get(moving.ended) {
-            let (why, code) = match engine.task(&moving.batch, moving.ended) {
-                Ok(State::Moving) | Err(_) => return false,
-                Ok(State::Completed(bytes)) if bytes == *len => {
-                    moving.ended += 1;
-                    continue;
-                }
-                Ok(State::Completed(bytes)) => (format!("completed with {bytes} of {len} bytes"), 4),
-                Ok(State::Failed(state)) => {
-                    let (code, text) = error::of_state(state);
-                    (text.to_owned(), code)
-                }
-            };
-            let failure = moving.failed.get_or_insert(Failure { count: 0, why, code });
-            failure.count += 1;
-            moving.ended += 1;
-        }
-        true
-    }
-
     fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, happened: &mut Vec<Happened>) {
         for _ in 0..self.moving.len().min(LOOKED_AT) {
-            let Some(mut moving) = self.moving.pop_front() else { return };
-            if !Mooncake::look(engine, &mut moving, now) {
-                self.moving.push_back(moving);
-                continue;
-            }
-            let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = moving;
+            let Some(ended) = self.moving.look_at_next(engine, now) else { continue };
+            let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
             engine.free(batch);
             let pieces = lens.len() as u32;
             if let Some(peer) = self.links.peers.get_mut(&to) {
@@ -285,28 +223,6 @@ impl Mooncake {
     }
 }
 
-impl Suspect {
-    fn moved(&self, why: Error) -> Happened {
-        Happened::Moved { job: self.job, pieces: self.pieces, result: Err(why) }
-    }
-}
-
-impl Failure {
-    fn error(&self, log: &Option<String>) -> Error {
-        let Failure { count, why, code } = self;
-        let said = log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
-        let why = format!("{why}{said}");
-        Error::new(
-            Kind::Native,
-            format!(
-                "Mooncake failed to move {count} pieces though the peer lives: its memory may be unregistered, or it was \
-                 silent for 30 s"
-            ),
-        )
-        .native(*code, why)
-    }
-}
-
 // SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a piece is reported when
 // the engine has said of it that it has ended: measured, nothing is written after that. `stop` says true only when no
 // piece is under way.
@@ -397,17 +313,8 @@ unsafe impl Fabric for Mooncake {
                 job.posted(count as u32);
                 peer.pieces += count;
                 peer.bytes += bytes;
-                self.moving.push_back(Moving {
-                    batch,
-                    job: job.id(),
-                    endpoint: id,
-                    to,
-                    lens: self.pieces.iter().map(|piece| piece.len).collect(),
-                    bytes,
-                    ended: 0,
-                    failed: None,
-                    doubted: Instant::now() + DOUBTS,
-                });
+                let lens = self.pieces.iter().map(|piece| piece.len).collect();
+                self.moving.push(Moving::new(batch, job.id(), id, to, lens));
                 Ok(bytes)
             }
             Err(refused) => {
@@ -471,16 +378,12 @@ unsafe impl Fabric for Mooncake {
         // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the same
         // whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
         let quiet = self.last_event.elapsed();
-        let micros = if quiet < Duration::from_millis(20) {
-            60
-        } else if waiting || !self.moving.is_empty() {
-            250
-        } else if short || quiet < Duration::from_secs(1) {
-            1000
-        } else {
-            5000 // a wake-up costs some 25 us
-        };
-        Ok(Armed::Sleep(Some(Duration::from_micros(micros))))
+        Ok(Armed::Sleep(Some(match () {
+            () if quiet < BUSY => SHORTEST,
+            () if waiting || !self.moving.is_empty() => AWAITING,
+            () if short => TENDING,
+            () => (quiet / PART).clamp(TENDING, LONGEST),
+        })))
     }
 
     fn fds(&self) -> &[RawFd] {
@@ -491,7 +394,7 @@ unsafe impl Fabric for Mooncake {
         // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
         if !self.moving.is_empty() {
             Duration::from_micros(100)
-        } else if self.last_event.elapsed() < Duration::from_millis(20) {
+        } else if self.last_event.elapsed() < BUSY {
             Duration::from_micros(20)
         } else {
             Duration::ZERO

@@ -90,11 +90,8 @@ impl Factory for Mooncake {
         let couriers = Couriers::new(config.workers)?;
         let name = engine.name().as_bytes().to_vec();
         let ranges = Arc::<Ranges>::default();
-        let registrar = Enrolment {
-            engine: Arc::downgrade(&engine),
-            ranges: Arc::clone(&ranges),
-            location: config.location,
-        };
+        let registrar =
+            Enrolment { engine: Arc::downgrade(&engine), ranges: Arc::clone(&ranges), node: config.node };
         let protocol = config.recipe.protocol;
         let parts = Parts {
             name: NAME,

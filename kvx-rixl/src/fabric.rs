@@ -1,7 +1,7 @@
 //! NIXL as `kvx_core::fabric` drives it.
 
 use std::collections::VecDeque;
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 use crate::ffi::{Agent, Range, Request, Segment, State, TransferList, Unreleased};
 use crate::memory::{self, Local, Ranges};
 use crate::pace::Pace;
-use crate::peers::{Address, Export, Peers, Way};
+use crate::peers::{Address, Export, Name, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
 use crate::reach;
 use crate::turnstile::{Passed, Turnstile};
@@ -34,7 +34,7 @@ struct Flight {
     /// `None`: it only tries the link out.
     job: Option<JobId>,
     request: Arc<Request>,
-    peer: CString,
+    peer: Name,
 }
 
 /// What NIXL needs for each transfer.
@@ -100,7 +100,7 @@ pub(crate) struct Nixl {
 
 /// Sends, if that is possible now. Errors: `PeerLost`.
 fn notify(turnstile: &Turnstile, peers: &mut Peers, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
-    let Way::Open(name, _) = peers.way(endpoint)? else { return Ok(Sent::Later) };
+    let Way::Open(name, ..) = peers.way(endpoint)? else { return Ok(Sent::Later) };
     let Some(passed) = turnstile.try_pass() else { return Ok(Sent::Later) };
     match agent(&passed)?.notify(name, bytes) {
         Ok(()) => Ok(Sent::Taken),
@@ -142,10 +142,13 @@ impl Nixl {
     }
 
     /// Tells NIXL of the peer's regions that a transfer names. Says whether all of them are known now.
-    fn tell(peers: &mut Peers, agent: &Agent, job: &Job<'_, Self>) -> Result<bool> {
+    fn tell(peers: &mut Peers, agent: &Agent, job: &Job<'_, Self>, load: u64) -> Result<bool> {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
+            if export.is_told(load) {
+                continue;
+            }
             let Some(blob) = peers.untold(endpoint, export) else { continue };
             if !peers.may_tell(endpoint, export) {
                 return Ok(false);
@@ -211,7 +214,7 @@ impl Nixl {
                 State::Done => Ok(()),
                 State::Failed(status) => Err(status.error("a transfer")),
             };
-            let (job, peer) = (*job, peer.clone());
+            let (job, peer) = (*job, Arc::clone(peer));
             self.flights.swap_remove(at);
             let result = result.map_err(|why| self.blame(agent, &peer, why));
             self.peers.landed(&peer);
@@ -234,8 +237,8 @@ impl Nixl {
             }
         };
         let agent = agent(&passed)?;
-        let Way::Open(name, _) = self.peers.way(endpoint)? else { return unknown };
-        let name = name.to_owned();
+        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return unknown };
+        let name = Arc::clone(name);
         let page =
             self.peers.page(endpoint).unwrap_or_else(|| Arc::new(Export::new(reach::page(), Box::default())));
         if let Some(blob) = self.peers.untold(endpoint, &page) {
@@ -299,14 +302,11 @@ unsafe impl Fabric for Nixl {
         };
         let agent = agent(&passed)?;
         let (name, load) = match self.peers.way(endpoint)? {
-            Way::Open(name, load) => (name.to_owned(), load),
-            Way::Later => return Ok(0),
+            Way::Open(name, load, flights) if flights < DEPTH => (Arc::clone(name), load),
+            Way::Open(..) | Way::Later => return Ok(0),
         };
-        if self.peers.flights(&name) >= DEPTH {
-            return Ok(0);
-        }
         if !job.state().told {
-            if !Self::tell(&mut self.peers, agent, job).map_err(|why| self.blame(agent, &name, why))? {
+            if !Self::tell(&mut self.peers, agent, job, load).map_err(|why| self.blame(agent, &name, why))? {
                 return Ok(0);
             }
             job.state().told = true;
@@ -340,15 +340,15 @@ unsafe impl Fabric for Nixl {
         // is not in progress, because a lease has it to itself and its last transfer has ended.
         let state = unsafe { agent.post(&slice.request) };
         match state {
-            State::Done => self.news.push_back(Happened::Moved { job: job.id(), pieces: 1, result: Ok(()) }),
+            State::Done => {}
             State::InProgress => {
                 self.peers.flies(&name);
                 turnstile.note_in_progress(true);
                 self.flights.push(Flight { job: Some(job.id()), request: slice.request, peer: name });
+                job.posted(1);
             }
             State::Failed(status) => return Err(self.blame(agent, &name, status.error("a transfer"))),
         }
-        job.posted(1);
         Ok(slice.bytes)
     }
 
@@ -375,7 +375,7 @@ unsafe impl Fabric for Nixl {
                     self.look_at_flights(agent);
                     turnstile.note_in_progress(!self.flights.is_empty());
                 }
-                // What ended within its post is told first: whoever waits for it drives this turn.
+                // What ended is told first: whoever waits for it drives this turn.
                 if self.news.is_empty() {
                     agent.notifications(|from, bytes| happened.push(sorted(from, bytes)));
                 }

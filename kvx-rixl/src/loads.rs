@@ -1,6 +1,5 @@
 //! The thread for calls of NIXL that take long: loading a peer's address, and forgetting it.
 
-use std::ffi::CString;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -9,19 +8,20 @@ use std::thread::JoinHandle;
 use kvx_core::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
 
+use crate::peers::Name;
 use crate::turnstile::Turnstile;
 
 /// What is asked; done in this order.
 pub(crate) enum Task {
     /// Loads a blob and connects; the answer is a [`Loaded`].
-    Load { peer: CString, load: u64, blob: Vec<u8> },
+    Load { peer: Name, load: u64, blob: Vec<u8> },
     /// Forgets a peer.
-    Forget { peer: CString },
+    Forget { peer: Name },
 }
 
 /// A [`Task::Load`] has ended.
 pub(crate) struct Loaded {
-    pub(crate) peer: CString,
+    pub(crate) peer: Name,
     /// Its number.
     pub(crate) load: u64,
     pub(crate) result: Result<()>,
@@ -81,7 +81,7 @@ fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Mailbox<Loaded>
             Task::Forget { peer } => agent.forget(&peer),
             Task::Load { peer, load, blob } => {
                 let result = agent.load(&blob).and_then(|name| {
-                    if name.as_bytes() != peer.as_bytes() {
+                    if name.as_bytes() != peer.to_bytes() {
                         return Err(crate::blob::malformed("it names another agent than it seemed to"));
                     }
                     agent.connect(&peer)

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_core::fabric::Registrar;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{DeviceId, Error, Kind, Memory, RegionId, Result};
+use kvx_core::{Error, Kind, Memory, RegionId, Result};
 
 use crate::ffi::{Range, Segment};
 use crate::turnstile::Turnstile;
@@ -29,17 +29,12 @@ pub(crate) struct Local {
     pub(crate) range: Range,
 }
 
-/// The range of some memory, as NIXL understands it.
+/// The range of some memory, as NIXL understands it: a device by the number that its driver gives it in this process, host
+/// memory by 0. Peers name the memory by the same number, which stands in what they are told.
 pub(crate) fn range_of(memory: &Memory) -> Range {
+    let device = memory.device_access().map_or(0, |device| u64::from(device.ordinal()));
     let segment = if memory.kind().is_host() { Segment::Host } else { Segment::Device };
-    Range { segment, address: memory.address(), len: memory.len() as u64, device: number_of(memory.device()) }
-}
-
-/// A device as NIXL numbers it: by the last 8 bytes of its identity, 0 for host memory. The UCX plugin finds a device by
-/// the address; what is registered and what peers are told is the same number in any case.
-fn number_of(DeviceId(id): DeviceId) -> u64 {
-    let [.., a, b, c, d, e, f, g, h] = id;
-    u64::from_be_bytes([a, b, c, d, e, f, g, h])
+    Range { segment, address: memory.address(), len: memory.len() as u64, device }
 }
 
 impl Ranges {
@@ -197,6 +192,9 @@ fn sum(bytes: &[u8]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::{DeviceAccess as _, DeviceId, MemoryKind};
+    use kvx_testkit::TestDevice;
+
     use super::*;
 
     #[test]
@@ -224,8 +222,15 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_lies_on_device_0() {
-        assert_eq!(number_of(DeviceId::HOST), 0);
-        assert_eq!(number_of(DeviceId([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2])), 258);
+    fn a_device_goes_by_its_number_in_this_process() {
+        let device = TestDevice::new(MemoryKind::Cuda);
+        assert_ne!(device.device(), DeviceId::HOST);
+        let memory = device.allocate(4096);
+        let number = u64::from(device.ordinal());
+        let range = Range { segment: Segment::Device, address: memory.address(), len: 4096, device: number };
+        assert_eq!(range_of(&memory), range);
+        let memory = Memory::owned(vec![0; 64]);
+        let range = Range { segment: Segment::Host, address: memory.address(), len: 64, device: 0 };
+        assert_eq!(range_of(&memory), range);
     }
 }

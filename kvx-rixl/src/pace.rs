@@ -22,10 +22,10 @@ struct Longest {
 
 /// The plugin wakes; the clock is for what it might forget.
 const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(500) };
-/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 60 microseconds of a
+/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 70 microseconds of a
 /// core.
 const BY_THE_CLOCK: Longest =
-    Longest { waiting: Duration::from_micros(250), alone: Duration::from_millis(10) };
+    Longest { waiting: Duration::from_micros(250), alone: Duration::from_millis(20) };
 
 /// When something came last.
 pub(crate) struct Pace {

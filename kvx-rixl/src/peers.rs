@@ -1,6 +1,6 @@
 //! Peers as NIXL knows them: by name, one address each; and the endpoints that lead to them.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,6 +72,11 @@ impl Export {
     pub(crate) fn new(range: Range, blob: Box<[u8]>) -> Self {
         Export { range, blob, told: AtomicU64::new(0) }
     }
+
+    /// Whether it was told for this load.
+    pub(crate) fn is_told(&self, load: u64) -> bool {
+        self.told.load(Ordering::Relaxed) == load
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,28 +110,31 @@ struct Peer {
 
 struct Endpoint {
     /// `None`: this agent itself.
-    peer: Option<CString>,
+    peer: Option<Name>,
     /// A page of the peer's that may be tried out.
     page: Option<Arc<Export>>,
     foreign: bool,
     severed: bool,
 }
 
+/// A peer's name.
+pub(crate) type Name = Arc<CStr>;
+
 /// Whether an endpoint can be used.
 pub(crate) enum Way<'a> {
-    /// It leads to this name, by this load.
-    Open(&'a CStr, u64),
+    /// It leads to this name, by this load; so many requests to it are in progress.
+    Open(&'a Name, u64, usize),
     /// Not yet, or not now.
     Later,
 }
 
 /// All of them.
 pub(crate) struct Peers {
-    me: CString,
+    me: Name,
     loads: Loads,
     next_load: u64,
-    by_name: HashMap<CString, Peer>,
-    endpoints: HashMap<EndpointId, Endpoint>,
+    by_name: BTreeMap<Name, Peer>,
+    endpoints: BTreeMap<EndpointId, Endpoint>,
 }
 
 fn lost(why: &'static str) -> Error {
@@ -135,7 +143,7 @@ fn lost(why: &'static str) -> Error {
 
 impl Peers {
     pub(crate) fn new(me: CString, loads: Loads) -> Self {
-        Peers { me, loads, next_load: 0, by_name: HashMap::new(), endpoints: HashMap::new() }
+        Peers { me: me.into(), loads, next_load: 0, by_name: BTreeMap::new(), endpoints: BTreeMap::new() }
     }
 
     /// This agent's own name.
@@ -147,6 +155,7 @@ impl Peers {
     pub(crate) fn connect(&mut self, endpoint: EndpointId, blob: &[u8], foreign: bool) -> Result<bool> {
         let said = Blob::read(blob)?;
         let name = CString::new(said.agent).map_err(|_| malformed("the agent's name has a NUL byte"))?;
+        let name = Name::from(name);
         if name == self.me {
             if foreign {
                 let why = "this is the blob of the agent itself: connect with its metadata";
@@ -199,7 +208,7 @@ impl Peers {
         }
     }
 
-    fn begin(&mut self, name: CString, blob: Vec<u8>, connections: Vec<u8>, endpoints: Vec<EndpointId>) {
+    fn begin(&mut self, name: Name, blob: Vec<u8>, connections: Vec<u8>, endpoints: Vec<EndpointId>) {
         self.next_load += 1;
         let load = self.next_load;
         self.loads.ask(Task::Load { peer: name.clone(), load, blob: blob.clone() });
@@ -227,13 +236,13 @@ impl Peers {
         if found.severed {
             return Err(lost("the peer is lost"));
         }
-        let Some(name) = &found.peer else { return Ok(Way::Open(&self.me, 1)) };
+        let Some(name) = &found.peer else { return Ok(Way::Open(&self.me, 1, 0)) };
         let peer = self.by_name.get(name).ok_or_else(|| lost("the endpoint is gone"))?;
         if !peer.endpoints.contains(&endpoint) {
             return Ok(Way::Later); // its life has not begun
         }
         match peer.state {
-            State::Ready => Ok(Way::Open(name, peer.load)),
+            State::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
             State::Loading | State::Stale => Ok(Way::Later),
             State::Lost { .. } => Err(lost("the peer is lost")),
         }
@@ -247,7 +256,7 @@ impl Peers {
     pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a Export) -> Option<&'a [u8]> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         let peer = self.by_name.get(name)?;
-        let is_told = export.blob.is_empty() || export.told.load(Ordering::Relaxed) == peer.load;
+        let is_told = export.blob.is_empty() || export.is_told(peer.load);
         (!is_told).then_some(&export.blob[..])
     }
 
@@ -292,8 +301,8 @@ impl Peers {
         self.next_load += 1;
         (peer.load, peer.state) = (self.next_load, State::Loading);
         peer.exports.clear();
-        self.loads.ask(Task::Forget { peer: name.to_owned() });
-        self.loads.ask(Task::Load { peer: name.to_owned(), load: peer.load, blob: peer.blob.clone() });
+        self.loads.ask(Task::Forget { peer: name.into() });
+        self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
     }
 
     /// A request to this peer is in progress, or no longer.
@@ -312,11 +321,6 @@ impl Peers {
         }
     }
 
-    /// Requests in progress to this peer.
-    pub(crate) fn flights(&self, peer: &CStr) -> usize {
-        self.by_name.get(peer).map_or(0, |peer| peer.flights)
-    }
-
     /// Whether NIXL can be asked about requests to this peer: not between its loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
         self.by_name.get(peer).is_none_or(|peer| peer.state != State::Lost { watched: false })
@@ -333,7 +337,7 @@ impl Peers {
         if peer.flights > 0 {
             self.next_load += 1;
             peer.load = self.next_load;
-            self.loads.ask(Task::Load { peer: name.to_owned(), load: peer.load, blob: peer.blob.clone() });
+            self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
         }
         let why = "the connection broke: the peer's process has ended, or the network between has";
         happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {

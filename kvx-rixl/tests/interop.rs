@@ -12,7 +12,7 @@ use kvx_core::{
 use kvx_testkit::{Child, run, skip};
 use libtest_mimic::{Arguments, Failed, Trial};
 use python::{Python, from_hex, hex};
-use serde_json::json;
+use serde_json::{Value, json};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
@@ -176,12 +176,40 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
         ours[1].copy_out(*to as usize * BLOCK as usize, &mut got)?;
         assert!(got == bytes(12, u64::from(*from) * BLOCK, BLOCK), "block {to} was written");
     }
+    strided_lists_move_slices(&mut python, &name["name"], &ours)?;
     // Python was told of the memory, and nobody can make it forget: it is not given back.
     let [told, _] = ours;
     assert_eq!(
         told.revoke(CUT_OFF).wait(CUT_OFF).map(drop).map_err(|why| why.kind()),
         Err(Kind::StillShared)
     );
+    Ok(())
+}
+
+/// Python's strided lists: a slice of each of kvx's blocks, read into a packed list and written back elsewhere.
+fn strided_lists_move_slices(python: &mut Python, name: &Value, ours: &[Region; 2]) -> Outcome {
+    const SLICE: u64 = 1024;
+    const SLICES: u32 = 4096;
+    let packed = json!([python.at[0], SLICE, SLICES]);
+    let order: Vec<(u32, u32)> =
+        shuffled(SLICES, 8).into_iter().zip(shuffled(SLICES, 9)).take(1000).collect();
+    let strided = |op: &str, region: &Region, offset: u64| {
+        let slices = json!([region.memory().address() + offset, BLOCK, SLICES]);
+        json!({"do": "strided", "op": op, "peer": name, "local": packed, "remote": slices, "length": SLICE, "blocks": order})
+    };
+    assert_eq!(python.ask(strided("READ", &ours[0], 2048))["state"], "DONE");
+    let blocks: Vec<_> = order
+        .iter()
+        .map(|(to, from)| (u64::from(*to) * SLICE, u64::from(*from) * BLOCK + 2048, SLICE))
+        .collect();
+    assert!(python.holds(0, 11, &blocks), "the slices were read");
+    assert_eq!(python.ask(strided("WRITE", &ours[1], 512))["state"], "DONE");
+    for (_, block) in &order {
+        let at = u64::from(*block) * BLOCK;
+        let mut got = vec![0; SLICE as usize];
+        ours[1].copy_out(at as usize + 512, &mut got)?;
+        assert!(got == bytes(11, at + 2048, SLICE), "the slice of block {block} was written");
+    }
     Ok(())
 }
 

@@ -309,7 +309,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         (good(), Some(memory_file(len / 2, sealed())), Kind::Denied),
         (good(), Some(rustix::pipe::pipe().unwrap().0), Kind::Denied),
         (good(), None, Kind::Exhausted),
-        (Reached { len, at: device }, None, Kind::NoRoute), // unsupported: there is no other backend
+        (Reached { len, at: device }, None, Kind::Unsupported),
         (Reached { len: len * 2, at: At::File }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
     ];
     for (reached, file, expected) in cases {

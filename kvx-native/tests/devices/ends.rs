@@ -87,10 +87,8 @@ impl Ends {
     /// New content.
     pub(crate) fn fill(&self, region: &Region, seed: u8) {
         let blocks = region.memory().len() as u64 / BLOCK;
-        for block in 0..blocks as u32 {
-            let bytes = [Self::byte(seed, block); BLOCK as usize];
-            region.copy_in(block as usize * BLOCK as usize, &bytes).unwrap();
-        }
+        let bytes = (0..blocks as u32).flat_map(|block| [Self::byte(seed, block); BLOCK as usize]);
+        region.copy_in(0, &bytes.collect::<Vec<_>>()).unwrap();
     }
 
     /// Panics unless the block holds what block `number` of content `seed` is.

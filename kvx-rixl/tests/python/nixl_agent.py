@@ -60,6 +60,19 @@ class Agent:
             self.agent.release_xfer_handle(handle)
         return {"state": state}
 
+    def strided(self, op, peer, local, remote, length, blocks, patience=10.0):
+        """Blocks of two lists (address, stride, count), which NIXL keeps as they are."""
+        def prepared(name, side):
+            address, stride, count = side
+            return self.agent.prep_xfer_dlist(name, np.array([[address, length, 0, stride, count]], dtype=np.uint64), "DRAM")
+        sides = prepared("NIXL_INIT_AGENT", local), prepared(peer, remote)
+        ours, theirs = (np.array(side, dtype=np.int32) for side in zip(*blocks))
+        handle = self.agent.make_prepped_xfer(op, sides[0], ours, sides[1], theirs, b"")
+        state, until = self.agent.transfer(handle), time.monotonic() + patience
+        while state == "PROC" and time.monotonic() < until:
+            state = self.agent.check_xfer_state(handle)
+        return {"state": state}
+
     def again(self, op, peer, local, remote, length, seconds):
         """Transfer after transfer until one fails."""
         until, times = time.monotonic() + seconds, 0

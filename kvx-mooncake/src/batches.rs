@@ -1,0 +1,147 @@
+//! Batches under way: how far each is, piece by piece where the engine does not say it of the whole.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::{EndpointId, Happened, JobId};
+use kvx_core::{Error, Kind};
+
+use crate::error;
+use crate::ffi::{Batch, Engine, State};
+
+/// How often the pieces of a batch are looked at one by one though the batch says that it is moving: an engine does not
+/// count some ends.
+const DOUBTS: Duration = Duration::from_secs(1);
+
+/// Pieces that the engine moves.
+pub(crate) struct Moving {
+    pub(crate) batch: Batch,
+    pub(crate) job: JobId,
+    pub(crate) endpoint: EndpointId,
+    pub(crate) to: Arc<str>,
+    /// The length of each piece.
+    pub(crate) lens: Box<[u64]>,
+    /// All of them.
+    pub(crate) bytes: u64,
+    /// Why some of them failed.
+    pub(crate) failed: Option<Failure>,
+    /// Pieces that have ended, in order.
+    ended: usize,
+    /// When its pieces are looked at one by one.
+    doubted: Instant,
+}
+
+impl Moving {
+    pub(crate) fn new(
+        batch: Batch,
+        job: JobId,
+        endpoint: EndpointId,
+        to: Arc<str>,
+        lens: Box<[u64]>,
+    ) -> Self {
+        let (bytes, doubted) = (lens.iter().sum(), Instant::now() + DOUBTS);
+        Moving { batch, job, endpoint, to, lens, bytes, failed: None, ended: 0, doubted }
+    }
+
+    /// Looks how far it is. Says whether all of it has ended.
+    fn look(&mut self, engine: &Engine, now: Instant) -> bool {
+        if self.ended == 0 && self.failed.is_none() {
+            match engine.whole(&self.batch) {
+                Some(State::Completed(bytes)) if bytes == self.bytes => {
+                    self.ended = self.lens.len();
+                    return true;
+                }
+                Some(State::Moving) if now < self.doubted => return false,
+                _ => self.doubted = now + DOUBTS,
+            }
+        }
+        while let Some(len) = self.lens.get(self.ended) {
+            let (why, code) = match engine.task(&self.batch, self.ended) {
+                Ok(State::Moving) | Err(_) => return false,
+                Ok(State::Completed(bytes)) if bytes == *len => {
+                    self.ended += 1;
+                    continue;
+                }
+                Ok(State::Completed(bytes)) => (format!("completed with {bytes} of {len} bytes"), 4),
+                Ok(State::Failed(state)) => {
+                    let (code, text) = error::of_state(state);
+                    (text.to_owned(), code)
+                }
+            };
+            let failure = self.failed.get_or_insert(Failure { count: 0, why, code });
+            failure.count += 1;
+            self.ended += 1;
+        }
+        true
+    }
+}
+
+/// All that are under way.
+#[derive(Default)]
+pub(crate) struct Batches(VecDeque<Moving>);
+
+impl Batches {
+    pub(crate) fn push(&mut self, moving: Moving) {
+        self.0.push_back(moving);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Looks at one of them, in turn. Gives it if it has ended.
+    pub(crate) fn look_at_next(&mut self, engine: &Engine, now: Instant) -> Option<Moving> {
+        let mut moving = self.0.pop_front()?;
+        if moving.look(engine, now) {
+            return Some(moving);
+        }
+        self.0.push_back(moving);
+        None
+    }
+}
+
+/// Why pieces failed.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    count: usize,
+    why: String,
+    code: i64,
+}
+
+impl Failure {
+    /// As an error; `log`: what the engine last said.
+    pub(crate) fn error(&self, log: &Option<String>) -> Error {
+        let Failure { count, why, code } = self;
+        let said = log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
+        let why = format!("{why}{said}");
+        Error::new(
+            Kind::Native,
+            format!(
+                "Mooncake failed to move {count} pieces though the peer lives: its memory may be unregistered, or it was \
+                 silent for 30 s"
+            ),
+        )
+        .native(*code, why)
+    }
+}
+
+/// A batch that has failed, until it is known whether the peer lives.
+pub(crate) struct Suspect {
+    pub(crate) job: JobId,
+    pub(crate) endpoint: EndpointId,
+    pub(crate) to: Arc<str>,
+    pub(crate) pieces: u32,
+    pub(crate) failure: Failure,
+}
+
+impl Suspect {
+    /// Its end.
+    pub(crate) fn moved(&self, why: Error) -> Happened {
+        Happened::Moved { job: self.job, pieces: self.pieces, result: Err(why) }
+    }
+}

@@ -409,12 +409,17 @@ impl Bound {
     /// # Panics
     /// When called with two types on one link.
     pub fn native<T: Any + Send + Sync>(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let _one_at_a_time = self.making.lock();
         let kept = match self.native.get() {
             Some(kept) => Arc::clone(kept),
             None => {
-                let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
-                Arc::clone(self.native.get_or_init(|| made))
+                let _one_at_a_time = self.making.lock();
+                match self.native.get() {
+                    Some(kept) => Arc::clone(kept),
+                    None => {
+                        let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
+                        Arc::clone(self.native.get_or_init(|| made))
+                    }
+                }
             }
         };
         Ok(kept.downcast().unwrap_or_else(|_| panic!("a link prepares one type for its plans")))

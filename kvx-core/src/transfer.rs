@@ -156,9 +156,12 @@ impl TransferState {
     pub(crate) fn posted(self: &Arc<Self>) {
         let open = {
             let mut state = self.state.lock();
-            state.post_time = self.posted.elapsed();
             // Settled but not resolved: its notification is under way, and the deadline holds for that too.
-            matches!(state.outcome, Outcome::Pending)
+            let open = matches!(state.outcome, Outcome::Pending);
+            if open {
+                state.post_time = self.posted.elapsed();
+            }
+            open
         };
         let Some(at) = self.deadline.instant().filter(|_| open) else { return };
         let watch = self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>);
@@ -247,13 +250,14 @@ impl TransferState {
 
     fn report(&self, state: &State) -> Report {
         let Size { bytes, blocks, segments, .. } = self.plan.size();
+        let transfer_time = self.posted.elapsed();
         Report {
             bytes,
             blocks: blocks + u64::from(broken("report")),
             segments: segments + u64::from(broken("report")),
             // A transfer that ends within its post has cost its caller all of its time.
-            post_time: if state.post_time.is_zero() { self.posted.elapsed() } else { state.post_time },
-            transfer_time: self.posted.elapsed(),
+            post_time: if state.post_time.is_zero() { transfer_time } else { state.post_time },
+            transfer_time,
             backend: state.on.as_ref().map_or("none", |(_, backend)| *backend),
         }
     }

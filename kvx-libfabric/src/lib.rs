@@ -6,6 +6,7 @@ mod config;
 mod error;
 mod ffi;
 mod host;
+mod knock;
 mod link;
 mod memory;
 mod neighbours;

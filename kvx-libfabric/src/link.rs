@@ -11,6 +11,7 @@ use crate::address::Address;
 use crate::bell;
 use crate::error::{self, NAME};
 use crate::ffi;
+use crate::knock::Knock;
 use crate::neighbours::Neighbour;
 use crate::rail::Rail;
 
@@ -23,6 +24,10 @@ pub(crate) struct Peer {
     links: Vec<EndpointId>,
     /// It has taken a message.
     pub(crate) answers: bool,
+    /// It takes none at the moment.
+    pub(crate) knock: Option<Knock>,
+    /// Pieces since it was woken.
+    pub(crate) notes: usize,
     /// Dropped when no table has it any more.
     _neighbour: Option<Neighbour>,
     /// Messages to it that the provider has.
@@ -68,6 +73,8 @@ impl Peers {
                     bell,
                     links: Vec::new(),
                     answers: false,
+                    knock: None,
+                    notes: 0,
                     _neighbour: neighbour,
                     unsent: 0,
                 });

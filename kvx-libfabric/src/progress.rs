@@ -15,6 +15,7 @@ use crate::bell::Bell;
 use crate::error::{self, gone};
 use crate::ffi::{self, Failed, Waits};
 use crate::host;
+use crate::knock::Knock;
 use crate::link::Peers;
 use crate::memory::{Local, Registrations, Remote};
 use crate::neighbours::Neighbour;
@@ -194,7 +195,9 @@ impl Driver {
 
     /// Wakes a peer that has nothing else to sleep on.
     fn ring(&mut self, at: usize) -> Result<()> {
-        match (&self.bell, self.peers.peer(at).and_then(|peer| peer.bell.as_ref())) {
+        let Some(peer) = self.peers.peer(at) else { return Ok(()) };
+        peer.notes = 0;
+        match (&self.bell, &peer.bell) {
             (Some(bell), Some(there)) => bell.ring(there),
             _ => Ok(()),
         }
@@ -297,11 +300,17 @@ unsafe impl Fabric for Driver {
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {
             error::native("libfabric does not send a message to the peer", errno).kind_is(Kind::PeerLost)
         })?;
-        if posted == Posted::Yes
-            && let Some(peer) = self.peers.peer(at)
-        {
-            peer.unsent += 1;
-            peer.answers = true;
+        if let Some(peer) = self.peers.peer(at) {
+            if posted == Posted::Yes {
+                peer.unsent += 1;
+                peer.answers = true;
+                peer.knock = None;
+            } else {
+                if peer.knock.is_none() {
+                    peer.knock = Knock::new(&peer.address.rails[0]);
+                }
+                peer.knock.as_mut().map_or(Ok(()), Knock::check)?;
+            }
         }
         // Where there was no room, the peer has to make some, or to take our name.
         if posted == Posted::Yes || self.try_again(endpoint) {
@@ -369,8 +378,11 @@ unsafe impl Fabric for Driver {
             }
         }
         job.posted(pieces);
-        let after = job.state().0;
-        if full || after / NOTES != (after - pieces as usize) / NOTES {
+        let notes = self.peers.peer(at).map_or(0, |peer| {
+            peer.notes += pieces as usize;
+            peer.notes
+        });
+        if full || notes >= NOTES {
             self.ring(at)?;
         }
         result.map(|()| bytes)

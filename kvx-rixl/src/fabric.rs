@@ -390,7 +390,7 @@ unsafe impl Fabric for Nixl {
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
         if self.wakes.take() {
-            self.pace.note_wake();
+            self.pace.note();
             return Ok(Armed::Again);
         }
         if !self.news.is_empty() {

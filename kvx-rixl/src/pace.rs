@@ -8,8 +8,6 @@ const IN_FLIGHT: Duration = Duration::from_micros(50);
 const SHORTEST: Duration = Duration::from_micros(50);
 /// A sleep is this part of the time in which nothing has come.
 const PART: u32 = 4;
-/// The plugin has woken the reactor in vain: NIXL's own thread may have been first, and be about to tell.
-const LOOKS_AGAIN: Duration = Duration::from_millis(1);
 /// How long something that has come makes it likely that more comes at once.
 const BUSY: Duration = Duration::from_millis(2);
 
@@ -20,8 +18,9 @@ struct Longest {
     alone: Duration,
 }
 
-/// The plugin wakes; the clock is for what it might forget.
-const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(500) };
+/// The plugin wakes; the clock is for wakes that are lost. Where NIXL's own thread takes the message first, nothing is
+/// there any more when the kernel looks whether this one is to be woken.
+const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(50) };
 /// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 70 microseconds of a
 /// core.
 const BY_THE_CLOCK: Longest =
@@ -31,34 +30,28 @@ const BY_THE_CLOCK: Longest =
 pub(crate) struct Pace {
     heard: Instant,
     longest: &'static Longest,
-    woken: bool,
 }
 
 impl Pace {
     /// `woken`: the plugin wakes.
     pub(crate) fn new(woken: bool) -> Self {
         let longest = if woken { &WOKEN } else { &BY_THE_CLOCK };
-        Pace { heard: Instant::now(), longest, woken: false }
+        Pace { heard: Instant::now(), longest }
     }
 
-    /// Something has come.
+    /// Something has come, or the plugin has woken the reactor: NIXL's own thread is often first then, and the message can
+    /// be had only a moment later.
     pub(crate) fn note(&mut self) {
         self.heard = Instant::now();
     }
 
-    /// The plugin has woken the reactor.
-    pub(crate) fn note_wake(&mut self) {
-        self.woken = true;
-    }
-
     /// How long to sleep.
-    pub(crate) fn sleep(&mut self, in_flight: bool, waiting: bool) -> Duration {
+    pub(crate) fn sleep(&self, in_flight: bool, waiting: bool) -> Duration {
         let longest = match () {
             () if in_flight => IN_FLIGHT,
             () if waiting => self.longest.waiting,
             () => self.longest.alone,
         };
-        let longest = if std::mem::take(&mut self.woken) { longest.min(LOOKS_AGAIN) } else { longest };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
@@ -86,13 +79,5 @@ mod tests {
         assert_eq!(quiet_for(long, false).sleep(false, false), BY_THE_CLOCK.alone);
         assert_eq!(quiet_for(long, true).sleep(false, true), WOKEN.waiting);
         assert_eq!(quiet_for(long, true).sleep(true, true), IN_FLIGHT);
-    }
-
-    #[test]
-    fn a_wake_in_vain_is_looked_after_once() {
-        let mut pace = quiet_for(Duration::from_secs(60), true);
-        pace.note_wake();
-        assert_eq!(pace.sleep(false, false), LOOKS_AGAIN);
-        assert_eq!(pace.sleep(false, false), WOKEN.alone);
     }
 }

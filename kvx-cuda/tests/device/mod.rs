@@ -1,5 +1,7 @@
 //! What kvx promises of the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
 
+#[path = "../native/again.rs"]
+mod again;
 mod copies;
 mod errors;
 mod kernels;
@@ -7,10 +9,7 @@ mod memory;
 mod roles;
 pub(crate) mod sharing;
 
-use std::os::unix::fs::symlink;
-use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -66,30 +65,12 @@ pub(crate) fn run(maker: &'static Maker, more: &[(&'static str, Test)]) -> ExitC
     if let Ok(role) = std::env::var(ROLE) {
         return roles::play(maker, &role);
     }
-    if std::env::var_os(maker.variables[0]).is_none() {
-        return with_the_stand_in(maker);
-    }
+    again::with_the_stand_in(maker.variables);
     let tests = [copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS, sharing::TESTS, more].concat();
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1); // what one test makes slow or broken, another would meet
     let trials = tests.into_iter().map(|(name, test)| Trial::test(name, move || alone(maker, test)));
     libtest_mimic::run(&arguments, trials.collect()).exit_code()
-}
-
-/// Starts this program again with the stand-in in the place of the library, under every name that it is asked for by.
-fn with_the_stand_in(maker: &Maker) -> ExitCode {
-    let library = kvx_stand_in::library();
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("names-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).expect("the folder for tests is writable");
-    for name in ["libcuda.so", "libcuda.so.1"] {
-        symlink(&library, folder.join(name)).expect("a new folder takes new names");
-    }
-    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    let mut command = Command::new(std::env::current_exe().expect("a program has a path"));
-    command.args(std::env::args_os().skip(1));
-    command.env("LD_LIBRARY_PATH", format!("{}:{path}", folder.display()));
-    command.envs(maker.variables.iter().map(|variable| (variable, &library)));
-    panic!("this program cannot be started again: {}", command.exec());
 }
 
 fn alone(maker: &'static Maker, test: Test) -> Result<(), Failed> {

@@ -26,14 +26,17 @@ use crate::rail::{Ended, MAX_MESSAGE, Piece, Posted, Rail};
 const UNSENT: usize = 16;
 /// How often in a turn a rail is read while it has something to tell.
 const READS: usize = 8;
-/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024.
-const NOTES: usize = 256;
+/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024: within a
+/// transfer, and at its end. What is left is few enough for a stopped peer to be reached with the rest.
+const NOTES: (usize, usize) = (256, 32);
 /// The longest sleep while something is awaited, although descriptors wake.
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long to look for more before sleeping.
+/// How long to look for more before sleeping. Over shared memory each look takes a lock that peers spin on, for ever if this
+/// process is killed or stopped then; so they ring instead.
 const PATIENCE: Duration = Duration::from_micros(50);
+const PATIENCE_WITH_BELL: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long the end waits for messages that are being sent.
@@ -341,10 +344,12 @@ unsafe impl Fabric for Driver {
         // Jobs begin at different rails.
         let first = id.number();
         let (mut bytes, mut pieces, mut full, mut result) = (0, 0, false, Ok(()));
-        while bytes < SLICE
-            && pieces < self.turn
-            && let Some(piece) = job.next_piece()
-        {
+        let mut ended = false;
+        while bytes < SLICE && pieces < self.turn {
+            let Some(piece) = job.next_piece() else {
+                ended = true;
+                break;
+            };
             let turn = first.wrapping_add(job.state().0);
             let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
             let way = match self.way(at, turn, ours, theirs, piece.remote_offset) {
@@ -382,7 +387,7 @@ unsafe impl Fabric for Driver {
             peer.notes += pieces as usize;
             peer.notes
         });
-        if full || notes >= NOTES {
+        if full || notes >= NOTES.0 || ended && notes >= NOTES.1 {
             self.ring(at)?;
         }
         result.map(|()| bytes)
@@ -443,7 +448,7 @@ unsafe impl Fabric for Driver {
     }
 
     fn patience(&self) -> Duration {
-        PATIENCE
+        if self.bell.is_some() { PATIENCE_WITH_BELL } else { PATIENCE }
     }
 
     fn fds(&self) -> &[RawFd] {

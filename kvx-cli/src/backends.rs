@@ -49,6 +49,8 @@ struct Row {
     available: bool,
     version: Option<String>,
     library: Option<String>,
+    /// What it can use here, each with what that can do.
+    devices: Vec<String>,
     reason: Option<String>,
     next_step: Option<String>,
     capabilities: Option<Map<String, Value>>,
@@ -62,6 +64,7 @@ impl Row {
             available: false,
             version: None,
             library: None,
+            devices: Vec::new(),
             reason: None,
             next_step: None,
             capabilities: None,
@@ -71,6 +74,7 @@ impl Row {
                 row.available = true;
                 row.version = Some(found.version);
                 row.library = found.library.map(|path| path.display().to_string());
+                row.devices = found.devices;
                 row.next_step = found.caution;
                 let capabilities = found.capabilities.rows();
                 row.capabilities = Some(
@@ -114,6 +118,7 @@ impl Row {
             "available": self.available,
             "version": self.version,
             "library": self.library,
+            "devices": self.devices,
             "reason": self.reason,
             "next_step": self.next_step,
             "capabilities": self.capabilities,
@@ -137,12 +142,17 @@ impl Row {
 const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
 
 fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
+    let heading = (HEADINGS.map(str::to_owned), &[][..]);
     let lines: Vec<_> =
-        std::iter::once(HEADINGS.map(str::to_owned)).chain(rows.iter().map(Row::cells)).collect();
-    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+        std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), &row.devices[..]))).collect();
+    let width =
+        |column: usize| lines.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or(0);
     let widths = [width(0), width(1), width(2)];
-    for [name, available, version, why] in &lines {
+    for ([name, available, version, why], devices) in &lines {
         writeln!(out, "{name:<0$}  {available:<1$}  {version:<2$}  {why}", widths[0], widths[1], widths[2])?;
+        for device in *devices {
+            writeln!(out, "  - {device}")?;
+        }
     }
     Ok(())
 }
@@ -210,7 +220,7 @@ mod tests {
             Ok(Availability {
                 version: "7.1".into(),
                 library: Some("/lib/libwire.so.7".into()),
-                devices: Vec::new(),
+                devices: vec!["wire0: reads and writes".into()],
                 rdma: false,
                 capabilities: Capabilities {
                     isolation: PerOp::same(Isolation::Nic),
@@ -253,7 +263,7 @@ mod tests {
              libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0): apt install libucx0\n\
              LIBFABRIC  no         -                      not in this build: enable feature \"libfabric\"\n\
              RIXL       no         -                      not in this release\n\
-             WIRE       yes        7.1 /lib/libwire.so.7  -\n"
+             WIRE       yes        7.1 /lib/libwire.so.7  -\n  - wire0: reads and writes\n"
         );
     }
 
@@ -262,8 +272,17 @@ mod tests {
         let text = output(&Arguments { json: true, ..Arguments::default() }).unwrap();
         let rows: Vec<Map<String, Value>> = serde_json::from_str(&text).unwrap();
         assert_eq!(rows.len(), KNOWN.len());
-        let mut keys =
-            ["name", "compiled", "available", "version", "library", "reason", "next_step", "capabilities"];
+        let mut keys = [
+            "name",
+            "compiled",
+            "available",
+            "version",
+            "library",
+            "devices",
+            "reason",
+            "next_step",
+            "capabilities",
+        ];
         keys.sort_unstable();
         for row in &rows {
             let mut found: Vec<_> = row.keys().map(String::as_str).collect();
@@ -274,7 +293,7 @@ mod tests {
             Value::Object(rows[0].clone()),
             json!({
                 "name": "UCX", "compiled": true, "available": false, "version": null, "library": null,
-                "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
+                "devices": [], "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
                 "next_step": "apt install libucx0", "capabilities": null,
             })
         );
@@ -290,7 +309,7 @@ mod tests {
     #[test]
     fn what_is_required_and_works_is_listed_alone() {
         let text = output(&Arguments { require: Some("wire".into()), ..Arguments::default() }).unwrap();
-        assert_eq!(text.lines().count(), 2, "{text}");
+        assert_eq!(text.lines().count(), 3, "{text}");
         assert!(text.lines().nth(1).unwrap().starts_with("WIRE"), "{text}");
     }
 

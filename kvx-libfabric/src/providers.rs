@@ -267,7 +267,7 @@ pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
         } else {
             can.push("not used: no delivery");
         }
-        if info.is_progressed_by_hand() {
+        if info.is_progressed_by_hand() && !is_shared_memory(&provider) {
             can.push("target's CPU");
         }
         if info.has_devices() {

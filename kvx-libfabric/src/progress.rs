@@ -27,8 +27,8 @@ const UNSENT: usize = 16;
 /// How often in a turn a rail is read while it has something to tell.
 const READS: usize = 8;
 /// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024: within a
-/// transfer, and at its end. What is left is few enough for a stopped peer to be reached with the rest.
-const NOTES: (usize, usize) = (256, 32);
+/// transfer, and at its end. Nothing is left, so that a peer that is stopped then can be reached with the whole queue.
+const NOTES: (usize, usize) = (256, 1);
 /// The longest sleep while something is awaited, although descriptors wake.
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.

@@ -44,9 +44,8 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
             Op::Write => blocks.fill_near()?,
         };
         pair.far.process()?.stop()?;
-        // Few enough for what a stopped peer's queue takes in shared memory: some thousand pieces.
         let transfers =
-            (0..4).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
+            (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
         let posted = Instant::now();
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
         for transfer in transfers {

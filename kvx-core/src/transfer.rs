@@ -473,6 +473,9 @@ impl Transfer {
                 breathe(looks);
             }
         }
+        if let Some(link) = &link {
+            link.hand_over();
+        }
         let mut state = self.0.state.lock();
         loop {
             if let Some(result) = self.0.take(&mut state) {

@@ -206,6 +206,9 @@ pub unsafe trait Link: Send + Sync {
         false
     }
 
+    /// The calling thread, which drove, goes to sleep: whatever comes now is the transport's own thread's to see to.
+    fn hand_over(&self) {}
+
     /// Ends the link. What is in flight settles with `Closed`, each when it is proven that nobody touches its memory.
     fn close(&self);
 }

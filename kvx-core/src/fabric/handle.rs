@@ -348,6 +348,11 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         lanes[lanes::own(lanes.len())].drive()
     }
 
+    fn hand_over(&self) {
+        let lanes = self.lanes();
+        lanes[lanes::own(lanes.len())].hand_over();
+    }
+
     fn close(&self) {
         self.submit(|link| Command::Close { link });
     }

@@ -195,6 +195,14 @@ impl<P: Progress> Reactor<P> {
         done
     }
 
+    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at once.
+    pub fn hand_over(&self) {
+        self.shared.driven_at.store(0, Ordering::SeqCst);
+        if self.shared.napping.load(Ordering::SeqCst) {
+            self.shared.wake();
+        }
+    }
+
     fn turn_here(&self) -> bool {
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
         let Some(running) = machine.as_mut() else { return false };
@@ -271,7 +279,7 @@ impl<P: Progress> Shared<P> {
         if self.driving.load(Ordering::Relaxed) > 0 {
             return true;
         }
-        let driven = Duration::from_nanos(self.driven_at.load(Ordering::Relaxed));
+        let driven = Duration::from_nanos(self.driven_at.load(Ordering::SeqCst));
         !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < DRIVEN
     }
 
@@ -409,7 +417,7 @@ impl<P: Progress> Shared<P> {
         let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: NAP.subsec_nanos().into() };
         self.napping.store(true, Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
-        if !self.stopping.load(Ordering::SeqCst) {
+        if !self.stopping.load(Ordering::SeqCst) && self.is_driven() {
             self.poll(&mut [PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)], Some(&time));
         }
         self.napping.store(false, Ordering::SeqCst);

@@ -194,6 +194,10 @@ unsafe impl Link for ShmLink {
         self.opened.reactor.drive()
     }
 
+    fn hand_over(&self) {
+        self.opened.reactor.hand_over();
+    }
+
     fn close(&self) {
         self.opened.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
     }

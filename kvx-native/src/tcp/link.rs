@@ -85,6 +85,10 @@ unsafe impl Link for TcpLink {
         self.handle.drive()
     }
 
+    fn hand_over(&self) {
+        self.handle.hand_over();
+    }
+
     fn close(&self) {
         self.handle.submit(Command::Close { link: self.id });
     }

@@ -117,6 +117,10 @@ impl Handle {
     pub(super) fn drive(&self) -> bool {
         self.reactor.drive()
     }
+
+    pub(super) fn hand_over(&self) {
+        self.reactor.hand_over();
+    }
 }
 
 struct TcpTransport {

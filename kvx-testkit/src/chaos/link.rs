@@ -222,6 +222,10 @@ unsafe impl Link for ChaosLink {
         self.inner.get().drive()
     }
 
+    fn hand_over(&self) {
+        self.inner.get().hand_over();
+    }
+
     fn close(&self) {
         self.inner.get().close();
     }

@@ -1,4 +1,5 @@
-//! kvx-cuda over the stand-in: a library with the driver's functions, made of host memory.
+//! kvx-cuda over the stand-in, a library with the driver's functions that is made of host memory; or over the driver that
+//! `KVX_CUDA_LIB` names.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -39,9 +40,9 @@ fn main() -> ExitCode {
         &MAKER,
         &[
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),
-            ("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused),
             ("virtual_memory_is_shared_by_descriptor", virtual_memory),
         ],
+        &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
     )
 }
 

@@ -32,5 +32,5 @@ static MAKER: Maker = Maker {
 };
 
 fn main() -> ExitCode {
-    device::run(&MAKER, &[])
+    device::run(&MAKER, &[], &[])
 }

@@ -5,8 +5,12 @@ use kvx_core::{Completion, Memory};
 
 use super::{Bench, Test, all_of, filled, pattern, settled, until, watched};
 
-pub(crate) const TESTS: &[(&str, Test)] = &[
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("bytes_go_in_and_come_out", bytes_go_in_and_come_out),
+    ("nothing_to_copy_settles_at_once", nothing_to_copy_settles_at_once),
+];
+
+pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_grid_is_one_call", a_grid_is_one_call),
     ("pieces_that_continue_each_other_are_one_call", pieces_that_continue_each_other_are_one_call),
     ("scattered_blocks_are_few_calls", scattered_blocks_are_few_calls),
@@ -15,7 +19,6 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("more_hops_than_a_table_has", more_hops_than_a_table_has),
     ("a_ticket_settles_after_its_copy_and_not_before", a_ticket_settles_after_its_copy_and_not_before),
     ("a_late_event_is_waited_for", a_late_event_is_waited_for),
-    ("nothing_to_copy_settles_at_once", nothing_to_copy_settles_at_once),
 ];
 
 fn bytes_go_in_and_come_out(bench: &Bench<'_>) {

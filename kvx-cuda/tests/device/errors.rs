@@ -6,6 +6,11 @@ use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
 
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
+    ("an_address_that_nobody_has_ends_what_is_in_flight_and_what_comes", illegal),
+    ("no_room_is_said", no_room_is_said),
+];
+
 pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_refused_copy_says_what_the_driver_said", a_refused_copy_says_what_the_driver_said),
     ("a_list_that_is_refused_in_the_middle_settles_with_the_error", refused_in_the_middle),
@@ -13,7 +18,7 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_driver_that_does_not_answer_for_a_while_is_asked_again", asked_again),
     ("a_broken_device_ends_what_is_in_flight_and_what_comes", broken),
     ("a_driver_that_never_answers_costs_memory_and_nothing_else", never_answers),
-    ("no_room_is_said", no_room_is_said),
+    ("an_allocation_that_is_refused_is_said", a_refused_allocation),
     ("without_kernels_scattered_blocks_are_copied_one_by_one", without_kernels),
     ("no_library_no_device_and_an_old_library_are_unavailable", unavailable),
 ];
@@ -66,6 +71,12 @@ fn asked_again(bench: &Bench<'_>) {
     assert!(all_of(&pool) == [8; 4096]);
 }
 
+/// A process of its own: the device has then ended all work of it.
+fn illegal(_: &Bench<'_>) {
+    let child = Child::start_self(ROLE, "illegal").expect("a process starts");
+    assert_eq!(child.hear(LONG).expect("it says how it went"), "all tickets settled");
+}
+
 /// A process of its own: what a driver has given up stays so.
 fn broken(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "broken").expect("a process starts");
@@ -83,6 +94,9 @@ fn no_room_is_said(bench: &Bench<'_>) {
     assert_eq!(error.kind(), Kind::Exhausted);
     let error = bench.device.pool(0).build().unwrap_err();
     assert_eq!(error.kind(), Kind::Invalid);
+}
+
+fn a_refused_allocation(bench: &Bench<'_>) {
     bench.control.fail(bench.maker.names.allocate, 2, 1);
     assert_eq!(bench.device.pool(64).build().unwrap_err().kind(), Kind::Exhausted);
 }
@@ -147,4 +161,23 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
     assert_eq!(error.native_detail().map(|native| native.code), Some(700));
     assert!(error.to_string().contains("start the process again"), "{error}");
     std::mem::forget((pool, host));
+}
+
+/// For [`super::roles`]: a kernel reads where there is no memory, which ends all work on the device.
+pub(crate) fn reach_where_nothing_is(bench: &Bench<'_>) {
+    let pool = bench.device.pool(1 << 20).build().unwrap();
+    let nowhere = 1 << 44;
+    // Apart on both sides and of different lengths: no grid, so a launch.
+    let hop = |at: u64| Hop {
+        from: nowhere + at * 10_000,
+        to: pool.address() + at * 20_000,
+        len: 1000 + at as usize * 16,
+    };
+    let hops: Vec<_> = (0..8).map(hop).collect();
+    // SAFETY: no memory of this program's own is read, and the pool is never freed: the process ends first.
+    let error = settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap_err();
+    assert!(error.to_string().contains("start the process again"), "{error}");
+    let error = pool.copy_in(0, &[1]).unwrap_err();
+    assert!(error.to_string().contains("start the process again"), "{error}");
+    std::mem::forget(pool);
 }

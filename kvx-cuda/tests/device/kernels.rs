@@ -8,12 +8,14 @@ use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
 
 use super::{Bench, Test, all_of, filled, pattern, settled};
 
-pub(crate) const TESTS: &[(&str, Test)] = &[
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("gather_and_scatter_are_each_others_reverse", gather_and_scatter),
     ("more_indices_than_a_table_has", more_indices),
     ("blocks_change_their_layout", permute),
     ("sides_of_different_counts_are_refused", different_counts),
 ];
+
+pub(crate) const TESTS: &[(&str, Test)] = &[("a_gather_and_a_scatter_are_one_launch_each", one_launch_each)];
 
 /// Collects blocks of two grids, spreads them over another pool, and compares with the reference.
 pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, length: u64) {
@@ -45,10 +47,14 @@ pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, le
 }
 
 fn gather_and_scatter(bench: &Bench<'_>) {
-    let before = bench.control.calls(bench.maker.names.launch);
     let indices: Vec<u32> = (0..100).map(|at| at * 37 % 101).collect();
     gather_scatter(bench, &indices, 4096, 4000);
     gather_scatter(bench, &[3, 1, 2], 17, 13);
+}
+
+fn one_launch_each(bench: &Bench<'_>) {
+    let before = bench.control.calls(bench.maker.names.launch);
+    gather_and_scatter(bench);
     assert_eq!(bench.control.calls(bench.maker.names.launch), before + 4);
 }
 

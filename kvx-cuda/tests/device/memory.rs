@@ -9,11 +9,14 @@ use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern};
 
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
+    ("pinned_memory_is_host_memory", pinned_memory_is_host_memory),
+    ("a_pointer_of_the_program_is_adopted", a_pointer_is_adopted),
+];
+
 pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_device_is_the_same_each_time_and_has_a_name", the_same_each_time),
     ("memory_is_given_back", memory_is_given_back),
-    ("pinned_memory_is_host_memory", pinned_memory_is_host_memory),
-    ("a_pointer_of_the_program_is_adopted", a_pointer_is_adopted),
     ("pointers_that_are_not_this_devices_are_refused", other_pointers_are_refused),
     ("a_descriptor_says_where_the_range_begins", a_descriptor),
     ("every_release_of_the_library_tells_memory_apart", every_release),

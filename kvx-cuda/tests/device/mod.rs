@@ -1,4 +1,5 @@
-//! What kvx promises of the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
+//! What kvx promises of the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`. Where
+//! a variable names another library, that one is tested, as far as it needs no command of the stand-in's.
 
 #[path = "../native/again.rs"]
 mod again;
@@ -9,6 +10,7 @@ mod memory;
 mod roles;
 pub(crate) mod sharing;
 
+use std::ops::Deref;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -49,8 +51,33 @@ pub(crate) struct Names {
 /// What a test gets.
 pub(crate) struct Bench<'a> {
     pub(crate) maker: &'static Maker,
-    pub(crate) control: &'a Control,
+    pub(crate) control: Commands<'a>,
     pub(crate) device: Arc<Device>,
+}
+
+/// The stand-in's commands; there are none over another library.
+#[derive(Clone, Copy)]
+pub(crate) struct Commands<'a>(Option<&'a Control>);
+
+impl Deref for Commands<'_> {
+    type Target = Control;
+
+    fn deref(&self) -> &Control {
+        self.0.expect("a test in ANYWHERE needs no stand-in")
+    }
+}
+
+/// Does something with the first device, and with the stand-in's commands if it is the stand-in's.
+pub(crate) fn with_a_device<T>(maker: &'static Maker, act: impl FnOnce(&Bench<'_>) -> T) -> T {
+    let control = over_the_stand_in(maker).then(Control::open);
+    let device = Arc::clone(&(maker.devices)().expect("the library has devices")[0]);
+    act(&Bench { maker, control: Commands(control.as_ref()), device })
+}
+
+/// Whether the library to be tested is the stand-in.
+fn over_the_stand_in(maker: &Maker) -> bool {
+    let named = std::env::var_os(maker.variables[0]).unwrap_or_default();
+    std::path::Path::new(&named).file_name() == kvx_stand_in::library().file_name()
 }
 
 /// Longer than anything takes.
@@ -60,13 +87,30 @@ const ROLE: &str = "KVX_DEVICE_ROLE";
 
 type Test = fn(&Bench<'_>);
 
-/// Runs the tests of a maker and of `more`; or plays a role in one of them.
-pub(crate) fn run(maker: &'static Maker, more: &[(&'static str, Test)]) -> ExitCode {
+/// Runs the tests of a maker, and those that it has `more`: with the stand-in only, and with any library. Or plays a role in
+/// one of them.
+pub(crate) fn run(
+    maker: &'static Maker,
+    more: &[(&'static str, Test)],
+    more_anywhere: &[(&'static str, Test)],
+) -> ExitCode {
     if let Ok(role) = std::env::var(ROLE) {
         return roles::play(maker, &role);
     }
     again::with_the_stand_in(maker.variables);
-    let tests = [copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS, sharing::TESTS, more].concat();
+    let mut tests = [
+        copies::ANYWHERE,
+        errors::ANYWHERE,
+        kernels::ANYWHERE,
+        memory::ANYWHERE,
+        sharing::ANYWHERE,
+        more_anywhere,
+    ]
+    .concat();
+    if over_the_stand_in(maker) {
+        let its = [copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS, sharing::TESTS, more];
+        tests.extend(its.concat());
+    }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1); // what one test makes slow or broken, another would meet
     let trials = tests.into_iter().map(|(name, test)| Trial::test(name, move || alone(maker, test)));
@@ -74,11 +118,10 @@ pub(crate) fn run(maker: &'static Maker, more: &[(&'static str, Test)]) -> ExitC
 }
 
 fn alone(maker: &'static Maker, test: Test) -> Result<(), Failed> {
-    let control = Control::open();
-    let devices = (maker.devices)()?;
-    let device = Arc::clone(&devices[0]);
-    test(&Bench { maker, control: &control, device });
-    let faults = control.faults();
+    let faults = with_a_device(maker, |bench| {
+        test(bench);
+        bench.control.0.map_or(0, Control::faults)
+    });
     if faults == 0 { Ok(()) } else { Err(format!("memory was misused {faults} times").into()) }
 }
 

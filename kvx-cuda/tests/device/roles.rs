@@ -2,16 +2,13 @@
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
-use std::sync::Arc;
 
+use super::sharing::{SHARED, hex, owned, read, sum, unhex};
+use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, with_a_device};
 use kvx_core::gpu::kernels::Swap;
 use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
 use kvx_core::{DeviceId, Kind};
-use kvx_stand_in::Control;
-
-use super::sharing::{SHARED, hex, owned, read, sum, unhex};
-use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled};
 
 /// Plays a role; ends when its parent does, or says so.
 pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
@@ -26,6 +23,10 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
         }
         ["broken"] => {
             with_a_device(maker, errors::break_the_device);
+            say("all tickets settled");
+        }
+        ["illegal"] => {
+            with_a_device(maker, errors::reach_where_nothing_is);
             say("all tickets settled");
         }
         ["silent"] => {
@@ -54,12 +55,6 @@ fn hear() -> String {
 fn set(variable: &str, value: &str) {
     // SAFETY: the process has one thread.
     unsafe { std::env::set_var(variable, value) };
-}
-
-fn with_a_device(maker: &'static Maker, act: impl FnOnce(&Bench<'_>)) {
-    let control = Control::open();
-    let device = Arc::clone(&(maker.devices)().expect("the stand-in has devices")[0]);
-    act(&Bench { maker, control: &control, device });
 }
 
 /// Shares a part of a pool: ordinal, device, offset, handle.

@@ -8,13 +8,16 @@ use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
 
-pub(crate) const TESTS: &[(&str, Test)] = &[
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("memory_of_another_process_is_read", read_from_another_process),
-    ("both_processes_see_device_0_and_mean_another", both_see_device_0),
-    ("an_allocation_is_opened_once_and_closed_with_its_last_use", opened_once),
     ("an_owners_death_ends_its_imports", an_owners_death),
     ("memory_that_this_process_shared_is_opened_in_place", opened_in_place),
     ("handles_that_peers_made_up_are_refused", made_up),
+];
+
+pub(crate) const TESTS: &[(&str, Test)] = &[
+    ("both_processes_see_device_0_and_mean_another", both_see_device_0),
+    ("an_allocation_is_opened_once_and_closed_with_its_last_use", opened_once),
     ("devices_that_do_not_reach_each_other_say_so", no_way),
 ];
 

@@ -5,6 +5,7 @@ mod bench;
 mod bytes;
 mod config;
 mod demo;
+mod devices;
 mod wheels;
 
 use std::io::Write;
@@ -28,6 +29,8 @@ struct Program {
 enum Command {
     /// List every backend, whether it works here, and what to do if it does not.
     Backends(backends::Arguments),
+    /// List the GPUs whose memory kvx can move here, or say why there are none.
+    Devices(devices::Arguments),
     /// Say what vLLM's KV transfer arguments mean to kvx.
     #[command(disable_help_flag = true)]
     Config {
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
         Command::BenchBeside(arguments) => bench::answer(&arguments, &registry, out),
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args),
+        Command::Devices(arguments) => devices::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
     };

@@ -232,13 +232,84 @@ fn the_target_does_not_outlive_a_bench_that_is_killed() {
 }
 
 #[test]
-fn the_limit_stays_small_and_knows_nothing_of_kvx() {
-    let limit = include_str!("../src/bench/limit.rs");
-    assert!(limit.lines().count() <= 150, "{} lines", limit.lines().count());
-    assert!(!limit.contains("kvx"), "the limit names kvx");
-    let imports = limit.lines().filter_map(|line| line.trim().strip_prefix("use "));
-    assert!(imports.clone().count() > 0);
-    for import in imports {
-        assert!(import.starts_with("std::"), "{import}");
+fn the_limits_stay_small_and_know_nothing_of_kvx() {
+    for limit in [include_str!("../src/bench/limit.rs"), include_str!("../src/bench/driver.rs")] {
+        assert!(limit.lines().count() <= 150, "{} lines", limit.lines().count());
+        assert!(!limit.contains("kvx"), "the limit names kvx");
+        let imports = limit.lines().filter_map(|line| line.trim().strip_prefix("use "));
+        assert!(imports.clone().count() > 0);
+        for import in imports {
+            assert!(import.starts_with("std::"), "{import}");
+        }
+    }
+}
+
+/// `kvx` over a GPU that is made of host memory.
+fn on_the_stand_in(mut command: Command) -> Output {
+    command.env("KVX_CUDA_LIB", kvx_stand_in::library()).output().unwrap()
+}
+
+#[test]
+fn device_memory_is_measured_beside_what_the_driver_does_by_itself() {
+    let sweep =
+        ["--memory", "device,device-host,host-device", "--block", "4K", "--count", "16", "--seconds", "0.05"];
+    let output = on_the_stand_in(bench(&sweep));
+    let lines = lines(&output);
+    assert_eq!(lines.len(), 3 * 2 * 2);
+    for line in &lines {
+        assert_eq!(line["verified"], true, "{line}");
+        let others = line["others"].as_array().map_or(&[][..], Vec::as_slice);
+        let mut beside: Vec<_> = others.iter().map(|other| other["name"].as_str().unwrap()).collect();
+        beside.push(line["limit_name"].as_str().unwrap());
+        beside.sort_unstable();
+        let [backend, memory, op] = ["backend", "memory", "op"].map(|field| line[field].as_str().unwrap());
+        let to_device = (memory == "device-host") == (op == "read");
+        let expected: &[_] = match (backend, memory) {
+            ("SHM", "device") => &["a call a block", "device copy"],
+            ("TCP", "device") => &["copy to device", "copy to host", "sockets"],
+            ("SHM", _) if to_device => &["copy to device"],
+            ("SHM", _) => &["copy to host"],
+            _ if to_device => &["copy to device", "sockets"],
+            _ => &["copy to host", "sockets"],
+        };
+        assert_eq!(beside, expected, "{line}");
+    }
+}
+
+#[test]
+fn kernels_are_measured_beside_one_copy() {
+    let output =
+        on_the_stand_in(bench(&["--kernels", "--block", "64K", "--count", "16", "--seconds", "0.05"]));
+    let lines = lines(&output);
+    let kernels: Vec<_> = lines.iter().map(|line| line["kernel"].as_str().unwrap()).collect();
+    assert_eq!(kernels, ["gather", "scatter"]);
+    for line in lines {
+        assert_eq!((&line["verified"], &line["limit_name"]), (&true.into(), &"device copy".into()), "{line}");
+        assert!(line["gbps"].as_f64() > Some(0.0) && line["ratio"].as_f64() > Some(0.0), "{line}");
+    }
+}
+
+#[test]
+fn devices_are_listed_or_it_is_said_why_there_are_none() {
+    let kvx = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        command.args(arguments).stdin(Stdio::null());
+        command
+    };
+    let output = on_the_stand_in(kvx(&["devices", "--json"]));
+    let listed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&listed[0]["kind"], &listed[0]["ordinal"]), (&"cuda".into(), &0.into()), "{listed}");
+    let output = on_the_stand_in(kvx(&["devices"]));
+    assert!(output.status.success() && output.stdout.starts_with(b"cuda 0: "));
+    for arguments in [&["devices"][..], &["bench", "--memory", "device"], &["bench", "--kernels"]] {
+        let nowhere = [("KVX_CUDA_LIB", "/nowhere/libcuda.so.1"), ("KVX_HIP_LIB", "/nowhere/libamdhip64.so")];
+        let output = kvx(arguments).envs(nowhere).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        let told = stderr(&output);
+        assert!(
+            told.contains("kvx: no device memory can be reached; CUDA: /nowhere/libcuda.so.1 not found"),
+            "{told}"
+        );
+        assert!(told.contains("install NVIDIA's driver"), "{told}");
     }
 }

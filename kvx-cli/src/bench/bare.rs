@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::ANSWER_PATIENCE;
 use super::content::{self, Blocks};
+use super::device_limits::DeviceLimit;
 use super::limit::{self, Lane, List};
-use super::points::{Backing, Op, Point, Shape};
-use super::pools::{Place, Pools};
+use super::points::{Op, Point, Shape};
+use super::pools::{Place, Pool, Pools};
 use super::rounds::Round;
 use super::target::{Ask, Target};
 use crate::Result;
@@ -15,26 +16,58 @@ use crate::Result;
 /// How the same blocks are moved between the same pools without kvx.
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
+    /// Whether kvx cannot be faster; else it only stands beside.
+    pub(crate) bounds: bool,
     way: Way,
+    /// What it moves between both sides' pools; none: between memory of its own.
+    pub(crate) moves: Option<Point>,
     /// The number of its next transfer.
     next: u64,
+    /// Seconds that one took when it was last seen.
+    pace: f64,
 }
 
 enum Way {
     /// This process copies out of the target's memory.
     Fetch { mapped: Option<u64>, from: Place, to: u64, blocks: Blocks },
     /// The target copies out of this process's memory.
-    Pull { memory: Backing, shape: Shape, from: Place },
+    Pull { memory: Pool, shape: Shape, from: Place },
     /// Bare connections.
     Lanes { lanes: Vec<Lane>, sends: bool },
+    /// The driver of a GPU.
+    Driver(DeviceLimit),
 }
 
 /// The target's pool as it is mapped here, once it is.
 pub(crate) type MappedPool = Option<u64>;
 
 impl Limit {
-    /// That of a point; none for a backend that has none. `connections`: how many kvx uses for its data over TCP.
-    pub(crate) fn of(
+    /// Those of a point: what each part of the way does at best. None for a backend that has none. `connections`: how
+    /// many kvx uses for its data over TCP.
+    pub(crate) fn all(
+        point: &Point,
+        pools: &Pools,
+        target: &mut Target,
+        mapped: &mut MappedPool,
+        connections: usize,
+    ) -> Result<Vec<Self>> {
+        let by_driver = DeviceLimit::all(point)?.into_iter();
+        let mut limits: Vec<_> = by_driver
+            .map(|(limit, bounds)| Limit { bounds, ..Limit::new(limit.name, Way::Driver(limit), None) })
+            .collect();
+        let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
+        if let Some(point) = between_hosts {
+            limits.extend(Limit::of(&point, pools, target, mapped, connections)?);
+        }
+        Ok(limits)
+    }
+
+    fn new(name: &'static str, way: Way, moves: Option<Point>) -> Self {
+        Limit { name, bounds: true, way, moves, next: 0, pace: f64::MAX }
+    }
+
+    /// That of a point between memory of the hosts.
+    fn of(
         point: &Point,
         pools: &Pools,
         target: &mut Target,
@@ -42,47 +75,31 @@ impl Limit {
         connections: usize,
     ) -> Result<Option<Self>> {
         let Point { op, shape, memory, .. } = *point;
-        let bare = match memory {
-            Backing::Kvx => "memcpy",
-            Backing::Foreign => "process_vm_readv",
-        };
-        Ok(match (point.backend, op) {
+        let (ours, theirs) = (memory.ours(), memory.theirs());
+        let bare = if ours == Pool::Kvx { "memcpy" } else { "process_vm_readv" };
+        let (name, way) = match (point.backend, op) {
             ("SHM", Op::Read) => {
-                let from = target.place(memory)?;
+                let from = target.place(theirs)?;
                 if let (Some(file), None) = (from.file, &mapped) {
                     *mapped = Some(limit::map(from.process, file, from.len)?);
                 }
                 let mapped = from.file.and(*mapped);
-                let to = pools.get(memory)?.address();
-                Some(Limit {
-                    name: bare,
-                    way: Way::Fetch { mapped, from, to, blocks: Blocks::of(shape) },
-                    next: 0,
-                })
+                let to = pools.get(ours)?.address();
+                (bare, Way::Fetch { mapped, from, to, blocks: Blocks::of(shape) })
             }
-            ("SHM", Op::Write) => Some(Limit {
-                name: bare,
-                way: Way::Pull { memory, shape, from: pools.place(memory)? },
-                next: 0,
-            }),
+            ("SHM", Op::Write) => (bare, Way::Pull { memory: theirs, shape, from: pools.place(ours)? }),
             ("TCP", _) => {
-                let lanes = connect(point, pools.get(memory)?.address(), target, connections)?;
-                Some(Limit { name: "sockets", way: Way::Lanes { lanes, sends: op == Op::Write }, next: 0 })
+                let lanes = connect(point, pools.get(ours)?.address(), target, connections)?;
+                ("sockets", Way::Lanes { lanes, sends: op == Op::Write })
             }
-            _ => None,
-        })
+            _ => return Ok(None),
+        };
+        Ok(Some(Limit::new(name, way, Some(*point))))
     }
 
-    /// Moves list after list until about `budget` has passed, and at least `least`; `pace` is how many seconds one
-    /// took when it was last seen.
-    pub(crate) fn round(
-        &mut self,
-        target: &mut Target,
-        budget: Duration,
-        pace: f64,
-        least: u64,
-    ) -> Result<Round> {
-        let times = ((budget.as_secs_f64() / pace.max(1e-9)).min(1e6) as u64).max(least);
+    /// Moves list after list until about `budget` has passed, and at least `least`.
+    pub(crate) fn round(&mut self, target: &mut Target, budget: Duration, least: u64) -> Result<Round> {
+        let times = ((budget.as_secs_f64() / self.pace.max(1e-9)).min(1e6) as u64).max(least);
         let next = self.next;
         let round = match &mut self.way {
             Way::Fetch { mapped, from, to, blocks } => {
@@ -101,9 +118,19 @@ impl Limit {
                 limit::ask(lanes, *sends, times)?;
                 Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
             }
+            Way::Driver(limit) => limit.round(next, budget, least),
         }?;
         self.next += round.times;
+        self.pace = round.pace();
         Ok(round)
+    }
+
+    /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
+    pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
+        if let Way::Driver(limit) = &self.way {
+            (self.next, self.pace) = (lists, limit.verify(lists)?);
+        }
+        Ok(())
     }
 }
 
@@ -123,7 +150,7 @@ pub(crate) fn connect(
     let ours = (0..lanes)
         .map(|lane| share(TcpStream::connect(target.address())?, base, shape, &blocks, (lane, lanes)));
     let ours = ours.collect::<Result<Vec<_>>>()?;
-    target.ask(Ask::Lanes { op, memory, shape, lanes })?;
+    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes })?;
     Ok(ours)
 }
 

@@ -12,7 +12,8 @@ use serde::Serialize;
 use super::bare::{connect, timed};
 use super::figures::Output;
 use super::initiator::{Initiator, Plans, block_on};
-use super::points::{Backing, Op, Pattern, Point, Shape, Wait, name};
+use super::points::{Backing, Op, Pattern, Point, Shape, Wait};
+use super::pools::{Pool, Sizes};
 use super::rounds::quantile;
 use super::session::Session;
 use super::{Arguments, PATIENCE, content, limit};
@@ -81,13 +82,13 @@ pub(crate) fn run(
     let about = Duration::from_secs_f64(2.0 * arguments.seconds + 3.0 * bulk as f64 / 1e9);
     let memory = bytes::show((ours + theirs) >> 20 << 20);
     eprintln!("{backend}: {memory} of memory in all, about {} s", about.as_secs().max(1));
-    let sizes = ((ours, 0), (theirs, 0));
-    let mut session = Session::with_sizes(&[backend], registry, &arguments.options, sizes, about)?;
-    content::wipe(session.pools.get(Backing::Kvx)?, ours)?;
+    let sizes = (Sizes::kvx(ours), Sizes::kvx(theirs));
+    let mut session = Session::start(&[backend], registry, &arguments.options, sizes, about)?;
+    content::wipe(session.pools.get(Pool::Kvx)?, ours)?;
 
     let initiator = session.initiator(backend)?;
-    let local = initiator.region(Backing::Kvx)?;
-    let remote = initiator.peer.region(&name(Backing::Kvx))?;
+    let local = initiator.region(Pool::Kvx)?;
+    let remote = initiator.peer.region(Pool::Kvx.name())?;
     let available = (theirs / BLOCK) as u32;
     let from: Vec<u32> = (0..blocks).map(|block| block % available).collect();
     let large = Plan::read(
@@ -158,7 +159,7 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
 
 /// The same without kvx: a request and its answer on a connection of their own, beside a stream on others.
 fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
-    let base = session.pools.get(Backing::Kvx)?.address();
+    let base = session.pools.get(Pool::Kvx)?.address();
     let point = |block, count| {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
         Point { backend: "TCP", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block }

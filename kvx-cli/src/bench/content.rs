@@ -55,12 +55,17 @@ pub(crate) fn wipe(memory: &Memory, bytes: u64) -> kvx::Result<()> {
 
 /// Compares every byte of a destination's first lists with what belongs there.
 pub(crate) fn check(memory: &Memory, shape: Shape, lists: u32) -> Result<()> {
-    let mut piece = vec![0; PIECE.min(shape.block as usize)];
     let pairs = shape.from().into_iter().zip(shape.to());
-    for (from, to) in pairs.take((lists * shape.count) as usize) {
-        let (source, destination) = (shape.grid().offset(from), shape.grid().offset(to));
-        for start in (0..shape.block).step_by(PIECE) {
-            let piece = &mut piece[..PIECE.min((shape.block - start) as usize)];
+    compare(memory, shape.block, pairs.take((lists * shape.count) as usize))
+}
+
+/// Compares every byte of some blocks of a destination with the blocks of the source that belong there: pairs of both.
+pub(crate) fn compare(memory: &Memory, block: u64, pairs: impl Iterator<Item = (u32, u32)>) -> Result<()> {
+    let mut piece = vec![0; PIECE.min(block as usize)];
+    for (from, to) in pairs {
+        let (source, destination) = (u64::from(from) * block, u64::from(to) * block);
+        for start in (0..block).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min((block - start) as usize)];
             memory.copy_out((destination + start) as usize, piece)?;
             let mut expected = (source + start..).step_by(8).map(|offset| word(offset).to_le_bytes());
             if !piece.chunks_exact(8).all(|word| expected.next().is_some_and(|expected| word == expected)) {

@@ -45,8 +45,20 @@ pub(crate) struct Figures {
     /// The best round's.
     best_gbps: f64,
     limit_best_gbps: Option<f64>,
+    /// Limits of other parts of the way, and what else was measured with them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    others: Vec<Other>,
     #[serde(flatten)]
     beside: Option<Beside>,
+}
+
+/// What stands beside the limit.
+#[derive(Debug, Serialize)]
+struct Other {
+    name: &'static str,
+    gbps: f64,
+    /// kvx's part of it.
+    ratio: f64,
 }
 
 /// The program beside.
@@ -63,7 +75,10 @@ struct Beside {
 #[derive(Default)]
 pub(crate) struct Measured {
     pub(crate) ours: Vec<Round>,
-    pub(crate) limit: Option<(&'static str, Vec<Round>)>,
+    /// What bounds it: the slowest of these is its limit.
+    pub(crate) limits: Vec<(&'static str, Vec<Round>)>,
+    /// What only stands beside it.
+    pub(crate) others: Vec<(&'static str, Vec<Round>)>,
     pub(crate) beside: Option<(String, Vec<Round>)>,
     /// Seconds to build the plan, each time.
     pub(crate) plans: Vec<f64>,
@@ -75,7 +90,7 @@ pub(crate) struct Measured {
 impl Figures {
     pub(crate) fn of(point: &Point, measured: &Measured) -> Result<Self> {
         let shape = point.shape;
-        let Measured { ours, limit, beside, plans, cpu_seconds, verified } = measured;
+        let Measured { ours, limits, others, beside, plans, cpu_seconds, verified } = measured;
         let rates = |rounds: &[Round]| -> Vec<f64> {
             rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9).collect()
         };
@@ -86,8 +101,20 @@ impl Figures {
         };
         let missing = || format!("no round of {point} was measured");
         let times: u64 = ours.iter().map(|round| round.times).sum();
-        let ratio = limit.as_ref().and_then(|(_, rounds)| Ratio::of(ours, rounds));
-        let limit_p50 = limit.as_ref().and_then(|(_, rounds)| {
+        let by_rate = |a: &&(&str, Vec<Round>), b: &&(&str, Vec<Round>)| {
+            f64::total_cmp(&rate(&a.1).unwrap_or_default(), &rate(&b.1).unwrap_or_default())
+        };
+        let limit = limits.iter().min_by(by_rate);
+        let faster = limits.iter().filter(|(name, _)| limit.is_some_and(|(least, _)| least != name));
+        let others = faster.chain(others).filter_map(|(name, rounds)| {
+            Some(Other {
+                name,
+                gbps: round(rate(rounds)?, 3),
+                ratio: round(Ratio::of(ours, rounds)?.median, 3),
+            })
+        });
+        let ratio = limit.and_then(|(_, rounds)| Ratio::of(ours, rounds));
+        let limit_p50 = limit.and_then(|(_, rounds)| {
             quantile(rounds.iter().flat_map(|round| round.each.iter().copied()), 0.5)
         });
         let beside = match beside {
@@ -118,8 +145,8 @@ impl Figures {
             post_p50_us: us(&|round| round.posts.clone(), 0.5).ok_or_else(missing)?,
             plan_us: round(median(plans.iter().copied()).ok_or_else(missing)? * 1e6, 2),
             cpu_s_per_gb: round(cpu_seconds / (times as f64 * shape.bytes() as f64 / 1e9), 3),
-            limit_name: limit.as_ref().map(|(name, _)| *name),
-            limit_gbps: limit.as_ref().and_then(|(_, rounds)| rate(rounds)).map(|rate| round(rate, 3)),
+            limit_name: limit.map(|(name, _)| *name),
+            limit_gbps: limit.and_then(|(_, rounds)| rate(rounds)).map(|rate| round(rate, 3)),
             ratio: ratio.map(|ratio| round(ratio.median, 3)),
             ratio_min: ratio.map(|ratio| round(ratio.min, 3)),
             ratio_max: ratio.map(|ratio| round(ratio.max, 3)),
@@ -128,7 +155,8 @@ impl Figures {
             limit_p50_us: limit_p50.map(|seconds| round(seconds * 1e6, 2)),
             lists: shape.lists,
             best_gbps: round(best(ours).ok_or_else(missing)?, 3),
-            limit_best_gbps: limit.as_ref().and_then(|(_, rounds)| best(rounds)).map(|rate| round(rate, 3)),
+            limit_best_gbps: limit.and_then(|(_, rounds)| best(rounds)).map(|rate| round(rate, 3)),
+            others: others.collect(),
             beside,
         })
     }
@@ -149,9 +177,11 @@ impl Figures {
                 "; {beside_name} {beside_gbps:.2}, {beside_ratio:.2} ({beside_ratio_min:.2} to {beside_ratio_max:.2})"
             )
         });
+        let other = |other: &Other| format!("; {} {:.2}", other.name, other.gbps);
+        let others: String = self.others.iter().map(other).collect();
         let verified = if self.verified { "" } else { "; WRONG BYTES" };
         format!(
-            "{:<9} {:<5} {:>8} {:>6} {:<9} {:<7} {:<5} {:>7.2} {:>9} {:>9} {:>8} {:>8} {:>7.3} {limit}{beside}{verified}",
+            "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7.2} {:>9} {:>9} {:>8} {:>8} {:>7.3} {limit}{others}{beside}{verified}",
             self.backend,
             name(self.op),
             bytes::show(self.block),
@@ -196,7 +226,7 @@ impl<'a> Output<'a> {
             self.head = true;
             writeln!(
                 self.out,
-                "{:<9} {:<5} {:>8} {:>6} {:<9} {:<7} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:<15} RATIO",
+                "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:<15} RATIO",
                 "BACKEND",
                 "OP",
                 "BLOCK",
@@ -244,7 +274,8 @@ mod tests {
         let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
         let measured = Measured {
             ours: rounds(0.002),
-            limit: Some(("memcpy", rounds(0.001))),
+            limits: vec![("sockets", rounds(0.0005)), ("memcpy", rounds(0.001))],
+            others: vec![("a call a block", rounds(0.008))],
             beside: Some(("other".into(), rounds(0.004))),
             plans: vec![1e-4],
             cpu_seconds: 0.006,
@@ -275,6 +306,12 @@ mod tests {
         );
         assert_eq!(figures.beside.as_ref().unwrap().beside_ratio, 2.0);
         let row = figures.row();
-        assert!(row.contains("0.50 (0.50 to 0.50 of 3)") && row.contains("other 2.10, 2.00"), "{row}");
+        let others: Vec<_> = figures.others.iter().map(|other| (other.name, other.ratio)).collect();
+        assert_eq!(others, [("sockets", 0.25), ("a call a block", 4.0)]);
+        assert!(
+            row.contains("0.50 (0.50 to 0.50 of 3); sockets 16.78; a call a block 1.05; ")
+                && row.contains("other 2.10, 2.00"),
+            "{row}"
+        );
     }
 }

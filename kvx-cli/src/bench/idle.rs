@@ -9,6 +9,7 @@ use super::Arguments;
 use super::cpu;
 use super::figures::Output;
 use super::points::{Backing, Op, Pattern, Shape, Wait};
+use super::pools::Sizes;
 use super::session::Session;
 use crate::Result;
 
@@ -36,9 +37,14 @@ pub(crate) fn run(
     output: &mut Output<'_>,
 ) -> Result<()> {
     eprintln!("{backend}: next to no memory, about {} s", seconds + 1);
-    let sizes = (SHAPE.bytes(), 0);
-    let session =
-        Session::start(&[backend], registry, &arguments.options, sizes, Duration::from_secs(seconds))?;
+    let sizes = Sizes::kvx(SHAPE.bytes());
+    let session = Session::start(
+        &[backend],
+        registry,
+        &arguments.options,
+        (sizes, sizes),
+        Duration::from_secs(seconds),
+    )?;
     let initiator = session.initiator(backend)?;
     for op in [Op::Read, Op::Write] {
         let mut plans = initiator.plans(op, SHAPE, Backing::Kvx)?;

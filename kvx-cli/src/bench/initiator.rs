@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 
-use super::points::{Backing, Op, Shape, Wait, name};
-use super::pools::Pools;
+use super::points::{Backing, Op, Shape, Wait};
+use super::pools::{Pool, Pools};
 use super::rounds::Round;
 use super::target::Target;
 use super::{PATIENCE, content};
@@ -20,7 +20,7 @@ use crate::Result;
 pub(crate) struct Initiator {
     agent: Agent,
     pub(crate) peer: Peer,
-    regions: Vec<(Backing, Region)>,
+    regions: Vec<(Pool, Region)>,
 }
 
 impl Initiator {
@@ -33,25 +33,25 @@ impl Initiator {
         pools: &Pools,
         target: &Target,
     ) -> Result<Self> {
-        let builder = Agent::builder(label).backends([backend]).options(Options::parse(options)?);
+        let builder = pools.agent(label).backends([backend]).options(Options::parse(options)?);
         let agent = builder.build(registry)?;
         let regions =
-            pools.all().map(|(kind, memory)| Ok((kind, agent.register(&name(kind), memory.clone())?)));
+            pools.all().map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         let peer = agent.connect(target.metadata(backend)?)?;
         peer.ready(PATIENCE).wait(PATIENCE)?;
         Ok(Initiator { agent, peer, regions })
     }
 
-    pub(crate) fn region(&self, backing: Backing) -> Result<&Region> {
-        let found = self.regions.iter().find(|(kind, _)| *kind == backing);
+    pub(crate) fn region(&self, pool: Pool) -> Result<&Region> {
+        let found = self.regions.iter().find(|(which, _)| *which == pool);
         Ok(found.map(|(_, region)| region).ok_or("this side has no memory of that kind")?)
     }
 
     /// The plans of a point, one for each list.
     pub(crate) fn plans(&self, op: Op, shape: Shape, memory: Backing) -> Result<Plans> {
-        let (ours, theirs) = (self.region(memory)?.grid(shape.grid())?, self.peer.region(&name(memory))?);
-        let theirs = theirs.grid(shape.grid())?;
+        let ours = self.region(memory.ours())?.grid(shape.grid())?;
+        let theirs = self.peer.region(memory.theirs().name())?.grid(shape.grid())?;
         let (from, to) = (shape.from(), shape.to());
         let mut plans = Plans { plans: Vec::new(), took: Vec::new(), next: 0 };
         for transfer in 0..u64::from(shape.lists) {

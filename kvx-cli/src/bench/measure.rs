@@ -1,5 +1,6 @@
 //! One point, measured.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use super::Arguments;
@@ -34,17 +35,14 @@ pub(crate) fn point(
     measured.verified &= moves_right(session, point, &mut plans)?;
 
     let Session { target, pools, mapped, connections, .. } = session;
-    let limit = Limit::of(point, pools, target, mapped, *connections);
-    let mut limit = limit.unwrap_or_else(|why| {
+    let limits = Limit::all(point, pools, target, mapped, *connections);
+    let mut limits = limits.unwrap_or_else(|why| {
         eprintln!("no limit beside {point}: {why}");
-        None
+        Vec::new()
     });
-    let mut pace = f64::MAX;
-    if let Some(limit) = &mut limit {
-        wipe(session, point)?;
-        pace = limit.round(&mut session.target, Duration::ZERO, pace, verified(point))?.pace();
-        arrived(session, point)
-            .map_err(|why| format!("the limit of {point} moved the wrong bytes: {why}"))?;
+    for limit in &mut limits {
+        limit_moves_right(session, point, limit)
+            .map_err(|why| format!("{} beside {point} moved the wrong bytes: {why}", limit.name))?;
     }
     let beside_name = match beside.as_mut().map(|beside| beside.announce(point)).transpose()? {
         Some(Standing::Ready(name)) => Some(name),
@@ -61,26 +59,28 @@ pub(crate) fn point(
         let process = target.pid();
         let ours = initiators.iter().find(|(name, _)| *name == point.backend).map(|(_, initiator)| initiator);
         let ours = ours.ok_or("no agent for this backend")?;
+        let target = RefCell::new(target);
         let mut parties: Vec<Party<'_>> = vec![Box::new(|budget| {
             let before = cpu::ours_and(process);
             let round = ours.round(&mut plans, wait, budget, 1)?;
             cpu_seconds += cpu::ours_and(process).saturating_sub(before).as_secs_f64();
             Ok(round)
         })];
-        if let Some(limit) = &mut limit {
-            parties.push(Box::new(move |budget| {
-                let round = limit.round(target, budget, pace, 1)?;
-                pace = round.pace();
-                Ok(round)
-            }));
-        }
+        let bare = limits.iter_mut().map(|limit| -> Party<'_> {
+            let target = &target;
+            Box::new(move |budget| limit.round(&mut target.borrow_mut(), budget, 1))
+        });
+        parties.extend(bare);
         if let (Some(beside), Some(_)) = (beside, &beside_name) {
             parties.push(Box::new(|budget| beside.round(shape.bytes(), budget)));
         }
         let mut done = interleave(&mut parties, arguments.rounds, arguments.seconds, after_each)?.into_iter();
         measured.ours = done.next().unwrap_or_default();
         drop(parties);
-        measured.limit = limit.as_ref().and_then(|limit| Some((limit.name, done.next()?)));
+        for (limit, rounds) in limits.iter().zip(&mut done) {
+            let of_its_kind = if limit.bounds { &mut measured.limits } else { &mut measured.others };
+            of_its_kind.push((limit.name, rounds));
+        }
         measured.beside = beside_name.and_then(|name| Some((name, done.next()?)));
     }
     measured.cpu_seconds = cpu_seconds;
@@ -101,6 +101,16 @@ fn moves_right(session: &mut Session, point: &Point, plans: &mut Plans) -> Resul
     Ok(held.is_ok())
 }
 
+/// Has a limit move the first lists, and compares what arrived.
+fn limit_moves_right(session: &mut Session, point: &Point, limit: &mut Limit) -> Result<()> {
+    let lists = verified(point);
+    let Some(moves) = limit.moves else { return limit.verify(lists) };
+    prepare(session, &moves)?;
+    wipe(session, &moves)?;
+    limit.round(&mut session.target, Duration::ZERO, lists)?;
+    arrived(session, &moves)
+}
+
 /// How many lists are compared.
 fn verified(point: &Point) -> u64 {
     (VERIFIED / point.shape.bytes()).clamp(1, point.shape.lists.into())
@@ -108,7 +118,7 @@ fn verified(point: &Point) -> u64 {
 
 /// Fills the source.
 pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
-    let (memory, bytes) = (point.memory, point.shape.memory());
+    let ((memory, _), bytes) = (point.memory.way(point.op), point.shape.memory());
     match point.op {
         Op::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,
         Op::Write => content::fill(session.pools.get(memory)?, bytes)?,
@@ -118,7 +128,7 @@ pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
 
 /// Empties the destination.
 fn wipe(session: &mut Session, point: &Point) -> Result<()> {
-    let (memory, bytes) = (point.memory, point.shape.memory());
+    let ((_, memory), bytes) = (point.memory.way(point.op), point.shape.memory());
     match point.op {
         Op::Read => content::wipe(session.pools.get(memory)?, bytes)?,
         Op::Write => session.target.ask(Ask::Wipe { memory, bytes }).map(drop)?,
@@ -128,9 +138,9 @@ fn wipe(session: &mut Session, point: &Point) -> Result<()> {
 
 /// Compares the destination with the source.
 fn arrived(session: &mut Session, point: &Point) -> Result<()> {
-    let Point { memory, shape, .. } = *point;
-    let lists = verified(point) as u32;
-    match point.op {
+    let Point { op, memory, shape, .. } = *point;
+    let ((_, memory), lists) = (memory.way(op), verified(point) as u32);
+    match op {
         Op::Read => content::check(session.pools.get(memory)?, shape, lists),
         Op::Write => session.target.ask(Ask::Check { memory, shape, lists }).map(drop),
     }

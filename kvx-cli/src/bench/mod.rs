@@ -11,9 +11,12 @@ mod bulk;
 mod child;
 mod content;
 mod cpu;
+mod device_limits;
+mod driver;
 mod figures;
 mod idle;
 mod initiator;
+mod kernels;
 mod limit;
 mod measure;
 mod points;
@@ -34,6 +37,7 @@ pub(crate) use self::answers::{BesideArguments, run as answer};
 use self::beside::Beside;
 use self::figures::Output;
 use self::points::{Backing, Op, Pattern, Point, Wait};
+use self::pools::Sizes;
 use self::progress::Bar;
 use self::session::Session;
 pub(crate) use self::target::{TargetArguments, serve};
@@ -62,7 +66,8 @@ pub(crate) struct Arguments {
     /// Whether the blocks of a transfer are shuffled on both sides or follow each other.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "scattered")]
     pattern: Vec<Pattern>,
-    /// Pools of kvx's own, or memory that a program brings along.
+    /// Pools of kvx's own, memory that a program brings along, or memory of the first GPU: on both sides, or with a pool
+    /// of kvx's own at the target (device-host) or here (host-device).
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "kvx")]
     memory: Vec<Backing>,
     /// Wait on this thread, which lends a hand, or like `.await`.
@@ -102,11 +107,18 @@ pub(crate) struct Arguments {
     /// Instead of points: CPU time of both processes while they are connected and idle for so many seconds.
     #[arg(long, value_name = "S", conflicts_with = "beside")]
     idle: Option<u64>,
+    /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one copy of as many bytes.
+    #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
+    kernels: bool,
 }
 
 /// Runs the bench.
 pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     check(arguments)?;
+    let mut output = Output::new(out, arguments.json || !std::io::stdout().is_terminal());
+    if arguments.kernels {
+        return kernels::run(arguments, &mut output);
+    }
     let mut backends = Vec::new();
     for written in &arguments.backend {
         let name = registry.require(written, &Options::new())?.0.name();
@@ -114,7 +126,6 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
             backends.push(name);
         }
     }
-    let mut output = Output::new(out, arguments.json || !std::io::stdout().is_terminal());
     for backend in &backends {
         let told = match (arguments.beside_bulk, arguments.readers, arguments.idle) {
             (Some(bytes), _, _) => bulk::run(arguments, backend, registry, bytes, &mut output),
@@ -163,8 +174,19 @@ fn points(
     }
     let sizes = points::memory(&points);
     let about = duration(arguments, &points);
-    let (count, memory) = (points.len(), bytes::show(sizes.0 + sizes.1));
-    eprintln!("{count} points, {memory} of memory a side, about {} s", about.as_secs().max(1));
+    let (count, about_s) = (points.len(), about.as_secs().max(1));
+    let most = |of: fn(Sizes) -> u64| of(sizes.0).max(of(sizes.1));
+    let memory = match (most(Sizes::on_host), most(Sizes::on_device)) {
+        (host, 0) => format!("{} of memory a side", bytes::show(host)),
+        (host, device) => {
+            let device = bytes::show(device);
+            format!(
+                "{} of memory and {device} of the GPU's a side, and twice as much beside",
+                bytes::show(host)
+            )
+        }
+    };
+    eprintln!("{count} points, {memory}, about {about_s} s");
     let mut session = Session::start(backends, registry, &arguments.options, sizes, about)?;
     let mut beside = arguments.beside.as_deref().map(Beside::start).transpose()?;
     let mut bar = Bar::of(points.len() * arguments.rounds);

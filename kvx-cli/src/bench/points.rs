@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Arguments;
 use super::content::shuffled;
+use super::pools::{Pool, Sizes};
 use crate::bytes;
 
 /// The most lists of a point. Each is a plan, and very small blocks fit into a cache all the same.
@@ -33,14 +34,48 @@ pub(crate) enum Pattern {
     Adjacent,
 }
 
-/// What memory both sides have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
+/// What memory the sides have. Where it says one, both have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Backing {
     /// A pool of kvx's own.
     Kvx,
     /// Memory that the program brought along: anonymous pages.
     Foreign,
+    /// A pool on the first GPU.
+    Device,
+    /// Here a pool on the first GPU, at the target one of kvx's own.
+    DeviceHost,
+    /// Here a pool of kvx's own, at the target one on the first GPU.
+    HostDevice,
+}
+
+impl Backing {
+    /// What this side has.
+    pub(crate) fn ours(self) -> Pool {
+        match self {
+            Backing::Kvx | Backing::HostDevice => Pool::Kvx,
+            Backing::Foreign => Pool::Foreign,
+            Backing::Device | Backing::DeviceHost => Pool::Device,
+        }
+    }
+
+    /// What the target has.
+    pub(crate) fn theirs(self) -> Pool {
+        match self {
+            Backing::Kvx | Backing::DeviceHost => Pool::Kvx,
+            Backing::Foreign => Pool::Foreign,
+            Backing::Device | Backing::HostDevice => Pool::Device,
+        }
+    }
+
+    /// What the side has that the bytes come from, and then the one that they go to.
+    pub(crate) fn way(self, op: Op) -> (Pool, Pool) {
+        match op {
+            Op::Read => (self.theirs(), self.ours()),
+            Op::Write => (self.ours(), self.theirs()),
+        }
+    }
 }
 
 /// How the initiator waits for a transfer.
@@ -111,6 +146,14 @@ pub(crate) struct Point {
     pub(crate) wait: Wait,
 }
 
+impl Point {
+    /// For device memory that passes through the hosts' sockets: what these have to do.
+    pub(crate) fn between_hosts(&self) -> Option<Point> {
+        let on_device = [self.memory.ours(), self.memory.theirs()].contains(&Pool::Device);
+        (on_device && self.backend == "TCP").then_some(Point { memory: Backing::Kvx, ..*self })
+    }
+}
+
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Shape { block, count, pattern, .. } = self.shape;
@@ -120,13 +163,15 @@ impl fmt::Display for Point {
     }
 }
 
-/// The memory that the points need on each side: of kvx's own, and foreign.
-pub(crate) fn memory(points: &[Point]) -> (u64, u64) {
-    let largest = |backing| {
-        let sizes = points.iter().filter(|point| point.memory == backing).map(|point| point.shape.memory());
-        sizes.max().unwrap_or(0)
-    };
-    (largest(Backing::Kvx), largest(Backing::Foreign))
+/// The memory that the points, and the limits beside them, need on this side and at the target.
+pub(crate) fn memory(points: &[Point]) -> (Sizes, Sizes) {
+    let (mut ours, mut theirs) = (Sizes::default(), Sizes::default());
+    let needed = points.iter().flat_map(|point| [Some(*point), point.between_hosts()]);
+    for point in needed.flatten() {
+        ours.need(point.memory.ours(), point.shape.memory());
+        theirs.need(point.memory.theirs(), point.shape.memory());
+    }
+    (ours, theirs)
 }
 
 /// What a user writes for it.

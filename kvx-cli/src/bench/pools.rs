@@ -3,17 +3,85 @@
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use kvx::Memory;
+use clap::Args;
+use kvx::gpu::Device;
+use kvx::{Agent, Memory};
 use serde::{Deserialize, Serialize};
 
-use super::points::Backing;
-use crate::Result;
+use crate::{Result, devices};
 
-/// What a side has of each kind of memory that the points need.
-#[derive(Default)]
+/// One of a side's memories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Pool {
+    /// Of kvx's own.
+    Kvx,
+    /// Brought along.
+    Foreign,
+    /// On the first GPU.
+    Device,
+}
+
+impl Pool {
+    /// The name under which it is registered.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Pool::Kvx => "kvx",
+            Pool::Foreign => "foreign",
+            Pool::Device => "device",
+        }
+    }
+}
+
+/// Bytes of each memory of a side; it does not have those of none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct Sizes {
+    #[arg(long)]
+    kvx: u64,
+    #[arg(long)]
+    foreign: u64,
+    #[arg(long)]
+    device: u64,
+}
+
+impl Sizes {
+    /// So much of kvx's own, and nothing else.
+    pub(crate) fn kvx(bytes: u64) -> Self {
+        Sizes { kvx: bytes, ..Sizes::default() }
+    }
+
+    /// At least so much of that.
+    pub(crate) fn need(&mut self, pool: Pool, bytes: u64) {
+        let size = match pool {
+            Pool::Kvx => &mut self.kvx,
+            Pool::Foreign => &mut self.foreign,
+            Pool::Device => &mut self.device,
+        };
+        *size = bytes.max(*size);
+    }
+
+    /// Of the host.
+    pub(crate) fn on_host(self) -> u64 {
+        self.kvx + self.foreign
+    }
+
+    /// On the GPU.
+    pub(crate) fn on_device(self) -> u64 {
+        self.device
+    }
+
+    /// For another process's command line.
+    pub(crate) fn arguments(self) -> [String; 3] {
+        [("kvx", self.kvx), ("foreign", self.foreign), ("device", self.device)]
+            .map(|(name, bytes)| format!("--{name}={bytes}"))
+    }
+}
+
+/// A side's memory, as far as the points need it.
 pub(crate) struct Pools {
     kvx: Option<Arc<Memory>>,
     foreign: Option<Arc<Memory>>,
+    device: Option<(Arc<Device>, Arc<Memory>)>,
 }
 
 /// How another process of this host reaches a pool without kvx.
@@ -31,28 +99,51 @@ pub(crate) struct Place {
 
 impl Pools {
     /// Of these sizes, every page present; none of a kind whose size is zero.
-    pub(crate) fn of(kvx: u64, foreign: u64) -> Result<Self> {
-        let pool = |len| Memory::pool(len as usize).build().map(Arc::new);
-        let foreign = if foreign > 0 { Some(Arc::new(anonymous(foreign as usize)?)) } else { None };
-        Ok(Pools { kvx: if kvx > 0 { Some(pool(kvx)?) } else { None }, foreign })
-    }
-
-    pub(crate) fn get(&self, backing: Backing) -> Result<&Arc<Memory>> {
-        let memory = match backing {
-            Backing::Kvx => &self.kvx,
-            Backing::Foreign => &self.foreign,
+    pub(crate) fn of(sizes: Sizes) -> Result<Self> {
+        let some = |bytes: u64| (bytes > 0).then_some(bytes as usize);
+        let kvx = some(sizes.kvx).map(|len| Memory::pool(len).build()).transpose()?;
+        let foreign = some(sizes.foreign).map(anonymous).transpose()?;
+        let on_device = |len| {
+            let device = devices::first()?;
+            let pool = device.pool(len).build()?;
+            Result::Ok((device, Arc::new(pool)))
         };
-        memory.as_ref().ok_or_else(|| "this side has no memory of that kind".into())
+        let device = some(sizes.device).map(on_device).transpose()?;
+        Ok(Pools { kvx: kvx.map(Arc::new), foreign: foreign.map(Arc::new), device })
     }
 
-    /// Each with the name under which it is registered.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (Backing, &Arc<Memory>)> {
-        let kvx = self.kvx.iter().map(|memory| (Backing::Kvx, memory));
-        kvx.chain(self.foreign.iter().map(|memory| (Backing::Foreign, memory)))
+    pub(crate) fn get(&self, pool: Pool) -> Result<&Arc<Memory>> {
+        let memory = match pool {
+            Pool::Kvx => self.kvx.as_ref(),
+            Pool::Foreign => self.foreign.as_ref(),
+            Pool::Device => self.device.as_ref().map(|(_, memory)| memory),
+        };
+        memory.ok_or_else(|| "this side has no memory of that kind".into())
     }
 
-    pub(crate) fn place(&self, backing: Backing) -> Result<Place> {
-        let memory = self.get(backing)?;
+    /// The GPU of this side.
+    pub(crate) fn device(&self) -> Option<&Arc<Device>> {
+        self.device.as_ref().map(|(device, _)| device)
+    }
+
+    /// An agent that can move all of it.
+    pub(crate) fn agent(&self, name: &str) -> kvx::Builder {
+        let builder = Agent::builder(name);
+        match self.device() {
+            Some(device) => builder.device(Arc::clone(device) as _),
+            None => builder,
+        }
+    }
+
+    /// All that there are.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (Pool, &Arc<Memory>)> {
+        [Pool::Kvx, Pool::Foreign, Pool::Device]
+            .into_iter()
+            .filter_map(|pool| Some((pool, self.get(pool).ok()?)))
+    }
+
+    pub(crate) fn place(&self, pool: Pool) -> Result<Place> {
+        let memory = self.get(pool)?;
         let file = memory.shared_file().map(|file| file.as_raw_fd());
         Ok(Place { process: std::process::id(), file, base: memory.address(), len: memory.len() })
     }

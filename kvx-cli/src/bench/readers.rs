@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::figures::Output;
 use super::initiator::Initiator;
 use super::points::{Backing, Op, Pattern, Shape};
-use super::pools::Pools;
+use super::pools::{Pools, Sizes};
 use super::target::Target;
 use super::{Arguments, PATIENCE};
 use crate::{Result, bytes};
@@ -47,9 +47,9 @@ pub(crate) fn run(
     let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
     eprintln!("{backend}: {readers} readers, {memory} of memory in all, about {} s", about.as_secs().max(1));
     let life = 10 * about + Duration::from_secs(600);
-    let target = Target::start(&[backend], &arguments.options, (SHAPE.bytes(), 0), life)?;
+    let target = Target::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
     let connect = |reader| {
-        let pools = Pools::of(SHAPE.bytes(), 0)?;
+        let pools = Pools::of(Sizes::kvx(SHAPE.bytes()))?;
         let label = format!("bench-{backend}-{reader}");
         Initiator::connect(&label, backend, registry, &arguments.options, &pools, &target)
     };

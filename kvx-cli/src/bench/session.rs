@@ -6,7 +6,7 @@ use kvx::Registry;
 
 use super::bare::MappedPool;
 use super::initiator::Initiator;
-use super::pools::Pools;
+use super::pools::{Pools, Sizes};
 use super::target::Target;
 use crate::Result;
 
@@ -25,29 +25,19 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Starts the target with so much kvx and foreign memory on each side, and connects with it. `about`: how long
-    /// it will be needed.
+    /// Starts the target, with so much memory on this side and there, and connects with it. `about`: how long it will
+    /// be needed.
     pub(crate) fn start(
         backends: &[&'static str],
         registry: &Registry,
         options: &str,
-        sizes: (u64, u64),
-        about: Duration,
-    ) -> Result<Self> {
-        Session::with_sizes(backends, registry, options, (sizes, sizes), about)
-    }
-
-    /// The same with memory of different sizes: this side's, then the target's.
-    pub(crate) fn with_sizes(
-        backends: &[&'static str],
-        registry: &Registry,
-        options: &str,
-        (ours, theirs): ((u64, u64), (u64, u64)),
+        (ours, theirs): (Sizes, Sizes),
         about: Duration,
     ) -> Result<Self> {
         let life = 10 * about + Duration::from_secs(600);
+        // A device that there is not is told of before there is a target.
+        let pools = Pools::of(ours)?;
         let target = Target::start(backends, options, theirs, life)?;
-        let pools = Pools::of(ours.0, ours.1)?;
         let connect = |backend: &&'static str| {
             let label = format!("bench-{backend}");
             Ok((*backend, Initiator::connect(&label, backend, registry, options, &pools, &target)?))

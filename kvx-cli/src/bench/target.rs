@@ -8,15 +8,15 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvx::{Agent, Options, Registry};
+use kvx::{Options, Registry};
 use serde::{Deserialize, Serialize};
 
 use super::bare::{once, share};
 use super::child::Child;
 use super::content::{self, Blocks};
 use super::limit;
-use super::points::{Backing, Op, Shape};
-use super::pools::{Place, Pools};
+use super::points::{Op, Shape};
+use super::pools::{Place, Pool, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
 
@@ -27,12 +27,8 @@ pub(crate) struct TargetArguments {
     backend: Vec<String>,
     #[arg(long)]
     options: String,
-    /// Bytes of its pool of kvx's own.
-    #[arg(long)]
-    kvx: u64,
-    /// Bytes of its foreign memory.
-    #[arg(long)]
-    foreign: u64,
+    #[command(flatten)]
+    sizes: Sizes,
     /// Seconds after which it ends, whatever happens.
     #[arg(long)]
     life: u64,
@@ -53,15 +49,15 @@ struct Greeting {
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Ask {
     /// Make the first bytes a source.
-    Fill { memory: Backing, bytes: u64 },
+    Fill { memory: Pool, bytes: u64 },
     /// Make the first bytes an empty destination.
-    Wipe { memory: Backing, bytes: u64 },
+    Wipe { memory: Pool, bytes: u64 },
     /// Compare the first lists of the destination with what belongs there.
-    Check { memory: Backing, shape: Shape, lists: u32 },
+    Check { memory: Pool, shape: Shape, lists: u32 },
     /// Accept so many bare connections, and serve the blocks over them until they close.
-    Lanes { op: Op, memory: Backing, shape: Shape, lanes: usize },
+    Lanes { op: Op, memory: Pool, shape: Shape, lanes: usize },
     /// Pull lists out of that place: from which transfer on, and how many.
-    Pull { memory: Backing, shape: Shape, from: Place, first: u64, times: u64 },
+    Pull { memory: Pool, shape: Shape, from: Place, first: u64, times: u64 },
 }
 
 /// Runs the target until standard input ends.
@@ -72,21 +68,20 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
         eprintln!("kvx: the target of a bench ends after its longest life of {life:?}");
         std::process::exit(1);
     });
-    let pools = Pools::of(arguments.kvx, arguments.foreign)?;
+    let pools = Pools::of(arguments.sizes)?;
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let mut agents = Vec::new();
     let mut metadata = BTreeMap::new();
     for backend in &arguments.backend {
         let options = Options::parse(&arguments.options)?;
-        let builder = Agent::builder(format!("bench-target-{backend}")).backends([backend]).options(options);
+        let builder = pools.agent(&format!("bench-target-{backend}")).backends([backend]).options(options);
         let agent = builder.build(registry)?;
-        let regions =
-            pools.all().map(|(kind, memory)| agent.register(&super::points::name(kind), memory.clone()));
+        let regions = pools.all().map(|(pool, memory)| agent.register(pool.name(), memory.clone()));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         metadata.insert(backend.clone(), agent.metadata()?);
         agents.push((agent, regions));
     }
-    let (kvx, foreign) = (pools.place(Backing::Kvx).ok(), pools.place(Backing::Foreign).ok());
+    let (kvx, foreign) = (pools.place(Pool::Kvx).ok(), pools.place(Pool::Foreign).ok());
     let greeting = Greeting { metadata, address: listener.local_addr()?, kvx, foreign };
     writeln!(out, "{}", serde_json::to_string(&greeting)?)?;
     out.flush()?;
@@ -123,7 +118,7 @@ impl Served {
         Ok(0.0)
     }
 
-    fn lanes(&self, op: Op, memory: Backing, shape: Shape, lanes: usize) -> Result<()> {
+    fn lanes(&self, op: Op, memory: Pool, shape: Shape, lanes: usize) -> Result<()> {
         let base = self.pools.get(memory)?.address();
         let blocks = match op {
             Op::Read => shape.from(),
@@ -139,7 +134,7 @@ impl Served {
         Ok(())
     }
 
-    fn pull(&mut self, memory: Backing, shape: Shape, from: Place, transfers: Range<u64>) -> Result<f64> {
+    fn pull(&mut self, memory: Pool, shape: Shape, from: Place, transfers: Range<u64>) -> Result<f64> {
         let memory = self.pools.get(memory)?;
         let blocks = Blocks::of(shape);
         let mapped = match (from.file, self.mapped) {
@@ -164,11 +159,11 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Starts one and waits until it is ready. Sizes: of its pool of kvx's own and of its foreign memory.
-    pub(crate) fn start(backends: &[&str], options: &str, sizes: (u64, u64), life: Duration) -> Result<Self> {
+    /// Starts one and waits until it is ready.
+    pub(crate) fn start(backends: &[&str], options: &str, sizes: Sizes, life: Duration) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["bench-target", "--backend", &backends.join(","), "--options", options]);
-        command.args(["--kvx", &sizes.0.to_string(), "--foreign", &sizes.1.to_string()]);
+        command.args(sizes.arguments());
         command.args(["--life", &life.as_secs().to_string()]);
         let mut child = Child::start("the target", command)?;
         let greeting = serde_json::from_str(&child.hear(PATIENCE)?)?;
@@ -190,12 +185,14 @@ impl Target {
         Ok(metadata.ok_or_else(|| format!("the target has no agent for {backend}"))?)
     }
 
-    pub(crate) fn place(&self, backing: Backing) -> Result<Place> {
-        let place = match backing {
-            Backing::Kvx => self.greeting.kvx,
-            Backing::Foreign => self.greeting.foreign,
+    /// Where its memory of the host lies.
+    pub(crate) fn place(&self, pool: Pool) -> Result<Place> {
+        let place = match pool {
+            Pool::Kvx => self.greeting.kvx,
+            Pool::Foreign => self.greeting.foreign,
+            Pool::Device => None,
         };
-        place.ok_or_else(|| "the target has no memory of that kind".into())
+        place.ok_or_else(|| "the target has no memory of that kind on the host".into())
     }
 
     /// Asks, and waits for the answer.

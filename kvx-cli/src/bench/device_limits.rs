@@ -1,0 +1,124 @@
+//! The limits beside figures of device memory: bare copies by the driver, of as many bytes as a transfer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx::gpu::Device;
+use kvx::memory::DeviceAccess;
+use kvx::{Memory, MemoryKind};
+
+use super::bare::timed;
+use super::content::{self, Blocks};
+use super::driver::{Driver, Way};
+use super::points::{Pattern, Point, Shape};
+use super::pools::Pool;
+use super::rounds::Round;
+use crate::{Result, devices};
+
+/// Copies between two memories of their own, each as large as a side's.
+pub(crate) struct DeviceLimit {
+    pub(crate) name: &'static str,
+    driver: Driver,
+    way: Way,
+    from: Arc<Memory>,
+    to: Arc<Memory>,
+    shape: Shape,
+    blocks: Blocks,
+    /// A call for each block, instead of one for all bytes of a transfer.
+    block_by_block: bool,
+}
+
+impl DeviceLimit {
+    /// What the first device does with the bytes of a point on their way. The flag: whether that bounds the point, or
+    /// only stands beside it.
+    pub(crate) fn all(point: &Point) -> Result<Vec<(Self, bool)>> {
+        let (from, to) = point.memory.way(point.op);
+        if ![from, to].contains(&Pool::Device) {
+            return Ok(Vec::new());
+        }
+        let device = devices::first()?;
+        if (from, to) == (Pool::Device, Pool::Device) && point.backend != "TCP" {
+            return Ok(vec![
+                (DeviceLimit::within(&device, point.shape)?, true),
+                (DeviceLimit::one_by_one(&device, point.shape)?, false),
+            ]);
+        }
+        let mut limits = Vec::new();
+        for (way, of) in [(Way::ToHost, from), (Way::ToDevice, to)] {
+            if of == Pool::Device {
+                limits.push((DeviceLimit::new(&device, way, point.shape)?, true));
+            }
+        }
+        Ok(limits)
+    }
+
+    /// One copy within the device.
+    pub(crate) fn within(device: &Arc<Device>, shape: Shape) -> Result<Self> {
+        DeviceLimit::new(device, Way::Within, shape)
+    }
+
+    /// The same list as the point's by a copy for each block, which is what a program without kernels does.
+    fn one_by_one(device: &Arc<Device>, shape: Shape) -> Result<Self> {
+        let limit = DeviceLimit::new(device, Way::Within, shape)?;
+        Ok(DeviceLimit {
+            name: "a call a block",
+            block_by_block: true,
+            shape,
+            blocks: Blocks::of(shape),
+            ..limit
+        })
+    }
+
+    fn new(device: &Arc<Device>, way: Way, shape: Shape) -> Result<Self> {
+        let len = shape.memory() as usize;
+        let on_device = || device.pool(len).build();
+        let on_host = || device.pinned(len);
+        let (name, from, to) = match way {
+            Way::Within => ("device copy", on_device()?, on_device()?),
+            Way::ToHost => ("copy to host", on_device()?, on_host()?),
+            Way::ToDevice => ("copy to device", on_host()?, on_device()?),
+        };
+        let driver = match device.kind() {
+            MemoryKind::Rocm => Driver::hip()?,
+            _ => Driver::cuda()?,
+        };
+        // One copy moves a transfer's blocks as they lie.
+        let shape = Shape { pattern: Pattern::Adjacent, ..shape };
+        let (from, to) = (Arc::new(from), Arc::new(to));
+        Ok(DeviceLimit {
+            name,
+            driver,
+            way,
+            from,
+            to,
+            shape,
+            blocks: Blocks::of(shape),
+            block_by_block: false,
+        })
+    }
+
+    /// Moves list after list, beginning with the one of this number.
+    pub(crate) fn round(&self, next: u64, budget: Duration, least: u64) -> Result<Round> {
+        timed(budget, least, |nth| {
+            let list = self.blocks.list(next + nth);
+            let calls = if self.block_by_block { list.from.len() } else { 1 };
+            let len = list.length * list.from.len() / calls;
+            let at = |block: u32| (u64::from(block)) * list.length as u64;
+            for (from, to) in list.from.iter().zip(list.to).take(calls) {
+                let (from, to) = (self.from.address() + at(*from), self.to.address() + at(*to));
+                // SAFETY: both memories have all blocks of the shape, and nobody else uses them.
+                unsafe { self.driver.copy(self.way, from, to, len) }?;
+            }
+            self.driver.wait()
+        })
+    }
+
+    /// Moves the first lists once, and compares what arrived. Gives the pace.
+    pub(crate) fn verify(&self, lists: u64) -> Result<f64> {
+        content::fill(&self.from, self.shape.memory())?;
+        content::wipe(&self.to, self.shape.memory())?;
+        let round = self.round(0, Duration::ZERO, lists)?;
+        content::check(&self.to, self.shape, lists as u32)?;
+        Ok(round.pace())
+    }
+}

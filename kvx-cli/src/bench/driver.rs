@@ -1,0 +1,139 @@
+//! What a GPU does at best: bare copies by its driver, with nothing around them.
+//!
+//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
+
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::io::{Error, Result};
+use std::ptr::null_mut;
+
+type Status = c_int;
+/// A context, a stream, or an address of the host.
+type Handle = *mut c_void;
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    ToDevice,
+    ToHost,
+    Within,
+}
+
+/// The driver of the first GPU, with a stream on it; used by one thread.
+pub(crate) struct Driver {
+    stream: Handle,
+    copy: Copy,
+    wait: unsafe extern "C" fn(Handle) -> Status,
+}
+
+enum Copy {
+    Cuda {
+        to_device: unsafe extern "C" fn(u64, *const c_void, usize, Handle) -> Status,
+        to_host: unsafe extern "C" fn(Handle, u64, usize, Handle) -> Status,
+        within: unsafe extern "C" fn(u64, u64, usize, Handle) -> Status,
+    },
+    Hip(unsafe extern "C" fn(Handle, *const c_void, usize, c_int, Handle) -> Status),
+}
+
+/// `CU_STREAM_NON_BLOCKING`, and HIP's: it does not wait for the null stream.
+const NON_BLOCKING: c_uint = 1;
+
+impl Driver {
+    /// That of NVIDIA's first device, which becomes this thread's.
+    pub(crate) fn cuda() -> Result<Self> {
+        let library = open("KVX_CUDA_LIB", "libcuda.so.1")?;
+        // SAFETY: the signatures are those of the driver's interface, which keeps them for a name.
+        unsafe {
+            let device: unsafe extern "C" fn(*mut c_int, c_int) -> Status = symbol(library, c"cuDeviceGet")?;
+            let context: unsafe extern "C" fn(*mut Handle, c_int) -> Status =
+                symbol(library, c"cuDevicePrimaryCtxRetain")?;
+            let enter: unsafe extern "C" fn(Handle) -> Status = symbol(library, c"cuCtxSetCurrent")?;
+            let stream: unsafe extern "C" fn(*mut Handle, c_uint) -> Status =
+                symbol(library, c"cuStreamCreate")?;
+            let (mut number, mut ours, mut made) = (0, null_mut(), null_mut());
+            check("cuDeviceGet", device(&raw mut number, 0))?;
+            check("cuDevicePrimaryCtxRetain", context(&raw mut ours, number))?;
+            check("cuCtxSetCurrent", enter(ours))?;
+            check("cuStreamCreate", stream(&raw mut made, NON_BLOCKING))?;
+            let copy = Copy::Cuda {
+                to_device: symbol(library, c"cuMemcpyHtoDAsync_v2")?,
+                to_host: symbol(library, c"cuMemcpyDtoHAsync_v2")?,
+                within: symbol(library, c"cuMemcpyDtoDAsync_v2")?,
+            };
+            Ok(Driver { stream: made, copy, wait: symbol(library, c"cuStreamSynchronize")? })
+        }
+    }
+
+    /// That of AMD's first device, which becomes this thread's.
+    pub(crate) fn hip() -> Result<Self> {
+        let library = open("KVX_HIP_LIB", "libamdhip64.so")?;
+        // SAFETY: as above, for HIP.
+        unsafe {
+            let enter: unsafe extern "C" fn(c_int) -> Status = symbol(library, c"hipSetDevice")?;
+            let stream: unsafe extern "C" fn(*mut Handle, c_uint) -> Status =
+                symbol(library, c"hipStreamCreateWithFlags")?;
+            let mut made = null_mut();
+            check("hipSetDevice", enter(0))?;
+            check("hipStreamCreateWithFlags", stream(&raw mut made, NON_BLOCKING))?;
+            let copy = Copy::Hip(symbol(library, c"hipMemcpyAsync")?);
+            Ok(Driver { stream: made, copy, wait: symbol(library, c"hipStreamSynchronize")? })
+        }
+    }
+
+    /// Starts a copy.
+    ///
+    /// # Safety
+    /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
+    /// holds references into the destination.
+    pub(crate) unsafe fn copy(&self, way: Way, from: u64, to: u64, len: usize) -> Result<()> {
+        let (source, destination) = (from as *const c_void, to as Handle);
+        // SAFETY: the caller's promise; the stream lives as long as this.
+        let status = unsafe {
+            match (&self.copy, way) {
+                (Copy::Cuda { to_device, .. }, Way::ToDevice) => to_device(to, source, len, self.stream),
+                (Copy::Cuda { to_host, .. }, Way::ToHost) => to_host(destination, from, len, self.stream),
+                (Copy::Cuda { within, .. }, Way::Within) => within(to, from, len, self.stream),
+                (Copy::Hip(copy), way) => {
+                    let kind = match way {
+                        Way::ToDevice => 1,
+                        Way::ToHost => 2,
+                        Way::Within => 3,
+                    };
+                    copy(destination, source, len, kind, self.stream)
+                }
+            }
+        };
+        check("a copy", status)
+    }
+
+    /// Waits until all copies have ended.
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as this.
+        check("waiting for the stream", unsafe { (self.wait)(self.stream) })
+    }
+}
+
+fn check(what: &str, status: Status) -> Result<()> {
+    if status == 0 { Ok(()) } else { Err(Error::other(format!("{what}: the driver says {status}"))) }
+}
+
+/// The library that the process has open already: the one that the variable names, else that name's.
+fn open(variable: &str, name: &str) -> Result<Handle> {
+    let name = std::env::var(variable).unwrap_or_else(|_| name.to_owned());
+    let path = CString::new(name.as_str())?;
+    // SAFETY: a string of the C library's; what it opens has run its initialisers already.
+    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
+    if library.is_null() { Err(Error::other(format!("{name} does not open"))) } else { Ok(library) }
+}
+
+/// # Safety
+/// The function has this type.
+unsafe fn symbol<F: std::marker::Copy>(library: Handle, name: &CStr) -> Result<F> {
+    const { assert!(size_of::<F>() == size_of::<Handle>()) };
+    // SAFETY: an open library and a C string.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    if found.is_null() {
+        return Err(Error::other(format!("the driver has no {}", name.to_string_lossy())));
+    }
+    // SAFETY: a pointer to a function that the caller knows, of a pointer's size.
+    Ok(unsafe { std::mem::transmute_copy(&found) })
+}

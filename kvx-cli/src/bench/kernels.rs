@@ -1,0 +1,133 @@
+//! The kernels of the first GPU: blocks collected and spread, beside one copy of as many bytes.
+
+use std::sync::Arc;
+
+use kvx::gpu::DevicePtr;
+use kvx::gpu::kernels::DeviceGrid;
+use kvx::{Completion, Memory, Ticket};
+use serde::Serialize;
+
+use super::bare::timed;
+use super::content;
+use super::device_limits::DeviceLimit;
+use super::figures::Output;
+use super::points::{Pattern, Shape};
+use super::rounds::{Party, Ratio, Round, interleave, median};
+use super::{Arguments, PATIENCE};
+use crate::{Result, bytes, devices};
+
+/// What is printed.
+#[derive(Serialize)]
+struct Record {
+    mode: &'static str,
+    kernel: &'static str,
+    block: u64,
+    count: u32,
+    bytes: u64,
+    gbps: f64,
+    limit_name: &'static str,
+    limit_gbps: f64,
+    ratio: f64,
+    ratio_min: f64,
+    ratio_max: f64,
+    verified: bool,
+    rounds: usize,
+}
+
+/// Measures every size and number of blocks.
+pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> {
+    for block in &arguments.block {
+        for count in &arguments.count {
+            let shape = Shape {
+                block: *block,
+                count: *count,
+                lists: 1,
+                pattern: Pattern::Scattered,
+                seed: arguments.seed,
+            };
+            if shape.bytes() > arguments.max_total {
+                eprintln!("left out: {} x{count}: more than --max-total", bytes::show(*block));
+                continue;
+            }
+            for gather in [true, false] {
+                let record = measure(arguments, shape, gather)?;
+                output.record(&record, &sentence(&record))?;
+                if !record.verified {
+                    return Err(format!("{} moved the wrong bytes", record.kernel).into());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<Record> {
+    let device = devices::first()?;
+    let pool = || device.pool(shape.bytes() as usize).build();
+    let (spread, packed) = (pool()?, pool()?);
+    let order = shape.from();
+    let indices: Arc<[u32]> = order.as_slice().into();
+    let grid = [DeviceGrid { base: spread.address(), stride: shape.block, length: shape.block, at: 0 }];
+    let at = DevicePtr(packed.address());
+    let act = |done: Ticket| {
+        // SAFETY: all blocks lie in the two pools, which outlive every wait.
+        unsafe {
+            match gather {
+                true => device.gather(at, &grid, &indices, done),
+                false => device.scatter(at, &grid, &indices, done),
+            }
+        }
+    };
+    let once = || -> kvx::Result<()> {
+        let (moved, ticket) = Completion::with_ticket();
+        act(ticket);
+        moved.wait(PATIENCE)
+    };
+
+    let (source, destination): (&Memory, &Memory) =
+        if gather { (&spread, &packed) } else { (&packed, &spread) };
+    content::fill(source, shape.bytes())?;
+    once()?;
+    let in_order =
+        (0..shape.count).zip(order).map(|(at, block)| if gather { (block, at) } else { (at, block) });
+    let held = content::compare(destination, shape.block, in_order);
+    if let Err(why) = &held {
+        eprintln!("WRONG BYTES: {why}");
+    }
+
+    let copy = DeviceLimit::within(&device, shape)?;
+    copy.verify(1)?;
+    let mut parties: Vec<Party<'_>> = vec![
+        Box::new(|budget| timed(budget, 1, |_| once().map_err(std::io::Error::other))),
+        Box::new(|budget| copy.round(0, budget, 1)),
+    ];
+    let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
+    let [ours, limit] = &done[..] else { return Err("two parties have two lists of rounds".into()) };
+    let rate =
+        |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
+    let three = |value: f64| (value * 1e3).round() / 1e3;
+    let ratio = Ratio::of(ours, limit).ok_or("no round was measured")?;
+    Ok(Record {
+        mode: "kernels",
+        kernel: if gather { "gather" } else { "scatter" },
+        block: shape.block,
+        count: shape.count,
+        bytes: shape.bytes(),
+        gbps: three(rate(ours).unwrap_or_default()),
+        limit_name: copy.name,
+        limit_gbps: three(rate(limit).unwrap_or_default()),
+        ratio: three(ratio.median),
+        ratio_min: three(ratio.min),
+        ratio_max: three(ratio.max),
+        verified: held.is_ok(),
+        rounds: arguments.rounds,
+    })
+}
+
+fn sentence(record: &Record) -> String {
+    let Record { kernel, count, gbps, limit_name, limit_gbps, ratio, ratio_min, ratio_max, .. } = record;
+    format!(
+        "{kernel} of {} x{count}: {gbps} GB/s; {limit_name} {limit_gbps} GB/s, {ratio} ({ratio_min} to {ratio_max})",
+        bytes::show(record.block)
+    )
+}

@@ -1,0 +1,75 @@
+//! `kvx devices`: the GPUs whose memory kvx can move here, or why there are none.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use clap::Args;
+use kvx::gpu::Device;
+use serde_json::{Value, json};
+
+use crate::Result;
+
+/// What stands behind `devices` on the command line.
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Print one JSON array of objects.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command. Errors: why there are none, of each maker.
+pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
+    let devices = all()?;
+    let abouts = devices.iter().map(|device| device.about());
+    if arguments.json {
+        let rows: Value = abouts
+            .map(|about| {
+                json!({
+                    "kind": about.kind.to_string(),
+                    "driver": about.driver,
+                    "version": about.version,
+                    "ordinal": about.ordinal,
+                    "name": about.name,
+                    "bus": about.bus,
+                })
+            })
+            .collect();
+        return Ok(writeln!(out, "{rows:#}")?);
+    }
+    for about in abouts {
+        writeln!(
+            out,
+            "{} {}: {} at {}, {} {}",
+            about.kind, about.ordinal, about.name, about.bus, about.driver, about.version
+        )?;
+    }
+    Ok(())
+}
+
+/// All that this process sees; at least one.
+fn all() -> Result<Vec<Arc<Device>>> {
+    #[cfg_attr(not(any(feature = "cuda", feature = "rocm")), expect(unused_mut, reason = "nobody adds any"))]
+    let (mut devices, mut reasons): (Vec<Arc<Device>>, Vec<String>) = Default::default();
+    #[cfg(feature = "cuda")]
+    match kvx::cuda::devices() {
+        Ok(found) => devices.extend(found),
+        Err(why) => reasons.push(format!("CUDA: {why}")),
+    }
+    #[cfg(feature = "rocm")]
+    match kvx::rocm::devices() {
+        Ok(found) => devices.extend(found),
+        Err(why) => reasons.push(format!("ROCm: {why}")),
+    }
+    if !devices.is_empty() {
+        return Ok(devices);
+    }
+    if reasons.is_empty() {
+        reasons.push("build kvx with --features cuda, or rocm".to_owned());
+    }
+    Err(format!("no device memory can be reached; {}", reasons.join("; ")).into())
+}
+
+/// The first one.
+pub(crate) fn first() -> Result<Arc<Device>> {
+    Ok(all()?.remove(0))
+}

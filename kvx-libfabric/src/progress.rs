@@ -13,7 +13,8 @@ use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 use crate::address::Address;
 use crate::bell::Bell;
 use crate::error::{self, gone};
-use crate::ffi::{self, Failed, Waits};
+use crate::ffi::bindings_1_17::FI_MR_VIRT_ADDR;
+use crate::ffi::{self, Failed, Info, Waits};
 use crate::host;
 use crate::knock::Knock;
 use crate::link::Peers;
@@ -26,9 +27,8 @@ use crate::rail::{Ended, MAX_MESSAGE, Piece, Posted, Rail};
 const UNSENT: usize = 16;
 /// How often in a turn a rail is read while it has something to tell.
 const READS: usize = 8;
-/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024: within a
-/// transfer, and at its end. Nothing is left, so that a peer that is stopped then can be reached with the whole queue.
-const NOTES: (usize, usize) = (256, 1);
+/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024.
+const NOTES: usize = 256;
 /// The longest sleep while something is awaited, although descriptors wake.
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
@@ -64,6 +64,8 @@ pub(crate) struct Driver {
     pause: Duration,
     /// The provider has served a peer, of which it reports nothing.
     serves: bool,
+    /// What finds no room at a peer can be copied without the provider.
+    copies: bool,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
     description: String,
@@ -76,9 +78,19 @@ pub(crate) struct Way {
     pub(crate) remote: ffi::Remote,
 }
 
-/// What is kept for a job: how many of its pieces were posted, which says over which rail the next one goes.
+/// What is kept for a job: how many of its pieces have gone, which says over which rail the next one goes.
 #[derive(Default)]
 pub(crate) struct Posting(usize);
+
+/// What became of a piece.
+enum Gone {
+    /// Its end will be reported.
+    Posted,
+    /// It has ended.
+    Copied,
+    /// There was no room.
+    Not,
+}
 
 impl Driver {
     pub(crate) fn new(
@@ -99,6 +111,8 @@ impl Driver {
             _ => None,
         };
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
+        let plain = |info: &Info| info.wants(FI_MR_VIRT_ADDR) && !info.has_devices();
+        let copies = bell.is_some() && rails.iter().all(|rail| plain(rail.endpoint().domain().info()));
         Driver {
             rails,
             turn: providers::turn(&ours.provider),
@@ -112,6 +126,7 @@ impl Driver {
             retry: None,
             pause: RETRIES.0,
             serves: false,
+            copies,
             registrations,
             capabilities,
             description,
@@ -184,6 +199,31 @@ impl Driver {
         let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
         let remote = ffi::Remote { peer, address: key.base + offset, key: key.key };
         Ok(Way { rail, descriptor, remote })
+    }
+
+    /// Posts a piece. Over shared memory a post copies it before it returns and leaves a note in the peer's queue; a queue that
+    /// is full, since the peer is stopped or busy, keeps no bytes from moving: the piece is copied without a note, which
+    /// nobody needs.
+    ///
+    /// # Safety
+    /// As [`Rail::post`].
+    #[inline]
+    unsafe fn post(&mut self, rail: usize, piece: Piece) -> Result<Gone> {
+        // SAFETY: the caller's promise.
+        match unsafe { self.rails[rail].post(piece) } {
+            Ok(Posted::Yes) => return Ok(Gone::Posted),
+            Ok(Posted::Full) if self.copies => {}
+            Ok(Posted::Later | Posted::Full) => return Ok(Gone::Not),
+            Err(errno) => {
+                return Err(error::native("libfabric could not post a piece of the transfer", errno));
+            }
+        }
+        let Piece { op, peer, local, len, remote, .. } = piece;
+        let Some(host) = self.peers.peer(peer).and_then(|peer| peer.address.host.as_ref()) else {
+            return Ok(Gone::Not);
+        };
+        // SAFETY: the caller's promise; it was not posted.
+        unsafe { host::copy(host.process, op, local, remote.address, len) }.map(|()| Gone::Copied)
     }
 
     /// Something has found no room. Says whether that is new.
@@ -343,13 +383,9 @@ unsafe impl Fabric for Driver {
         let (id, op, endpoint) = (job.id(), job.op(), job.endpoint());
         // Jobs begin at different rails.
         let first = id.number();
-        let (mut bytes, mut pieces, mut full, mut result) = (0, 0, false, Ok(()));
-        let mut ended = false;
-        while bytes < SLICE && pieces < self.turn {
-            let Some(piece) = job.next_piece() else {
-                ended = true;
-                break;
-            };
+        let (mut bytes, mut gone, mut copied, mut full, mut result) = (0, 0, 0, false, Ok(()));
+        while bytes < SLICE && gone < self.turn {
+            let Some(piece) = job.next_piece() else { break };
             let turn = first.wrapping_add(job.state().0);
             let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
             let way = match self.way(at, turn, ours, theirs, piece.remote_offset) {
@@ -362,32 +398,31 @@ unsafe impl Fabric for Driver {
             let Way { rail, descriptor, remote } = way;
             let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
             // SAFETY: core checked that the piece lies within its region, which the job keeps until the piece is reported.
-            let posted = unsafe {
-                self.rails[rail].post(Piece { op, job: id, peer: at, local, len, descriptor, remote })
-            };
-            match posted {
-                Ok(Posted::Yes) => {
-                    pieces += 1;
-                    bytes += piece.len;
-                    job.state().0 += 1;
-                }
-                Ok(Posted::Later) => {
+            match unsafe { self.post(rail, Piece { op, job: id, peer: at, local, len, descriptor, remote }) }
+            {
+                Ok(Gone::Not) => {
                     job.put_back(piece);
                     full = self.try_again(endpoint);
                     break;
                 }
-                Err(errno) => {
-                    result = Err(error::native("libfabric could not post a piece of the transfer", errno));
+                Ok(how) => {
+                    copied += u32::from(matches!(how, Gone::Copied));
+                    gone += 1;
+                    bytes += piece.len;
+                    job.state().0 += 1;
+                }
+                Err(why) => {
+                    result = Err(why);
                     break;
                 }
             }
         }
-        job.posted(pieces);
+        job.posted(gone - copied);
         let notes = self.peers.peer(at).map_or(0, |peer| {
-            peer.notes += pieces as usize;
+            peer.notes += (gone - copied) as usize;
             peer.notes
         });
-        if full || notes >= NOTES.0 || ended && notes >= NOTES.1 {
+        if full || copied > 0 || notes >= NOTES {
             self.ring(at)?;
         }
         result.map(|()| bytes)

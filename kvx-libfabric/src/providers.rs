@@ -53,8 +53,8 @@ const KNOWN: &[Known] = &[
         target_cpu: true,
         settles: false,
     },
-    // A post copies out of, or into, the other process before it returns. The target takes a note of each piece off a queue,
-    // which has room for 1024: a target that is stopped is needed after so many.
+    // A post copies out of, or into, the other process before it returns. The target takes a note of each piece off a queue:
+    // while that is full we copy without one.
     Known {
         name: SHARED,
         rdma: false,

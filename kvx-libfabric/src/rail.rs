@@ -26,8 +26,10 @@ const WINDOW: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Posted {
     Yes,
-    /// There is no room now, or no connection yet.
+    /// Too much is in flight here.
     Later,
+    /// The peer has no room now, or there is no connection yet.
+    Full,
 }
 
 /// A piece as it is posted.
@@ -153,7 +155,7 @@ impl Rail {
             }
             Err(errno) => {
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Full) } else { Err(errno) }
             }
         }
     }
@@ -178,7 +180,7 @@ impl Rail {
             Err(errno) => {
                 mail.free.push(buffer);
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Full) } else { Err(errno) }
             }
         }
     }

@@ -55,7 +55,7 @@ impl Shuffling {
             // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is reported.
             match unsafe { self.inner.rail(rail).post(piece) } {
                 Ok(Posted::Yes) => {}
-                Ok(Posted::Later) => held.push((rail, piece)),
+                Ok(Posted::Later | Posted::Full) => held.push((rail, piece)),
                 Err(errno) => {
                     let result = Err(crate::error::native("a piece", errno));
                     self.late.push(Happened::Moved { job: piece.job, pieces: 1, result });

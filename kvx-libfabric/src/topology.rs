@@ -97,16 +97,21 @@ impl Topology {
         self.of_pci(&found?.file_name().to_string_lossy())
     }
 
-    /// The GPU whose number the driver shows, with its address as one number.
+    /// The GPU whose number the driver shows, with its address as one number; or which is known by its address, having no
+    /// number.
     fn of_rocm(&self, device: DeviceId) -> Option<Place> {
+        let text = std::str::from_utf8(&device.0).unwrap_or_default().trim_end_matches('\0');
+        if text.contains(':') {
+            return self.of_pci(text);
+        }
         let nodes = std::fs::read_dir(self.sys.join("class/kfd/kfd/topology/nodes")).ok()?;
         nodes.flatten().find_map(|node| {
-            let text = std::fs::read_to_string(node.path().join("properties")).ok()?;
+            let properties = std::fs::read_to_string(node.path().join("properties")).ok()?;
             let property = |name: &str| {
-                let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+                let value = properties.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
                 value.trim().parse::<u64>().ok()
             };
-            if format!("{:016x}", property("unique_id")?).as_bytes() != device.0 {
+            if format!("{:016x}", property("unique_id")?) != text {
                 return None;
             }
             let (place, domain) = (property("location_id")?, property("domain").unwrap_or(0));
@@ -180,6 +185,7 @@ mod tests {
         (0..8).map(|at| topology.of_card(None, &format!("mlx5_{at}")).expect("a card")).collect()
     }
 
+    /// As kvx-cuda makes them: the bytes of the UUID that the driver shows in hexadecimal.
     fn gpu(topology: &Topology, number: u8) -> Option<Place> {
         topology.of_cuda(DeviceId([0xa0 + number; 16]))
     }
@@ -241,9 +247,14 @@ mod tests {
             file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
             file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
         let recorded = Recorded::new("amd", record);
+        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal, and a GPU without one has
+        // its address.
         let device = DeviceId(*b"123456789abcdef0");
         let place = recorded.topology().of_rocm(device).expect("a GPU");
         assert_eq!((place.node, place.bridges.len()), (Some(1), 3));
-        assert_eq!(recorded.topology().of_rocm(DeviceId([0; 16])), None);
+        assert_eq!(recorded.topology().of_rocm(DeviceId(*b"0000:c1:00.0\0\0\0\0")), Some(place));
+        for nobody in [[0; 16], *b"0000:c2:00.0\0\0\0\0", *b"../../../devices"] {
+            assert_eq!(recorded.topology().of_rocm(DeviceId(nobody)), None);
+        }
     }
 }

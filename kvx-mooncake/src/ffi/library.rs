@@ -8,7 +8,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use kvx_core::Unavailable;
 use kvx_core::loader::{self, Search};
 
-use super::{adapter_bindings, bindings, self_test};
+use super::{adapter_bindings, bindings, self_test, sockets};
 
 /// The variable that names the library.
 const VARIABLE: &str = "KVX_MOONCAKE_LIB";
@@ -18,6 +18,7 @@ const ADAPTER: &str = "libkvx_mooncake_adapter.so";
 const CURE: &str = "install Mooncake's libtransfer_engine.so, or, for the wheel \
                     mooncake-transfer-engine-non-cuda, run `cargo xtask peers mooncake` and set KVX_MOONCAKE_LIB to \
                     target/peers/mooncake/libkvx_mooncake_adapter.so";
+const INHERITED: &str = "start them before agents, or with all other files closed";
 /// Wheels that the adapter's layouts were tried with.
 const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
 
@@ -58,7 +59,14 @@ impl Library {
         }
         let library = on_own_thread(|| {
             loader::with_signals_kept(|| {
+                let before = sockets::files();
                 let library = Library::load(wanted)?;
+                // SAFETY: libraries are never closed, and this thread alone knows of the new ones.
+                if unsafe { sockets::keep_from_children(&before) } == 0 {
+                    tracing::warn!(
+                        "children of this process inherit what Mooncake's engine has open: {INHERITED}"
+                    );
+                }
                 self_test::run(&library).map_err(|why| {
                     let path = library.path.display();
                     Unavailable::because(format!("the engine of {path} failed its self-test: {why}"), CURE)

@@ -15,6 +15,7 @@ pub mod bindings;
 mod engine;
 mod library;
 mod self_test;
+mod sockets;
 
 pub(crate) use engine::{Batch, Engine, Piece, Recipe, SegmentId, State, probe};
 pub(crate) use library::{Library, Wanted, block_sigpipe};

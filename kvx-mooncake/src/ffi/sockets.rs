@@ -1,0 +1,181 @@
+//! Sockets of the engine that children of this process do not inherit.
+//!
+//! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has copies of those that
+//! are open at that moment, and what the engine closes later stays open there: the listener of the engine at the other
+//! end waits 5 s for the end of each connection, and hears nobody meanwhile; the port of an engine that is gone still
+//! answers. So the engine's files call `socket` and `accept` of ours, which say it: their entries in the tables through
+//! which a file calls other libraries are written anew. Nobody else's calls change.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ops::Range;
+
+use libc::{SOCK_CLOEXEC, sockaddr, socklen_t};
+
+/// A file that the dynamic linker has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct File {
+    base: usize,
+    /// Its dynamic section.
+    dynamic: usize,
+    /// What became read-only after it was linked.
+    sealed: Range<usize>,
+}
+
+/// An entry of a dynamic section.
+#[repr(C)]
+struct Entry {
+    tag: i64,
+    value: usize,
+}
+
+/// An entry of a table of relocations.
+#[repr(C)]
+struct Relocation {
+    offset: u64,
+    info: u64,
+    addend: i64,
+}
+
+const DT_NULL: i64 = 0;
+const DT_PLTRELSZ: i64 = 2;
+const DT_STRTAB: i64 = 5;
+const DT_SYMTAB: i64 = 6;
+const DT_RELA: i64 = 7;
+const DT_RELASZ: i64 = 8;
+const DT_JMPREL: i64 = 23;
+
+/// The relocations that are the address of a function elsewhere: `GLOB_DAT` and `JUMP_SLOT`.
+#[cfg(target_arch = "x86_64")]
+const ADDRESSES: [u32; 2] = [6, 7];
+#[cfg(target_arch = "aarch64")]
+const ADDRESSES: [u32; 2] = [1025, 1026];
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+const ADDRESSES: [u32; 0] = [];
+
+unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    // SAFETY: numbers only.
+    unsafe { libc::socket(domain, kind | SOCK_CLOEXEC, protocol) }
+}
+
+unsafe extern "C" fn accept(listener: c_int, address: *mut sockaddr, len: *mut socklen_t) -> c_int {
+    // SAFETY: the caller's promise to `accept`, which is one to this.
+    unsafe { libc::accept4(listener, address, len, SOCK_CLOEXEC) }
+}
+
+unsafe extern "C" fn accept4(
+    listener: c_int,
+    address: *mut sockaddr,
+    len: *mut socklen_t,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { libc::accept4(listener, address, len, flags | SOCK_CLOEXEC) }
+}
+
+/// The function of ours in place of the system's.
+fn replacement(name: &CStr) -> Option<usize> {
+    match name.to_bytes() {
+        b"socket" => Some(socket as *const () as usize),
+        b"accept" => Some(accept as *const () as usize),
+        b"accept4" => Some(accept4 as *const () as usize),
+        _ => None,
+    }
+}
+
+/// The files that are loaded now.
+pub(super) fn files() -> Vec<File> {
+    unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: libc::size_t, found: *mut c_void) -> c_int {
+        // SAFETY: the C library lends the description for the length of this call, and `found` is the list below.
+        let (info, found) = unsafe { (&*info, &mut *found.cast::<Vec<File>>()) };
+        let base = info.dlpi_addr as usize;
+        // SAFETY: as many headers as it says.
+        let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()) };
+        let part = |kind| headers.iter().find(|header| header.p_type == kind);
+        let at = |header: &libc::Elf64_Phdr| base + header.p_vaddr as usize;
+        let sealed = part(libc::PT_GNU_RELRO).map_or(0..0, |part| at(part)..at(part) + part.p_memsz as usize);
+        found.extend(part(libc::PT_DYNAMIC).map(|part| File { base, dynamic: at(part), sealed }));
+        0
+    }
+    let mut found = Vec::new();
+    // SAFETY: the callback takes what it is handed here, and does not unwind.
+    unsafe { libc::dl_iterate_phdr(Some(note), (&raw mut found).cast()) };
+    found
+}
+
+/// Leads the calls of the files that have been loaded since `before` to the functions above. Says how many entries that
+/// were: with none, children inherit what the engine has open.
+///
+/// # Safety
+/// Those files are linked, are never unloaded, and no other thread calls into them yet.
+pub(super) unsafe fn keep_from_children(before: &[File]) -> usize {
+    let new = files().into_iter().filter(|file| !before.contains(file));
+    // SAFETY: the caller's promise.
+    new.map(|file| unsafe { lead(&file) }).sum()
+}
+
+/// # Safety
+/// As [`keep_from_children`].
+unsafe fn lead(file: &File) -> usize {
+    let (mut symbols, mut texts) = (0, 0);
+    let mut tables = [(0, 0); 2];
+    let mut next = file.dynamic as *const Entry;
+    // SAFETY: the dynamic section of a loaded file ends with this tag.
+    while let entry = unsafe { &*next }
+        && entry.tag != DT_NULL
+    {
+        // The linker may have turned offsets into addresses.
+        let address = if entry.value < file.base { file.base + entry.value } else { entry.value };
+        match entry.tag {
+            DT_SYMTAB => symbols = address,
+            DT_STRTAB => texts = address,
+            DT_RELA => tables[0].0 = address,
+            DT_RELASZ => tables[0].1 = entry.value,
+            DT_JMPREL => tables[1].0 = address,
+            DT_PLTRELSZ => tables[1].1 = entry.value,
+            _ => {}
+        }
+        next = next.wrapping_add(1);
+    }
+    let mut led = 0;
+    for (table, bytes) in tables.into_iter().filter(|(table, _)| *table != 0 && symbols != 0 && texts != 0) {
+        let count = bytes / size_of::<Relocation>();
+        // SAFETY: the table is as long as the dynamic section says, in memory that stays.
+        for relocation in unsafe { std::slice::from_raw_parts(table as *const Relocation, count) } {
+            if !ADDRESSES.contains(&(relocation.info as u32)) {
+                continue;
+            }
+            let symbol = (symbols as *const libc::Elf64_Sym).wrapping_add((relocation.info >> 32) as usize);
+            // SAFETY: the linker has followed this relocation to this symbol, whose name is a C string.
+            let name = unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
+            if let Some(function) = replacement(name) {
+                let slot = file.base + relocation.offset as usize;
+                // SAFETY: the slot holds the address of a function of this name, which ours stands in for.
+                led += usize::from(unsafe { write(slot, function, file.sealed.contains(&slot)) });
+            }
+        }
+    }
+    led
+}
+
+/// Writes `function` to a slot. Says whether it could.
+///
+/// # Safety
+/// A slot for the address of a function of that type, which nobody else writes to.
+unsafe fn write(slot: usize, function: usize, sealed: bool) -> bool {
+    // SAFETY: a number.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+    let protect = |how| {
+        // SAFETY: the slot's page is the file's own data, and is made writable, or read-only again as it was.
+        unsafe { libc::mprotect((slot / page * page) as *mut c_void, page, how) == 0 }
+    };
+    if sealed && !protect(libc::PROT_READ | libc::PROT_WRITE) {
+        return false;
+    }
+    // SAFETY: the caller's promise; it is writable now. Atomic, for threads that are about to call.
+    unsafe { std::sync::atomic::AtomicUsize::from_ptr(slot as *mut usize) }
+        .store(function, std::sync::atomic::Ordering::Release);
+    if sealed {
+        protect(libc::PROT_READ);
+    }
+    true
+}

@@ -1,0 +1,52 @@
+//! Processes that a program starts get nothing of what the engine has open: what the engine closes must be closed.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{Agent, Grid, Memory, Options, Plan};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+
+#[test]
+fn children_inherit_no_socket_of_the_engine() {
+    if adapter::adapter().is_none() {
+        let why = "Mooncake's wheel and the adapter are not there";
+        return kvx_testkit::skip(
+            "children_inherit_no_socket_of_the_engine",
+            why,
+            "cargo xtask peers mooncake",
+        );
+    }
+    let agent = |name: &str| {
+        let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
+        let builder = Agent::builder(name).backends(["MOONCAKE"]).options(options);
+        builder.build(&adapter::registry("")).unwrap()
+    };
+    let (decode, prefill) = (agent("decode"), agent("prefill"));
+    let _theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 8192]))).unwrap();
+    let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 8192]))).unwrap();
+    let peer = decode.connect(&prefill.metadata().unwrap()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    let grid = Grid::packed(4096, 2);
+    let remote = peer.region("kv").unwrap().grid(grid).unwrap().blocks([1]);
+    let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), remote).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    // Both engines listen now, and the connection that moved the block stays open.
+    let own = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| entry.unwrap().path().read_link().ok());
+    let own = own.filter(|target| target.to_string_lossy().starts_with("socket:")).count();
+    assert!(own >= 6, "four listeners and both ends of a connection, and there are {own} sockets");
+    let mut child = Command::new("ls");
+    child.args(["-l", "/proc/self/fd"]).stdin(Stdio::null()).stderr(Stdio::null());
+    let listed = String::from_utf8(child.output().unwrap().stdout).unwrap();
+    assert!(listed.contains("/dev/null"), "the child lists its files: {listed}");
+    assert!(!listed.contains("socket:"), "the child has sockets: {listed}");
+    decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    prefill.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
 use kvx_core::reactor::Armed;
@@ -16,7 +16,7 @@ use crate::memory::{self, Local, Ranges};
 use crate::pace::Pace;
 use crate::peers::{Address, Export, Name, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
-use crate::reach;
+use crate::reach::{self, Trials};
 use crate::turnstile::{Passed, Turnstile};
 use crate::wakes::Wakes;
 
@@ -31,7 +31,7 @@ const DEPTH: usize = 32;
 
 /// A request in progress.
 struct Flight {
-    /// `None`: it only tries the link out.
+    /// `None`: it tries the link out.
     job: Option<JobId>,
     request: Arc<Request>,
     peer: Name,
@@ -87,6 +87,7 @@ pub(crate) struct Nixl {
     lists: Lists,
     kept: Arc<Kept>,
     flights: Vec<Flight>,
+    trials: Trials,
     /// What has ended within the post, and other news.
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
@@ -134,6 +135,7 @@ impl Nixl {
             lists: Lists::default(),
             kept: Arc::default(),
             flights: Vec::new(),
+            trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
             capabilities,
@@ -146,16 +148,8 @@ impl Nixl {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
-            if export.is_told(load) {
-                continue;
-            }
-            let Some(blob) = peers.untold(endpoint, export) else { continue };
-            if !peers.may_tell(endpoint, export) {
+            if !export.is_told(load) && !reach::tell(agent, peers, endpoint, export)? {
                 return Ok(false);
-            }
-            if peers.untold(endpoint, export).is_some() {
-                agent.load(blob)?;
-                peers.told(endpoint, export);
             }
         }
         Ok(true)
@@ -218,43 +212,20 @@ impl Nixl {
             self.flights.swap_remove(at);
             let result = result.map_err(|why| self.blame(agent, &peer, why));
             self.peers.landed(&peer);
-            if let Some(job) = job {
-                self.news.push_back(Happened::Moved { job, pieces: 1, result });
+            match job {
+                Some(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
+                None => self.trials.landed(&mut self.peers, &peer, result.is_err()),
             }
         }
     }
 
-    /// Finds out what an endpoint that has just come up can do.
-    fn reach(&mut self, endpoint: EndpointId) -> Result<PerOp> {
-        let unknown = Ok(PerOp::BOTH);
-        let turnstile = Arc::clone(&self.turnstile);
-        let until = Instant::now() + reach::PATIENCE;
-        let passed = loop {
-            match turnstile.try_pass() {
-                Some(passed) => break passed,
-                None if Instant::now() > until => return unknown,
-                None => std::thread::yield_now(),
-            }
-        };
-        let agent = agent(&passed)?;
-        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return unknown };
-        let name = Arc::clone(name);
-        let page =
-            self.peers.page(endpoint).unwrap_or_else(|| Arc::new(Export::new(reach::page(), Box::default())));
-        if let Some(blob) = self.peers.untold(endpoint, &page) {
-            if !self.peers.may_tell(endpoint, &page) {
-                return unknown;
-            }
-            agent.load(blob)?;
-            self.peers.told(endpoint, &page);
+    /// Goes on with finding out what peers can do.
+    fn try_out(&mut self, agent: &Agent) {
+        for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
+            self.peers.flies(&peer);
+            self.turnstile.note_in_progress(true);
+            self.flights.push(Flight { job: None, request, peer });
         }
-        let mut tried = reach::try_out(agent, &name, &page.range)?;
-        for request in tried.in_progress.drain(..) {
-            self.peers.flies(&name);
-            turnstile.note_in_progress(true);
-            self.flights.push(Flight { job: None, request: Arc::new(request), peer: name.clone() });
-        }
-        Ok(tried.target_cpu())
     }
 }
 
@@ -268,11 +239,21 @@ unsafe impl Fabric for Nixl {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, page, .. } = Address::decode(address)?;
         self.peers.connect(endpoint, &blob, false)?;
-        self.peers.set_page(endpoint, Export::new(page.range, page.blob));
+        let page = Arc::new(Export::new(page.range, page.blob));
+        self.trials.begin(&self.peers, endpoint, page);
+        Ok(())
+    }
+
+    fn accept(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
+        let Address { blob, .. } = Address::decode(address)?;
+        self.peers.connect(endpoint, &blob, false)?;
         Ok(())
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        if self.trials.hold_back(endpoint) {
+            return Ok(Sent::Later);
+        }
         let framed = [MAGIC, message].concat();
         notify(&self.turnstile, &mut self.peers, endpoint, &framed)
     }
@@ -353,10 +334,12 @@ unsafe impl Fabric for Nixl {
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
+        self.trials.forget(endpoint);
         self.peers.sever(endpoint);
     }
 
     fn disconnect(&mut self, endpoint: EndpointId) {
+        self.trials.forget(endpoint);
         self.peers.disconnect(endpoint);
     }
 
@@ -375,6 +358,7 @@ unsafe impl Fabric for Nixl {
                     self.look_at_flights(agent);
                     turnstile.note_in_progress(!self.flights.is_empty());
                 }
+                self.try_out(agent);
                 // What ended is told first: whoever waits for it drives this turn.
                 if self.news.is_empty() {
                     agent.notifications(|from, bytes| happened.push(sorted(from, bytes)));
@@ -409,7 +393,7 @@ unsafe impl Fabric for Nixl {
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
         if !self.peers.is_foreign(endpoint) {
-            let target_cpu = self.reach(endpoint).unwrap_or(PerOp::BOTH);
+            let target_cpu = self.peers.reach(endpoint).unwrap_or(PerOp::BOTH);
             let how = if target_cpu == PerOp::NEITHER { ", without the peer's CPU" } else { "" };
             let capabilities = Capabilities { target_cpu, ..self.capabilities.clone() };
             return (format!("{}{how}", self.description), capabilities);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_core::fabric::{EndpointId, Happened};
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, MAX_NAME, Result};
+use kvx_core::{Error, Identity, Kind, MAX_NAME, PerOp, Result};
 
 use crate::blob::{Blob, malformed};
 use crate::ffi::Range;
@@ -104,6 +104,8 @@ struct Peer {
     exports: Vec<Arc<Export>>,
     /// Requests in progress.
     flights: usize,
+    /// Which operations need its CPU, once that is known.
+    reach: Option<PerOp>,
     /// Another life of the same name, or a new connection after this one was lost; begins when this one is gone.
     next: Option<(Vec<u8>, Vec<EndpointId>)>,
 }
@@ -111,8 +113,6 @@ struct Peer {
 struct Endpoint {
     /// `None`: this agent itself.
     peer: Option<Name>,
-    /// A page of the peer's that may be tried out.
-    page: Option<Arc<Export>>,
     foreign: bool,
     severed: bool,
 }
@@ -131,6 +131,8 @@ pub(crate) enum Way<'a> {
 /// All of them.
 pub(crate) struct Peers {
     me: Name,
+    /// As for a peer: this agent itself.
+    my_reach: Option<PerOp>,
     loads: Loads,
     next_load: u64,
     by_name: BTreeMap<Name, Peer>,
@@ -143,7 +145,14 @@ fn lost(why: &'static str) -> Error {
 
 impl Peers {
     pub(crate) fn new(me: CString, loads: Loads) -> Self {
-        Peers { me: me.into(), loads, next_load: 0, by_name: BTreeMap::new(), endpoints: BTreeMap::new() }
+        Peers {
+            me: me.into(),
+            my_reach: None,
+            loads,
+            next_load: 0,
+            by_name: BTreeMap::new(),
+            endpoints: BTreeMap::new(),
+        }
     }
 
     /// This agent's own name.
@@ -161,14 +170,14 @@ impl Peers {
                 let why = "this is the blob of the agent itself: connect with its metadata";
                 return Err(Error::new(Kind::Invalid, why));
             }
-            self.endpoints.insert(endpoint, Endpoint { peer: None, page: None, foreign, severed: false });
+            self.endpoints.insert(endpoint, Endpoint { peer: None, foreign, severed: false });
             return Ok(true);
         }
         if said.connections.is_empty() {
             return Err(malformed("it does not say how the agent is reached"));
         }
         let connections = connections_of(&said);
-        let found = Endpoint { peer: Some(name.clone()), page: None, foreign, severed: false };
+        let found = Endpoint { peer: Some(name.clone()), foreign, severed: false };
         self.endpoints.insert(endpoint, found);
         match self.by_name.get_mut(&name) {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
@@ -187,15 +196,28 @@ impl Peers {
         Ok(false)
     }
 
-    /// A page of the peer's that may be tried out. The agent itself has none that it must be told of.
-    pub(crate) fn set_page(&mut self, endpoint: EndpointId, page: Export) {
-        if let Some(endpoint) = self.endpoints.get_mut(&endpoint).filter(|endpoint| endpoint.peer.is_some()) {
-            endpoint.page = Some(Arc::new(page));
+    /// Whom an endpoint leads to.
+    pub(crate) fn name(&self, endpoint: EndpointId) -> Option<Name> {
+        Some(self.endpoints.get(&endpoint)?.peer.clone().unwrap_or_else(|| Arc::clone(&self.me)))
+    }
+
+    /// Which operations need the CPU of whom an endpoint leads to, if that is known.
+    pub(crate) fn reach(&self, endpoint: EndpointId) -> Option<PerOp> {
+        match &self.endpoints.get(&endpoint)?.peer {
+            None => self.my_reach,
+            Some(name) => self.by_name.get(name).filter(|peer| peer.endpoints.contains(&endpoint))?.reach,
         }
     }
 
-    pub(crate) fn page(&self, endpoint: EndpointId) -> Option<Arc<Export>> {
-        self.endpoints.get(&endpoint)?.page.clone()
+    /// It was found out.
+    pub(crate) fn set_reach(&mut self, endpoint: EndpointId, reach: PerOp) {
+        let Some(found) = self.endpoints.get(&endpoint) else { return };
+        let peer = found.peer.as_ref().map(|name| self.by_name.get_mut(name));
+        match peer {
+            None => self.my_reach = Some(reach),
+            Some(Some(peer)) if peer.endpoints.contains(&endpoint) => peer.reach = Some(reach),
+            Some(_) => {}
+        }
     }
 
     /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
@@ -220,6 +242,7 @@ impl Peers {
             endpoints,
             exports: Vec::new(),
             flights: 0,
+            reach: None,
             next: None,
         };
         self.by_name.insert(name, peer);

@@ -1,81 +1,227 @@
 //! Whether a peer's memory is reached without the peer's CPU, which NIXL does not tell: it is tried out.
 //!
-//! Over the kernel's cross-memory attach, and between GPUs of one host, a post has moved its bytes when it returns. Over
-//! TCP it never has: UCX asks the peer's process to read and write for it. A network card takes its time, too, and is
-//! not told from that: such a link promises less than it could.
+//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes hardly longer than the kernel
+//! itself. Over TCP, UCX asks the peer's process to read and write for it. A post may have ended all the same when it
+//! returns, because a peer with a core of its own answers while the poster still looks; but it takes some eight times as
+//! long. A network card takes its time, too, and is not told from that: such a link promises less than it could.
+//!
+//! A link says nothing before that is known, so that it promises the same from its first day on. How long the trial takes
+//! is the peer's business as much as the handshake's own messages are, and the handshake's patience is for both.
 
+use std::collections::BTreeMap;
 use std::ffi::CStr;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use kvx_core::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{Agent, Range, Request, Segment, State};
+use crate::peers::{Export, Name, Peers, Way};
 
-/// What a peer writes to the page, and what of it is read.
-const LEN: u64 = 8;
-
-/// How long a link that comes up may be tried out, for each operation.
-pub(crate) const PATIENCE: Duration = Duration::from_millis(10);
-/// How often each operation is tried.
-const TIMES: usize = 32;
-/// Bytes of the page.
-const PAGE: usize = 4096;
+/// What is read of a peer's page, and written to it, at once: enough to tell one copy by the kernel from a conversation.
+const LEN: u64 = 64 << 10;
+/// How often each operation is tried, after the first time, which waits until both ends have found each other.
+const TIMES: usize = 16;
+/// How many of them may take their time all the same: what else goes over the link may be in their way.
+const MOST_LATE: usize = 4;
+/// The fastest of the others takes at most so many times as long as the kernel takes for the same bytes.
+const MOST_TIMES_THE_KERNEL: u32 = 3;
+/// Bytes of the page: what peers read, what they write, and the same for what is moved on this side.
+const PAGE: u64 = 4 * LEN;
 
 /// The page of this process that peers may read, and write to, when they try out what a link can do. Never freed: nobody
 /// knows when the last of them does.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
-    let address = *ADDRESS.get_or_init(|| Box::into_raw(Box::new([0_u8; PAGE])) as u64);
-    Range { segment: Segment::Host, address, len: PAGE as u64, device: 0 }
+    let address =
+        *ADDRESS.get_or_init(|| Box::into_raw(vec![0_u8; PAGE as usize].into_boxed_slice()).addr() as u64);
+    Range { segment: Segment::Host, address, len: PAGE, device: 0 }
 }
 
-/// What was found out.
-#[derive(Default)]
-pub(crate) struct Tried {
-    /// Operations that needed nobody.
-    pub(crate) alone: [bool; 2],
-    /// Those that are in progress: to be kept until they are not.
-    pub(crate) in_progress: Vec<Request>,
+/// How long the kernel takes at best to move as many bytes from a process to another. `None`: it refuses, and so
+/// nothing reaches a peer by that way.
+fn kernel_takes() -> Option<Duration> {
+    let own = page().address;
+    let from = libc::iovec { iov_base: own as *mut libc::c_void, iov_len: LEN as usize };
+    let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };
+    let once = || {
+        let begun = Instant::now();
+        // SAFETY: both lie within the page, which is never freed and to whose bytes nobody has a reference.
+        let moved = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
+        (moved == LEN as isize).then(|| begun.elapsed())
+    };
+    (0..TIMES).map(|_| once()).min().flatten()
 }
 
-impl Tried {
-    /// Operations that need the peer's CPU, as far as is known. The same path carries both: one that once needed the
-    /// peer speaks for the other.
-    pub(crate) fn target_cpu(&self) -> PerOp {
-        PerOp::same(self.alone != [true; 2])
-    }
+/// A peer that is being tried out.
+struct Trial {
+    /// Its page.
+    page: Arc<Export>,
+    /// Who waits for it.
+    endpoints: Vec<EndpointId>,
+    /// A read and a write; made when NIXL knows the page.
+    requests: Option<[Arc<Request>; 2]>,
+    /// How many posts there were.
+    posted: usize,
+    /// How many of them took their time.
+    late: usize,
+    /// How long the fastest of the others took.
+    fastest: Duration,
+    /// The last of them is in progress.
+    flies: bool,
 }
 
-/// Reads and writes a few bytes of the peer's page, of which NIXL was told. Errors: what NIXL answers.
-pub(crate) fn try_out(agent: &Agent, peer: &CStr, page: &Range) -> Result<Tried> {
-    let mut tried = Tried::default();
-    // Reads and writes do not touch the same bytes, on either side.
-    for (at, op) in [Op::Read, Op::Write].into_iter().enumerate() {
-        let offset = at as u64 * LEN;
-        let (mut local, mut remote) = (agent.list(Segment::Host)?, agent.list(page.segment)?);
-        local.add(self::page().address + PAGE as u64 / 2 + offset, LEN, 0);
-        remote.add(page.address + offset, LEN, page.device);
-        let request = agent.request(op, &local, &remote, peer)?;
-        let until = Instant::now() + PATIENCE;
-        // The first request waits until both ends have found each other; the others tell. A peer's process may be quick
-        // enough to answer within a post now and then, but not each time.
-        for time in 0..=TIMES {
+/// Where a trial stands.
+enum Step {
+    /// The request is in progress.
+    Flies(Arc<Request>),
+    Over(PerOp),
+}
+
+impl Trial {
+    /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL answers.
+    fn step(&mut self, agent: &Agent, peer: &CStr) -> Result<Step> {
+        let requests = match &self.requests {
+            Some(requests) => requests,
+            None => self.requests.insert(requests(agent, peer, &self.page.range)?),
+        };
+        while self.late <= MOST_LATE {
+            let (operation, time) = (self.posted / (1 + TIMES), self.posted % (1 + TIMES));
+            let Some(request) = requests.get(operation) else {
+                let by_the_kernel =
+                    kernel_takes().is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
+                return Ok(Step::Over(PerOp::same(!by_the_kernel)));
+            };
+            self.posted += 1;
+            let begun = Instant::now();
             // SAFETY: the page is never freed, and the request is not in progress.
-            let mut state = unsafe { agent.post(&request) };
-            tried.alone[at] = state == State::Done && (time <= 1 || tried.alone[at]);
-            while state == State::InProgress && Instant::now() < until {
-                state = agent.state(&request);
-            }
-            match state {
+            match unsafe { agent.post(request) } {
+                State::Done if time > 0 => self.fastest = self.fastest.min(begun.elapsed()),
                 State::Done => {}
                 State::InProgress => {
-                    tried.in_progress.push(request);
-                    break;
+                    self.late += usize::from(time > 0);
+                    self.flies = true;
+                    return Ok(Step::Flies(Arc::clone(request)));
                 }
-                State::Failed(_) => break,
+                State::Failed(status) => return Err(status.error("trying a link out")),
             }
         }
+        // The same path carries both operations: one that needs the peer speaks for the other.
+        Ok(Step::Over(PerOp::BOTH))
     }
-    Ok(tried)
+}
+
+/// Reads and writes do not touch the same bytes, on either side.
+fn requests(agent: &Agent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2]> {
+    let request = |op, offset| {
+        let (mut local, mut remote) = (agent.list(Segment::Host)?, agent.list(page.segment)?);
+        local.add(self::page().address + PAGE / 2 + offset, LEN, 0);
+        remote.add(page.address + offset, LEN, page.device);
+        Ok(Arc::new(agent.request(op, &local, &remote, peer)?))
+    };
+    Ok([request(Op::Read, 0)?, request(Op::Write, LEN)?])
+}
+
+/// The peers that are being tried out.
+#[derive(Default)]
+pub(crate) struct Trials(BTreeMap<Name, Trial>);
+
+impl Trials {
+    /// An endpoint wants to know what its peer can do. `page`: the peer's; where there is none, the peer is this agent.
+    pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<Export>) {
+        if peers.reach(endpoint).is_some() {
+            return;
+        }
+        let Some(name) = peers.name(endpoint) else { return };
+        let new = || Trial {
+            page,
+            endpoints: Vec::new(),
+            requests: None,
+            posted: 0,
+            late: 0,
+            fastest: Duration::MAX,
+            flies: false,
+        };
+        self.0.entry(name).or_insert_with(new).endpoints.push(endpoint);
+    }
+
+    /// Whether an endpoint waits.
+    pub(crate) fn hold_back(&self, endpoint: EndpointId) -> bool {
+        self.0.values().any(|trial| trial.endpoints.contains(&endpoint))
+    }
+
+    /// An endpoint does not want to know any more.
+    pub(crate) fn forget(&mut self, endpoint: EndpointId) {
+        self.0.retain(|_, trial| {
+            trial.endpoints.retain(|other| *other != endpoint);
+            !trial.endpoints.is_empty()
+        });
+    }
+
+    /// A request of a trial has ended. After one that failed nothing is known, and the link has troubles of its own.
+    pub(crate) fn landed(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
+        if failed {
+            self.over(peers, name, PerOp::BOTH);
+        } else if let Some(trial) = self.0.get_mut(name) {
+            trial.flies = false;
+        }
+    }
+
+    fn over(&mut self, peers: &mut Peers, name: &Name, reach: PerOp) {
+        if let Some(trial) = self.0.remove(name) {
+            trial.endpoints.iter().for_each(|endpoint| peers.set_reach(*endpoint, reach));
+        }
+    }
+
+    /// Goes on with those that can. Gives requests that are in progress then.
+    pub(crate) fn go_on(&mut self, agent: &Agent, peers: &mut Peers) -> Vec<(Name, Arc<Request>)> {
+        let (mut flying, mut over) = (Vec::new(), Vec::new());
+        for (name, trial) in &mut self.0 {
+            let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else { continue };
+            match peers.way(endpoint) {
+                Ok(Way::Open(..)) => {}
+                Ok(Way::Later) => continue,
+                Err(_) => {
+                    over.push((Arc::clone(name), PerOp::BOTH));
+                    continue;
+                }
+            }
+            match tell(agent, peers, endpoint, &trial.page)
+                .and_then(|told| told.then(|| trial.step(agent, name)).transpose())
+            {
+                Ok(None) => {}
+                Ok(Some(Step::Flies(request))) => flying.push((Arc::clone(name), request)),
+                Ok(Some(Step::Over(reach))) => over.push((Arc::clone(name), reach)),
+                Err(why) => {
+                    tracing::debug!(peer = ?name, %why, "a link could not be tried out");
+                    over.push((Arc::clone(name), PerOp::BOTH));
+                }
+            }
+        }
+        for (name, reach) in over {
+            self.over(peers, &name, reach);
+        }
+        flying
+    }
+}
+
+/// Tells NIXL of a region of a peer's, unless it knows. Says whether it knows now.
+pub(crate) fn tell(
+    agent: &Agent,
+    peers: &mut Peers,
+    endpoint: EndpointId,
+    region: &Arc<Export>,
+) -> Result<bool> {
+    if peers.untold(endpoint, region).is_none() {
+        return Ok(true);
+    }
+    if !peers.may_tell(endpoint, region) {
+        return Ok(false);
+    }
+    if let Some(blob) = peers.untold(endpoint, region) {
+        agent.load(blob)?;
+        peers.told(endpoint, region);
+    }
+    Ok(true)
 }

@@ -171,7 +171,7 @@ impl<F: Fabric> Machine<F> {
             );
         }
         let begun = self.draw().and_then(|number| {
-            self.fabric.connect(EndpointId(number), &from, address)?;
+            self.fabric.accept(EndpointId(number), &from, address)?;
             Ok(number)
         });
         let number = match begun {

@@ -88,6 +88,11 @@ pub unsafe trait Fabric: Send + 'static {
     /// sense, `PeerLost` where nobody is there.
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
+    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over it, and nothing is posted.
+    fn accept(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()> {
+        self.connect(endpoint, peer, address)
+    }
+
     /// The peer's address of a newer generation.
     fn update(&mut self, _endpoint: EndpointId, _address: &[u8]) -> Result<()> {
         Ok(())

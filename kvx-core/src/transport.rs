@@ -80,6 +80,12 @@ pub unsafe trait Transport: Send + Sync {
     /// Makes a region known to peers. May block. `Unsupported`, with the reason, for memory it cannot serve.
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>>;
 
+    /// Whether it moves memory of devices through buffers of the host, as `kv_buffer_device: "cpu"` asks
+    /// ([`Builder::buffer_device`](crate::Builder::buffer_device)). Others are then not asked to register such memory.
+    fn stages_devices(&self) -> bool {
+        false
+    }
+
     /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within the
     /// `peer_timeout`, perhaps before this returns. An error means that the section makes no sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;

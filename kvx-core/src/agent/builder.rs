@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{Agent, AgentInner, Open, Sink};
 use crate::breaks::broken;
 use crate::budget::{self, Budget};
+use crate::config::BufferDevice;
 use crate::deadline::Clock;
 use crate::identity::{Identity, Incarnation, checked_name};
 use crate::inbox::{self, Inbox};
@@ -28,6 +29,7 @@ pub struct Builder {
     budget: budget::Limits,
     inbox: inbox::Limits,
     devices: Vec<Arc<dyn DeviceAccess>>,
+    staged: bool,
 }
 
 impl Builder {
@@ -41,6 +43,7 @@ impl Builder {
             budget: budget::Limits::default(),
             inbox: inbox::Limits::default(),
             devices: Vec::new(),
+            staged: false,
         }
     }
 
@@ -89,6 +92,15 @@ impl Builder {
         self
     }
 
+    /// Where this agent's device memory is on its way, as vLLM's `kv_buffer_device` says
+    /// ([`KvTransferConfig::buffer_device`](crate::config::KvTransferConfig::buffer_device)). `Cpu`: in pinned buffers of the
+    /// host, also where a backend could reach the device: only backends that stage device memory register it. Not said, or a
+    /// device: each backend reaches it as it can.
+    pub fn buffer_device(mut self, device: BufferDevice) -> Self {
+        self.staged = device == BufferDevice::Cpu;
+        self
+    }
+
     /// Opens the backends and makes the agent.
     ///
     /// # Errors
@@ -120,6 +132,7 @@ impl Builder {
             identity,
             transports,
             not_open,
+            staged: self.staged,
             clock,
             budget: Budget::new(self.budget),
             inbox: Inbox::new(self.inbox),

@@ -23,7 +23,7 @@ use crate::region::{Region, RegionCore};
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
 use crate::transport::{Events, Full, LinkState, RegionSpec, Transport};
-use crate::{Deadline, Error, Kind, Memory, Result, Sender, fork};
+use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Sender, fork};
 
 pub use builder::Builder;
 pub use next::NextNotification;
@@ -47,6 +47,8 @@ pub(crate) struct AgentInner {
     pub(crate) transports: Vec<Open>,
     /// Backends that were asked for and could not be opened.
     pub(crate) not_open: Vec<(&'static str, Error)>,
+    /// Device memory goes through buffers of the host only.
+    staged: bool,
     pub(crate) clock: Clock,
     pub(crate) budget: Budget,
     inbox: Inbox,
@@ -241,6 +243,15 @@ impl AgentInner {
     }
 }
 
+/// Why a backend that would reach a device is not asked to.
+fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
+    let why = format!(
+        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a backend that \
+         does, or register host memory"
+    );
+    Error::new(Kind::Unsupported, why).backend(backend)
+}
+
 impl Agent {
     /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
     pub fn builder(name: impl Into<String>) -> Builder {
@@ -292,6 +303,9 @@ impl Agent {
             .transports
             .iter()
             .map(|open| {
+                if self.0.staged && !memory.kind().is_host() && !open.transport.stages_devices() {
+                    return Err(only_staged(open.name, memory.kind()));
+                }
                 let spec = RegionSpec { id, key, memory: Arc::clone(&memory) };
                 open.transport.register(spec).map_err(|error| error.backend(open.name))
             })

@@ -170,6 +170,10 @@ unsafe impl Transport for TcpTransport {
             .map_err(|error| error.backend(NAME))
     }
 
+    fn stages_devices(&self) -> bool {
+        true
+    }
+
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         let name = &peer.identity.name;
         let addresses =

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use kvx_core::config::{KvTransferConfig, Surroundings};
 use kvx_core::{Agent, Grid, GridSet, Kind, Memory, MemoryKind, Op, Plan, Region, Report, Result};
 use kvx_testkit::TestDevice;
 
-use crate::ends::{CUT_OFF, Ends, agent};
+use crate::ends::{CUT_OFF, Ends, agent, registry};
 
 const LEN: usize = 64 << 10;
 
@@ -76,6 +77,42 @@ fn memory_of_a_device_that_an_agent_was_not_given_goes_over_tcp() {
     goes_over_tcp(&|| ours.allocate(LEN), &|| theirs.allocate(LEN), None, "this agent was not given");
     let rocm = TestDevice::new(MemoryKind::Rocm);
     goes_over_tcp(&|| ours.allocate(LEN), &|| theirs.allocate(LEN), Some(&rocm), "this agent was not given");
+}
+
+/// SHM would move it from device to device.
+#[test]
+fn a_buffer_device_of_cpu_stages_memory_that_shm_reaches() {
+    let config = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "DEVICE"}"#;
+    for (written, backend) in [("cuda", "SHM"), ("cpu", "TCP")] {
+        let surroundings = Surroundings::default().gpu(true);
+        let config = KvTransferConfig::from_json(&config.replace("DEVICE", written), &surroundings).unwrap();
+        let device = TestDevice::new(MemoryKind::Cuda);
+        let agent = |name, backends: &[&str]| {
+            let builder =
+                Agent::builder(name).backends(backends.iter().copied()).device(Arc::clone(&device) as _);
+            builder.buffer_device(config.buffer_device()).build(&registry()).unwrap()
+        };
+        let (reader, owner) = (agent("reader", &["SHM", "TCP"]), agent("owner", &["SHM", "TCP"]));
+        let ours = reader.register("kv", device.allocate(LEN)).unwrap();
+        let theirs = owner.register("kv", device.allocate(LEN)).unwrap();
+        theirs.copy_in(0, &[2; LEN]).unwrap();
+        assert_eq!(run(Op::Read, &reader, &ours, &owner).unwrap().backend, backend, "{written}");
+        let mut bytes = vec![0; LEN];
+        ours.copy_out(0, &mut bytes).unwrap();
+        assert!(bytes == [2; LEN]);
+        assert_eq!(device.count().hops > 0, backend == "SHM", "{written}");
+        // Host memory goes as ever, and a backend that stages nothing says why it does not take the device's.
+        let alone = agent("alone", &["SHM"]);
+        alone.register("host", Memory::owned(vec![0; LEN])).unwrap();
+        let registered = alone.register("kv", device.allocate(LEN));
+        if written == "cuda" {
+            registered.unwrap();
+        } else {
+            let refused = registered.unwrap_err();
+            assert_eq!(refused.kind(), Kind::Unsupported);
+            assert!(refused.sentence().contains("kv_buffer_device is cpu, and SHM"), "{refused}");
+        }
+    }
 }
 
 #[test]

@@ -97,6 +97,10 @@ unsafe impl Transport for ChaosTransport {
         Ok(Arc::new(ChaosRegion { inner, export, fault: self.fault, gate: self.gate.clone() }))
     }
 
+    fn stages_devices(&self) -> bool {
+        self.inner.stages_devices()
+    }
+
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
             return Err(Error::new(Kind::Unsupported, "chaos: no link to the own agent"));

@@ -246,7 +246,7 @@ fn the_limits_stay_small_and_know_nothing_of_kvx() {
 
 /// `kvx` over a GPU that is made of host memory.
 fn on_the_stand_in(mut command: Command) -> Output {
-    command.env("KVX_CUDA_LIB", kvx_stand_in::library()).output().unwrap()
+    command.env("KVX_CUDA_LIB", kvx_stand_in::library()).output().expect("the program starts")
 }
 
 #[test]

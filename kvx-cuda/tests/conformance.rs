@@ -3,19 +3,16 @@
 mod native;
 
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use kvx_testkit::Device;
-use native::{Gpu, again};
+use kvx_testkit::{Device, device};
+use native::again;
 
-/// The one device of this process.
-fn device() -> kvx_core::Result<Arc<dyn Device>> {
-    static DEVICE: OnceLock<kvx_core::Result<Arc<Gpu>>> = OnceLock::new();
-    let device = DEVICE.get_or_init(|| Gpu::first(kvx_cuda::devices()).map(Arc::new)).clone()?;
-    Ok(device)
+fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
+    device::first(kvx_cuda::devices)
 }
 
 fn main() -> ExitCode {
     again::with_the_stand_in(&["KVX_CUDA_LIB"]);
-    native::run(device, true)
+    native::run(first_device, true)
 }

@@ -4,13 +4,14 @@
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod device;
+mod nvrtc;
 
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use device::sharing::{Owner, read};
 use device::{Bench, Maker, Names, all_of, filled, pattern};
-use kvx_core::gpu::DevicePtr;
+use kvx_core::gpu::{DevicePtr, StreamHandle};
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
 
@@ -33,7 +34,23 @@ static MAKER: Maker = Maker {
         close: "cuIpcCloseMemHandle",
         load: "cuModuleLoadData",
     },
+    copy_on_a_stream,
 };
+
+fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
+    use cudarc::driver::result::{self, stream::StreamKind};
+    static STREAM: OnceLock<usize> = OnceLock::new();
+    let device = result::device::get(0).unwrap();
+    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; all of it lives on.
+    unsafe {
+        result::ctx::set_current(result::primary_ctx::retain(device).unwrap()).unwrap();
+        let made = || result::stream::create(StreamKind::NonBlocking).unwrap() as usize;
+        let stream = *STREAM.get_or_init(made);
+        result::memcpy_dtod_async(to, from, len, stream as _).unwrap();
+        result::ctx::set_current(std::ptr::null_mut()).unwrap();
+        StreamHandle(stream)
+    }
+}
 
 fn main() -> ExitCode {
     device::run(
@@ -41,6 +58,7 @@ fn main() -> ExitCode {
         &[
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),
             ("virtual_memory_is_shared_by_descriptor", virtual_memory),
+            (nvrtc::NAME, nvrtc::compiles_the_kernels),
         ],
         &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
     )

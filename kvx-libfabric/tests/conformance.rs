@@ -1,9 +1,10 @@
 //! libfabric keeps the contract: every clause, in one process and in two, over sockets and over shared memory.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use kvx_core::Registry;
-use kvx_testkit::{Suite, conformance_main};
+use kvx_testkit::{Backing, Device, Suite, conformance_main, device};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -22,6 +23,19 @@ const SHM: Suite = Suite {
     ..Suite::over("LIBFABRIC")
 };
 
+fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
+    device::first(kvx_cuda::devices)
+}
+
+/// From an NVIDIA device to the same one.
+const DEVICE: Suite = Suite {
+    label: "LIBFABRIC-device",
+    near: Backing::Device,
+    far: Backing::Device,
+    device: Some(first_device),
+    ..TCP
+};
+
 fn main() -> ExitCode {
-    conformance_main(registry, &[TCP, SHM])
+    conformance_main(registry, &[TCP, SHM, DEVICE])
 }

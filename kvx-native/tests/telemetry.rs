@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Kind, Memory, Plan, Registry};
 use kvx_native::Tcp;
@@ -59,6 +59,15 @@ impl Told {
     fn value(&self, name: &str) -> f64 {
         self.0.lock().expect("no test panics with it").get(name).copied().unwrap_or_default()
     }
+
+    /// Fails unless the value becomes `wanted`: whoever waits for a transfer is woken before the recorder is told.
+    fn becomes(&self, name: &str, wanted: f64) {
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.value(name) != wanted && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        assert_eq!(self.value(name), wanted, "{name}");
+    }
 }
 
 impl metrics::Recorder for Told {
@@ -101,10 +110,10 @@ fn a_recorder_is_told_of_transfers_and_failures() {
     region.revoke(wait).wait(wait).unwrap();
     assert_eq!(peer.post(&plan).unwrap().wait(wait).unwrap_err().kind(), Kind::Revoked);
 
-    assert_eq!(told.value("kvx_transfers_total backend=TCP op=read"), 2.0);
-    assert_eq!(told.value("kvx_bytes_total backend=TCP op=read"), 4.0 * 4096.0);
-    assert_eq!(told.value("kvx_blocks_total backend=TCP op=read"), 4.0);
-    assert_eq!(told.value("kvx_post_seconds backend=TCP"), 2.0);
-    assert_eq!(told.value("kvx_transfer_seconds backend=TCP op=read"), 2.0);
-    assert_eq!(told.value("kvx_failures_total kind=revoked"), 1.0);
+    told.becomes("kvx_transfers_total backend=TCP op=read", 2.0);
+    told.becomes("kvx_bytes_total backend=TCP op=read", 4.0 * 4096.0);
+    told.becomes("kvx_blocks_total backend=TCP op=read", 4.0);
+    told.becomes("kvx_post_seconds backend=TCP", 2.0);
+    told.becomes("kvx_transfer_seconds backend=TCP op=read", 2.0);
+    told.becomes("kvx_failures_total kind=revoked", 1.0);
 }

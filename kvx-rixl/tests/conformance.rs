@@ -3,9 +3,10 @@
 mod wheel;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use kvx_core::Registry;
-use kvx_testkit::{Gap, Suite, conformance_main, serve_if_asked, skip};
+use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device, serve_if_asked, skip};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -29,11 +30,24 @@ const TCP: Suite = Suite {
     ..CMA
 };
 
+fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
+    device::first(kvx_cuda::devices)
+}
+
+/// From an NVIDIA device to the same one.
+const DEVICE: Suite = Suite {
+    label: "RIXL-device",
+    near: Backing::Device,
+    far: Backing::Device,
+    device: Some(first_device),
+    ..CMA
+};
+
 fn main() -> ExitCode {
     serve_if_asked(registry);
     if !wheel::chosen() {
         skip("conformance", wheel::ABSENT.0, wheel::ABSENT.1);
         return ExitCode::SUCCESS;
     }
-    conformance_main(registry, &[CMA, TCP])
+    conformance_main(registry, &[CMA, TCP, DEVICE])
 }

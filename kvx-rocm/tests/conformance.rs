@@ -4,20 +4,17 @@
 mod native;
 
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use kvx_testkit::Device;
-use native::{Gpu, again};
+use kvx_testkit::{Device, device};
+use native::again;
 
-/// The one device of this process.
-fn device() -> kvx_core::Result<Arc<dyn Device>> {
-    static DEVICE: OnceLock<kvx_core::Result<Arc<Gpu>>> = OnceLock::new();
-    let device = DEVICE.get_or_init(|| Gpu::first(kvx_rocm::devices()).map(Arc::new)).clone()?;
-    Ok(device)
+fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
+    device::first(kvx_rocm::devices)
 }
 
 fn main() -> ExitCode {
     // The machine over both makers' drivers is one: the mixed suites run over CUDA's.
     again::with_the_stand_in(&["KVX_HIP_LIB"]);
-    native::run(device, false)
+    native::run(first_device, false)
 }

@@ -5,10 +5,13 @@
 #[path = "../../kvx-cuda/tests/device/mod.rs"]
 mod device;
 
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use device::{Maker, Names};
 use kvx_core::MemoryKind;
+use kvx_core::gpu::StreamHandle;
 
 static MAKER: Maker = Maker {
     kind: MemoryKind::Rocm,
@@ -29,7 +32,37 @@ static MAKER: Maker = Maker {
         close: "hipIpcCloseMemHandle",
         load: "hipModuleLoadData",
     },
+    copy_on_a_stream,
 };
+
+fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
+    type Make = unsafe extern "C" fn(*mut usize, c_uint) -> c_int;
+    type Copy = unsafe extern "C" fn(u64, u64, usize, c_int, usize) -> c_int;
+    const WITHIN: c_int = 3;
+    static STREAM: OnceLock<usize> = OnceLock::new();
+    // SAFETY: these are the functions' types in HIP's header; the stream is never ended, and the memory is the test's.
+    unsafe {
+        let make = std::mem::transmute::<*mut c_void, Make>(symbol(c"hipStreamCreateWithFlags"));
+        let copy = std::mem::transmute::<*mut c_void, Copy>(symbol(c"hipMemcpyAsync"));
+        let stream = *STREAM.get_or_init(|| {
+            let mut stream = 0;
+            assert_eq!(make(&raw mut stream, 1), 0);
+            stream
+        });
+        assert_eq!(copy(to, from, len, WITHIN, stream), 0);
+        StreamHandle(stream)
+    }
+}
+
+/// A function of the library that kvx-rocm has opened.
+fn symbol(name: &CStr) -> *mut c_void {
+    let path = std::env::var("KVX_HIP_LIB").expect("the tests run with the library named");
+    let path = CString::new(path).expect("a path has no zero byte");
+    // SAFETY: both are C strings, and the library is open already.
+    let found = unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
+    assert!(!found.is_null(), "{name:?}");
+    found
+}
 
 fn main() -> ExitCode {
     device::run(&MAKER, &[], &[])

@@ -11,6 +11,7 @@ mod pattern;
 mod process;
 mod setup;
 mod skip;
+mod stopwatch;
 mod suite;
 mod surroundings;
 

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use kvx_core::Registry;
+use kvx_core::{Options, Registry};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use crate::check::Check;
@@ -38,7 +38,8 @@ pub struct Suite {
     pub near: Backing,
     /// What the regions of the far end lie on.
     pub far: Backing,
-    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, the suite is skipped with the reason.
+    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its memory here,
+    /// the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
     /// What the backend cannot keep.
     pub gaps: &'static [Gap],
@@ -91,6 +92,14 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
     serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
     for suite in suites {
+        if let Some(reason) = without_its_device(suite, registry) {
+            skip(
+                suite.label,
+                &format!("{reason} [cannot run here]"),
+                "run it on a machine with such a device",
+            );
+            continue;
+        }
         for clause in CLAUSES.iter().flat_map(|room| room.iter()) {
             for mode in modes(clause.runs) {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
@@ -116,12 +125,22 @@ pub(crate) fn modes(runs: Runs) -> &'static [Mode] {
     }
 }
 
+/// Why the device of a suite cannot be had, or is of no use to its backend.
+fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<String> {
+    let kind = match suite.device?() {
+        Ok(device) => device.access().kind(),
+        Err(error) => return Some(error.sentence().to_owned()),
+    };
+    // A backend that is not there is each trial's to say.
+    let options = Options::parse(suite.options).ok()?;
+    let registry = registry(suite.variant);
+    let (_, available) = registry.require(suite.backend, &options).ok()?;
+    let reached = available.capabilities.local.contains(kind);
+    (!reached).then(|| format!("{} does not reach {kind} memory here", suite.backend))
+}
+
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {
-    if let Err(error) = setup.registry().require(suite.backend, &kvx_core::Options::parse(suite.options)?) {
-        skip(title, &error.to_string(), "see the reason");
-        return Ok(());
-    }
-    if let Some(Err(error)) = suite.device.map(|source| source()) {
+    if let Err(error) = setup.registry().require(suite.backend, &Options::parse(suite.options)?) {
         skip(title, &error.to_string(), "see the reason");
         return Ok(());
     }

@@ -4,9 +4,10 @@
 mod versions;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use kvx_core::Registry;
-use kvx_testkit::{Gap, Suite, conformance_main, serve_if_asked, skip};
+use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device, serve_if_asked, skip};
 use versions::{VERSIONS, Version};
 
 fn registry(_: &str) -> Registry {
@@ -24,6 +25,18 @@ const fn suite(label: &'static str, options: &'static str) -> Suite {
     Suite { label, options, gaps: GAPS, ..Suite::over("UCX") }
 }
 
+fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
+    device::first(kvx_cuda::devices)
+}
+
+/// From an NVIDIA device to the same one.
+const DEVICE: Suite = Suite {
+    near: Backing::Device,
+    far: Backing::Device,
+    device: Some(first_device),
+    ..suite("UCX-1.22-device", "{}")
+};
+
 /// Over tcp, over shared memory and cma, by default; with several threads.
 fn suites(version: &Version) -> Vec<Suite> {
     match version.label {
@@ -33,6 +46,7 @@ fn suites(version: &Version) -> Vec<Suite> {
             suite("UCX-1.22-sm", SHARED),
             suite("UCX-1.22", "{}"),
             suite("UCX-1.22-threads", THREADS),
+            DEVICE,
         ],
         other => panic!("{other} has no suites"),
     }

@@ -98,3 +98,13 @@ fn different_counts(bench: &Bench<'_>) {
     let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) }).unwrap_err();
     assert_eq!(error.kind(), Kind::Invalid);
 }
+
+/// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the machine's makes.
+pub(crate) fn compiled_here(bench: &Bench<'_>) {
+    let load = bench.maker.names.load;
+    bench.control.fail(load, 222, 1);
+    gather_and_scatter(bench);
+    permute(bench);
+    assert_eq!(bench.control.calls(load), 2, "refused, and taken");
+    assert!(bench.control.calls(bench.maker.names.launch) > 0);
+}

@@ -9,13 +9,14 @@ mod kernels;
 mod memory;
 mod roles;
 pub(crate) mod sharing;
+mod tickets;
 
 use std::ops::Deref;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvx_core::gpu::Device;
+use kvx_core::gpu::{Device, StreamHandle};
 use kvx_core::{Completion, Memory, MemoryKind, Result, Ticket, Unavailable};
 use kvx_stand_in::Control;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -32,6 +33,8 @@ pub(crate) struct Maker {
     /// Versions that it may have, as commands.
     pub(crate) releases: &'static [&'static str],
     pub(crate) names: Names,
+    /// Puts a copy on a stream of the program's, always the same one: from, to, bytes.
+    pub(crate) copy_on_a_stream: fn(u64, u64, usize) -> StreamHandle,
 }
 
 /// The functions that tests count or make fail.
@@ -83,7 +86,7 @@ fn over_the_stand_in(maker: &Maker) -> bool {
 /// Longer than anything takes.
 pub(crate) const LONG: Duration = Duration::from_secs(8);
 
-const ROLE: &str = "KVX_DEVICE_ROLE";
+pub(crate) const ROLE: &str = "KVX_DEVICE_ROLE";
 
 type Test = fn(&Bench<'_>);
 
@@ -104,12 +107,13 @@ pub(crate) fn run(
         kernels::ANYWHERE,
         memory::ANYWHERE,
         sharing::ANYWHERE,
+        tickets::ANYWHERE,
         more_anywhere,
     ]
     .concat();
     if over_the_stand_in(maker) {
-        let its = [copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS, sharing::TESTS, more];
-        tests.extend(its.concat());
+        tests.extend([copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS].concat());
+        tests.extend([sharing::TESTS, tickets::TESTS, more].concat());
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1); // what one test makes slow or broken, another would meet

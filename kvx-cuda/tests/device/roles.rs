@@ -4,7 +4,7 @@ use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 
 use super::sharing::{SHARED, hex, owned, read, sum, unhex};
-use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, with_a_device};
+use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device};
 use kvx_core::gpu::kernels::Swap;
 use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
@@ -32,6 +32,15 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
         ["silent"] => {
             with_a_device(maker, errors::say_nothing);
             say("lost one copy");
+        }
+        ["fork"] => {
+            with_a_device(maker, tickets::fork);
+            say("the fork was told so");
+        }
+        ["compiled", ..] => {
+            set("KVX_NVRTC_LIB", role.trim_start_matches("compiled "));
+            with_a_device(maker, kernels::compiled_here);
+            say("compiled");
         }
         ["without-kernels"] => with_a_device(maker, without_kernels),
         ["unavailable", why] => unavailable(maker, why),

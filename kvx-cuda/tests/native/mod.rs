@@ -3,42 +3,9 @@
 pub(crate) mod again;
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::time::Duration;
 
-use kvx_core::memory::Hop;
-use kvx_core::{Completion, DeviceAccess, Error, Kind, Memory, Registry, Result, Unavailable, gpu};
-use kvx_testkit::{Backing, Device, DeviceSource, Suite, conformance_main};
-
-/// A device as the suites take it.
-pub(crate) struct Gpu(Arc<gpu::Device>);
-
-impl Gpu {
-    /// The first one. It has copied each way already: its threads, and its driver's, are none that a transport left behind.
-    pub(crate) fn first(devices: Result<Vec<Arc<gpu::Device>>, Unavailable>) -> Result<Self> {
-        let unavailable = |why: String| Error::new(Kind::Unavailable, why);
-        let devices = devices.map_err(|why| unavailable(why.to_string()))?;
-        let device = devices.into_iter().next().ok_or_else(|| unavailable("there is no device".into()))?;
-        let pool = device.pool(2).build()?;
-        pool.copy_in(0, &[1])?;
-        let (moved, ticket) = Completion::with_ticket();
-        // SAFETY: both bytes are the pool's, which outlives the wait.
-        unsafe { device.hop(&[Hop { from: pool.address(), to: pool.address() + 1, len: 1 }], ticket) };
-        moved.wait(Duration::from_secs(10))?;
-        pool.copy_out(1, &mut [0])?;
-        Ok(Gpu(device))
-    }
-}
-
-impl Device for Gpu {
-    fn access(&self) -> Arc<dyn DeviceAccess> {
-        Arc::clone(&self.0) as _
-    }
-
-    fn allocate(&self, len: usize) -> Result<Memory> {
-        self.0.pool(len).build()
-    }
-}
+use kvx_core::Registry;
+use kvx_testkit::{Backing, DeviceSource, Suite, conformance_main};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();

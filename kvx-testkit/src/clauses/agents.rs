@@ -1,7 +1,7 @@
 //! A: agents in a host process.
 
 use std::io::{Read as _, Write as _};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::{
     Agent, Completion, Grid, Idle, Kind, Memory, Notification, Op, Peer, Plan, Region, Registry, Revocation,
@@ -15,6 +15,7 @@ use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::agents;
 use crate::far::{Far, PostSpec};
 use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::stopwatch::Stopwatch;
 use crate::surroundings::Surroundings;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(agents:
@@ -314,20 +315,18 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
         .map(|_| peer.transfer(&plan).deadline(CUT_OFF).post())
         .collect::<kvx_core::Result<Vec<_>>>()?;
     ensure!(!threads_of(&tag).is_empty(), "the agent has no threads that could be looked for");
-    let begun = Instant::now();
+    let begun = Stopwatch::start()?;
     pair.near.shutdown(CUT_OFF / 2).await?;
-    ensure!(begun.elapsed() <= CUT_OFF / 2 + GRACE, "the shutdown took {:?}", begun.elapsed());
+    let took = begun.read();
+    ensure!(took.within(CUT_OFF / 2 + GRACE), "the shutdown took {took}");
     for transfer in transfers {
         match transfer.await {
             Ok(_) => blocks.check_near(seed, "a transfer that succeeded during the shutdown")?,
             Err(error) => ensure_kind!(Err::<(), _>(error), Closed),
         }
     }
-    ensure!(
-        begun.elapsed() <= CUT_OFF / 2 + GRACE,
-        "transfers resolved {:?} after the shutdown",
-        begun.elapsed()
-    );
+    let took = begun.read();
+    ensure!(took.within(CUT_OFF / 2 + GRACE), "transfers resolved {took} after the shutdown");
     ensure_kind!(waiting.await, Closed);
     ensure_kind!(expecting.await, Closed);
     // A thread that has been joined is gone from the list of tasks a moment later.
@@ -356,16 +355,16 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         pair.far.process()?.stop()?;
         let quarantined = quarantined_bytes();
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
-        let begun = Instant::now();
+        let begun = Stopwatch::start()?;
         let ended = pair.near.shutdown(DEADLINE).await;
         let result = transfer.await;
-        let took = begun.elapsed();
+        let took = begun.read();
         let kept = quarantined_bytes() - quarantined.min(quarantined_bytes());
         pair.far.process()?.go_on()?;
         // A transport that cannot end gets a moment more to say so.
         ensure!(
-            took <= DEADLINE + 5 * GRACE,
-            "a shutdown within {DEADLINE:?} beside a stopped peer took {took:?}"
+            took.within(DEADLINE + 5 * GRACE),
+            "a shutdown within {DEADLINE:?} beside a stopped peer took {took}"
         );
         if let Err(error) = result {
             ensure_kind!(Err::<(), _>(error), Closed);

@@ -1,7 +1,7 @@
 //! N: notifications.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::{Completion, Kind, Op, Peer, Revocation};
 
@@ -13,6 +13,7 @@ use crate::clauses::notifications;
 use crate::far::Sent;
 use crate::pattern::bytes;
 use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(notifications:
     N1 notifications_arrive_after_their_data, Both, [Breaker::Chaos(Fault::NotifyEarly), Breaker::Core("early-notify")];
@@ -381,10 +382,10 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     for _ in 0..3 {
         pair.far.notify(from[0], b"late", CUT_OFF)??;
     }
-    let begun = Instant::now();
+    let begun = Stopwatch::start()?;
     ensure_kind!(pair.near.expect(b"late", 2, LOOK).await, TimedOut);
-    let took = begun.elapsed();
-    ensure!(took >= LOOK && took <= LOOK + GRACE, "an expect of {LOOK:?} timed out after {took:?}");
+    let took = begun.read();
+    ensure!(took.reaches(LOOK) && took.within(LOOK + GRACE), "an expect of {LOOK:?} timed out after {took}");
 
     // An agent that notifies itself is a sender like any other.
     let own: Peer = pair.near.connect(&pair.near.metadata()?)?;

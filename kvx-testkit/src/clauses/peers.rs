@@ -11,6 +11,7 @@ use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::peers;
 use crate::pattern::bytes;
 use crate::setup::{CUT_OFF, Pair, Setup, free_port, unique};
+use crate::stopwatch::{Stopwatch, Took};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(peers:
     P1 a_stopped_peer_costs_at_most_the_deadline, TwoProcesses, [Breaker::Core("deadline")];
@@ -46,12 +47,16 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
         pair.far.process()?.stop()?;
         let transfers =
             (0..8).map(|_| blocks.post(op, &peer, DEADLINE)).collect::<kvx_core::Result<Vec<_>>>()?;
-        let posted = Instant::now();
+        let posted = Stopwatch::start()?;
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
+        let mut results = Vec::new();
         for transfer in transfers {
-            let result = transfer.await;
-            let took = posted.elapsed();
-            ensure!(took <= DEADLINE + GRACE, "a {op} with a deadline of {DEADLINE:?} ended after {took:?}");
+            results.push(transfer.await);
+        }
+        let took = posted.read();
+        let latest = DEADLINE + GRACE;
+        ensure!(took.within(latest), "a {op} with a deadline of {DEADLINE:?} ended after {took}");
+        for result in results {
             match result {
                 Ok(_) if op == Op::Read => blocks.check_near(seed, "a read from a stopped peer")?,
                 Ok(_) => {}
@@ -97,7 +102,7 @@ pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
             blocks.check_near(seed, "a read from a silent peer")?;
         }
     }
-    let begun = Instant::now();
+    let begun = Stopwatch::start()?;
     let needing = OPS.into_iter().filter(|op| needs.of(*op));
     let transfers =
         needing.map(|op| blocks.post(op, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
@@ -105,7 +110,8 @@ pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
         ensure_kind!(transfer.await, PeerLost);
         // Its last word may be as old as the stop; and a link looks for silence in steps of a part of the time.
         ensure!(silent.elapsed() + GRACE >= SILENCE, "it was lost after {:?} of silence", silent.elapsed());
-        ensure!(begun.elapsed() <= SILENCE * 2 + GRACE, "it was lost only after {:?}", begun.elapsed());
+        let took = begun.read();
+        ensure!(took.within(SILENCE * 2 + GRACE), "it was lost only after {took}");
     }
     pair.far.process()?.go_on()
 }
@@ -120,7 +126,7 @@ fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool)
 pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_secs(8);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
-    let check = |result: kvx_core::Result<()>, took: Duration, what: &str| {
+    let check = |result: kvx_core::Result<()>, took: Took, what: &str| {
         match result {
             Err(error) if error.kind() == Kind::PeerLost => {}
             Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
@@ -131,8 +137,8 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
             }
         }
         ensure!(
-            took <= promptly,
-            "{what} to a killed peer was reported after {took:?}, promised were {promptly:?}"
+            took.within(promptly),
+            "{what} to a killed peer was reported after {took}, promised were {promptly:?}"
         );
         Ok(())
     };
@@ -144,16 +150,16 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
         blocks.works(&mut pair.far, &peer, "before the kill").await?;
         let seed = blocks.fill_near()?;
         pair.far.process()?.kill()?;
-        let begun = Instant::now();
-        check(blocks.run(op, &peer, DEADLINE).await, begun.elapsed(), "a post")?;
-        let begun = Instant::now();
-        check(peer.notify(b"hello", DEADLINE).await, begun.elapsed(), "a notification")?;
+        let begun = Stopwatch::start()?;
+        check(blocks.run(op, &peer, DEADLINE).await, begun.read(), "a post")?;
+        let begun = Stopwatch::start()?;
+        check(peer.notify(b"hello", DEADLINE).await, begun.read(), "a notification")?;
         blocks.check_near(seed, "after a transfer that could not take place")?;
 
         // The same for a handle that never had a link.
         let stranger = setup.agent(&unique("near"))?.connect(&metadata)?;
-        let begun = Instant::now();
-        check(stranger.ready(DEADLINE).await, begun.elapsed(), "a first link")?;
+        let begun = Stopwatch::start()?;
+        check(stranger.ready(DEADLINE).await, begun.read(), "a first link")?;
     }
     Ok(())
 }
@@ -201,7 +207,7 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
             })?;
         }
         pair.far.process()?.kill()?;
-        let killed = Instant::now();
+        let killed = Stopwatch::start()?;
         for (slot, read) in reads {
             arrived.push((slot, read.await));
         }
@@ -209,8 +215,8 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
         for write in writes {
             results.push(write.await.map(|_| ()));
         }
-        let took = killed.elapsed();
-        ensure!(took <= promptly, "the kill was reported after {took:?}, promised were {promptly:?}");
+        let took = killed.read();
+        ensure!(took.within(promptly), "the kill was reported after {took}, promised were {promptly:?}");
         let wanted = bytes(2, 0, SLOT);
         for (slot, result) in arrived {
             if result.is_ok() {
@@ -234,13 +240,13 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
 
 /// Each later call on a lost handle says so, at once.
 async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
-    let begun = Instant::now();
+    let begun = Stopwatch::start()?;
     ensure_kind!(blocks.run(Op::Read, peer, CUT_OFF).await, PeerLost);
     ensure_kind!(blocks.run(Op::Write, peer, CUT_OFF).await, PeerLost);
     ensure_kind!(peer.notify(b"hello", CUT_OFF).await, PeerLost);
     ensure_kind!(peer.ready(CUT_OFF).await, PeerLost);
-    let took = begun.elapsed();
-    ensure!(took <= AT_ONCE, "{when}: four calls on a lost handle took {took:?}");
+    let took = begun.read();
+    ensure!(took.within(AT_ONCE), "{when}: four calls on a lost handle took {took}");
     let kind = peer.lost().map(|error| error.kind());
     ensure!(kind == Some(Kind::PeerLost), "{when}: the handle says {kind:?} of its peer");
     Ok(())

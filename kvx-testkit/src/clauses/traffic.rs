@@ -13,6 +13,7 @@ use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
 use crate::pattern::{bytes, checksum, fill};
 use crate::setup::{CUT_OFF, Pair};
+use crate::stopwatch::stall;
 
 /// Both operations.
 pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
@@ -168,16 +169,19 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Waits until `condition` holds, for what no future tells.
+/// Waits until `condition` holds, for what no future tells. What the machine stalls meanwhile does not count.
 pub(crate) fn until(
     what: &str,
     patience: Duration,
     mut condition: impl FnMut() -> Result<bool, Failure>,
 ) -> Check {
-    let end = Instant::now() + patience;
+    const STEP: Duration = Duration::from_millis(2);
+    let mut end = Instant::now() + patience;
     while !condition()? {
         ensure!(Instant::now() < end, "{what}: not so within {patience:?}");
-        std::thread::sleep(Duration::from_millis(2));
+        let asleep = Instant::now();
+        std::thread::sleep(STEP);
+        end += stall(asleep.elapsed(), STEP);
     }
     Ok(())
 }

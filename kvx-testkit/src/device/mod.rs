@@ -1,6 +1,8 @@
 //! A plain device for tests: host memory behind addresses that the host cannot reach, copied by a thread of its own.
 
 mod allocation;
+mod elsewhere;
+mod gpu;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -11,6 +13,8 @@ use kvx_core::memory::{Direction, Hop, IpcHandle, Piece};
 use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, Result, Ticket};
 
 use self::allocation::{Allocation, FAR};
+pub use self::elsewhere::goes_elsewhere;
+pub use self::gpu::{Devices, first};
 
 /// A device of some process, for the suite: whose memory it is, and how to get some. See [`Suite::device`](crate::Suite).
 pub trait Device: Send + Sync {

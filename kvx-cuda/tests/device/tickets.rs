@@ -1,0 +1,115 @@
+//! What a program does around a device: streams of its own, tickets that panic, forks.
+
+use std::time::Instant;
+
+use kvx_core::gpu::DevicePtr;
+use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
+use kvx_core::{Kind, Memory, Result, Ticket};
+use kvx_testkit::Child;
+
+use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until, watched};
+
+pub(crate) const ANYWHERE: &[(&str, Test)] = &[
+    ("a_ticket_that_panics_costs_nobody_else", a_ticket_that_panics),
+    ("a_fork_is_told_so_and_touches_nothing", a_fork),
+];
+
+pub(crate) const TESTS: &[(&str, Test)] = &[("a_stream_of_the_programs_is_waited_for_when_asked", after)];
+
+fn after(bench: &Bench<'_>) {
+    let bytes = pattern(41, 64 << 10);
+    let (from, to) = (filled(&bench.device, &bytes), bench.device.pool(bytes.len()).build().unwrap());
+    bench.control.command("delay 50000");
+    let stream = (bench.maker.copy_on_a_stream)(from.address(), to.address(), bytes.len());
+    bench.control.command("delay 0");
+    // SAFETY: the stream is never ended.
+    settled(|done| unsafe { bench.device.after(stream, done) }).unwrap();
+    assert!(all_of(&to) == bytes, "what the program had put on its stream has ended");
+    // Streams stop, so that nothing can have come.
+    bench.control.command("hold");
+    let (outcome, ticket) = watched();
+    (bench.maker.copy_on_a_stream)(to.address(), from.address(), bytes.len());
+    // SAFETY: as above.
+    unsafe { bench.device.after(stream, ticket) };
+    std::thread::yield_now();
+    assert!(outcome.lock().unwrap().is_none(), "nothing has come");
+    bench.control.command("release");
+    until("the stream goes on", || outcome.lock().unwrap().is_some());
+    outcome.lock().unwrap().take().unwrap().unwrap();
+}
+
+fn a_ticket_that_panics(bench: &Bench<'_>) {
+    let bytes = pattern(42, 4096);
+    let pool = filled(&bench.device, &bytes);
+    let hop = Hop { from: pool.address(), to: pool.address() + 1024, len: 1024 };
+    // Said once by the panic hook; this is meant.
+    let ticket = Ticket::new(|_| panic!("a ticket of the program's panics, as a test wants it"));
+    // SAFETY: the pool outlives the wait for the second hop, which ends after the first.
+    unsafe { bench.device.hop(&[hop], ticket) };
+    // SAFETY: as above.
+    settled(|done| unsafe { bench.device.hop(&[hop], done) }).unwrap();
+    assert!(all_of(&pool)[1024..2048] == bytes[..1024]);
+}
+
+/// A process of its own, which forks.
+fn a_fork(_: &Bench<'_>) {
+    let child = Child::start_self(ROLE, "fork").expect("a process starts");
+    assert_eq!(child.hear(LONG).expect("it says how it went"), "the fork was told so");
+}
+
+/// For [`super::roles`]: every call of a fork says `Forked`, and what it drops is the parent's still.
+pub(crate) fn fork(bench: &Bench<'_>) {
+    let bytes = pattern(43, 1 << 20);
+    let (pool, pinned) = (filled(&bench.device, &bytes), bench.device.pinned(4096).unwrap());
+    let mut inherited = Some((pool, pinned));
+    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running anything of this program's.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let wrong = calls_of_a_fork(bench, inherited.take().expect("it is taken once"));
+        // SAFETY: it ends the fork at once.
+        unsafe { libc::_exit(wrong.unwrap_or(0)) };
+    }
+    let (mut status, begun) = (0, Instant::now());
+    // SAFETY: a place for one number.
+    while unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } == 0 {
+        if begun.elapsed() > LONG / 2 {
+            // SAFETY: it is this process's child, and not yet waited for.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!(status, 0, "the number of the call of a fork that was not refused, in the upper byte; or it hung");
+    let (pool, pinned) = inherited.expect("the fork took its own");
+    assert!(all_of(&pool) == bytes);
+    let piece = Piece { device: pool.address(), host: pinned.as_ptr(), len: 4096 };
+    // SAFETY: both outlive the wait.
+    settled(|done| unsafe { bench.device.copy(Direction::ToHost, &[piece], done) }).unwrap();
+}
+
+/// The number of the first call that was not answered with `Forked`.
+fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Option<i32> {
+    let (device, address) = (&bench.device, pool.address());
+    let piece = Piece { device: address, host: pinned.as_ptr(), len: 64 };
+    let hop = Hop { from: address, to: address + 64, len: 64 };
+    // SAFETY: nothing is copied, here and below.
+    let copied = settled(|done| unsafe { device.copy(Direction::ToHost, &[piece], done) });
+    // SAFETY: as above.
+    let hopped = settled(|done| unsafe { device.hop(&[hop], done) });
+    let at = DevicePtr(address);
+    // SAFETY: as above.
+    let gathered = settled(|done| unsafe { device.gather(at, &[], &[0].into(), done) });
+    let answers: [Result<()>; 9] = [
+        copied,
+        hopped,
+        gathered,
+        pool.copy_in(0, &[1]),
+        pool.copy_out(0, &mut [0]),
+        device.share(address, 64).map(drop),
+        device.dma_buf(address, 64).map(drop),
+        device.pinned(64).map(drop),
+        device.pool(64).build().map(drop),
+    ];
+    let refused = |answer: &Result<()>| answer.as_ref().is_err_and(|error| error.kind() == Kind::Forked);
+    drop((pool, pinned));
+    answers.iter().position(|answer| !refused(answer)).map(|at| at as i32 + 1)
+}

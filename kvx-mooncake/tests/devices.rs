@@ -1,0 +1,18 @@
+//! Device memory that Mooncake's TCP does not reach.
+
+mod adapter;
+
+use kvx_testkit::device::goes_elsewhere;
+
+#[test]
+fn memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp() {
+    if adapter::adapter().is_none() {
+        let test = "memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp";
+        let why = "Mooncake's wheel and the adapter are not there";
+        return kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+    }
+    let mut registry = adapter::registry("");
+    registry.add(kvx_native::Tcp).unwrap();
+    let options = r#"{"mooncake": {"mooncake_protocol": "tcp"}}"#;
+    goes_elsewhere(&registry, "MOONCAKE", "TCP", options).unwrap();
+}

@@ -50,7 +50,7 @@ impl Pace {
         let longest = match () {
             () if in_flight => IN_FLIGHT,
             () if waiting => self.longest.waiting,
-            () => std::env::var("XALONE").ok().map_or(self.longest.alone, |x| Duration::from_micros(x.parse().expect("n"))),
+            () => self.longest.alone,
         };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }

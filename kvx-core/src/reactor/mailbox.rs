@@ -62,43 +62,61 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicU64;
+    use std::time::{Duration, Instant};
 
     use rustix::event::{PollFd, PollFlags, Timespec};
 
     use super::*;
 
+    /// What ends the thread that puts letters in.
+    const LAST: u64 = u64::MAX;
+
     #[test]
     fn what_was_taken_wakes_nobody() {
-        const ROUNDS: u64 = 5_000;
         let mailbox = Mailbox::new().unwrap();
         let (asked, put) = (AtomicU64::new(0), AtomicU64::new(0));
-        let until = |counter: &AtomicU64, round| {
-            while counter.load(Ordering::Acquire) < round {
-                std::thread::yield_now();
+        let after = |counter: &AtomicU64, round| {
+            loop {
+                match counter.load(Ordering::Acquire) {
+                    now if now > round => return now,
+                    _ => std::thread::yield_now(),
+                }
             }
         };
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for round in 1..=ROUNDS {
-                    until(&asked, round);
+                let mut round = 0;
+                loop {
+                    round = after(&asked, round);
+                    if round == LAST {
+                        return;
+                    }
                     mailbox.put(round);
                     put.store(round, Ordering::Release);
                 }
             });
-            let mut awake = 0;
-            for round in 1..=ROUNDS {
+            // Milliseconds, where two processors do nothing else; elsewhere a round may cost several slices.
+            let end = Instant::now() + Duration::from_secs(2);
+            let (mut strange, mut awake) = (0, 0);
+            for round in 1..=5_000 {
                 asked.store(round, Ordering::Release);
                 let mut letters = Vec::new();
                 while letters.is_empty() {
                     letters = mailbox.take();
+                    std::hint::spin_loop();
                 }
-                assert_eq!(letters, [round]);
-                until(&put, round);
+                strange += u64::from(letters != [round]);
+                after(&put, round - 1);
                 let now = Timespec { tv_sec: 0, tv_nsec: 0 };
                 let readable =
                     rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&now));
                 awake += u64::from(readable == Ok(1));
+                if Instant::now() >= end {
+                    break;
+                }
             }
+            asked.store(LAST, Ordering::Release);
+            assert_eq!(strange, 0, "rounds whose letter did not come, or not alone");
             assert_eq!(awake, 0, "rounds after which the descriptor stayed readable");
         });
         assert!(mailbox.is_empty());

@@ -78,7 +78,10 @@ pub(crate) fn fork(bench: &Bench<'_>) {
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    assert_eq!(status, 0, "the number of the call of a fork that was not refused, in the upper byte; or it hung");
+    assert_eq!(
+        status, 0,
+        "the number of the call of a fork that was not refused, in the upper byte; or it hung"
+    );
     let (pool, pinned) = inherited.expect("the fork took its own");
     assert!(all_of(&pool) == bytes);
     let piece = Piece { device: pool.address(), host: pinned.as_ptr(), len: 4096 };

@@ -83,6 +83,13 @@ impl<T> In<T> {
     }
 }
 
+impl In<u8> {
+    /// The same bytes as a C string. Errors: `INVALID_VALUE` for a null pointer.
+    pub(crate) fn text(self) -> Answer<String> {
+        Text(self.0.cast()).get()
+    }
+}
+
 /// A C string of a caller.
 #[repr(transparent)]
 pub(crate) struct Text(*const c_char);

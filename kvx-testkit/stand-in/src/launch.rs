@@ -7,6 +7,7 @@ use kvx_core::gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 use kvx_core::memory::Hop;
 
 use crate::argument::In;
+use crate::binary;
 use crate::code::{Answer, Code};
 use crate::handles::Handles;
 use crate::memory::{Memory, memory};
@@ -26,8 +27,16 @@ pub(crate) static FUNCTIONS: Handles<Function> = Handles::new();
 pub(crate) const COMPILED: &str = "// compiled by the kvx stand-in\n";
 
 impl Module {
+    /// From what CUDA takes: PTX, or a binary of NVRTC's. Errors: `INVALID_IMAGE`.
+    pub(crate) fn from_image(image: In<u8>) -> Answer<Arc<Self>> {
+        match binary::bytes(&image)? {
+            Some(bytes) => Ok(Arc::new(Module(binary::entries(&bytes)))),
+            None => Module::from_ptx(&image.text()?),
+        }
+    }
+
     /// From PTX. Errors: `INVALID_IMAGE`.
-    pub(crate) fn from_ptx(text: &str) -> Answer<Arc<Self>> {
+    fn from_ptx(text: &str) -> Answer<Arc<Self>> {
         let is_ptx = [".version ", ".target "].iter().all(|part| text.contains(part));
         if is_ptx { Ok(Module::with(text, ".visible .entry ")) } else { Err(Code::INVALID_IMAGE) }
     }

@@ -29,6 +29,8 @@
 //! | `allocated` | answers how many bytes of device memory live |
 
 mod argument;
+mod binary;
+mod both;
 mod client;
 mod code;
 mod copies;

@@ -25,7 +25,7 @@ pub(super) fn initialised() -> Answer {
 }
 
 /// The device whose context the thread has current, if it still works.
-pub(super) fn current() -> Answer<Device> {
+pub(crate) fn current() -> Answer<Device> {
     initialised()?;
     let device = STACK.with_borrow(|stack| stack.last().copied()).ok_or(Code::INVALID_CONTEXT)?;
     device.works()?;

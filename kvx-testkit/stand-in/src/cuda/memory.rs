@@ -1,73 +1,19 @@
-//! Memory, and what is known of an address.
+//! The end of memory, and what is known of an address.
 
 use std::ffi::{c_int, c_uint, c_void};
 
 use super::context::{current, initialised};
-use crate::argument::{In, Out, answer};
+use crate::argument::{In, answer};
 use crate::code::{Answer, Code};
 use crate::devices::Maker;
-use crate::handles::Handle;
 use crate::mapping::is_of_device;
 use crate::memory::{Origin, memory, memory_mut};
-use crate::stream;
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAlloc_v2(address: Out<u64>, len: usize) -> c_int {
-    answer("cuMemAlloc_v2", || address.set(memory_mut().allocate(current()?, len, Origin::Plain)?))
-}
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: u64) -> c_int {
     answer("cuMemFree_v2", || {
         current()?;
         memory_mut().free(address, |origin| matches!(origin, Origin::Plain | Origin::Pool))
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAllocAsync(address: Out<u64>, len: usize, stream: Handle) -> c_int {
-    answer("cuMemAllocAsync", || {
-        let device = current()?;
-        stream::of(stream, device)?;
-        address.set(memory_mut().allocate(device, len, Origin::Pool)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> c_int {
-    answer("cuMemFreeAsync", || {
-        let stream = stream::of(stream, current()?)?;
-        memory().range(address, 1)?;
-        stream.push(Box::new(move || memory_mut().free(address, |origin| origin == Origin::Pool)));
-        Ok(())
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemHostAlloc(address: Out<u64>, len: usize, _flags: c_uint) -> c_int {
-    answer("cuMemHostAlloc", || {
-        current()?;
-        address.set(memory_mut().pin(len)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFreeHost(address: u64) -> c_int {
-    answer("cuMemFreeHost", || {
-        current()?;
-        memory_mut().unpin(address)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemGetAddressRange_v2(base: Out<u64>, len: Out<usize>, address: u64) -> c_int {
-    answer("cuMemGetAddressRange_v2", || {
-        current()?;
-        let memory = memory();
-        let (start, found) = memory.around(address).ok_or(Code::NOT_FOUND)?;
-        base.set_if_wanted(start);
-        len.set_if_wanted(found.len);
-        Ok(())
     })
 }
 

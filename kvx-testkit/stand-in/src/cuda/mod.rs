@@ -7,6 +7,7 @@ mod copying;
 mod device;
 mod kernels;
 mod memory;
-mod order;
 mod shared;
 mod virtual_memory;
+
+pub(crate) use context::current;

@@ -1,42 +1,13 @@
-//! Memory for other processes and for other makers' cards.
+//! Memory for other makers' cards.
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_int;
 use std::os::fd::RawFd;
 
 use super::context::current;
 use crate::argument::{Out, answer};
 use crate::code::Code;
-use crate::ipc::MemHandle;
 use crate::mapping::page;
-use crate::memory::{memory, memory_mut};
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcGetMemHandle(handle: Out<MemHandle>, address: u64) -> c_int {
-    answer("cuIpcGetMemHandle", || {
-        current()?;
-        handle.set(memory().share(address)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcOpenMemHandle_v2(address: Out<u64>, handle: MemHandle, flags: c_uint) -> c_int {
-    answer("cuIpcOpenMemHandle_v2", || {
-        current()?;
-        // The driver knows one flag, and wants it.
-        if flags != 1 {
-            return Err(Code::INVALID_VALUE);
-        }
-        address.set(memory_mut().open(&handle)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcCloseMemHandle(address: u64) -> c_int {
-    answer("cuIpcCloseMemHandle", || {
-        current()?;
-        memory_mut().close(address)
-    })
-}
+use crate::memory::memory;
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemGetHandleForAddressRange(

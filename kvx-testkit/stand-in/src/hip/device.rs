@@ -13,7 +13,7 @@ thread_local! {
 }
 
 /// The device that the thread has current, if it still works.
-pub(super) fn current() -> Answer<Device> {
+pub(crate) fn current() -> Answer<Device> {
     let device = Maker::Hip.device(ORDINAL.get())?;
     device.works()?;
     Ok(device)

@@ -1,57 +1,16 @@
-//! Modules and launches.
+//! Modules: what is loaded.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::c_int;
 
 use super::device::current;
-use crate::argument::{In, Out, Text, answer};
-use crate::code::Code;
+use crate::argument::{Out, Text, answer};
 use crate::handles::Handle;
-use crate::launch::{self, FUNCTIONS, MODULES, Module};
-use crate::stream;
+use crate::launch::{MODULES, Module};
 
 #[unsafe(no_mangle)]
 extern "C" fn hipModuleLoadData(module: Out<Handle>, image: Text) -> c_int {
     answer("hipModuleLoadData", || {
         current()?;
         module.set(MODULES.add(Module::from_code(&image.get()?)?))
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipModuleUnload(module: Handle) -> c_int {
-    answer("hipModuleUnload", || MODULES.remove(module).map(|_| ()))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipModuleGetFunction(function: Out<Handle>, module: Handle, name: Text) -> c_int {
-    answer("hipModuleGetFunction", || {
-        current()?;
-        let found = MODULES.get(module)?.function(&name.get()?)?;
-        function.set(FUNCTIONS.add(found))
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipModuleLaunchKernel(
-    function: Handle,
-    grid_x: c_uint,
-    grid_y: c_uint,
-    grid_z: c_uint,
-    block_x: c_uint,
-    block_y: c_uint,
-    block_z: c_uint,
-    _shared: c_uint,
-    stream: Handle,
-    parameters: In<In<u64>>,
-    extra: In<*const c_void>,
-) -> c_int {
-    answer("hipModuleLaunchKernel", || {
-        let stream = stream::of(stream, current()?)?;
-        let entry = FUNCTIONS.get(function)?.0;
-        if !extra.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let parameters = launch::parameters_of(entry, &parameters)?;
-        launch::launch(&stream, entry, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], parameters)
     })
 }

@@ -1,4 +1,4 @@
-//! Memory, and what is known of an address.
+//! The end of memory, and what is known of an address.
 
 use std::ffi::{c_int, c_uint};
 
@@ -6,15 +6,8 @@ use super::device::{current, current_ordinal};
 use crate::argument::{Out, answer};
 use crate::code::{Answer, Code};
 use crate::devices::Maker;
-use crate::handles::Handle;
 use crate::memory::{Origin, memory, memory_mut};
 use crate::settings::settings;
-use crate::stream;
-
-#[unsafe(no_mangle)]
-extern "C" fn hipMalloc(address: Out<u64>, len: usize) -> c_int {
-    answer("hipMalloc", || address.set(memory_mut().allocate(current()?, len, Origin::Plain)?))
-}
 
 #[unsafe(no_mangle)]
 extern "C" fn hipFree(address: u64) -> c_int {
@@ -25,53 +18,6 @@ extern "C" fn hipFree(address: u64) -> c_int {
             return Ok(());
         }
         memory_mut().free(address, |origin| matches!(origin, Origin::Plain | Origin::Pool))
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipMallocAsync(address: Out<u64>, len: usize, stream: Handle) -> c_int {
-    answer("hipMallocAsync", || {
-        let device = current()?;
-        stream::of(stream, device)?;
-        address.set(memory_mut().allocate(device, len, Origin::Pool)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipFreeAsync(address: u64, stream: Handle) -> c_int {
-    answer("hipFreeAsync", || {
-        let stream = stream::of(stream, current()?)?;
-        memory().range(address, 1)?;
-        stream.push(Box::new(move || memory_mut().free(address, |origin| origin == Origin::Pool)));
-        Ok(())
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipHostMalloc(address: Out<u64>, len: usize, _flags: c_uint) -> c_int {
-    answer("hipHostMalloc", || {
-        current()?;
-        address.set(memory_mut().pin(len)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipHostFree(address: u64) -> c_int {
-    answer("hipHostFree", || {
-        current()?;
-        memory_mut().unpin(address)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipMemGetAddressRange(base: Out<u64>, len: Out<usize>, address: u64) -> c_int {
-    answer("hipMemGetAddressRange", || {
-        current()?;
-        let memory = memory();
-        let (start, found) = memory.around(address).ok_or(Code::NOT_FOUND)?;
-        base.set_if_wanted(start);
-        len.set_if_wanted(found.len);
-        Ok(())
     })
 }
 

@@ -7,5 +7,6 @@ mod copying;
 mod device;
 mod kernels;
 mod memory;
-mod order;
 mod shared;
+
+pub(crate) use device::current;

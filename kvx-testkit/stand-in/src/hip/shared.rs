@@ -1,43 +1,14 @@
-//! Memory for other processes and for other makers' cards.
+//! Memory for other makers' cards.
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_int;
 use std::os::fd::RawFd;
 
 use super::device::current;
 use crate::argument::{Out, answer};
 use crate::code::Code;
-use crate::ipc::MemHandle;
 use crate::mapping::page;
-use crate::memory::{memory, memory_mut};
+use crate::memory::memory;
 use crate::settings::settings;
-
-#[unsafe(no_mangle)]
-extern "C" fn hipIpcGetMemHandle(handle: Out<MemHandle>, address: u64) -> c_int {
-    answer("hipIpcGetMemHandle", || {
-        current()?;
-        handle.set(memory().share(address)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipIpcOpenMemHandle(address: Out<u64>, handle: MemHandle, flags: c_uint) -> c_int {
-    answer("hipIpcOpenMemHandle", || {
-        current()?;
-        // The driver knows one flag, and wants it.
-        if flags != 1 {
-            return Err(Code::INVALID_VALUE);
-        }
-        address.set(memory_mut().open(&handle)?)
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn hipIpcCloseMemHandle(address: u64) -> c_int {
-    answer("hipIpcCloseMemHandle", || {
-        current()?;
-        memory_mut().close(address)
-    })
-}
 
 #[unsafe(no_mangle)]
 extern "C" fn hipMemGetHandleForAddressRange(

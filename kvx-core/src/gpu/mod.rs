@@ -21,6 +21,8 @@ mod flights;
 mod imports;
 pub mod kernels;
 mod memory;
+#[cfg(test)]
+mod panics;
 mod symbols;
 mod tables;
 mod thread;

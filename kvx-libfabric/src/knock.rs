@@ -13,30 +13,36 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::error::NAME;
 
-/// How long a peer may take to make room before it is asked.
+/// How long a peer may take to make room before it is asked; then twice as long until it is asked anew, and so on: who listened
+/// may have ended since.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 /// A peer that has made no room yet.
 pub(crate) struct Knock {
     at: SocketAddr,
-    since: Instant,
+    next: Instant,
+    pause: Duration,
     socket: Option<OwnedFd>,
 }
 
 impl Knock {
     /// `None` for an address that is not of a socket.
     pub(crate) fn new(address: &[u8]) -> Option<Self> {
-        Some(Knock { at: socket_address(address)?, since: Instant::now(), socket: None })
+        let (at, next) = (socket_address(address)?, Instant::now() + PATIENCE);
+        Some(Knock { at, next, pause: PATIENCE, socket: None })
     }
 
     /// Asks, if it is time, and looks at the answer. Errors: `PeerLost` when nobody is there.
     pub(crate) fn check(&mut self) -> Result<()> {
-        if self.since.elapsed() < PATIENCE {
-            return Ok(());
-        }
+        let now = Instant::now();
         let answer = match &self.socket {
+            _ if now >= self.next => {
+                self.pause *= 2;
+                self.next = now + self.pause;
+                self.ask()
+            }
             Some(socket) => rustix::net::sockopt::socket_error(socket).unwrap_or(Ok(())),
-            None => self.ask(),
+            None => Ok(()),
         };
         match answer {
             Err(cause @ (Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH)) => {
@@ -86,20 +92,22 @@ mod tests {
         let family = (libc::AF_INET as u16).to_ne_bytes();
         let address = [&family[..], &port, &[127, 0, 0, 1], &[0; 8]].concat();
         let mut there = Knock::new(&address).unwrap();
-        there.since -= PATIENCE;
+        there.next -= PATIENCE;
         assert!(there.check().is_ok() && there.check().is_ok());
-        drop(there);
         drop(listener);
         let mut nobody = Knock::new(&address).unwrap();
-        nobody.since -= PATIENCE;
-        let until = Instant::now() + Duration::from_secs(10);
-        let why = loop {
-            match nobody.check() {
-                Err(why) => break why,
-                Ok(()) => assert!(Instant::now() < until, "nobody is there"),
-            }
-        };
-        assert_eq!(why.kind(), Kind::PeerLost);
+        nobody.next -= PATIENCE;
+        // The first was let in before, and finds out when it asks anew.
+        for knock in [&mut there, &mut nobody] {
+            let until = Instant::now() + Duration::from_secs(10);
+            let why = loop {
+                match knock.check() {
+                    Err(why) => break why,
+                    Ok(()) => assert!(Instant::now() < until, "nobody is there"),
+                }
+            };
+            assert_eq!(why.kind(), Kind::PeerLost);
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod link;
 mod memory;
 mod neighbours;
 mod operations;
+mod posting;
 mod progress;
 mod providers;
 mod rail;

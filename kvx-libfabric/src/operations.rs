@@ -9,8 +9,8 @@ use kvx_core::fabric::JobId;
 /// What an operation is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// A piece of a transfer.
-    Piece { job: JobId, peer: usize },
+    /// So many pieces of a transfer.
+    Pieces { job: JobId, peer: usize, count: u32 },
     /// A message in this buffer.
     Send { buffer: usize, peer: usize },
     /// A buffer for a message.
@@ -78,7 +78,7 @@ impl Operations {
     /// and ends pieces in their order.
     pub(crate) fn take_oldest_piece(&mut self) -> Option<Operation> {
         let piece = |entry: &Option<(u64, Operation)>| match entry {
-            Some((post, Operation::Piece { .. })) => Some(*post),
+            Some((post, Operation::Pieces { .. })) => Some(*post),
             _ => None,
         };
         let at = (0..self.posted.len())
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     fn piece(job: usize) -> Operation {
-        Operation::Piece { job: JobId::from_number(job), peer: 0 }
+        Operation::Pieces { job: JobId::from_number(job), peer: 0, count: 1 }
     }
 
     #[test]

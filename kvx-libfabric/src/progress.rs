@@ -1,6 +1,5 @@
 //! libfabric as the shared machine drives it.
 
-use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +13,15 @@ use crate::address::Address;
 use crate::bell::Bell;
 use crate::error::{self, gone};
 use crate::ffi::bindings_1_17::FI_MR_VIRT_ADDR;
-use crate::ffi::{self, Failed, Info, Waits};
+use crate::ffi::{Failed, Waits};
 use crate::host;
 use crate::knock::Knock;
 use crate::link::Peers;
 use crate::memory::{Local, Registrations, Remote};
 use crate::neighbours::Neighbour;
+use crate::posting::{Bundle, Gone, Posting};
 use crate::providers;
-use crate::rail::{Ended, MAX_MESSAGE, Piece, Posted, Rail};
+use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
 
 /// The most messages to one peer that the provider has.
 const UNSENT: usize = 16;
@@ -45,13 +45,13 @@ const FAREWELL: Duration = Duration::from_millis(40);
 /// The endpoints of an agent.
 pub(crate) struct Driver {
     /// Empty after the end.
-    rails: Vec<Rail>,
+    pub(crate) rails: Vec<Rail>,
     ours: Arc<Address>,
     /// The most pieces that are posted in a turn.
     turn: u32,
     /// Whether endpoints' addresses are texts.
     texts: bool,
-    peers: Peers,
+    pub(crate) peers: Peers,
     /// What peers wake us with, over a provider that has nothing to sleep on and reaches this host only.
     bell: Option<Bell>,
     /// For neighbours over shared memory in this process.
@@ -65,31 +65,14 @@ pub(crate) struct Driver {
     /// The provider has served a peer, of which it reports nothing.
     serves: bool,
     /// What finds no room at a peer can be copied without the provider.
-    copies: bool,
+    pub(crate) copies: bool,
+    /// How many pieces may be posted together.
+    pub(crate) together: usize,
+    /// Room for them.
+    pub(crate) bundle: Bundle,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
     description: String,
-}
-
-/// How a piece goes: over which of our rails, with what, to where.
-pub(crate) struct Way {
-    pub(crate) rail: usize,
-    pub(crate) descriptor: *mut c_void,
-    pub(crate) remote: ffi::Remote,
-}
-
-/// What is kept for a job: how many of its pieces have gone, which says over which rail the next one goes.
-#[derive(Default)]
-pub(crate) struct Posting(usize);
-
-/// What became of a piece.
-enum Gone {
-    /// Its end will be reported.
-    Posted,
-    /// It has ended.
-    Copied,
-    /// There was no room.
-    Not,
 }
 
 impl Driver {
@@ -111,8 +94,9 @@ impl Driver {
             _ => None,
         };
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
-        let plain = |info: &Info| info.wants(FI_MR_VIRT_ADDR) && !info.has_devices();
-        let copies = bell.is_some() && rails.iter().all(|rail| plain(rail.endpoint().domain().info()));
+        let by_address = |rail: &Rail| rail.endpoint().domain().info().wants(FI_MR_VIRT_ADDR);
+        let copies = bell.is_some() && rails.iter().all(by_address);
+        let together = rails.iter().map(Rail::together).min().unwrap_or(1);
         Driver {
             rails,
             turn: providers::turn(&ours.provider),
@@ -127,6 +111,8 @@ impl Driver {
             pause: RETRIES.0,
             serves: false,
             copies,
+            together,
+            bundle: Bundle::default(),
             registrations,
             capabilities,
             description,
@@ -151,10 +137,10 @@ impl Driver {
             let read = rails[at].read(|ended| {
                 done += 1;
                 match ended {
-                    Ended::Piece { job, peer, failed } => {
+                    Ended::Pieces { job, peer, count, failed } => {
                         let result =
                             failed.map_or(Ok(()), |failed| Err(of_peer("a piece", peer, failed, &mut lost)));
-                        note(happened, job, result);
+                        note(happened, job, count, result);
                     }
                     Ended::Send { peer, failed } => {
                         sent.push(peer);
@@ -182,48 +168,6 @@ impl Driver {
             broken.extend(broken_links(peers, peer, &why));
         }
         done
-    }
-
-    /// How the `turn`th piece of a transfer to a peer goes. Errors: libfabric's.
-    #[inline]
-    pub(crate) fn way(
-        &mut self,
-        peer: usize,
-        turn: usize,
-        local: &Local,
-        remote: &Remote,
-        offset: u64,
-    ) -> Result<Way> {
-        let (rail, descriptor) = local.rail(turn);
-        let key = remote.key(turn);
-        let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
-        let remote = ffi::Remote { peer, address: key.base + offset, key: key.key };
-        Ok(Way { rail, descriptor, remote })
-    }
-
-    /// Posts a piece. Over shared memory a post copies it before it returns and leaves a note in the peer's queue; a queue that
-    /// is full, since the peer is stopped or busy, keeps no bytes from moving: the piece is copied without a note, which
-    /// nobody needs.
-    ///
-    /// # Safety
-    /// As [`Rail::post`].
-    #[inline]
-    unsafe fn post(&mut self, rail: usize, piece: Piece) -> Result<Gone> {
-        // SAFETY: the caller's promise.
-        match unsafe { self.rails[rail].post(piece) } {
-            Ok(Posted::Yes) => return Ok(Gone::Posted),
-            Ok(Posted::Full) if self.copies => {}
-            Ok(Posted::Later | Posted::Full) => return Ok(Gone::Not),
-            Err(errno) => {
-                return Err(error::native("libfabric could not post a piece of the transfer", errno));
-            }
-        }
-        let Piece { op, peer, local, len, remote, .. } = piece;
-        let Some(host) = self.peers.peer(peer).and_then(|peer| peer.address.host.as_ref()) else {
-            return Ok(Gone::Not);
-        };
-        // SAFETY: the caller's promise; it was not posted.
-        unsafe { host::copy(host.process, op, local, remote.address, len) }.map(|()| Gone::Copied)
     }
 
     /// Something has found no room. Says whether that is new.
@@ -283,17 +227,17 @@ impl Drop for Driver {
     }
 }
 
-/// Tells of a piece that has ended, together with the one before if that was of the same job.
+/// Tells of pieces that have ended, together with those before if they were of the same job.
 #[inline]
-fn note(happened: &mut Vec<Happened>, job: JobId, result: Result<()>) {
+fn note(happened: &mut Vec<Happened>, job: JobId, count: u32, result: Result<()>) {
     if let (Ok(()), Some(Happened::Moved { job: last, pieces, result: Ok(()) })) =
         (&result, happened.last_mut())
         && *last == job
     {
-        *pieces += 1;
+        *pieces += count;
         return;
     }
-    happened.push(Happened::Moved { job, pieces: 1, result });
+    happened.push(Happened::Moved { job, pieces: count, result });
 }
 
 /// Why an operation has failed; a peer that is lost is noted.
@@ -380,37 +324,19 @@ unsafe impl Fabric for Driver {
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
         let Some(at) = self.peers.of(job.endpoint()) else { return Err(gone()) };
-        let (id, op, endpoint) = (job.id(), job.op(), job.endpoint());
-        // Jobs begin at different rails.
-        let first = id.number();
         let (mut bytes, mut gone, mut copied, mut full, mut result) = (0, 0, 0, false, Ok(()));
         while bytes < SLICE && gone < self.turn {
-            let Some(piece) = job.next_piece() else { break };
-            let turn = first.wrapping_add(job.state().0);
-            let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
-            let way = match self.way(at, turn, ours, theirs, piece.remote_offset) {
-                Ok(way) => way,
-                Err(why) => {
-                    result = Err(why);
+            match self.post_some(at, job, SLICE - bytes) {
+                Ok(Some((Gone::Not, ..))) => {
+                    full = self.try_again(job.endpoint());
                     break;
                 }
-            };
-            let Way { rail, descriptor, remote } = way;
-            let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
-            // SAFETY: core checked that the piece lies within its region, which the job keeps until the piece is reported.
-            match unsafe { self.post(rail, Piece { op, job: id, peer: at, local, len, descriptor, remote }) }
-            {
-                Ok(Gone::Not) => {
-                    job.put_back(piece);
-                    full = self.try_again(endpoint);
-                    break;
+                Ok(Some((how, count, len))) => {
+                    copied += if matches!(how, Gone::Copied) { count } else { 0 };
+                    gone += count;
+                    bytes += len;
                 }
-                Ok(how) => {
-                    copied += u32::from(matches!(how, Gone::Copied));
-                    gone += 1;
-                    bytes += piece.len;
-                    job.state().0 += 1;
-                }
+                Ok(None) => break,
                 Err(why) => {
                     result = Err(why);
                     break;

@@ -191,10 +191,11 @@ fn check_copies() -> Result<()> {
 
 /// What a provider offers. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
 fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
-    // Over shared memory a post copies before it returns; asked to say so, 1.17 would have the target's CPU copy instead.
-    let delivery = !is_shared_memory(provider);
-    let asked = Asked { provider: Some(provider), devices: false, delivery };
-    if devices {
+    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the target's CPU copy instead; asked to
+    // reach devices as well, and it would report a write before its bytes can be seen.
+    let shared = is_shared_memory(provider);
+    let asked = Asked { provider: Some(provider), devices: false, delivery: !shared };
+    if devices && !shared {
         let found = query(library, Asked { devices: true, ..asked })?;
         if found.iter().next().is_some() {
             return Ok(found);

@@ -10,9 +10,10 @@ use kvx_core::{Op, Result};
 
 use crate::error;
 use crate::ffi::{
-    Address, Completion, Described, Domain, Endpoint, Errno, Failed, Read, Registration, Remote,
+    Address, Completion, Described, Domain, Endpoint, Errno, Failed, MAX_RANGES, Range, Read, Registration,
 };
 use crate::operations::{Operation, Operations};
+use crate::providers::is_shared_memory;
 
 /// The longest message: shared memory takes no longer one without the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
@@ -32,21 +33,17 @@ pub(crate) enum Posted {
     Full,
 }
 
-/// A piece as it is posted.
+/// Whose pieces are posted, and what they do.
 #[derive(Clone, Copy)]
-pub(crate) struct Piece {
+pub(crate) struct Post {
     pub(crate) op: Op,
     pub(crate) job: JobId,
     pub(crate) peer: usize,
-    pub(crate) local: *mut u8,
-    pub(crate) len: usize,
-    pub(crate) descriptor: *mut c_void,
-    pub(crate) remote: Remote,
 }
 
 /// What has ended on a rail.
 pub(crate) enum Ended {
-    Piece { job: JobId, peer: usize, failed: Option<Failed> },
+    Pieces { job: JobId, peer: usize, count: u32, failed: Option<Failed> },
     Send { peer: usize, failed: Option<Failed> },
     Message(Vec<u8>),
 }
@@ -128,29 +125,43 @@ impl Rail {
         self.pieces == 0 && self.mail.as_ref().is_none_or(|mail| mail.free.len() == SENDS)
     }
 
-    /// Posts a piece.
+    /// How many pieces may be posted together.
+    pub(crate) fn together(&self) -> usize {
+        let info = self.endpoint().domain().info();
+        // Over shared memory only a post of one piece copies before it returns.
+        if is_shared_memory(&info.provider()) { 1 } else { info.ranges().min(MAX_RANGES).min(self.window) }
+    }
+
+    /// Posts pieces that go the same way as one operation: at least one, and at most [`together`](Rail::together).
     ///
     /// # Safety
-    /// The local memory is the piece's until it is reported as [`Ended::Piece`], or the rail is dropped.
+    /// The local memory is the pieces' until they are reported as [`Ended::Pieces`], or the rail is dropped.
     #[inline]
-    pub(crate) unsafe fn post(&mut self, piece: Piece) -> Result<Posted, Errno> {
-        if self.pieces >= self.window {
+    pub(crate) unsafe fn post(&mut self, post: Post, pieces: &[Range]) -> Result<Posted, Errno> {
+        if self.pieces + pieces.len() > self.window {
             return Ok(Posted::Later);
         }
-        let Piece { op, job, peer, local, len, descriptor, remote } = piece;
-        let Some(context) = self.operations.add(Operation::Piece { job, peer }) else {
+        let Post { op, job, peer } = post;
+        let count = pieces.len() as u32;
+        let Some(context) = self.operations.add(Operation::Pieces { job, peer, count }) else {
             return Ok(Posted::Later);
         };
+        let endpoint = open(&self.endpoint);
         // SAFETY: the caller's promise; the context is the provider's until it comes back, and outlives the endpoint.
         let answer = unsafe {
-            match op {
-                Op::Read => open(&self.endpoint).get(local, len, descriptor, remote, context),
-                Op::Write => open(&self.endpoint).put(local, len, descriptor, remote, context),
+            match (op, pieces) {
+                (Op::Read, &[Range { local, len, descriptor, remote }]) => {
+                    endpoint.get(local, len, descriptor, remote, context)
+                }
+                (Op::Write, &[Range { local, len, descriptor, remote }]) => {
+                    endpoint.put(local, len, descriptor, remote, context)
+                }
+                _ => endpoint.transfer(op, pieces.iter().copied(), context),
             }
         };
         match answer {
             Ok(()) => {
-                self.pieces += 1;
+                self.pieces += pieces.len();
                 Ok(Posted::Yes)
             }
             Err(errno) => {
@@ -259,9 +270,9 @@ fn ended(
     pieces: &mut usize,
 ) -> Option<Ended> {
     match (operation, mail) {
-        (Operation::Piece { job, peer }, _) => {
-            *pieces -= 1;
-            Some(Ended::Piece { job, peer, failed })
+        (Operation::Pieces { job, peer, count }, _) => {
+            *pieces -= count as usize;
+            Some(Ended::Pieces { job, peer, count, failed })
         }
         (Operation::Send { buffer, peer }, Some(mail)) => {
             mail.free.push(buffer);

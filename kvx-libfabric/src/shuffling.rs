@@ -12,9 +12,11 @@ use kvx_core::{
     Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
 };
 
+use crate::ffi::Range;
 use crate::memory::{Local, Remote};
-use crate::progress::{Driver, Posting, Way};
-use crate::rail::{Piece, Posted};
+use crate::posting::{Posting, Way};
+use crate::progress::Driver;
+use crate::rail::{Post, Posted};
 use crate::transport::{self, Libfabric};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -23,7 +25,7 @@ const HELD: usize = 256;
 
 struct Shuffling {
     inner: Driver,
-    held: Vec<(usize, Piece)>,
+    held: Vec<(usize, Post, Range)>,
     late: Vec<Happened>,
     seed: u64,
 }
@@ -51,14 +53,14 @@ impl Shuffling {
         let mut held = std::mem::take(&mut self.held);
         self.shuffle(&mut held);
         let count = if held.len() > 8 { held.len() / 3 } else { held.len() };
-        for (rail, piece) in held.split_off(held.len() - count) {
+        for (rail, post, range) in held.split_off(held.len() - count) {
             // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is reported.
-            match unsafe { self.inner.rail(rail).post(piece) } {
+            match unsafe { self.inner.rail(rail).post(post, &[range]) } {
                 Ok(Posted::Yes) => {}
-                Ok(Posted::Later | Posted::Full) => held.push((rail, piece)),
+                Ok(Posted::Later | Posted::Full) => held.push((rail, post, range)),
                 Err(errno) => {
                     let result = Err(crate::error::native("a piece", errno));
-                    self.late.push(Happened::Moved { job: piece.job, pieces: 1, result });
+                    self.late.push(Happened::Moved { job: post.job, pieces: 1, result });
                 }
             }
         }
@@ -102,8 +104,8 @@ unsafe impl Fabric for Shuffling {
             let way = self.inner.way(peer, self.held.len(), ours, theirs, segment.remote_offset)?;
             let Way { rail, descriptor, remote } = way;
             let (local, len) = (job.local_address(&segment) as *mut u8, segment.len as usize);
-            let piece = Piece { op: job.op(), job: job.id(), peer, local, len, descriptor, remote };
-            self.held.push((rail, piece));
+            let post = Post { op: job.op(), job: job.id(), peer };
+            self.held.push((rail, post, Range { local, len, descriptor, remote }));
             job.posted(1);
             bytes += segment.len;
         }

@@ -44,7 +44,7 @@ impl<F: Fabric> Job<'_, F> {
     #[inline]
     pub fn next_piece(&mut self) -> Option<Segment> {
         let running = &mut *self.running;
-        let next = running.put_back.take().or_else(|| {
+        let next = running.put_back.pop().or_else(|| {
             // Of a stripe, those between are other lanes'.
             let skipped = std::mem::replace(&mut running.skip, running.stripe.of - 1);
             running.segments.nth(skipped)
@@ -53,9 +53,10 @@ impl<F: Fabric> Job<'_, F> {
         next
     }
 
-    /// The library had no room for this one: it comes next.
+    /// The library had no room for this one: it comes next, before others that were put back.
     pub fn put_back(&mut self, piece: Segment) {
-        self.running.put_back = Some(piece);
+        self.running.put_back.push(piece);
+        self.running.all_posted = false;
     }
 
     /// A library that posts the plan by its own prepared lists has posted the last piece.
@@ -125,7 +126,7 @@ pub(super) struct Running<F: Fabric> {
     stripe: Stripe,
     /// Segments to be passed over before the next one.
     skip: usize,
-    put_back: Option<Segment>,
+    put_back: Vec<Segment>,
     locals: Vec<Arc<Registered<F::Local>>>,
     addresses: Vec<u64>,
     remotes: Vec<Arc<F::Remote>>,
@@ -168,7 +169,7 @@ impl<F: Fabric> Running<F> {
             skip: stripe.lane,
             left: plan.size().bytes / stripe.of as u64,
             plan,
-            put_back: None,
+            put_back: Vec::new(),
             locals,
             addresses,
             remotes,

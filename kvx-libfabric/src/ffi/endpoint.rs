@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kvx_core::loader;
+use kvx_core::{Op, loader};
 
 use super::bindings_1_17::*;
 use super::domain::{Domain, Registration, close, function};
@@ -20,6 +20,21 @@ const BATCH: usize = 64;
 /// A peer's address, as the table numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Address(fi_addr_t);
+
+/// The most ranges of one operation.
+pub(crate) const MAX_RANGES: usize = 4;
+
+/// A range of our memory, and one of a peer's that is as long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Range {
+    pub(crate) local: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) descriptor: *mut c_void,
+    pub(crate) remote: Remote,
+}
+
+// SAFETY: addresses that are only carried.
+unsafe impl Send for Range {}
 
 /// Memory of a peer.
 #[derive(Clone, Copy, Debug)]
@@ -69,6 +84,8 @@ pub(crate) struct Endpoint {
     queue: NonNull<fid_cq>,
     table: NonNull<fid_av>,
     waits: Waits,
+    /// See [`Info::flags`](super::Info::flags).
+    flags: u64,
     domain: Arc<Domain>,
     /// What the provider is given: freed after the endpoint is closed.
     _given: Arc<dyn Any + Send + Sync>,
@@ -151,7 +168,8 @@ impl Endpoint {
             waits = Waits::Descriptor(descriptor);
         }
         let (raw, queue, table) = (raw.keep(), queue.keep(), table.keep());
-        Ok(Endpoint { raw, queue, table, waits, domain: Arc::clone(domain), _given: given })
+        let flags = domain.info().flags();
+        Ok(Endpoint { raw, queue, table, waits, flags, domain: Arc::clone(domain), _given: given })
     }
 
     /// The domain.
@@ -296,6 +314,48 @@ impl Endpoint {
         // SAFETY: the caller's promise.
         let answer = unsafe {
             function!(raw, rma, write)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
+        };
+        Errno::check_count(answer).map(|_| ())
+    }
+
+    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way, as one operation: at most
+    /// [`MAX_RANGES`] and as many as the provider takes, to one peer.
+    ///
+    /// # Safety
+    /// As [`get`](Endpoint::get) or [`put`](Endpoint::put), for each range.
+    pub(crate) unsafe fn transfer(
+        &self,
+        op: Op,
+        ranges: impl Iterator<Item = Range>,
+        context: *mut c_void,
+    ) -> Result<(), Errno> {
+        let mut ours = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MAX_RANGES];
+        let mut theirs = [fi_rma_iov { addr: 0, len: 0, key: 0 }; MAX_RANGES];
+        let mut descriptors = [ptr::null_mut(); MAX_RANGES];
+        let (mut count, mut peer) = (0, u64::MAX);
+        for (at, Range { local, len, descriptor, remote }) in ranges.take(MAX_RANGES).enumerate() {
+            ours[at] = libc::iovec { iov_base: local.cast(), iov_len: len };
+            theirs[at] = fi_rma_iov { addr: remote.address, len, key: remote.key };
+            descriptors[at] = descriptor;
+            (count, peer) = (at + 1, remote.peer.0);
+        }
+        let message = fi_msg_rma {
+            msg_iov: ours.as_ptr(),
+            desc: descriptors.as_mut_ptr(),
+            iov_count: count,
+            addr: peer,
+            rma_iov: theirs.as_ptr(),
+            rma_iov_count: count,
+            context,
+            data: 0,
+        };
+        let raw = self.raw.as_ptr();
+        // SAFETY: the caller's promise; what describes the ranges is copied.
+        let answer = unsafe {
+            match op {
+                Op::Read => function!(raw, rma, readmsg)(raw, &message, self.flags),
+                Op::Write => function!(raw, rma, writemsg)(raw, &message, self.flags),
+            }
         };
         Errno::check_count(answer).map(|_| ())
     }

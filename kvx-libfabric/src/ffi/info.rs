@@ -211,6 +211,16 @@ impl Info {
         self.transmits().size
     }
 
+    /// How many ranges an operation on remote memory may have, on both sides.
+    pub(crate) fn ranges(&self) -> usize {
+        self.transmits().iov_limit.min(self.transmits().rma_iov_limit).max(1)
+    }
+
+    /// What operations are posted with that take their flags with them.
+    pub(crate) fn flags(&self) -> u64 {
+        self.transmits().op_flags
+    }
+
     /// The longest message or piece.
     pub(crate) fn longest(&self) -> u64 {
         self.endpoint().max_msg_size as u64

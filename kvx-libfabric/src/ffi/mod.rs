@@ -18,7 +18,7 @@ mod library;
 mod tests;
 
 pub(crate) use domain::{Described, Domain, Registration};
-pub(crate) use endpoint::{Address, Completion, Endpoint, Failed, Read, Remote, Waits};
+pub(crate) use endpoint::{Address, Completion, Endpoint, Failed, MAX_RANGES, Range, Read, Remote, Waits};
 pub(crate) use errno::Errno;
 pub(crate) use info::{Asked, Info, Infos, PciAddress};
 pub(crate) use library::{Library, Version};

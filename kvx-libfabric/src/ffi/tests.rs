@@ -4,6 +4,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::Op;
+
 use super::bindings_1_17::{FI_ENOKEY, FI_MR_VIRT_ADDR};
 use super::*;
 
@@ -98,6 +100,44 @@ fn bytes_go_both_ways_over_sockets() {
 #[test]
 fn bytes_go_both_ways_over_shared_memory() {
     bytes_go_both_ways("shm", "bytes_go_both_ways_over_shared_memory");
+}
+
+#[test]
+fn ranges_go_together_over_sockets() {
+    let end = || endpoint("tcp;ofi_rxm", "ranges_go_together_over_sockets");
+    let (Some(near), Some(far)) = (end(), end()) else { return };
+    assert!(near.domain().info().ranges() >= MAX_RANGES);
+    let (mut ours, mut theirs) = (vec![1_u8; 800], vec![2_u8; 800]);
+    theirs[300..400].fill(3);
+    let mut context = [0_u64; 8];
+    let context = context.as_mut_ptr().cast();
+    // SAFETY: as above.
+    unsafe {
+        let local = near.domain().register(described(&ours), 7).unwrap();
+        let lent = far.domain().register(described(&theirs), 9).unwrap();
+        let peer = near.insert(&far.address().unwrap()).unwrap();
+        let at = ours.as_mut_ptr();
+        let range = |(here, there): (usize, u64)| Range {
+            local: at.add(here),
+            len: 100,
+            descriptor: local.descriptor(),
+            remote: remote(peer, &theirs, &lent, &far, there),
+        };
+        let go = |op, ranges: &[(usize, u64)]| {
+            post([&near, &far], || near.transfer(op, ranges.iter().copied().map(range), context));
+            assert_eq!(wait([&near, &far]).unwrap(), context);
+        };
+        go(Op::Read, &[(0, 300), (200, 0), (600, 700), (400, 300)]);
+        go(Op::Write, &[(0, 500), (700, 0)]);
+    }
+    let first = |memory: &[u8]| {
+        [0, 1, 2, 3, 4, 5, 6, 7].map(|at| {
+            // SAFETY: the memory is there, and nothing is in flight on it any more.
+            unsafe { memory.as_ptr().add(at * 100).read_volatile() }
+        })
+    };
+    assert_eq!(first(&ours), [3, 1, 2, 1, 3, 1, 2, 1]);
+    assert_eq!(first(&theirs), [1, 2, 2, 3, 2, 3, 2, 2]);
 }
 
 #[test]

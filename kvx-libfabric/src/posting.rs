@@ -1,0 +1,142 @@
+//! How pieces of a transfer are posted: which way, how many together, and what becomes of those that find no room.
+
+use std::ffi::c_void;
+
+use kvx_core::fabric::Job;
+use kvx_core::{Result, Segment};
+
+use crate::error;
+use crate::ffi::{self, Range};
+use crate::host;
+use crate::memory::{Local, Remote};
+use crate::progress::Driver;
+use crate::rail::{Post, Posted};
+
+/// How a piece goes: over which of our rails, with what, to where.
+pub(crate) struct Way {
+    pub(crate) rail: usize,
+    pub(crate) descriptor: *mut c_void,
+    pub(crate) remote: ffi::Remote,
+}
+
+/// What is kept for a job: how often something of it was posted, which says over which rail the next pieces go.
+#[derive(Default)]
+pub(crate) struct Posting(usize);
+
+/// Pieces that are posted together, over one rail to one of the peer's.
+#[derive(Default)]
+pub(crate) struct Bundle {
+    rail: usize,
+    segments: Vec<Segment>,
+    ranges: Vec<Range>,
+    bytes: u64,
+}
+
+/// What became of pieces.
+pub(crate) enum Gone {
+    /// Their end will be reported.
+    Posted,
+    /// They have ended.
+    Copied,
+    /// There was no room.
+    Not,
+}
+
+impl Driver {
+    /// How the `turn`th piece of a transfer to a peer goes. Errors: libfabric's.
+    #[inline]
+    pub(crate) fn way(
+        &mut self,
+        peer: usize,
+        turn: usize,
+        local: &Local,
+        remote: &Remote,
+        offset: u64,
+    ) -> Result<Way> {
+        let (rail, descriptor) = local.rail(turn);
+        let key = remote.key(turn);
+        let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
+        let remote = ffi::Remote { peer, address: key.base + offset, key: key.key };
+        Ok(Way { rail, descriptor, remote })
+    }
+
+    /// Takes the next pieces of a job that go the same way.
+    fn gather(&mut self, at: usize, job: &mut Job<'_, Driver>, most: u64) -> Result<Bundle> {
+        let mut bundle = Bundle { bytes: 0, ..std::mem::take(&mut self.bundle) };
+        bundle.segments.clear();
+        bundle.ranges.clear();
+        // Jobs begin at different rails.
+        let turn = job.id().number().wrapping_add(job.state().0);
+        while bundle.ranges.len() < self.together
+            && bundle.bytes < most
+            && let Some(piece) = job.next_piece()
+        {
+            let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
+            let Way { rail, descriptor, remote } = self.way(at, turn, ours, theirs, piece.remote_offset)?;
+            if bundle
+                .ranges
+                .first()
+                .is_some_and(|first| (bundle.rail, first.remote.peer) != (rail, remote.peer))
+            {
+                job.put_back(piece);
+                break;
+            }
+            let (local, len) = (job.local_address(&piece) as *mut u8, piece.len as usize);
+            bundle.rail = rail;
+            bundle.bytes += piece.len;
+            bundle.segments.push(piece);
+            bundle.ranges.push(Range { local, len, descriptor, remote });
+        }
+        Ok(bundle)
+    }
+
+    /// Posts the next pieces of a job, `most` bytes of them or a little more. Says what became of them, how many they were, and
+    /// their bytes; `None`: there is none.
+    pub(crate) fn post_some(
+        &mut self,
+        at: usize,
+        job: &mut Job<'_, Driver>,
+        most: u64,
+    ) -> Result<Option<(Gone, u32, u64)>> {
+        let bundle = self.gather(at, job, most)?;
+        let (count, bytes) = (bundle.ranges.len() as u32, bundle.bytes);
+        let post = Post { op: job.op(), job: job.id(), peer: at };
+        let gone = match count {
+            0 => Ok(Gone::Not),
+            // SAFETY: core checked that each piece lies within its region, which the job keeps until it is reported.
+            _ => unsafe { self.post(post, bundle.rail, &bundle.ranges) },
+        };
+        match gone {
+            Ok(Gone::Not) => bundle.segments.iter().rev().for_each(|piece| job.put_back(*piece)),
+            _ => job.state().0 += 1,
+        }
+        self.bundle = bundle;
+        gone.map(|gone| (count > 0).then_some((gone, count, bytes)))
+    }
+
+    /// Posts pieces. Over shared memory a post copies before it returns and leaves a note in the peer's queue; a queue that is
+    /// full, since the peer is stopped or busy, keeps no bytes from moving: they are copied without a note, which nobody needs.
+    ///
+    /// # Safety
+    /// As [`Rail::post`].
+    #[inline]
+    unsafe fn post(&mut self, post: Post, rail: usize, pieces: &[Range]) -> Result<Gone> {
+        // SAFETY: the caller's promise.
+        match unsafe { self.rails[rail].post(post, pieces) } {
+            Ok(Posted::Yes) => return Ok(Gone::Posted),
+            Ok(Posted::Full) if self.copies => {}
+            Ok(Posted::Later | Posted::Full) => return Ok(Gone::Not),
+            Err(errno) => {
+                return Err(error::native("libfabric could not post a piece of the transfer", errno));
+            }
+        }
+        let Some(host) = self.peers.peer(post.peer).and_then(|peer| peer.address.host.as_ref()) else {
+            return Ok(Gone::Not);
+        };
+        for Range { local, len, remote, .. } in pieces {
+            // SAFETY: the caller's promise; it was not posted.
+            unsafe { host::copy(host.process, post.op, *local, remote.address, *len) }?;
+        }
+        Ok(Gone::Copied)
+    }
+}

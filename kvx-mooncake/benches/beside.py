@@ -3,7 +3,7 @@
     kvx bench --backend MOONCAKE --beside "target/peers/mooncake/venv/bin/python kvx-mooncake/benches/beside.py"
 
 The engine fails batches above the length of its queue. What it cannot move as one batch is a `skip` with that reason;
-with MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=131072 in its environment it can."""
+with MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=32768 in its environment it can. (At 131072 the engine keeps its default.)"""
 import ctypes
 import mmap
 import multiprocessing

@@ -1,18 +1,16 @@
-//! Engines that find each other by a metadata server instead of asking each other.
+//! Engines that find each other by a metadata server of the web instead of asking each other.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod adapter;
+mod exchange;
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Memory, Options, Plan};
-
-const CUT_OFF: Duration = Duration::from_secs(10);
+use exchange::CUT_OFF;
 
 type Entries = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
@@ -72,30 +70,7 @@ fn agents_find_each_other_by_a_metadata_server() {
             serve(stream.unwrap(), &served).ok();
         }
     });
-    let agent = |name: &str| {
-        let mut options = Options::new();
-        options.set("mooncake", "metadata", url.clone()).set("mooncake", "mooncake_protocol", "tcp");
-        let builder = Agent::builder(format!("{name}-{}", std::process::id())).backends(["MOONCAKE"]);
-        builder.options(options).build(&adapter::registry("")).unwrap()
-    };
-    let (decode, prefill) = (agent("decode"), agent("prefill"));
-    assert!(!entries.lock().unwrap().is_empty(), "the engines have told the server of themselves");
-    let grid = Grid::packed(4096, 16);
-    let theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 65536]))).unwrap();
-    let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 65536]))).unwrap();
-    let peer = decode.connect(&prefill.metadata().unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
-    let remote = peer.region("kv").unwrap().grid(grid).unwrap();
-    let plan = Plan::read(ours.grid(grid).unwrap().blocks([3, 1]), remote.blocks([2, 9])).unwrap();
-    let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(*b"read").post().unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap().bytes, 8192);
-    assert_eq!(&*prefill.notification(CUT_OFF).wait().unwrap().bytes, b"read");
-    let mut bytes = vec![0; 65536];
-    ours.copy_out(0, &mut bytes).unwrap();
-    assert!(
-        bytes.iter().enumerate().all(|(at, byte)| *byte == if matches!(at / 4096, 1 | 3) { 7 } else { 0 })
-    );
-    drop(theirs);
-    decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    prefill.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    exchange::by_way_of(&url, || {
+        assert!(!entries.lock().unwrap().is_empty(), "the engines have told the server of themselves");
+    });
 }

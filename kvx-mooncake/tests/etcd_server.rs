@@ -1,0 +1,103 @@
+//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a program of
+//! its own.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+mod exchange;
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use exchange::CUT_OFF;
+
+const TEST: &str = "agents_find_each_other_by_etcd";
+
+/// A server with nothing in it. Killed when dropped.
+struct Etcd {
+    process: Child,
+    folder: PathBuf,
+    address: String,
+}
+
+impl Etcd {
+    /// `None` where it is not installed.
+    fn start() -> Option<Etcd> {
+        let folder = std::env::temp_dir().join(format!("kvx-etcd-{}", std::process::id()));
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = free.local_addr().unwrap().to_string();
+        drop(free);
+        let url = format!("http://{address}");
+        let process = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(&folder)
+            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url])
+            .args(["--listen-peer-urls", "http://127.0.0.1:0"])
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let process = match process {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
+            process => process.unwrap(),
+        };
+        let etcd = Etcd { process, folder, address };
+        let until = Instant::now() + CUT_OFF / 2;
+        while !etcd.is_healthy().unwrap_or(false) {
+            assert!(Instant::now() < until, "etcd does not answer");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Some(etcd)
+    }
+
+    fn ask(&self, request: &str) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(&self.address)?;
+        stream.set_read_timeout(Some(CUT_OFF))?;
+        stream.write_all(request.as_bytes())?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+
+    fn is_healthy(&self) -> std::io::Result<bool> {
+        let answer = self.ask("GET /health HTTP/1.0\r\n\r\n")?;
+        Ok(answer.contains("\"health\":\"true\""))
+    }
+
+    /// How many keys it has.
+    fn keys(&self) -> String {
+        // All keys from the first: a NUL, in base64, for both ends.
+        let body = r#"{"key":"AA==","range_end":"AA==","count_only":true}"#;
+        let len = body.len();
+        self.ask(&format!("POST /v3/kv/range HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}")).unwrap()
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        self.process.kill().ok();
+        self.process.wait().ok();
+        std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+#[test]
+fn agents_find_each_other_by_etcd() {
+    if adapter::adapter().is_none() {
+        let why = "Mooncake's wheel and the adapter are not there";
+        return kvx_testkit::skip(TEST, why, "cargo xtask peers mooncake");
+    }
+    let Some(etcd) = Etcd::start() else {
+        return kvx_testkit::skip(TEST, "etcd is not installed", "apt install etcd-server");
+    };
+    assert!(!etcd.keys().contains("\"count\""), "nobody has told it anything: {}", etcd.keys());
+    exchange::by_way_of(&format!("etcd://{}", etcd.address), || {
+        assert!(
+            etcd.keys().contains("\"count\":\""),
+            "the engines have told it of themselves: {}",
+            etcd.keys()
+        );
+    });
+}

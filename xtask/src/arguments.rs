@@ -1,5 +1,7 @@
 //! The command line: which commands exist and what they take.
 
+use std::path::PathBuf;
+
 use crate::{peers, steps};
 
 /// What the developer asked for.
@@ -25,6 +27,26 @@ pub(crate) enum Request {
     Peers(Vec<String>),
     /// `cargo xtask limits`
     Limits(LimitsOptions),
+    /// `cargo xtask gpu`
+    Gpu(GpuOptions),
+}
+
+/// The options of `cargo xtask gpu`: what it does.
+#[derive(Debug, PartialEq)]
+pub(crate) enum GpuOptions {
+    /// Shows this machine's GPU.
+    Run {
+        /// A folder with a kit; none: what cargo builds.
+        from: Option<PathBuf>,
+        /// A bench of a few bytes.
+        quick: bool,
+        /// Only tests and runs whose names contain one of these; empty means all.
+        only: Vec<String>,
+    },
+    /// Makes the archive with a kit.
+    Pack,
+    /// Makes it of what the tests have built, and runs it elsewhere over the stand-in.
+    Rehearse,
 }
 
 /// The options of `cargo xtask limits`.
@@ -69,6 +91,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
         Some("kernels") => parse_check("kernels", arguments, |check| Request::Kernels { check }),
         Some("peers") => parse_peers(arguments),
         Some("limits") => parse_limits(arguments),
+        Some("gpu") => parse_gpu(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
     }
 }
@@ -143,6 +166,27 @@ fn parse_limits(mut arguments: impl Iterator<Item = String>) -> Result<Request, 
     Ok(Request::Limits(options))
 }
 
+fn parse_gpu(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let (mut from, mut quick, mut only) = (None, false, Vec::new());
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--pack" | "--rehearse" => {
+                if let Some(other) = arguments.next() {
+                    return Err(format!("`{argument}` of `gpu` stands alone, but got `{other}`"));
+                }
+                let pack = argument == "--pack";
+                return Ok(Request::Gpu(if pack { GpuOptions::Pack } else { GpuOptions::Rehearse }));
+            }
+            "--from" => from = Some(arguments.next().ok_or("`--from` takes a folder")?.into()),
+            "--quick" => quick = true,
+            "--only" => only.push(arguments.next().ok_or("`--only` takes a part of a name")?),
+            other => return Err(format!("unknown argument `{other}` of `gpu`")),
+        }
+    }
+    Ok(Request::Gpu(GpuOptions::Run { from, quick, only }))
+}
+
 /// The usage text: every command that exists, and no other.
 pub(crate) fn usage() -> String {
     let steps: Vec<_> = steps::names().collect();
@@ -170,7 +214,14 @@ commands:
       measure whether kvx is as near to what this host can do as it shall be, and print a table; about a quarter
       of an hour, 5 GiB of memory, on a machine that is quiet meanwhile
         --times N      how often everything runs, instead of 5 times
-        --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated",
+        --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated
+  gpu [--pack | --rehearse | [--from FOLDER] [--quick] [--only PART]...]
+      test and measure on this machine's NVIDIA GPU; docs/gpu.md says more
+        --pack         instead make an archive with all that a machine needs for it, which has neither cargo nor network
+        --rehearse     instead pack what the tests have built, and run that elsewhere over a GPU made of host memory
+        --from FOLDER  run what was unpacked there
+        --quick        a bench of a few bytes, whose bars are not judged
+        --only PART    only tests and runs with this in their names (`contract`, `IPC 64K`), may be repeated",
         steps.join(", "),
         peers::names().collect::<Vec<_>>().join(", ")
     )
@@ -205,6 +256,13 @@ mod tests {
             Ok(Request::Limits(LimitsOptions { times: 1, only }))
         );
         assert_eq!(words("limits"), Ok(Request::Limits(LimitsOptions::default())));
+        assert_eq!(words("gpu --pack"), Ok(Request::Gpu(GpuOptions::Pack)));
+        assert_eq!(words("gpu --rehearse"), Ok(Request::Gpu(GpuOptions::Rehearse)));
+        let (from, only) = (Some(PathBuf::from("x")), vec!["IPC".to_owned()]);
+        assert_eq!(
+            words("gpu --from x --only IPC --quick"),
+            Ok(Request::Gpu(GpuOptions::Run { from, quick: true, only }))
+        );
     }
 
     #[test]
@@ -223,6 +281,9 @@ mod tests {
             ("kernels now", "now"),
             ("limits --times 0", "--times"),
             ("limits fast", "fast"),
+            ("gpu --from", "--from"),
+            ("gpu --pack now", "now"),
+            ("gpu fast", "fast"),
         ] {
             let complaint = words(line).expect_err(line);
             assert!(complaint.contains(name), "{line}: {complaint}");
@@ -232,9 +293,10 @@ mod tests {
     #[test]
     fn usage_names_the_commands_and_the_steps() {
         let usage = usage();
-        for name in ["\n  test ", "\n  features\n", "\n  bindings ", "\n  kernels ", "\n  limits "]
-            .into_iter()
-            .chain(steps::names())
+        for name in
+            ["\n  test ", "\n  features\n", "\n  bindings ", "\n  kernels ", "\n  limits ", "\n  gpu "]
+                .into_iter()
+                .chain(steps::names())
         {
             assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
         }

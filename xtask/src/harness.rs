@@ -21,6 +21,12 @@ struct Counts {
     ignored: usize,
 }
 
+/// How many tests passed and were skipped in the `output` of one test program, or of several in a row.
+pub(crate) fn ran(output: &str) -> (usize, usize) {
+    let passed = output.lines().filter_map(|line| counts(&plain(line))).map(|counts| counts.passed).sum();
+    (passed, output.lines().filter(|line| line.starts_with("SKIP ")).count())
+}
+
 /// One test program, between cargo's `Running` or `Doc-tests` and the next.
 #[derive(Default)]
 struct Program {
@@ -229,6 +235,12 @@ Caused by:
                 "ended without a result (cargo test -p kvx-native --test shm)",
             ]
         );
+    }
+
+    #[test]
+    fn what_ran_is_known_without_cargo() {
+        assert_eq!(ran(GREEN), (7, 0));
+        assert_eq!(ran("SKIP a: b; cure: c\nall is well\n"), (0, 1));
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl Programs {
 }
 
 /// A line with the name of its run, without spaces.
-fn named(mut line: Value, run: &str) -> Value {
+pub(crate) fn named(mut line: Value, run: &str) -> Value {
     line["run"] = run.replace(' ', ".").into();
     line
 }
@@ -121,7 +121,7 @@ fn needs(bar: &Bar) -> Vec<String> {
 }
 
 /// A bar's figure in the lines of one time.
-fn figure(bar: &Bar, lines: &[Value]) -> Option<f64> {
+pub(crate) fn figure(bar: &Bar, lines: &[Value]) -> Option<f64> {
     let number = |at: &str, field: &str| {
         let path = field.split('.').collect::<Vec<_>>();
         let line = only_line(at, bar.run, lines)?;
@@ -164,7 +164,7 @@ fn only_line<'a>(at: &str, run: &str, lines: &'a [Value]) -> Option<&'a Value> {
 }
 
 /// A line of the table, and whether the bar holds.
-fn row(bar: &Bar, mut figures: Vec<f64>) -> (String, bool) {
+pub(crate) fn row(bar: &Bar, mut figures: Vec<f64>) -> (String, bool) {
     figures.sort_unstable_by(f64::total_cmp);
     let (median, last) = (figures[figures.len() / 2], figures[figures.len() - 1]);
     let (asked, held) = match bar.asked {
@@ -182,7 +182,7 @@ fn row(bar: &Bar, mut figures: Vec<f64>) -> (String, bool) {
 }
 
 /// Three digits or more, and no more than are worth reading.
-fn show(value: f64) -> String {
+pub(crate) fn show(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 || value.fract() == 0.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),

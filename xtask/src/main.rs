@@ -6,6 +6,7 @@ mod arguments;
 mod bars;
 mod bindings;
 mod features;
+mod gpu;
 mod harness;
 mod install;
 mod kernels;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         Request::Bindings { check } => bindings::run(check),
         Request::Kernels { check } => kernels::run(check),
         Request::Peers(names) => peers::command(&names),
+        Request::Gpu(options) => gpu::run(&options),
         Request::Limits(options) => limits::run(&options),
     };
     match held {

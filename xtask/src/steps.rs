@@ -90,6 +90,12 @@ pub(crate) const STEPS: &[Step] = &[
         action: Action::Cargo(&CargoCall { line: "run --release -- demo", environment: &[] }),
         limit: LIMIT,
     },
+    // What is carried to a machine with a GPU works there, as far as the stand-in can tell.
+    Step {
+        name: "gpu",
+        action: Action::Cargo(&CargoCall { line: "xtask gpu --rehearse", environment: &[] }),
+        limit: LIMIT,
+    },
     Step { name: "features", action: Action::Features, limit: LIMIT },
 ];
 

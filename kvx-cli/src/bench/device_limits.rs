@@ -38,10 +38,9 @@ impl DeviceLimit {
         }
         let device = devices::first()?;
         if (from, to) == (Pool::Device, Pool::Device) && point.backend != "TCP" {
-            return Ok(vec![
-                (DeviceLimit::within(&device, point.shape)?, true),
-                (DeviceLimit::one_by_one(&device, point.shape)?, false),
-            ]);
+            let copy = DeviceLimit::within(&device, point.shape)?;
+            let one_by_one = copy.one_by_one(&device, point.shape)?;
+            return Ok(vec![(copy, true), (one_by_one, false)]);
         }
         let mut limits = Vec::new();
         for (way, of) in [(Way::ToHost, from), (Way::ToDevice, to)] {
@@ -57,15 +56,18 @@ impl DeviceLimit {
         DeviceLimit::new(device, Way::Within, shape)
     }
 
-    /// The same list as the point's by a copy for each block, which is what a program without kernels does.
-    fn one_by_one(device: &Arc<Device>, shape: Shape) -> Result<Self> {
-        let limit = DeviceLimit::new(device, Way::Within, shape)?;
+    /// The same list as the point's by a copy for each block, which is what a program without kernels does. In the same
+    /// memory: they take turns.
+    fn one_by_one(&self, device: &Arc<Device>, shape: Shape) -> Result<Self> {
         Ok(DeviceLimit {
             name: "a call a block",
-            block_by_block: true,
+            driver: driver(device)?,
+            way: self.way,
+            from: Arc::clone(&self.from),
+            to: Arc::clone(&self.to),
             shape,
             blocks: Blocks::of(shape),
-            ..limit
+            block_by_block: true,
         })
     }
 
@@ -78,10 +80,7 @@ impl DeviceLimit {
             Way::ToHost => ("copy to host", on_device()?, on_host()?),
             Way::ToDevice => ("copy to device", on_host()?, on_device()?),
         };
-        let driver = match device.kind() {
-            MemoryKind::Rocm => Driver::hip()?,
-            _ => Driver::cuda()?,
-        };
+        let driver = driver(device)?;
         // One copy moves a transfer's blocks as they lie.
         let shape = Shape { pattern: Pattern::Adjacent, ..shape };
         let (from, to) = (Arc::new(from), Arc::new(to));
@@ -121,4 +120,12 @@ impl DeviceLimit {
         content::check(&self.to, self.shape, lists as u32)?;
         Ok(round.pace())
     }
+}
+
+/// The driver of a device.
+fn driver(device: &Arc<Device>) -> Result<Driver> {
+    Ok(match device.kind() {
+        MemoryKind::Rocm => Driver::hip()?,
+        _ => Driver::cuda()?,
+    })
 }

@@ -179,11 +179,8 @@ fn points(
     let memory = match (most(Sizes::on_host), most(Sizes::on_device)) {
         (host, 0) => format!("{} of memory a side", bytes::show(host)),
         (host, device) => {
-            let device = bytes::show(device);
-            format!(
-                "{} of memory and {device} of the GPU's a side, and twice as much beside",
-                bytes::show(host)
-            )
+            let host = if host > 0 { format!("{} of memory and ", bytes::show(host)) } else { String::new() };
+            format!("{host}{} of the GPU's a side, and twice as much beside", bytes::show(device))
         }
     };
     eprintln!("{count} points, {memory}, about {about_s} s");

@@ -4,11 +4,12 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
 use crate::check::Failure;
+use crate::setup::CUT_OFF;
 
 /// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.
 pub struct Child {
@@ -82,18 +83,29 @@ impl Child {
             .map_err(|error| Failure::new(format!("no signal sent: {error}")))
     }
 
-    /// Stops it (SIGSTOP) and waits until it has stopped.
+    /// Stops it (SIGSTOP) and waits until each of its threads has stopped.
     pub fn stop(&self) -> Result<(), Failure> {
         self.signal(Signal::STOP)?;
-        let stat = format!("/proc/{}/stat", self.process.id());
-        for _ in 0..10_000 {
-            let text = std::fs::read_to_string(&stat)?;
-            if text.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
-                return Ok(());
+        let end = Instant::now() + CUT_OFF;
+        while !self.has_stopped()? {
+            if Instant::now() >= end {
+                return Err(Failure::new("the other process did not stop"));
             }
             std::thread::yield_now();
         }
-        Err(Failure::new("the other process did not stop"))
+        Ok(())
+    }
+
+    /// Whether no thread of it runs: its first one may have stopped while another is still within a system call.
+    fn has_stopped(&self) -> Result<bool, Failure> {
+        for thread in std::fs::read_dir(format!("/proc/{}/task", self.process.id()))? {
+            // One that has ended meanwhile has no state any more.
+            let Ok(stat) = std::fs::read_to_string(thread?.path().join("stat")) else { continue };
+            if !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Lets it go on (SIGCONT).

@@ -17,7 +17,7 @@ const BEAT: Duration = Duration::from_millis(1);
 const USUAL: Duration = Duration::from_millis(1);
 
 /// What a sleep of `wanted` that took `slept` shows the machine to have stalled.
-pub(crate) fn stall(slept: Duration, wanted: Duration) -> Duration {
+fn stall(slept: Duration, wanted: Duration) -> Duration {
     let late = slept.saturating_sub(wanted);
     if late > USUAL { late } else { Duration::ZERO }
 }

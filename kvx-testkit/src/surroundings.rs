@@ -16,17 +16,28 @@ pub struct Surroundings {
 impl Surroundings {
     /// Those of this process.
     pub fn of_this_process() -> Self {
+        Self::of_this_process_beside(&[])
+    }
+
+    /// The same without the threads that somebody else started.
+    pub(crate) fn of_this_process_beside(others: &[Tid]) -> Self {
         use std::os::unix::ffi::OsStringExt as _;
-        // The C library takes a signal for itself when a process starts its first thread: that is not kvx's doing.
-        std::thread::spawn(|| ()).join().ok();
+        // The C library takes a signal for itself when a process starts its first thread: that is not kvx's doing. Nor
+        // is that thread, which may be in the list for a moment after its end.
+        let first = std::thread::spawn(|| rustix::thread::gettid().as_raw_nonzero().to_string()).join().ok();
         let variables = std::env::vars_os().map(|(name, value)| (name.into_vec(), value.into_vec()));
-        Surroundings {
-            signals: (1..=64).map(disposition).collect(),
-            variables: variables.collect(),
-            threads: threads(),
-        }
+        let mut threads: Vec<_> = threads()
+            .into_iter()
+            .filter(|(tid, _)| !others.contains(tid) && first.as_ref() != Some(tid))
+            .map(|(_, name)| name)
+            .collect();
+        threads.sort();
+        Surroundings { signals: (1..=64).map(disposition).collect(), variables: variables.collect(), threads }
     }
 }
+
+/// A thread's number, as the kernel writes it. Names do not tell threads apart: a thread gets its own once it runs.
+pub(crate) type Tid = String;
 
 /// A signal's disposition by the system call itself: the C library hides the signals that it uses.
 fn disposition(signal: i32) -> Vec<u64> {
@@ -40,13 +51,17 @@ fn disposition(signal: i32) -> Vec<u64> {
     action.to_vec()
 }
 
-fn threads() -> Vec<String> {
+/// The threads of this process beside the main one, with their names.
+pub(crate) fn threads() -> Vec<(Tid, String)> {
     let main = std::process::id().to_string();
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
-    let others = tasks.flatten().filter(|task| task.file_name().to_str() != Some(&*main));
+    let others = tasks.flatten().filter_map(|task| Some((task.file_name().into_string().ok()?, task.path())));
+    let others = others.filter(|(tid, _)| *tid != main);
     // A thread that ends meanwhile has no name any more.
-    let names = others.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-    let mut names: Vec<_> = names.map(|name| name.trim_end().to_owned()).collect();
-    names.sort();
-    names
+    others
+        .filter_map(|(tid, path)| {
+            let name = std::fs::read_to_string(path.join("comm")).ok()?;
+            Some((tid, name.trim_end().to_owned()))
+        })
+        .collect()
 }

@@ -198,7 +198,7 @@ impl LocalRegion for ChaosRegion {
     fn revoke(&self, done: Ticket) {
         match self.fault {
             Some(Fault::IgnoreRevoke) => return done.settle(Ok(())),
-            Some(Fault::BlockInRevoke) => std::thread::sleep(Duration::from_millis(500)),
+            Some(Fault::BlockInRevoke) => std::thread::sleep(Duration::from_secs(2)),
             _ => {}
         }
         let gate = self.gate.clone();

@@ -422,9 +422,14 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         )??;
     }
     far.take(CUT_OFF)??;
-    let threads = compare(&mut far, "with an agent")?;
-    let foreign: Vec<_> = threads.iter().filter(|name| !name.starts_with("kvx")).collect();
-    ensure!(foreign.is_empty(), "threads whose names do not begin with kvx: {foreign:?}");
+    // A thread has its name once it has run.
+    let mut foreign = Vec::new();
+    let named = until("the names of its threads begin with kvx", GRACE, || {
+        foreign = compare(&mut far, "with an agent")?;
+        foreign.retain(|name| !name.starts_with("kvx"));
+        Ok(foreign.is_empty())
+    });
+    named.map_err(|why| Failure::new(format!("{why}: others are {foreign:?}")))?;
     far.shutdown(0, CUT_OFF)??;
     until("all threads end with the agent", GRACE, || Ok(compare(&mut far, "after an agent")?.is_empty()))
 }

@@ -13,7 +13,7 @@ use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
 use crate::pattern::{bytes, checksum, fill};
 use crate::setup::{CUT_OFF, Pair};
-use crate::stopwatch::stall;
+use crate::stopwatch::Stopwatch;
 
 /// Both operations.
 pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
@@ -175,13 +175,11 @@ pub(crate) fn until(
     patience: Duration,
     mut condition: impl FnMut() -> Result<bool, Failure>,
 ) -> Check {
-    const STEP: Duration = Duration::from_millis(2);
-    let mut end = Instant::now() + patience;
+    let watch = Stopwatch::start()?;
     while !condition()? {
-        ensure!(Instant::now() < end, "{what}: not so within {patience:?}");
-        let asleep = Instant::now();
-        std::thread::sleep(STEP);
-        end += stall(asleep.elapsed(), STEP);
+        let took = watch.read();
+        ensure!(took.within(patience), "{what}: not so within {patience:?}, after {took}");
+        std::thread::sleep(Duration::from_millis(2));
     }
     Ok(())
 }

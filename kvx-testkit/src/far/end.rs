@@ -13,14 +13,14 @@ use super::words::{Command, Reply};
 use crate::device::Device;
 use crate::pattern;
 use crate::setup::Backing;
-use crate::surroundings::Surroundings;
+use crate::surroundings::{self, Surroundings, Tid};
 
 /// The agents, regions and peers of a far end, by number.
 pub(super) struct End {
     registry: Registry,
     device: Option<Arc<dyn Device>>,
     /// Threads that the device had when it was opened: no agent of kvx started them.
-    threads: Vec<String>,
+    threads: Vec<Tid>,
     agents: Vec<Agent>,
     regions: Vec<Option<Region>>,
     peers: Vec<Peer>,
@@ -28,7 +28,7 @@ pub(super) struct End {
 
 impl End {
     pub(super) fn new(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
-        let threads = device.as_ref().map_or_else(Vec::new, |_| Surroundings::of_this_process().threads);
+        let threads = device.iter().flat_map(|_| surroundings::threads()).map(|(tid, _)| tid).collect();
         End { registry, device, threads, agents: Vec::new(), regions: Vec::new(), peers: Vec::new() }
     }
 
@@ -159,15 +159,7 @@ impl End {
                     met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
                 )
             }
-            Command::Surroundings => {
-                let mut surroundings = Surroundings::of_this_process();
-                for known in &self.threads {
-                    if let Some(at) = surroundings.threads.iter().position(|thread| thread == known) {
-                        surroundings.threads.remove(at);
-                    }
-                }
-                Reply::Surroundings(surroundings)
-            }
+            Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process_beside(&self.threads)),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
             Command::Shutdown { agent, within } => {

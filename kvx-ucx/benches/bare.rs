@@ -8,13 +8,11 @@
 //! peer are not asked for: the fastest that UCX is. It uses nothing of kvx but the bindings.
 
 use kvx_ucx::raw::*;
-use std::cell::Cell;
 use std::ffi::{CStr, CString, c_void};
 use std::io::{Read, Write};
-use std::mem::zeroed;
 use std::os::{fd::AsRawFd, unix::net::UnixStream};
 use std::ptr::{NonNull, null, null_mut};
-use std::time::Instant;
+use std::{cell::Cell, mem::zeroed, time::Instant};
 
 /// A context with its one worker, and what its callbacks count.
 struct Ucp {
@@ -152,6 +150,8 @@ fn serve(stream: &UnixStream) {
 }
 
 type Shape = (bool, usize, usize);
+/// The number of a block where it comes from, and where it goes to.
+type Move = (usize, usize);
 
 /// The first process, with memory of one length in both.
 struct Pair {
@@ -195,8 +195,8 @@ impl Pair {
         (self.remote, self.memory) = (remote, Some(Memory::new(self.ucp, length)));
     }
 
-    /// Reads or writes all blocks, each by its number here and there, so many at a time; waits for the last.
-    fn transfer(&self, (read, block, window): Shape, moves: impl Iterator<Item = (usize, usize)>) {
+    /// Reads or writes all blocks, neighbours on both sides as one, so many at a time; waits for the last.
+    fn transfer(&self, (read, block, window): Shape, moves: &[Move]) {
         let (ucp, memory) = (self.ucp, self.memory.as_ref().expect("there is memory"));
         let mut param = ucp_request_param_t {
             op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -207,14 +207,15 @@ impl Pair {
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FLAG_MULTI_SEND;
         param.cb.send = Some(ended);
         let Functions { ucp_get_nbx: get, ucp_put_nbx: put, ucp_ep_flush_nbx, .. } = ucp.functions;
-        for (here, there) in moves {
+        for run in moves.chunk_by(|a, b| (a.0 + 1, a.1 + 1) == *b) {
+            let (here, there) = if read { (run[0].1, run[0].0) } else { run[0] };
             let local = memory.2.wrapping_add(here * block).cast();
-            let remote = (self.remote + there * block) as u64;
+            let (remote, length) = ((self.remote + there * block) as u64, run.len() * block);
             // SAFETY: both memories have room for every block of the point, and live until the next point.
             #[rustfmt::skip]
             let posted = unsafe {
-                if read { get(self.endpoint, local, block, remote, self.key, &param) }
-                else { put(self.endpoint, local, block, remote, self.key, &param) }
+                if read { get(self.endpoint, local, length, remote, self.key, &param) }
+                else { put(self.endpoint, local, length, remote, self.key, &param) }
             };
             ucp.posted(posted, window - 1);
         }
@@ -250,24 +251,23 @@ fn shuffled(count: usize, seed: u64) -> Vec<usize> {
 }
 
 fn beside(mut pair: Pair) {
-    let (mut shape, mut count, mut next, mut moves) = ((true, 0, 512), 1, 0, Vec::new());
+    let (mut shape, mut count, mut next, mut moves) = ((true, 0, 512), 1, 0, Vec::<Move>::new());
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
         let word = |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
         let number = |key: &str| word(key).parse::<usize>().expect("a number");
         if let Some(seconds) = line.strip_prefix("go ") {
             let (times, took) = pair.repeat(seconds.parse().expect("seconds"), |pair| {
-                pair.transfer(shape, moves[next..next + count].iter().copied());
+                pair.transfer(shape, &moves[next..next + count]);
                 next = (next + count) % moves.len();
             });
             println!("moved {times} {took}");
         } else {
             (shape.0, shape.1, count, next) = (word("op") == "read", number("block"), number("count"), 0);
-            let (all, scattered) = (count * number("lists"), word("pattern") == "scattered");
+            let (all, seed) = (count * number("lists"), number("seed") as u64);
+            let scattered = word("pattern") == "scattered";
             let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };
-            let (from, to) = (order(number("seed") as u64), order(number("seed") as u64 + 1));
-            let (here, there) = if shape.0 { (to, from) } else { (from, to) };
-            moves = here.into_iter().zip(there).collect();
+            moves = order(seed).into_iter().zip(order(seed + 1)).collect();
             pair.allocate(shape.1 * all);
             println!("ready bare UCP");
         }
@@ -276,14 +276,11 @@ fn beside(mut pair: Pair) {
 
 fn one_buffer(mut pair: Pair, shape: Shape) {
     pair.allocate(shape.1);
-    let round = |seconds| {
-        let moves = std::iter::repeat_n((0, 0), 5000);
-        let (times, took) = pair.repeat(seconds, |pair| pair.transfer(shape, moves.clone()));
-        took / (f64::from(times) * 5000.0)
-    };
-    round(0.5); // connects, and warms up
-    let took = round(3.0);
-    println!("{:.3} us, {:.3} GB/s", took * 1e6, shape.1 as f64 / took / 1e9);
+    let round = |pair: &Pair| pair.transfer(shape, &[(0, 0); 5000]);
+    pair.repeat(0.5, round); // connects, and warms up
+    let (times, took) = pair.repeat(3.0, round);
+    let one = took / (f64::from(times) * 5000.0);
+    println!("{:.3} us, {:.3} GB/s", one * 1e6, shape.1 as f64 / one / 1e9);
 }
 
 fn main() {

@@ -77,10 +77,14 @@ pub(crate) struct EndpointHandle(pub(crate) usize);
 impl Inbox {
     /// Whether there is something to be taken.
     pub(crate) fn is_empty(&self) -> bool {
+        self.has_only_ended() && self.ended.borrow().is_empty()
+    }
+
+    /// Whether there is nothing but pieces that have ended.
+    fn has_only_ended(&self) -> bool {
         self.letters.borrow().is_empty()
             && self.flushed.borrow().is_empty()
             && self.failed.borrow().is_empty()
-            && self.ended.borrow().is_empty()
     }
 
     /// Pieces that UCX has.
@@ -188,6 +192,21 @@ impl Tally {
         }
         self.posted.set(self.posted.get() + 1);
         self.inbox.pieces.set(self.inbox.pieces.get() + 1);
+    }
+
+    /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not told
+    /// of any more.
+    pub(crate) fn take_back(&self, pieces: u32) -> bool {
+        let inbox = &*self.inbox;
+        let alone = inbox.ended.borrow().len() == 1 && self.noted.get() && inbox.has_only_ended();
+        let all = self.posted.get() == 0 && self.ended.get() == pieces;
+        if !(alone && all) || self.failed.get().is_some() {
+            return false;
+        }
+        self.ended.set(0);
+        self.noted.set(false);
+        inbox.ended.borrow_mut().clear();
+        true
     }
 
     /// A piece has ended without a callback.
@@ -329,6 +348,37 @@ mod tests {
         unsafe { Tally::completed(target, Ok(())) };
         assert_eq!(moved(&inbox), [(3, 1, true)]);
         assert!(weak.upgrade().is_none() && inbox.is_quiet() && inbox.is_empty());
+    }
+
+    #[test]
+    fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
+        let inbox = Rc::new(Inbox::default());
+        let post = |tally: &Rc<Tally>, outcome| {
+            tally.posted();
+            // SAFETY: its one callback.
+            unsafe { Tally::completed(tally.target(), outcome) };
+        };
+        let [tally, other] = [3, 4].map(|job| Tally::new(JobId::from_number(job), &inbox));
+        assert!(!tally.take_back(0), "nothing has ended");
+        post(&tally, Ok(()));
+        tally.ended_at_once();
+        assert!(!tally.take_back(1) && tally.take_back(2) && inbox.is_empty());
+        tally.posted();
+        tally.ended_at_once();
+        assert!(!tally.take_back(1), "one has not ended");
+        // SAFETY: its callback.
+        unsafe { Tally::completed(tally.target(), Ok(())) };
+        post(&other, Ok(()));
+        assert!(!tally.take_back(2), "another job's has ended as well");
+        assert_eq!(moved(&inbox), [(3, 2, true), (4, 1, true)]);
+        post(&tally, Err(Status(UCS_ERR_CANCELED)));
+        assert!(!tally.take_back(1), "it has failed");
+        assert_eq!(moved(&inbox), [(3, 1, false)]);
+        post(&tally, Ok(()));
+        let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
+        inbox.letters.borrow_mut().push(Letter { from, message: Vec::new() });
+        assert!(!tally.take_back(1), "a message has come as well");
+        assert_eq!((moved(&inbox), inbox.take_letters().len()), (vec![(3, 1, true)], 1));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{Context, Endpoint, MappedMemory, RemoteKey};
+use crate::ffi::{Context, Endpoint, MappedMemory, Mapping, RemoteKey};
 use crate::sealed;
 
 /// The longest packed key that is taken from a peer.
@@ -23,6 +23,11 @@ fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
         MemoryKind::Cuda => UCS_MEMORY_TYPE_CUDA,
         MemoryKind::Rocm => UCS_MEMORY_TYPE_ROCM,
     }
+}
+
+/// A region, as UCX is told of it. UCX finds out by itself which device's it is.
+fn mapping(memory: &Memory) -> Mapping {
+    Mapping::new(memory.as_ptr(), memory.len(), Some(memory_type(memory.kind())))
 }
 
 /// The kinds that a context moves, by UCX's set of them.
@@ -122,11 +127,9 @@ unsafe impl Registrar<Local> for Registrations {
         let refused = |what: &'static str| {
             move |status| error::native(format!("UCX could not {what} {} memory", memory.kind()), status)
         };
-        let kind = memory_type(memory.kind());
         let context = self.context()?;
         // SAFETY: core keeps the memory until the region is given back, after `unmap`.
-        let mapped =
-            unsafe { context.map(memory.as_ptr(), memory.len(), Some(kind)) }.map_err(refused("register"))?;
+        let mapped = unsafe { context.map(&mapping(memory)) }.map_err(refused("register"))?;
         let key = mapped.key().map_err(refused("make a key for"))?;
         let mut export = Vec::with_capacity(key.0.len() + 16);
         export.put_u64(memory.address());
@@ -202,7 +205,24 @@ impl Keys {
 
 #[cfg(test)]
 mod tests {
+    use kvx_testkit::TestDevice;
+
     use super::*;
+
+    #[test]
+    fn ucx_is_told_where_a_devices_memory_is_and_of_which_kind() {
+        let typed = u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
+        let told = |memory: &Memory| {
+            let Mapping(params) = mapping(memory);
+            assert_eq!((params.address as u64, params.length), (memory.address(), memory.len()));
+            assert_eq!(params.field_mask & typed, typed);
+            params.memory_type
+        };
+        let device = |kind| TestDevice::new(kind).allocate(4096);
+        assert_eq!(told(&device(MemoryKind::Cuda)), UCS_MEMORY_TYPE_CUDA);
+        assert_eq!(told(&device(MemoryKind::Rocm)), UCS_MEMORY_TYPE_ROCM);
+        assert_eq!(told(&Memory::owned(vec![0; 4096])), UCS_MEMORY_TYPE_HOST);
+    }
 
     #[test]
     fn a_context_moves_the_kinds_that_it_says_and_host_memory() {

@@ -92,33 +92,18 @@ impl Context {
         printed(|stream| unsafe { (self.library.functions().ucp_context_print_info)(self.raw(), stream) })
     }
 
-    /// Registers `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for
-    /// "unknown" is another number in each version, so it is not passed.
+    /// Registers memory.
     ///
     /// # Safety
-    /// The memory stays allocated until the [`MappedMemory`] is dropped.
+    /// It stays allocated until the [`MappedMemory`] is dropped.
     ///
     /// # Errors
     /// UCX's status.
-    pub(crate) unsafe fn map(
-        self: &Arc<Self>,
-        address: *mut u8,
-        length: usize,
-        memory_type: Option<ucs_memory_type_t>,
-    ) -> Result<MappedMemory, Status> {
-        let mut params = ucp_mem_map_params_t {
-            field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
-            address: address.cast(),
-            length,
-            ..ucp_mem_map_params_t::default()
-        };
-        if let Some(memory_type) = memory_type {
-            params.field_mask |= u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
-            params.memory_type = memory_type;
-        }
+    pub(crate) unsafe fn map(self: &Arc<Self>, memory: &Mapping) -> Result<MappedMemory, Status> {
+        let Mapping(params) = memory;
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the memory is: the caller's promise.
-        let status = unsafe { (self.library.functions().ucp_mem_map)(self.raw(), &params, &mut raw) };
+        let status = unsafe { (self.library.functions().ucp_mem_map)(self.raw(), params, &mut raw) };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         Ok(MappedMemory { raw, context: Arc::clone(self) })
@@ -173,6 +158,27 @@ impl Drop for Config {
     fn drop(&mut self) {
         // SAFETY: it is alive and not used afterwards.
         unsafe { (self.library.functions().ucp_config_release)(self.raw.as_ptr()) };
+    }
+}
+
+/// Memory to be registered, as UCX is told of it.
+pub(crate) struct Mapping(pub(crate) ucp_mem_map_params_t);
+
+impl Mapping {
+    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown" is
+    /// another number in each version, so it is not passed.
+    pub(crate) fn new(address: *mut u8, length: usize, memory_type: Option<ucs_memory_type_t>) -> Mapping {
+        let mut params = ucp_mem_map_params_t {
+            field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
+            address: address.cast(),
+            length,
+            ..ucp_mem_map_params_t::default()
+        };
+        if let Some(memory_type) = memory_type {
+            params.field_mask |= u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
+            params.memory_type = memory_type;
+        }
+        Mapping(params)
     }
 }
 

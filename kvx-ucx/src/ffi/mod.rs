@@ -27,7 +27,7 @@ mod status;
 mod tests;
 mod worker;
 
-pub(crate) use context::{Context, MappedMemory};
+pub(crate) use context::{Context, MappedMemory, Mapping};
 pub(crate) use endpoint::{Endpoint, RemoteKey};
 pub(crate) use library::{Library, Version};
 pub(crate) use request::{Completed, Posted};

@@ -112,8 +112,9 @@ fn everything_over(library: &'static Library, tls: &str) {
     let mut there: Vec<u8> = (0..count * 1000).map(|at| at as u8).collect();
     let mut here = vec![0_u8; there.len()];
     let map = |memory: &mut [u8]| {
+        let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
         // SAFETY: both live longer than what is mapped.
-        unsafe { context.map(memory.as_mut_ptr(), memory.len(), None) }.expect("mapped")
+        unsafe { context.map(&mapping) }.expect("mapped")
     };
     let (at_there, at_here) = (map(&mut there), map(&mut here));
     let key = at_there.key().expect("a key");
@@ -239,8 +240,9 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
                 (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
             let ends = Ends::default();
             let mut memory = vec![0_u8; 100];
+            let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
             // SAFETY: it is dropped after the mapping.
-            let mapped = unsafe { context.map(memory.as_mut_ptr(), memory.len(), None) }.expect("mapped");
+            let mapped = unsafe { context.map(&mapping) }.expect("mapped");
             let (address, key) = (far.address().expect("an address"), mapped.key().expect("a key"));
             // SAFETY: closed below.
             let endpoint =

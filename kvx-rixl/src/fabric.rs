@@ -26,6 +26,8 @@ const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 const SLICE_BYTES: u64 = 1 << 20;
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
+/// How long loading a peer's address may take: a third of a second, where nobody else wants the core.
+const SETS_UP: Duration = Duration::from_secs(5);
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
 
@@ -226,6 +228,7 @@ impl Nixl {
             self.turnstile.note_in_progress(true);
             self.flights.push(Flight { job: None, request, peer });
         }
+        self.news.extend(self.trials.take_over().map(Happened::Ready));
     }
 }
 
@@ -238,7 +241,9 @@ unsafe impl Fabric for Nixl {
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, page, .. } = Address::decode(address)?;
-        self.peers.connect(endpoint, &blob, false)?;
+        if self.peers.connect(endpoint, &blob, false)? {
+            self.news.push_back(Happened::Ready(endpoint));
+        }
         let page = Arc::new(Export::new(page.range, page.blob));
         self.trials.begin(&self.peers, endpoint, page);
         Ok(())
@@ -248,6 +253,10 @@ unsafe impl Fabric for Nixl {
         let Address { blob, .. } = Address::decode(address)?;
         self.peers.connect(endpoint, &blob, false)?;
         Ok(())
+    }
+
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {

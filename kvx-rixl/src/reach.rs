@@ -125,7 +125,11 @@ fn requests(agent: &Agent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2
 
 /// The peers that are being tried out.
 #[derive(Default)]
-pub(crate) struct Trials(BTreeMap<Name, Trial>);
+pub(crate) struct Trials {
+    by_peer: BTreeMap<Name, Trial>,
+    /// Endpoints that wait no more.
+    over: Vec<EndpointId>,
+}
 
 impl Trials {
     /// An endpoint wants to know what its peer can do. `page`: the peer's; where there is none, the peer is this agent.
@@ -143,17 +147,22 @@ impl Trials {
             fastest: Duration::MAX,
             flies: false,
         };
-        self.0.entry(name).or_insert_with(new).endpoints.push(endpoint);
+        self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
     }
 
     /// Whether an endpoint waits.
     pub(crate) fn hold_back(&self, endpoint: EndpointId) -> bool {
-        self.0.values().any(|trial| trial.endpoints.contains(&endpoint))
+        self.by_peer.values().any(|trial| trial.endpoints.contains(&endpoint))
+    }
+
+    /// Endpoints that need not wait any more since the last call.
+    pub(crate) fn take_over(&mut self) -> impl Iterator<Item = EndpointId> {
+        std::mem::take(&mut self.over).into_iter()
     }
 
     /// An endpoint does not want to know any more.
     pub(crate) fn forget(&mut self, endpoint: EndpointId) {
-        self.0.retain(|_, trial| {
+        self.by_peer.retain(|_, trial| {
             trial.endpoints.retain(|other| *other != endpoint);
             !trial.endpoints.is_empty()
         });
@@ -163,21 +172,22 @@ impl Trials {
     pub(crate) fn landed(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
         if failed {
             self.over(peers, name, PerOp::BOTH);
-        } else if let Some(trial) = self.0.get_mut(name) {
+        } else if let Some(trial) = self.by_peer.get_mut(name) {
             trial.flies = false;
         }
     }
 
     fn over(&mut self, peers: &mut Peers, name: &Name, reach: PerOp) {
-        if let Some(trial) = self.0.remove(name) {
+        if let Some(trial) = self.by_peer.remove(name) {
             trial.endpoints.iter().for_each(|endpoint| peers.set_reach(*endpoint, reach));
+            self.over.extend(trial.endpoints);
         }
     }
 
     /// Goes on with those that can. Gives requests that are in progress then.
     pub(crate) fn go_on(&mut self, agent: &Agent, peers: &mut Peers) -> Vec<(Name, Arc<Request>)> {
         let (mut flying, mut over) = (Vec::new(), Vec::new());
-        for (name, trial) in &mut self.0 {
+        for (name, trial) in &mut self.by_peer {
             let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else { continue };
             match peers.way(endpoint) {
                 Ok(Way::Open(..)) => {}

@@ -66,11 +66,12 @@ impl<F: Fabric> Machine<F> {
                 }
             }
             Ok((number, ours)) => {
-                let until = Instant::now() + self.patience();
+                let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
                 self.look_by(until);
                 self.links.insert(link.id, number);
                 let mut session = Session::new(number, Some(Arc::clone(&link)), link.peer.clone(), until);
                 session.foreign = foreign;
+                session.greets_until = Some(until);
                 self.sessions.insert(number, session);
                 if let Some(address) = ours {
                     let (from, to, process) = (self.me.clone(), link.peer.clone(), self.process);
@@ -302,6 +303,20 @@ impl<F: Fabric> Machine<F> {
         self.confirm(number, None, out);
         let why = self.error(Kind::PeerLost, "the peer closed the link: its agent was shut down");
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
+    }
+
+    /// An endpoint can be used, or nearly: from now on it is the peer's turn.
+    pub(super) fn ready(&mut self, endpoint: EndpointId, out: &mut Outbox) {
+        let patience = self.patience();
+        let Some(session) = self.sessions.get_mut(&endpoint.0) else { return };
+        if session.foreign && matches!(session.phase, Phase::Greeting(_)) {
+            return self.come_up(endpoint.0, out);
+        }
+        if let Phase::Greeting(until) = session.phase {
+            let until = (Instant::now() + patience).min(session.greets_until.unwrap_or(until));
+            session.phase = Phase::Greeting(until);
+            self.look_by(until);
+        }
     }
 
     /// A handshake is done.

@@ -21,7 +21,7 @@ use super::jobs::{Running, Waiting};
 use super::lanes::Stripe;
 use super::messages::Message;
 use super::regions::{Regions, Registered, still_shared};
-use super::session::{Imported, Phase, Session};
+use super::session::{Imported, Session};
 use super::{EndpointId, Fabric, Happened};
 use crate::process::ProcessId;
 
@@ -214,7 +214,7 @@ impl<F: Fabric> Machine<F> {
     fn take(&mut self, event: Happened, out: &mut Outbox) {
         match event {
             Happened::Message(frame) => self.take_frame(&frame, out),
-            Happened::Ready(endpoint) => self.foreign_ready(endpoint, out),
+            Happened::Ready(endpoint) => self.ready(endpoint, out),
             Happened::Changed(endpoint) => self.changed(endpoint, out),
             Happened::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
             Happened::Moved { job, pieces, result } => self.moved(job, pieces, result, out),
@@ -256,15 +256,6 @@ impl<F: Fabric> Machine<F> {
             return self.after_work(number, out);
         }
         self.fail_jobs(|running| running.session == number && running.transfer == id, &why, out);
-    }
-
-    fn foreign_ready(&mut self, endpoint: EndpointId, out: &mut Outbox) {
-        if let Some(session) = self.sessions.get(&endpoint.0)
-            && session.foreign
-            && matches!(session.phase, Phase::Greeting(_))
-        {
-            self.come_up(endpoint.0, out);
-        }
     }
 
     fn work(&mut self, out: &mut Outbox) -> usize {

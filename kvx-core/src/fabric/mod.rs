@@ -93,6 +93,12 @@ pub unsafe trait Fabric: Send + 'static {
         self.connect(endpoint, peer, address)
     }
 
+    /// How long this side may be busy with a connection before the peer has anything to answer. The peer's own time to
+    /// answer the handshake begins with the last [`Happened::Ready`] that comes within this one.
+    fn sets_up_within(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// The peer's address of a newer generation.
     fn update(&mut self, _endpoint: EndpointId, _address: &[u8]) -> Result<()> {
         Ok(())
@@ -218,7 +224,8 @@ pub enum Flushed {
 pub enum Happened {
     /// A message came, from whomever.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used.
+    /// A foreign endpoint can be used; one that leads to a kvx agent has come a step nearer to that, see
+    /// [`Fabric::sets_up_within`].
     Ready(EndpointId),
     /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory of ours any more. What
     /// was posted is still reported, when it has ended.

@@ -98,6 +98,8 @@ pub(super) struct Session<F: Fabric> {
     /// The number of the other side; 0: not known yet.
     pub(super) other: u64,
     pub(super) phase: Phase,
+    /// When the handshake is to be done whatever this side has had to do before.
+    pub(super) greets_until: Option<Instant>,
     /// The link it carries; `None` on the target's side.
     pub(super) link: Option<Arc<Wiring>>,
     /// Leads to an agent that is not kvx.
@@ -138,6 +140,7 @@ impl<F: Fabric> Session<F> {
             number,
             other: 0,
             phase: Phase::Greeting(until),
+            greets_until: None,
             link,
             foreign: false,
             parted: false,

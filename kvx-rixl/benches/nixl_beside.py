@@ -158,8 +158,8 @@ def main():
 
 def measure(words):
     shape = dict(word.split("=", 1) for word in words)
-    if shape["backend"] != "RIXL":
-        print("skip this is NIXL, beside RIXL", flush=True)
+    if shape["backend"] not in ("RIXL", "UCX"):
+        print("skip this is NIXL, beside RIXL and UCX", flush=True)
         os._exit(0)
     point = Point(shape)
     print("ready nixl", flush=True)

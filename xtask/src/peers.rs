@@ -35,6 +35,7 @@ struct SharedLibrary {
 const PEERS: &[Peer] = &[Peer {
     name: "mooncake",
     packages: &[
+        DebianPackage { name: "etcd-server", why: "Mooncake's engines find each other by it, in a test" },
         DebianPackage { name: "g++", why: "compiles kvx-mooncake/adapter" },
         DebianPackage { name: "libcurl4", why: "Mooncake's engine needs it" },
         DebianPackage { name: "libibverbs1", why: "Mooncake's engine needs it, also without RDMA" },

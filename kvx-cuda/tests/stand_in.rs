@@ -7,10 +7,9 @@ mod device;
 mod nvrtc;
 
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
-use device::sharing::{Owner, read};
-use device::{Bench, Maker, Names, all_of, filled, pattern};
+use device::{Bench, Maker, Names};
 use kvx_core::gpu::{DevicePtr, StreamHandle};
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
@@ -57,7 +56,6 @@ fn main() -> ExitCode {
         &MAKER,
         &[
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),
-            ("virtual_memory_is_shared_by_descriptor", virtual_memory),
             (nvrtc::NAME, nvrtc::compiles_the_kernels),
         ],
         &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
@@ -95,29 +93,4 @@ fn pool_memory_is_refused(bench: &Bench<'_>) {
     let error = bench.device.share(address, 4096).unwrap_err();
     assert_eq!(error.kind(), Kind::Unsupported);
     assert!(error.to_string().contains("pool of CUDA"), "{error}");
-}
-
-fn virtual_memory(bench: &Bench<'_>) {
-    let bytes = pattern(20, 3 << 20);
-    let before = bench.control.allocated();
-    let pool = bench.device.pool(3 << 20).virtual_memory().build().unwrap();
-    pool.copy_in(0, &bytes).unwrap();
-    assert!(all_of(&pool) == bytes);
-    bench.device.dma_buf(pool.address(), pool.len()).unwrap();
-    let handle = bench.device.share(pool.address(), pool.len()).unwrap();
-    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
-    assert_eq!(again.address(), pool.address());
-    drop((again, pool));
-    assert_eq!(bench.control.allocated(), before);
-
-    let mut owner = Owner::start("owner 0 mapped");
-    let read_it = || read(bench, owner.device, &owner.handle);
-    let expected = device::sharing::owned()[4096..][..500_000].to_vec();
-    assert!(read_it().unwrap() == expected);
-    let kept = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
-    owner.child.kill().unwrap();
-    assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), Kind::PeerLost);
-    drop(kept);
-    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), Kind::PeerLost);
-    drop(filled(&bench.device, &[1; 16]));
 }

@@ -2,18 +2,19 @@
 
 use std::ffi::c_void;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use kvx_core::gpu::{
-    About, Current, Driver, EventHandle, FunctionHandle, Pointer, PointerPlace, Rows, StreamHandle, Way,
+    About, Current, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace, Rows, StreamHandle,
+    Way,
 };
 use kvx_core::memory::Hop;
 use kvx_core::{DeviceId, Error, Kind, Result};
 
 use crate::ffi::{self, Address, Handle, IpcHandle, PointerAttributes, Status};
 use crate::library::{Library, ends_all_work};
-use crate::{dma_buf, kernels};
+use crate::{dma_buf, kernels, virtual_memory};
 
 /// A device of HIP.
 pub(crate) struct Hip {
@@ -36,6 +37,11 @@ impl Hip {
 
     fn table(&self) -> &ffi::Table {
         &self.library.table
+    }
+
+    /// What this process calls it.
+    pub(crate) fn number(&self) -> i32 {
+        self.number
     }
 
     pub(crate) fn check(&self, call: &'static str, status: Status) -> Result<()> {
@@ -98,6 +104,23 @@ unsafe impl Driver for Hip {
     unsafe fn free(&self, address: u64) -> Result<()> {
         // SAFETY: the caller's promise.
         self.check("hipFree", unsafe { (self.table().hipFree)(address as Address) })
+    }
+
+    fn map(&self, len: usize) -> Result<Mapped> {
+        virtual_memory::map(self, len)
+    }
+
+    unsafe fn unmap(&self, mapped: Mapped) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { virtual_memory::unmap(self, mapped) }
+    }
+
+    fn export(&self, mapped: Mapped) -> Result<OwnedFd> {
+        virtual_memory::export(self, mapped)
+    }
+
+    fn import(&self, file: BorrowedFd<'_>, len: usize) -> Result<Mapped> {
+        virtual_memory::import(self, file, len)
     }
 
     fn pin(&self, len: usize) -> Result<*mut u8> {

@@ -1,11 +1,11 @@
 //! What kvx calls of HIP. What differs between its releases 5, 6 and 7 is asked by functions that do not: no structure of
 //! device properties, and no constant whose number has changed.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 /// A `hipError_t`.
 pub(crate) type Status = c_int;
-/// A `hipStream_t`, `hipEvent_t`, `hipModule_t` or `hipFunction_t`.
+/// A `hipStream_t`, `hipEvent_t`, `hipModule_t`, `hipFunction_t` or `hipMemGenericAllocationHandle_t`.
 pub(crate) type Handle = *mut c_void;
 /// Memory, on whichever side.
 pub(crate) type Address = *mut c_void;
@@ -26,8 +26,42 @@ pub(crate) struct PointerAttributes {
     pub(crate) flags: c_uint,
 }
 
+/// A `hipMemLocation`.
+#[repr(C)]
+pub(crate) struct Location {
+    /// 1: a device.
+    pub(crate) kind: c_int,
+    pub(crate) id: c_int,
+}
+
+/// A `hipMemAllocationProp`.
+#[repr(C)]
+pub(crate) struct Physical {
+    /// 1: pinned, which all memory of devices is.
+    pub(crate) kind: c_int,
+    /// 1: file descriptors.
+    pub(crate) handles: c_int,
+    pub(crate) location: Location,
+    pub(crate) windows: *mut c_void,
+    pub(crate) compression: c_uchar,
+    pub(crate) for_rdma: c_uchar,
+    pub(crate) usage: u16,
+}
+
+/// A `hipMemAccessDesc`.
+#[repr(C)]
+pub(crate) struct Access {
+    pub(crate) location: Location,
+    /// 3: reading and writing.
+    pub(crate) flags: c_int,
+}
+
 // On machines of 64 bits.
-const _: () = assert!(size_of::<PointerAttributes>() == 32);
+const _: () = {
+    assert!(size_of::<PointerAttributes>() == 32);
+    assert!(size_of::<Physical>() == 32);
+    assert!(size_of::<Access>() == 12);
+};
 
 pub(crate) const SUCCESS: Status = 0;
 pub(crate) const INVALID_VALUE: Status = 1;
@@ -86,6 +120,23 @@ kvx_core::gpu::symbols! {
         hipPointerGetAttribute: fn(*mut c_void, c_int, Address) -> Status,
         hipMemGetHandleForAddressRange: fn(*mut c_int, Address, usize, c_int, u64) -> Status,
     }
+}
+
+kvx_core::gpu::symbols! {
+    /// Virtual memory management.
+    pub(crate) struct VirtualMemory {
+        hipMemGetAllocationGranularity: fn(*mut usize, *const Physical, c_int) -> Status,
+        hipMemAddressReserve: fn(*mut Address, usize, usize, Address, u64) -> Status,
+        hipMemAddressFree: fn(Address, usize) -> Status,
+        hipMemCreate: fn(*mut Handle, usize, *const Physical, u64) -> Status,
+        hipMemRelease: fn(Handle) -> Status,
+        hipMemMap: fn(Address, usize, usize, Handle, u64) -> Status,
+        hipMemUnmap: fn(Address, usize) -> Status,
+        hipMemSetAccess: fn(Address, usize, *const Access, usize) -> Status,
+        hipMemExportToShareableHandle: fn(*mut c_int, Handle, c_int, u64) -> Status,
+        hipMemImportFromShareableHandle: fn(*mut Handle, *mut c_void, c_int) -> Status,
+    }
+    optional {}
 }
 
 kvx_core::gpu::symbols! {

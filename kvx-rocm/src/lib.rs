@@ -8,6 +8,7 @@ mod driver;
 mod ffi;
 mod kernels;
 mod library;
+mod virtual_memory;
 
 pub use devices::devices;
 pub use kvx_core::gpu::{About, BlocksAt, Chosen, Device, DevicePtr, PoolBuilder, StreamHandle};

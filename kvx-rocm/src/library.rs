@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use kvx_core::loader::{self, Library as File, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 
-use crate::ffi::{self, Status, Table};
+use crate::ffi::{self, Status, Table, VirtualMemory};
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_HIP_LIB";
@@ -20,10 +20,14 @@ const CURE: &str = "install ROCm's HIP runtime (AMD: hip-runtime-amd; Debian: li
 const OLDEST: i32 = 50_000_000;
 /// HIP 6.0, where kinds of memory got new numbers.
 const NEW_KINDS: i32 = 60_000_000;
+/// HIP 7.1, which takes a descriptor where older ones take a pointer to it.
+const DESCRIPTORS: i32 = 70_100_000;
 
 /// An open libamdhip64, for the life of the process: the first that worked is the only one.
 pub(crate) struct Library {
     pub(crate) table: Table,
+    /// `None`: an older runtime.
+    pub(crate) virtual_memory: Option<VirtualMemory>,
     pub(crate) file: File,
     version: i32,
     /// At least one.
@@ -53,6 +57,8 @@ impl Library {
             // SAFETY: the signatures are those of HIP's interface, the same in all releases; that this is HIP is what its
             // name promises, or whoever set the variable.
             let table = unsafe { Table::find(&file) }?;
+            // SAFETY: as above.
+            let virtual_memory = unsafe { VirtualMemory::find(&file) }.ok();
             let mut version = 0;
             // SAFETY: a place for one number; may be called before anything else.
             let status = unsafe { (table.hipRuntimeGetVersion)(&raw mut version) };
@@ -66,7 +72,7 @@ impl Library {
             let mut devices = 0;
             // SAFETY: a place for one number. `hipInit` tells less of why there is no device.
             let status = unsafe { (table.hipGetDeviceCount)(&raw mut devices) };
-            let library = Library { table, file, version, devices };
+            let library = Library { table, virtual_memory, file, version, devices };
             let status = if status == ffi::SUCCESS && devices < 1 { ffi::NO_DEVICE } else { status };
             library.begun(status).map(|()| library)
         })
@@ -101,6 +107,11 @@ impl Library {
     /// Whether kinds of memory have the numbers that they have since HIP 6.
     pub(crate) fn has_new_kinds(&self) -> bool {
         self.version >= NEW_KINDS
+    }
+
+    /// Whether shared virtual memory is imported by a descriptor, not by a pointer to one.
+    pub(crate) fn takes_descriptors(&self) -> bool {
+        self.version >= DESCRIPTORS
     }
 
     /// The runtime's name and text for a status.

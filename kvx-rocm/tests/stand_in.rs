@@ -19,7 +19,12 @@ static MAKER: Maker = Maker {
     variables: &["KVX_HIP_LIB", "KVX_HSA_LIB"],
     visible: "HIP_VISIBLE_DEVICES",
     too_old: "hip-version 40500000",
-    releases: &["hip-version 50221153", "hip-version 60340000", "hip-version 70051831"],
+    releases: &[
+        "hip-version 50221153",
+        "hip-version 60340000",
+        "hip-version 70051831",
+        "hip-version 70151831",
+    ],
     names: Names {
         to_device: "hipMemcpyAsync",
         rows: "hipMemcpy2DAsync",

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 
-use super::sharing::{SHARED, hex, owned, read, sum, unhex};
+use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device};
 use kvx_core::gpu::kernels::Swap;
 use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
@@ -20,6 +20,11 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
             set("KVX_STAND_IN", &format!("{release} {version}"));
             with_a_device(maker, memory::kinds);
             say("told apart");
+        }
+        ["mapping", release, version] => {
+            set("KVX_STAND_IN", &format!("{release} {version}"));
+            with_a_device(maker, map_anothers);
+            say("mapped");
         }
         ["broken"] => {
             with_a_device(maker, errors::break_the_device);

@@ -19,6 +19,8 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("both_processes_see_device_0_and_mean_another", both_see_device_0),
     ("an_allocation_is_opened_once_and_closed_with_its_last_use", opened_once),
     ("devices_that_do_not_reach_each_other_say_so", no_way),
+    ("virtual_memory_is_shared_by_descriptor", virtual_memory),
+    ("every_release_of_the_library_maps_virtual_memory_of_another_process", every_release),
 ];
 
 /// A process with a pool; says what to open.
@@ -179,4 +181,42 @@ fn no_way(bench: &Bench<'_>) {
     bench.control.command("no-peers");
     let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
     assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+}
+
+fn virtual_memory(bench: &Bench<'_>) {
+    let bytes = pattern(20, 3 << 20);
+    let before = bench.control.allocated();
+    let pool = bench.device.pool(3 << 20).virtual_memory().build().unwrap();
+    pool.copy_in(0, &bytes).unwrap();
+    assert!(all_of(&pool) == bytes);
+    bench.device.dma_buf(pool.address(), pool.len()).unwrap();
+    let handle = bench.device.share(pool.address(), pool.len()).unwrap();
+    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
+    assert_eq!(again.address(), pool.address());
+    drop((again, pool));
+    assert_eq!(bench.control.allocated(), before);
+
+    let mut owner = Owner::start("owner 0 mapped");
+    let read_it = || read(bench, owner.device, &owner.handle);
+    assert!(read_it().unwrap() == expected());
+    let kept = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
+    owner.child.kill().unwrap();
+    assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), Kind::PeerLost);
+    drop(kept);
+    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), Kind::PeerLost);
+    drop(filled(&bench.device, &[1; 16]));
+}
+
+/// Processes of their own: a library has one version.
+fn every_release(bench: &Bench<'_>) {
+    for release in bench.maker.releases {
+        let child = Child::start_self(ROLE, &format!("mapping {release}")).expect("a process starts");
+        assert_eq!(child.hear(LONG).expect("it maps another's memory"), "mapped", "{release}");
+    }
+}
+
+/// For [`super::roles`].
+pub(crate) fn map_anothers(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0 mapped");
+    assert!(read(bench, owner.device, &owner.handle).unwrap() == expected());
 }

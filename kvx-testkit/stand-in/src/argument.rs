@@ -78,6 +78,11 @@ impl<T: Copy> In<T> {
 }
 
 impl<T> In<T> {
+    /// The pointer as a number, for arguments that may be one.
+    pub(crate) fn address(&self) -> usize {
+        self.0.addr()
+    }
+
     pub(crate) fn is_null(&self) -> bool {
         self.0.is_null()
     }

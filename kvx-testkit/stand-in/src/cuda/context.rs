@@ -20,7 +20,7 @@ thread_local! {
 const FIRST: Handle = 0x0c00_0000;
 
 /// Errors: `NOT_INITIALIZED`.
-pub(super) fn initialised() -> Answer {
+pub(crate) fn initialised() -> Answer {
     if INITIALISED.load(Ordering::Acquire) { Ok(()) } else { Err(Code::NOT_INITIALIZED) }
 }
 

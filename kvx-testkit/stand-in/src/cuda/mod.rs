@@ -8,6 +8,5 @@ mod device;
 mod kernels;
 mod memory;
 mod shared;
-mod virtual_memory;
 
-pub(crate) use context::current;
+pub(crate) use context::{current, initialised};

@@ -1,6 +1,12 @@
 //! Reads what `cargo test` prints: libtest's lines, which libtest-mimic prints too, and cargo's around them.
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use crate::skips::Skip;
+
+/// How many lines of what a failed test printed are shown again in the summary.
+const SHOWN_AGAIN: usize = 12;
 
 /// What the tests of one step came to.
 #[derive(Debug, Default)]
@@ -8,9 +14,50 @@ pub(crate) struct Tally {
     /// How many tests passed.
     pub(crate) passed: usize,
     /// One entry per failed test, or per test program that ended without a result.
-    pub(crate) failures: Vec<String>,
+    pub(crate) failures: Vec<Failure>,
+    /// Tests that failed beside others and passed alone; they count as passed.
+    pub(crate) unsteady: Vec<Failure>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
+}
+
+/// Something that failed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Failure {
+    /// What failed, and the command that repeats it.
+    what: String,
+    /// The last lines that the test printed.
+    said: String,
+    /// For a test with a name: the arguments with which cargo runs it and no other.
+    pub(crate) alone: Option<Vec<String>>,
+}
+
+impl From<String> for Failure {
+    fn from(what: String) -> Failure {
+        Failure { what, ..Failure::default() }
+    }
+}
+
+impl Failure {
+    /// A test that failed, in the program that `again` runs.
+    pub(crate) fn of_test(name: &str, again: &str, said: &str) -> Failure {
+        let alone = again
+            .strip_prefix("cargo ")
+            .map(|line| line.split(' ').chain(["--", "--exact", name]).map(str::to_owned).collect());
+        Failure { what: format!("{name} ({again})"), said: said.to_owned(), alone }
+    }
+
+    /// The same, in the step of this name.
+    pub(crate) fn of_step(self, step: &str) -> Failure {
+        Failure { what: format!("{step}: {}", self.what), ..self }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)?;
+        self.said.lines().try_for_each(|line| write!(f, "\n    | {line}"))
+    }
 }
 
 /// The counts of one `test result:` line.
@@ -37,6 +84,8 @@ struct Program {
     passed: Vec<String>,
     failed: Vec<String>,
     ignored: Vec<Skip>,
+    /// What failed tests printed, by name.
+    said: BTreeMap<String, Vec<String>>,
     /// The command that runs it again, which cargo prints when it failed.
     again: Option<String>,
 }
@@ -49,19 +98,23 @@ pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
     let mut ignored = Vec::new();
     for mut program in programs {
         let again = program.again.as_deref().unwrap_or(&program.title).to_owned();
-        if !program.has_result {
-            // A harness of its own, which passes by its exit status, or a program that crashed or was killed.
-            if succeeded {
-                tally.passed += 1;
-            } else {
-                program.failed.push("ended without a result".to_owned());
-            }
-            program.counts.failed = program.failed.len();
-        }
         tally.passed += program.counts.passed;
-        program.failed.resize(program.counts.failed, "a test".to_owned());
+        let failed = program.failed.iter().map(|name| {
+            let said = program.said.get(name).map(Vec::as_slice).unwrap_or_default();
+            Failure::of_test(name, &again, &said[said.len().saturating_sub(SHOWN_AGAIN)..].join("\n"))
+        });
+        tally.failures.extend(failed);
+        if program.has_result {
+            let nameless = program.counts.failed.saturating_sub(program.failed.len());
+            tally.failures.extend((0..nameless).map(|_| Failure::from(format!("a test ({again})"))));
+        } else if succeeded {
+            // A harness of its own, which passes by its exit status.
+            tally.passed += 1;
+        } else {
+            // A program that crashed or was killed.
+            tally.failures.push(Failure::from(format!("ended without a result ({again})")));
+        }
         program.ignored.resize(program.counts.ignored, Skip::new(&again, "ignored"));
-        tally.failures.extend(program.failed.iter().map(|name| format!("{name} ({again})")));
         passed_names.extend(program.passed);
         ignored.extend(program.ignored);
     }
@@ -81,14 +134,26 @@ pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
 
 fn programs(output: &str) -> Vec<Program> {
     let mut programs: Vec<Program> = Vec::new();
+    // The test whose words come, between its headline and the next or the list of names.
+    let mut speaker: Option<String> = None;
     for line in output.lines() {
         let line = plain(line);
         if let Some(title) = program_title(&line) {
             programs.push(Program { title: title.to_owned(), ..Program::default() });
+            speaker = None;
             continue;
         }
         let Some(program) = programs.last_mut() else { continue };
-        if let Some(counts) = counts(&line) {
+        if let Some(name) = headline(&line) {
+            // Its verdict may stand behind something that another process printed into the line.
+            if !program.failed.iter().any(|known| known == name) {
+                program.failed.push(name.to_owned());
+            }
+            speaker = Some(name.to_owned());
+        } else if line == "failures:" {
+            speaker = None;
+        } else if let Some(counts) = counts(&line) {
+            speaker = None;
             // One program prints several such lines when rustdoc runs merged and single documentation tests.
             program.has_result = true;
             program.counts.passed += counts.passed;
@@ -106,6 +171,10 @@ fn programs(output: &str) -> Vec<Program> {
             }
         } else if let Some((_, arguments)) = line.split_once("failed, to rerun pass `") {
             program.again = Some(format!("cargo test {}", arguments.trim_end_matches('`')));
+        } else if let Some(name) = &speaker
+            && !line.trim().is_empty()
+        {
+            program.said.entry(name.clone()).or_default().push(line);
         }
     }
     programs
@@ -129,6 +198,12 @@ fn program_title(line: &str) -> Option<&str> {
     let line = line.trim();
     let running = line.strip_prefix("Running ").filter(|rest| rest.contains("/deps/") && rest.ends_with(')'));
     running.or_else(|| line.starts_with("Doc-tests ").then_some(line))
+}
+
+/// `---- name ----` as libtest-mimic prints it above what a failed test said, `---- name stdout ----` as libtest does.
+fn headline(line: &str) -> Option<&str> {
+    let name = line.strip_prefix("---- ")?.strip_suffix(" ----")?;
+    Some(name.strip_suffix(" stdout").unwrap_or(name))
 }
 
 /// `test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in 0.00s`
@@ -210,10 +285,20 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
         let output = "\
      Running tests/tcp.rs (target/debug/deps/tcp-0a1b)
 test frames ... FAILED
-test keys   ... FAILED
+test keys   ... what another process printed
+FAILED
+
+failures:
+
+---- frames stdout ----
+1 is not 2
+
+---- keys ----
+no key
 
 failures:
     frames
+    keys
 
 test result: FAILED. 4 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
 
@@ -227,14 +312,18 @@ Caused by:
 ";
         let tally = read(output, false, Vec::new());
         assert_eq!(tally.passed, 4);
+        let failures: Vec<_> = tally.failures.iter().map(Failure::to_string).collect();
         assert_eq!(
-            tally.failures,
+            failures,
             [
-                "frames (cargo test -p kvx-native --test tcp)",
-                "keys (cargo test -p kvx-native --test tcp)",
+                "frames (cargo test -p kvx-native --test tcp)\n    | 1 is not 2",
+                "keys (cargo test -p kvx-native --test tcp)\n    | no key",
                 "ended without a result (cargo test -p kvx-native --test shm)",
             ]
         );
+        let alone = tally.failures[1].alone.as_ref().expect("a test that has a name runs alone");
+        assert_eq!(alone.join(" "), "test -p kvx-native --test tcp -- --exact keys");
+        assert_eq!(tally.failures[2].alone, None);
     }
 
     #[test]

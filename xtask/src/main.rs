@@ -2,6 +2,7 @@
 //!
 //! It depends on no kvx crate, so that it builds and speaks even when they do not.
 
+mod again;
 mod arguments;
 mod bars;
 mod bindings;

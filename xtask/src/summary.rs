@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::harness::Tally;
+use crate::harness::{Failure, Tally};
 use crate::skips::Skip;
 
 /// The results of all steps so far.
@@ -12,7 +12,8 @@ pub(crate) struct Summary {
     require_all: bool,
     steps: Vec<StepResult>,
     passed: usize,
-    failures: Vec<String>,
+    failures: Vec<Failure>,
+    unsteady: Vec<Failure>,
     skips: Vec<Skip>,
 }
 
@@ -34,9 +35,13 @@ impl Summary {
             tally.skips.into_iter().partition(|skip| self.require_all && skip.can_run_here());
         let held = tally.failures.is_empty() && failed.is_empty();
         self.passed += tally.passed;
-        self.failures.extend(tally.failures.into_iter().map(|failure| format!("{name}: {failure}")));
-        self.failures
-            .extend(failed.into_iter().map(|skip| format!("{name}: skipped although required: {skip}")));
+        self.failures.extend(tally.failures.into_iter().map(|failure| failure.of_step(name)));
+        self.unsteady.extend(tally.unsteady.into_iter().map(|failure| failure.of_step(name)));
+        self.failures.extend(
+            failed
+                .into_iter()
+                .map(|skip| Failure::from(format!("{name}: skipped although required: {skip}"))),
+        );
         self.skips.extend(skipped);
         self.steps.push(StepResult { name, held, took });
         held
@@ -58,6 +63,7 @@ impl fmt::Display for Summary {
         let total: Duration = self.steps.iter().map(|step| step.took).sum();
         writeln!(f, "{:<20} {:<6} {:>8.1} s\n", "total", "", total.as_secs_f64())?;
         list(f, "failed", &self.failures)?;
+        list(f, "failed beside other tests and passed alone (each is a defect to be found)", &self.unsteady)?;
         list(f, "skipped", &self.skips)?;
         write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failures.len(), self.skips.len())
     }
@@ -81,7 +87,8 @@ mod tests {
     fn tally() -> Tally {
         Tally {
             passed: 7,
-            failures: vec!["frames (cargo test -p kvx-native)".to_owned()],
+            failures: vec![Failure::from("frames (cargo test -p kvx-native)".to_owned())],
+            unsteady: vec![Failure::from("keys (cargo test -p kvx-native)".to_owned())],
             skips: vec![
                 Skip::new("namespaces", "no iproute2; cure: --install"),
                 Skip::new("gpu", "no GPU [cannot run here]; cure: another machine"),
@@ -103,9 +110,12 @@ mod tests {
         assert!(!summary.held());
         assert_eq!(last_line(&summary), "8 passed, 1 failed, 2 skipped");
         let text = summary.to_string();
-        for part in
-            ["tests: frames (cargo test -p kvx-native)", "namespaces: no iproute2; cure: --install", "1.5 s"]
-        {
+        for part in [
+            "tests: frames (cargo test -p kvx-native)",
+            "tests: keys (cargo test -p kvx-native)",
+            "namespaces: no iproute2; cure: --install",
+            "1.5 s",
+        ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
     }

@@ -4,19 +4,20 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::arguments::TestOptions;
-use crate::harness::{self, Tally};
+use crate::harness::{self, Failure, Tally};
 use crate::metadata::Metadata;
 use crate::process::{self, Finished, Output};
 use crate::skips;
 use crate::steps::{self, Action, CargoCall, STEPS, Step};
 use crate::summary::Summary;
-use crate::{Result, features, install};
+use crate::{Result, again, features, install};
 
 /// Runs the steps that the options name; a failing one does not stop the rest. False if any failed.
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;
     let target = workspace.target_directory()?;
     let mut summary = Summary::new(options.require_all);
+    let mut second_looks = options.again;
     if options.install {
         println!("==> install");
         let start = Instant::now();
@@ -37,7 +38,8 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             }
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         };
-        let tally = tally.unwrap_or_else(|error| one(false, &error.to_string()));
+        let mut tally = tally.unwrap_or_else(|error| one(false, &error.to_string()));
+        again::look(&mut tally, &mut second_looks, again::alone);
         report(&mut summary, step.name, start.elapsed(), tally);
     }
     println!("{summary}");
@@ -54,7 +56,7 @@ fn one(held: bool, failure: &str) -> Tally {
     if held {
         Tally { passed: 1, ..Tally::default() }
     } else {
-        Tally { failures: vec![failure.to_owned()], ..Tally::default() }
+        Tally { failures: vec![Failure::from(failure.to_owned())], ..Tally::default() }
     }
 }
 
@@ -91,9 +93,9 @@ fn of_harness(finished: &Finished, call: &CargoCall, told: Vec<skips::Skip>) -> 
     // Failing tests explain a failing exit status; otherwise something did not build, or hung.
     let unexplained = !finished.succeeded() && tally.failures.is_empty();
     if unexplained || matches!(finished.end, process::End::TimedOut(_)) {
-        tally.failures.push(ending(finished, call));
+        tally.failures.push(Failure::from(ending(finished, call)));
     } else if tally.passed == 0 && tally.failures.is_empty() {
-        tally.failures.push(format!("no test ran ({})", shown(call)));
+        tally.failures.push(Failure::from(format!("no test ran ({})", shown(call))));
     }
     tally
 }
@@ -123,10 +125,8 @@ mod tests {
     #[test]
     fn a_build_that_fails_is_one_failure_with_its_command() {
         let tally = of_harness(&finished(101, "error: could not compile `kvx-core`"), &CALL, Vec::new());
-        assert_eq!(
-            tally.failures,
-            ["exit status: 101 (RUSTDOCFLAGS=\"-D warnings\" cargo test --workspace)"]
-        );
+        let failures: Vec<_> = tally.failures.iter().map(Failure::to_string).collect();
+        assert_eq!(failures, ["exit status: 101 (RUSTDOCFLAGS=\"-D warnings\" cargo test --workspace)"]);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! unbroken, on the same ground, it must. It must also hold under the faults that break no promise.
 //!
 //! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone. Arguments that do not
-//! begin with a dash choose: what is printed of a clause and its breaker must contain one of them.
+//! begin with a dash choose: what is printed of a clause and its breaker must contain one of them, or with `--exact` be
+//! one of them.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -52,9 +53,9 @@ fn main() -> ExitCode {
     if let Ok(asked) = std::env::var(VARIABLE) {
         return answer(&asked);
     }
-    let chosen: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    let jobs = jobs(&chosen);
+    let (dashed, chosen): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|argument| argument.starts_with('-'));
+    let jobs = jobs(&chosen, dashed.iter().any(|argument| argument == "--exact"));
     let (begun, done) = (Instant::now(), Done::default());
     let next = AtomicUsize::new(0);
     println!("\nrunning {} tests", jobs.len());
@@ -68,8 +69,8 @@ fn main() -> ExitCode {
         }
     });
     let failed = done.failures.into_inner().expect("no thread panicked");
-    for line in &failed {
-        println!("\nfailed: {line}");
+    for (title, why) in &failed {
+        println!("\n---- {title} ----\n{why}");
     }
     println!(
         "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; 0 filtered out; finished in {:.2}s\n",
@@ -96,7 +97,7 @@ enum Trial {
     Unbroken,
 }
 
-fn jobs(chosen: &[String]) -> Vec<Job> {
+fn jobs(chosen: &[String], exact: bool) -> Vec<Job> {
     let clauses = || CLAUSES.iter().copied().flatten();
     let broken = clauses().flat_map(|clause| {
         let none = clause.breakers.is_empty().then_some(Job { clause, trial: Trial::Unbroken });
@@ -107,14 +108,15 @@ fn jobs(chosen: &[String]) -> Vec<Job> {
         run.map(|clause| Job { clause, trial: Trial::Harmless(*fault) })
     });
     let all = broken.chain(harmless);
-    all.filter(|job| chosen.is_empty() || chosen.iter().any(|word| job.title().contains(word.as_str())))
-        .collect()
+    let is = |title: &str, word: &str| if exact { title == word } else { title.contains(word) };
+    all.filter(|job| chosen.is_empty() || chosen.iter().any(|word| is(&job.title(), word))).collect()
 }
 
 /// What the runs have shown so far.
 #[derive(Default)]
 struct Done {
-    failures: Mutex<Vec<String>>,
+    /// Titles, and why they failed.
+    failures: Mutex<Vec<(String, String)>>,
     /// Unbroken runs: clause and ground, and whether it held.
     unbroken: Mutex<HashMap<(&'static str, String), Result<(), String>>>,
 }
@@ -130,7 +132,7 @@ impl Done {
             Ok(place) => println!("{}{place} … {good}", job.title()),
             Err(why) => {
                 println!("{} … {bad}", job.title());
-                failures.push(format!("{}: {why}", job.title()));
+                failures.push((job.title(), why));
             }
         }
     }

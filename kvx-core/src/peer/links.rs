@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use crate::agent::AgentInner;
 use crate::breaks::broken;
-use crate::deadline::Reason;
-use crate::identity::{Generation, Identity, Incarnation, LinkId, RegionId};
+use crate::identity::{Generation, Identity, LinkId, RegionId};
 use crate::metadata::Metadata;
-use crate::plan::{Bindings, Released};
+use crate::plan::Bindings;
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
 use crate::transfer::TransferState;
@@ -27,10 +26,10 @@ pub(super) struct State {
     /// Backends that were no candidates, and why.
     excluded: Vec<(&'static str, Error)>,
     /// What waits for a link to come up.
-    parked: Vec<Job>,
-    lost: Option<Error>,
+    pub(super) parked: Vec<Job>,
+    pub(super) lost: Option<Error>,
     /// A second handshake that finds out who answers for a lost peer now.
-    probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
+    pub(super) probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
 }
 
 impl State {
@@ -55,14 +54,14 @@ pub(super) struct Candidate {
     pub(super) backend: &'static str,
     /// Position in the agent's list of transports.
     pub(super) transport: usize,
-    stage: Stage,
+    pub(super) stage: Stage,
     /// The generation of the metadata that the link was last told.
     told: Generation,
     pub(super) imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
     pub(super) bindings: Bindings,
 }
 
-enum Stage {
+pub(super) enum Stage {
     Untried,
     Opening { id: LinkId, link: Option<Arc<dyn Link>>, early: Option<LinkState> },
     Up { id: LinkId, link: Arc<dyn Link> },
@@ -85,7 +84,7 @@ impl Job {
         }
     }
 
-    fn fail(self, error: Error) {
+    pub(super) fn fail(self, error: Error) {
         match self {
             Job::Transfer(transfer) => transfer.fail(error),
             Job::Notify(_, ticket) | Job::Ready(ticket) => ticket.settle(Err(error)),
@@ -263,7 +262,7 @@ impl PeerInner {
         }
     }
 
-    fn start_link(&self, at: usize, id: LinkId) -> Result<Arc<dyn Link>> {
+    pub(super) fn start_link(&self, at: usize, id: LinkId) -> Result<Arc<dyn Link>> {
         let (about, transport) = {
             let mut state = self.state.lock();
             let about = state.about.clone();
@@ -283,71 +282,6 @@ impl PeerInner {
             }
             About::Foreign(blob) => open.transport.link_foreign(id, blob),
         }
-    }
-
-    /// After the loss of a peer, a post asks once more who answers under its name: a restarted peer is another error
-    /// than a dead one, and the user should connect again rather than wait.
-    fn probe(self: &Arc<Self>, lost: Error) {
-        let id = self.agent.new_link(self);
-        let at = {
-            let mut state = self.state.lock();
-            if state.probe.is_some() {
-                return self.agent.forget_link(id); // another post has begun one meanwhile
-            }
-            let backend = lost.failed_backend();
-            state.probe = Some((id, None));
-            state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
-        };
-        match self.start_link(at, id) {
-            Err(_) => self.probed(id, None),
-            Ok(link) => {
-                let mut state = self.state.lock();
-                match &mut state.probe {
-                    Some((probing, kept)) if *probing == id => *kept = Some(link),
-                    _ => {
-                        drop(state);
-                        link.close(); // the answer came before the link
-                    }
-                }
-            }
-        }
-    }
-
-    fn probed(self: &Arc<Self>, id: LinkId, restarted: Option<Incarnation>) {
-        let (probe, parked, error) = {
-            let mut state = self.state.lock();
-            if state.probe.as_ref().is_none_or(|(probing, _)| *probing != id) {
-                return;
-            }
-            if let Some(incarnation) = restarted {
-                state.lost = Some(self.restarted(incarnation));
-            }
-            let error = state.lost.clone();
-            (state.probe.take(), std::mem::take(&mut state.parked), error)
-        };
-        if let Some((id, link)) = probe {
-            self.agent.forget_link(id);
-            if let Some(link) = link {
-                link.close();
-            }
-        }
-        for job in parked {
-            match &error {
-                Some(error) => job.fail(error.clone()),
-                None => self.dispatch(job),
-            }
-        }
-    }
-
-    fn restarted(&self, now: Incarnation) -> Error {
-        Error::new(
-            Kind::PeerRestarted,
-            format!(
-                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect again",
-                self.identity.incarnation
-            ),
-        )
-        .peer(Arc::clone(&self.identity.name))
     }
 
     /// Starts a job on a link that is up; gives it back with the reason when the link cannot serve it.
@@ -476,21 +410,6 @@ impl PeerInner {
         Ok(())
     }
 
-    /// The peer is gone for good: closes all links and fails what waits.
-    pub(crate) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
-        let error = error.peer(Arc::clone(&self.identity.name));
-        let (closed, more) = {
-            let mut state = self.state.lock();
-            state.lost.get_or_insert_with(|| error.clone());
-            (Closed::all(&mut state, &error), std::mem::take(&mut state.parked))
-        };
-        self.agent.clock.interrupt(&Reason::Lost(Arc::clone(self), error.clone()));
-        closed.finish(&self.agent);
-        for job in parked.into_iter().chain(more) {
-            job.fail(error.clone());
-        }
-    }
-
     pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
         if metadata.identity.name != self.identity.name {
             return Err(Error::new(
@@ -528,42 +447,6 @@ impl PeerInner {
     }
 }
 
-/// What closing all links of a peer leaves to be done without its lock.
-#[derive(Default)]
-struct Closed {
-    links: Vec<(LinkId, Arc<dyn Link>)>,
-    _imports: Vec<HashMap<RegionId, Arc<dyn RemoteRegion>>>,
-    _bindings: Vec<Released>,
-}
-
-impl Closed {
-    fn all(state: &mut State, error: &Error) -> Self {
-        let mut closed = Closed::default();
-        if let Some((id, Some(link))) = state.probe.take() {
-            closed.links.push((id, link));
-        }
-        for candidate in &mut state.candidates {
-            match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
-                Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
-                    closed._bindings.extend(candidate.bindings.release(id));
-                    closed._imports.push(std::mem::take(&mut candidate.imports));
-                    closed.links.push((id, link));
-                }
-                kept @ Stage::Refused(_) => candidate.stage = kept,
-                Stage::Untried | Stage::Opening { link: None, .. } => {}
-            }
-        }
-        closed
-    }
-
-    fn finish(self, agent: &AgentInner) {
-        for (id, link) in &self.links {
-            agent.forget_link(*id);
-            link.close();
-        }
-    }
-}
-
 /// Why none of the backends serves, in one sentence; of the kind that tells most.
 fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
     let telling =
@@ -581,23 +464,4 @@ fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Erro
         .collect();
     let reasons = if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
     Error::new(kind, format!("no backend serves this peer and memory: {reasons}"))
-}
-
-impl Drop for PeerInner {
-    fn drop(&mut self) {
-        if crate::fork::check().is_err() {
-            // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
-            let State { candidates, parked, probe, .. } = self.state.get_mut();
-            return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
-        }
-        let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
-        let (links, parked) = {
-            let mut state = self.state.lock();
-            (Closed::all(&mut state, &closed), std::mem::take(&mut state.parked))
-        };
-        links.finish(&self.agent);
-        for job in parked {
-            job.fail(closed.clone());
-        }
-    }
 }

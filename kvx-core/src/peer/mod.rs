@@ -2,6 +2,7 @@
 
 mod binding;
 mod links;
+mod loss;
 mod posting;
 
 use std::fmt;

@@ -1,0 +1,149 @@
+//! The end of a peer: what closes, what fails, and who answers under its name afterwards.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::links::{Job, PeerInner, Stage, State};
+use crate::agent::AgentInner;
+use crate::deadline::Reason;
+use crate::identity::{Incarnation, LinkId, RegionId};
+use crate::plan::Released;
+use crate::transport::{Link, RemoteRegion};
+use crate::{Error, Kind};
+
+impl PeerInner {
+    /// The peer is gone for good: closes all links and fails what waits.
+    pub(crate) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
+        let error = error.peer(Arc::clone(&self.identity.name));
+        let (closed, more) = {
+            let mut state = self.state.lock();
+            state.lost.get_or_insert_with(|| error.clone());
+            (Closed::all(&mut state, &error), std::mem::take(&mut state.parked))
+        };
+        self.agent.clock.interrupt(&Reason::Lost(Arc::clone(self), error.clone()));
+        closed.finish(&self.agent);
+        for job in parked.into_iter().chain(more) {
+            job.fail(error.clone());
+        }
+    }
+
+    /// After the loss of a peer, a post asks once more who answers under its name: a restarted peer is another error
+    /// than a dead one, and the user should connect again rather than wait.
+    pub(super) fn probe(self: &Arc<Self>, lost: Error) {
+        let id = self.agent.new_link(self);
+        let at = {
+            let mut state = self.state.lock();
+            if state.probe.is_some() {
+                return self.agent.forget_link(id); // another post has begun one meanwhile
+            }
+            let backend = lost.failed_backend();
+            state.probe = Some((id, None));
+            state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
+        };
+        match self.start_link(at, id) {
+            Err(_) => self.probed(id, None),
+            Ok(link) => {
+                let mut state = self.state.lock();
+                match &mut state.probe {
+                    Some((probing, kept)) if *probing == id => *kept = Some(link),
+                    _ => {
+                        drop(state);
+                        link.close(); // the answer came before the link
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn probed(self: &Arc<Self>, id: LinkId, restarted: Option<Incarnation>) {
+        let (probe, parked, error) = {
+            let mut state = self.state.lock();
+            if state.probe.as_ref().is_none_or(|(probing, _)| *probing != id) {
+                return;
+            }
+            if let Some(incarnation) = restarted {
+                state.lost = Some(self.restarted(incarnation));
+            }
+            let error = state.lost.clone();
+            (state.probe.take(), std::mem::take(&mut state.parked), error)
+        };
+        if let Some((id, link)) = probe {
+            self.agent.forget_link(id);
+            if let Some(link) = link {
+                link.close();
+            }
+        }
+        for job in parked {
+            match &error {
+                Some(error) => job.fail(error.clone()),
+                None => self.dispatch(job),
+            }
+        }
+    }
+
+    pub(super) fn restarted(&self, now: Incarnation) -> Error {
+        Error::new(
+            Kind::PeerRestarted,
+            format!(
+                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect again",
+                self.identity.incarnation
+            ),
+        )
+        .peer(Arc::clone(&self.identity.name))
+    }
+}
+
+/// What closing all links of a peer leaves to be done without its lock.
+#[derive(Default)]
+struct Closed {
+    links: Vec<(LinkId, Arc<dyn Link>)>,
+    _imports: Vec<HashMap<RegionId, Arc<dyn RemoteRegion>>>,
+    _bindings: Vec<Released>,
+}
+
+impl Closed {
+    fn all(state: &mut State, error: &Error) -> Self {
+        let mut closed = Closed::default();
+        if let Some((id, Some(link))) = state.probe.take() {
+            closed.links.push((id, link));
+        }
+        for candidate in &mut state.candidates {
+            match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
+                Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
+                    closed._bindings.extend(candidate.bindings.release(id));
+                    closed._imports.push(std::mem::take(&mut candidate.imports));
+                    closed.links.push((id, link));
+                }
+                kept @ Stage::Refused(_) => candidate.stage = kept,
+                Stage::Untried | Stage::Opening { link: None, .. } => {}
+            }
+        }
+        closed
+    }
+
+    fn finish(self, agent: &AgentInner) {
+        for (id, link) in &self.links {
+            agent.forget_link(*id);
+            link.close();
+        }
+    }
+}
+
+impl Drop for PeerInner {
+    fn drop(&mut self) {
+        if crate::fork::check().is_err() {
+            // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
+            let State { candidates, parked, probe, .. } = self.state.get_mut();
+            return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
+        }
+        let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
+        let (links, parked) = {
+            let mut state = self.state.lock();
+            (Closed::all(&mut state, &closed), std::mem::take(&mut state.parked))
+        };
+        links.finish(&self.agent);
+        for job in parked {
+            job.fail(closed.clone());
+        }
+    }
+}

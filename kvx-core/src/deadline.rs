@@ -23,7 +23,12 @@ pub struct Deadline(Option<Instant>);
 impl Deadline {
     /// What a transfer gets that does not say: 30 seconds from now.
     pub fn default_for_transfers() -> Self {
-        Duration::from_secs(30).into()
+        Deadline::default_from(Instant::now())
+    }
+
+    /// What a transfer gets that is posted at that time and does not say.
+    pub(crate) fn default_from(posted: Instant) -> Self {
+        Deadline(Some(posted + Duration::from_secs(30)))
     }
 
     /// For waits on something that is known to end.

@@ -108,6 +108,7 @@ impl Search {
             match opened {
                 Ok(library) => {
                     let handle = library.into_raw(); // nobody closes it
+                    crate::reactor::halt_before_destructors();
                     let path = loaded_path(handle).unwrap_or_else(|| candidate.into());
                     tracing::debug!(path = %path.display(), variable = self.variable, "opened a native library");
                     return Ok(Library(Arc::new(Opened { handle, path, origin, cure: self.cure.clone() })));

@@ -4,6 +4,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,10 @@ pub(crate) struct TransferState {
     peer: Arc<PeerInner>,
     posted: Instant,
     deadline: Deadline,
+    /// Set before a cancel looks for the link, and read after a start has chosen one: one of them tells it.
+    cancelled: AtomicBool,
+    /// Whether some backend has refused it.
+    refused: AtomicBool,
     state: Mutex<State>,
     finished: Condvar,
     span: tracing::Span,
@@ -63,7 +68,6 @@ struct State {
     watch: Option<Watch>,
     settled: Vec<Arc<Shot<()>>>,
     post_time: Duration,
-    cancelled: bool,
     /// Backends that had a link to the peer but could not carry this transfer, and why.
     refused: Vec<(&'static str, Error)>,
 }
@@ -89,12 +93,13 @@ enum Stage {
 
 impl TransferState {
     pub(crate) fn new(
-        id: TransferId,
         plan: Plan,
         peer: Arc<PeerInner>,
-        deadline: Deadline,
+        deadline: Option<Deadline>,
         notify: Option<Box<[u8]>>,
     ) -> Arc<Self> {
+        let id = peer.agent.new_transfer();
+        let posted = Instant::now();
         let span = tracing::debug_span!(
             "kvx_transfer",
             id = id.0,
@@ -107,8 +112,10 @@ impl TransferState {
             id,
             plan,
             peer,
-            posted: Instant::now(),
-            deadline,
+            posted,
+            deadline: deadline.unwrap_or_else(|| Deadline::default_from(posted)),
+            cancelled: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
             state: Mutex::new(State {
                 outcome: Outcome::Pending,
                 stage: Stage::Parked,
@@ -118,7 +125,6 @@ impl TransferState {
                 watch: None,
                 settled: Vec::new(),
                 post_time: Duration::ZERO,
-                cancelled: false,
                 refused: Vec::new(),
             }),
             finished: Condvar::new(),
@@ -147,7 +153,7 @@ impl TransferState {
             return;
         }
         link.post(bound, self.id, Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
-        if self.state.lock().cancelled {
+        if self.cancelled.load(Ordering::SeqCst) {
             link.cancel(self.id); // the cancel came between the choice of the link and the post
         }
     }
@@ -266,9 +272,9 @@ impl TransferState {
         if broken("free-early") {
             return Arc::clone(self).settled(Err(error));
         }
+        self.cancelled.store(true, Ordering::SeqCst);
         let link = {
-            let mut state = self.state.lock();
-            state.cancelled = true;
+            let state = self.state.lock();
             match state.stage {
                 Stage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
                 _ => None,
@@ -282,6 +288,9 @@ impl TransferState {
 
     /// Why a backend could not carry it, if it was tried.
     pub(crate) fn refusal(&self, backend: &'static str) -> Option<Error> {
+        if !self.refused.load(Ordering::SeqCst) {
+            return None;
+        }
         let state = self.state.lock();
         state.refused.iter().find(|(refused, _)| *refused == backend).map(|(_, error)| error.clone())
     }
@@ -293,15 +302,21 @@ impl TransferState {
             let mut state = self.state.lock();
             let open = matches!(state.outcome, Outcome::Pending)
                 && state.stage == Stage::InFlight
-                && !state.cancelled;
+                && !self.cancelled.load(Ordering::SeqCst);
             let Some((_, backend)) = state.on.take_if(|_| open) else {
                 return false;
             };
             state.refused.push((backend, error.clone()));
+            self.refused.store(true, Ordering::SeqCst);
             state.stage = Stage::Parked;
         }
-        self.peer.dispatch(Job::Transfer(Arc::clone(self)));
+        self.dispatch();
         true
+    }
+
+    /// Goes to the choice of a link.
+    pub(crate) fn dispatch(self: &Arc<Self>) {
+        self.peer.dispatch(Job::Transfer(Arc::clone(self)));
     }
 
     /// Whether it has ended, so that nobody need start it.
@@ -349,7 +364,8 @@ impl Settle for TransferState {
             // The deadline still holds while the notification is under way.
             let watch = if notify.is_some() { None } else { state.watch.take() };
             let waiting = std::mem::take(&mut state.settled);
-            (self.report(&state), notify, state.on.clone(), watch, waiting)
+            let on = if notify.is_some() { state.on.clone() } else { None };
+            (self.report(&state), notify, on, watch, waiting)
         };
         drop(watch);
         self.let_go();
@@ -446,7 +462,6 @@ impl Transfer {
     /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
     pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Report> {
         crate::fork::check()?;
-        let until = deadline.into();
         let link = {
             let mut state = self.0.state.lock();
             if let Some(result) = self.0.take(&mut state) {
@@ -454,6 +469,7 @@ impl Transfer {
             }
             state.on.as_ref().map(|(link, _)| Arc::clone(link))
         };
+        let until = deadline.into();
         // A blocking wake-up costs as much as moving a few blocks: lend a hand first, for about as long as a few blocks take
         // at 2 GB/s. Longer only while there is something to do: where others move the bytes, looking on slows them down.
         let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_micros(100));

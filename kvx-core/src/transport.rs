@@ -87,8 +87,9 @@ pub unsafe trait Transport: Send + Sync {
     }
 
     /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within the
-    /// `peer_timeout`, perhaps before this returns; a library that is busy on this side before it can ask the peer may take as long as
-    /// [`Fabric::sets_up_within`](crate::fabric::Fabric::sets_up_within) more. An error means that the section makes no sense, or that this peer cannot be reached at all.
+    /// `peer_timeout`, perhaps before this returns; a library that is busy before the two sides can talk may take as long as
+    /// [`Fabric::sets_up_within`](crate::fabric::Fabric::sets_up_within) more. An error means that the section makes no
+    /// sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;
 
     /// Starts a link to an agent that is not kvx, from its own metadata.

@@ -1,4 +1,8 @@
-//! Copies between processes of this host by the kernel, which are what libfabric's shared memory moves bytes with.
+//! Copies between processes of this host by the kernel, as libfabric's shared memory makes them.
+//!
+//! kvx makes them itself. The provider of 1.17 holds a lock in the target's part of shared memory while the kernel copies, and whoever
+//! else comes to it spins: a process that was killed in the middle of a copy left its target, and all of the target's other
+//! peers, spinning for ever.
 
 use std::io;
 use std::sync::atomic::AtomicU64;
@@ -6,6 +10,7 @@ use std::sync::atomic::AtomicU64;
 use kvx_core::{Error, Kind, Op, Result};
 
 use crate::error::NAME;
+use crate::ffi::Range;
 
 /// What stands where a peer looks.
 const VALUE: u64 = 0x6b76_785f_7072_6f62;
@@ -19,8 +24,9 @@ pub(crate) fn probe() -> u64 {
 /// Looks there in another process. Errors: `PeerLost` if it is gone, `Unsupported` if it may not be copied from.
 pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     let mut value = 0_u64;
+    let ours = libc::iovec { iov_base: (&raw mut value).cast(), iov_len: 8 };
     // SAFETY: the eight bytes are ours.
-    let copied = unsafe { copy_some(process, Op::Read, (&raw mut value).cast(), probe, 8) };
+    let copied = unsafe { copy_some(process, Op::Read, &[ours], &[at(probe, 8)]) };
     let refused = |why: String| {
         let cure = "check kernel.yama.ptrace_scope, and that both run as one user in one container; or use the backend SHM or TCP";
         Err(Error::new(
@@ -37,21 +43,31 @@ pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     }
 }
 
-/// Reads a piece from the memory of another process, or writes it there. Errors: `PeerLost`, or the kernel's, with a part of it
-/// copied.
+/// The most ranges that are copied at a time.
+pub(crate) const TOGETHER: usize = 64;
+
+/// Reads ranges from the memory of another process, or writes them there: at most [`TOGETHER`]. Errors: `PeerLost`, or the
+/// kernel's, with a part of them copied.
 ///
 /// # Safety
-/// `len` bytes from `local` on are the caller's to write for a read, and nobody writes to them for a write.
-pub(crate) unsafe fn copy(process: u32, op: Op, local: *mut u8, remote: u64, len: usize) -> Result<()> {
-    let mut done = 0;
-    while done < len {
-        // SAFETY: it is the rest of what the caller promises.
-        match unsafe { copy_some(process, op, local.add(done), remote + done as u64, len - done) } {
-            Ok(0) => return Err(Error::new(Kind::Native, "the kernel copies nothing").backend(NAME)),
-            Ok(count) => done += count,
+/// The local ranges are the caller's to write for a read, and nobody writes to them for a write.
+pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> {
+    let (mut ours, mut theirs) = ([at(0, 0); TOGETHER], [at(0, 0); TOGETHER]);
+    for (place, Range { local, len, remote, .. }) in ranges.iter().enumerate() {
+        ours[place] = libc::iovec { iov_base: local.cast(), iov_len: *len };
+        theirs[place] = at(remote.address, *len);
+    }
+    let (mut ours, mut theirs) = (&mut ours[..ranges.len()], &mut theirs[..ranges.len()]);
+    while !ours.is_empty() {
+        // SAFETY: they are the rest of what the caller promises.
+        match unsafe { copy_some(process, op, ours, theirs) } {
+            Ok(0) if ours.iter().any(|range| range.iov_len > 0) => {
+                return Err(Error::new(Kind::Native, "the kernel copies nothing").backend(NAME));
+            }
+            Ok(count) => (ours, theirs) = (behind(ours, count), behind(theirs, count)),
             Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => return Err(ended(process, cause)),
             Err(cause) => {
-                let why = format!("{len} bytes of process {process} could not be copied");
+                let why = format!("memory of process {process} could not be copied");
                 return Err(Error::os(why, cause).backend(NAME));
             }
         }
@@ -59,16 +75,38 @@ pub(crate) unsafe fn copy(process: u32, op: Op, local: *mut u8, remote: u64, len
     Ok(())
 }
 
+/// A range of another process.
+fn at(address: u64, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: address as *mut _, iov_len: len }
+}
+
+/// What is left of ranges of which the first `count` bytes are done.
+fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
+    let whole = ranges.iter().take_while(|range| {
+        let done = range.iov_len <= count;
+        count -= if done { range.iov_len } else { 0 };
+        done
+    });
+    let done = whole.count();
+    let left = &mut ranges[done..];
+    if let Some(first) = left.first_mut() {
+        *first =
+            libc::iovec { iov_base: first.iov_base.wrapping_byte_add(count), iov_len: first.iov_len - count };
+    }
+    left
+}
+
 /// As [`copy`], as far as the kernel comes in one call.
-unsafe fn copy_some(process: u32, op: Op, local: *mut u8, remote: u64, len: usize) -> io::Result<usize> {
-    let local = libc::iovec { iov_base: local.cast(), iov_len: len };
-    let remote = libc::iovec { iov_base: remote as *mut _, iov_len: len };
-    let process = process.cast_signed();
-    // SAFETY: here the kernel touches nothing but the local range, which is the caller's promise.
+///
+/// # Safety
+/// As [`copy`].
+unsafe fn copy_some(process: u32, op: Op, ours: &[libc::iovec], theirs: &[libc::iovec]) -> io::Result<usize> {
+    let (process, count) = (process.cast_signed(), ours.len() as libc::c_ulong);
+    // SAFETY: here the kernel touches nothing but the local ranges, which is the caller's promise.
     let copied = unsafe {
         match op {
-            Op::Read => libc::process_vm_readv(process, &local, 1, &remote, 1, 0),
-            Op::Write => libc::process_vm_writev(process, &local, 1, &remote, 1, 0),
+            Op::Read => libc::process_vm_readv(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0),
+            Op::Write => libc::process_vm_writev(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0),
         }
     };
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
@@ -82,6 +120,7 @@ fn ended(process: u32, cause: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::{Address, Remote};
 
     #[test]
     fn a_process_is_known_by_what_stands_in_it() {
@@ -96,19 +135,43 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_copied_both_ways_or_says_why_not() {
+    fn ranges_are_copied_both_ways_or_it_is_said_why_not() {
         let here = std::process::id();
         let (mut near, mut far) = ([1_u8; 100], [2_u8; 100]);
         let theirs = (&raw mut far).addr() as u64;
-        // SAFETY: the array is ours, and so long.
-        let mut copy = |op, process, remote| unsafe { copy(process, op, near.as_mut_ptr(), remote, 60) };
-        copy(Op::Read, here, theirs + 40).unwrap();
-        copy(Op::Write, here, theirs).unwrap();
-        assert_eq!(copy(Op::Read, here, 8).unwrap_err().kind(), Kind::Native);
+        let ours = near.as_mut_ptr();
+        let range = |from: usize, len, remote| Range {
+            local: ours.wrapping_add(from),
+            len,
+            descriptor: std::ptr::null_mut(),
+            remote: Remote { peer: Address::none(), address: remote, key: 0 },
+        };
+        // SAFETY: the arrays are ours, and so long.
+        let copy = |op, process, ranges: &[Range]| unsafe { copy(process, op, ranges) };
+        copy(Op::Read, here, &[range(0, 20, theirs + 40), range(20, 0, theirs), range(40, 20, theirs)])
+            .unwrap();
+        copy(Op::Write, here, &[range(20, 60, theirs)]).unwrap();
+        assert_eq!(copy(Op::Read, here, &[range(0, 9, 8)]).unwrap_err().kind(), Kind::Native);
+        // What lies before a place that is not there is copied all the same.
+        let error = copy(Op::Write, here, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
+        assert_eq!(error.kind(), Kind::Native);
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        assert_eq!(copy(Op::Write, child.id(), theirs).unwrap_err().kind(), Kind::PeerLost);
-        assert!(near[..60] == [2; 60] && near[60..] == [1; 40]);
-        assert_eq!(far, [2; 100]);
+        assert_eq!(copy(Op::Write, child.id(), &[range(0, 9, theirs)]).unwrap_err().kind(), Kind::PeerLost);
+        let wanted = |from: usize, to: usize, of: u8| near[from..to].iter().all(|byte| *byte == of);
+        assert!(wanted(0, 20, 2) && wanted(20, 40, 1) && wanted(40, 60, 2) && wanted(60, 100, 1));
+        assert_eq!(far[..60], near[20..80]);
+        assert!(far[60..99].iter().all(|byte| *byte == 2) && far[99] == 2);
+    }
+
+    #[test]
+    fn a_copy_goes_on_where_the_kernel_stopped() {
+        let lens = |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len).collect::<Vec<_>>();
+        let mut ranges = [at(100, 4), at(200, 0), at(300, 6)];
+        assert_eq!(lens(behind(&mut ranges.clone(), 0)), [4, 0, 6]);
+        assert_eq!(lens(behind(&mut ranges.clone(), 4)), [6]);
+        assert_eq!(lens(behind(&mut ranges.clone(), 10)), [0; 0]);
+        let left = behind(&mut ranges, 7);
+        assert_eq!((left[0].iov_base.addr(), lens(left)), (303, vec![3]));
     }
 }

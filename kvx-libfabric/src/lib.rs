@@ -7,6 +7,7 @@ mod error;
 mod ffi;
 mod host;
 mod knock;
+mod leftovers;
 mod link;
 mod memory;
 mod neighbours;

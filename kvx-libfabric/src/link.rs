@@ -26,8 +26,6 @@ pub(crate) struct Peer {
     pub(crate) answers: bool,
     /// It takes none at the moment.
     pub(crate) knock: Option<Knock>,
-    /// Pieces since it was woken.
-    pub(crate) notes: usize,
     /// Dropped when no table has it any more.
     _neighbour: Option<Neighbour>,
     /// Messages to it that the provider has.
@@ -74,7 +72,6 @@ impl Peers {
                     links: Vec::new(),
                     answers: false,
                     knock: None,
-                    notes: 0,
                     _neighbour: neighbour,
                     unsent: 0,
                 });

@@ -13,6 +13,7 @@ use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::*;
 use crate::ffi::{Described, Domain, Endpoint, Errno, Library, Registration, Version};
+use crate::providers::is_shared_memory;
 use crate::sealed;
 use crate::topology::{self, Place, Topology};
 
@@ -188,7 +189,9 @@ unsafe impl Registrar<Local> for Registrations {
                     .enable(&registration)
                     .map_err(|errno| error::native("the provider does not enable this memory", errno))?;
             }
-            let base = if info.wants(FI_MR_VIRT_ADDR) { memory.address() } else { 0 };
+            // Over shared memory we copy to and from addresses, whatever the provider would want.
+            let by_address = info.wants(FI_MR_VIRT_ADDR) || is_shared_memory(&info.provider());
+            let base = if by_address { memory.address() } else { 0 };
             keys.push(Key { rail, base, key: registration.key() });
             rails.push((rail, Descriptor(registration.descriptor())));
             registrations.push(registration);

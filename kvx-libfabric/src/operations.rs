@@ -30,10 +30,9 @@ unsafe impl Sync for Context {}
 /// The operations of one endpoint, which keeps their contexts.
 pub(crate) struct Operations {
     contexts: Arc<[Context]>,
-    /// By the place of the context; with the number of its post.
-    posted: Box<[Option<(u64, Operation)>]>,
+    /// By the place of the context.
+    posted: Box<[Option<Operation>]>,
     free: Vec<usize>,
-    posts: u64,
 }
 
 impl Operations {
@@ -43,7 +42,6 @@ impl Operations {
             contexts: (0..most).map(|_| Context(UnsafeCell::new([0; 64]))).collect(),
             posted: vec![None; most].into(),
             free: (0..most).rev().collect(),
-            posts: 0,
         }
     }
 
@@ -56,8 +54,7 @@ impl Operations {
     #[inline]
     pub(crate) fn add(&mut self, operation: Operation) -> Option<*mut c_void> {
         let at = self.free.pop()?;
-        self.posts += 1;
-        self.posted[at] = Some((self.posts, operation));
+        self.posted[at] = Some(operation);
         Some(self.contexts[at].0.get().cast())
     }
 
@@ -69,22 +66,7 @@ impl Operations {
         if offset % size_of::<Context>() != 0 {
             return None;
         }
-        let (_, operation) = self.posted.get_mut(at)?.take()?;
-        self.free.push(at);
-        Some(operation)
-    }
-
-    /// Takes the piece that was posted first: the one that has failed when the provider has lost what it was posted with,
-    /// and ends pieces in their order.
-    pub(crate) fn take_oldest_piece(&mut self) -> Option<Operation> {
-        let piece = |entry: &Option<(u64, Operation)>| match entry {
-            Some((post, Operation::Pieces { .. })) => Some(*post),
-            _ => None,
-        };
-        let at = (0..self.posted.len())
-            .filter(|at| piece(&self.posted[*at]).is_some())
-            .min_by_key(|at| piece(&self.posted[*at]))?;
-        let (_, operation) = self.posted[at].take()?;
+        let operation = self.posted.get_mut(at)?.take()?;
         self.free.push(at);
         Some(operation)
     }
@@ -111,18 +93,5 @@ mod tests {
         assert_eq!(operations.take(contexts[2].wrapping_byte_add(64)), None);
         assert_eq!(operations.take(std::ptr::null_mut()), None);
         assert!(operations.add(piece(4)).is_some());
-    }
-
-    #[test]
-    fn the_oldest_piece_is_found_whatever_else_is_posted_and_wherever_it_lies() {
-        let mut operations = Operations::new(4);
-        let first = operations.add(piece(0)).unwrap();
-        operations.add(Operation::Receive { buffer: 0 }).unwrap();
-        operations.add(piece(1)).unwrap();
-        operations.take(first).unwrap();
-        operations.add(piece(2)).unwrap(); // in the place of the first
-        assert_eq!(operations.take_oldest_piece(), Some(piece(1)));
-        assert_eq!(operations.take_oldest_piece(), Some(piece(2)));
-        assert_eq!(operations.take_oldest_piece(), None, "a receive is no piece");
     }
 }

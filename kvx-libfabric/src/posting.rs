@@ -114,29 +114,23 @@ impl Driver {
         gone.map(|gone| (count > 0).then_some((gone, count, bytes)))
     }
 
-    /// Posts pieces. Over shared memory a post copies before it returns and leaves a note in the peer's queue; a queue that is
-    /// full, since the peer is stopped or busy, keeps no bytes from moving: they are copied without a note, which nobody needs.
+    /// Posts pieces; over shared memory copies them instead, see [`host`].
     ///
     /// # Safety
     /// As [`Rail::post`].
+    ///
+    /// [`Rail::post`]: crate::rail::Rail::post
     #[inline]
     unsafe fn post(&mut self, post: Post, rail: usize, pieces: &[Range]) -> Result<Gone> {
-        // SAFETY: the caller's promise.
+        if let Some(host) = self.peers.peer(post.peer).and_then(|peer| peer.address.host.as_ref()) {
+            // SAFETY: the caller's promise.
+            return unsafe { host::copy(host.process, post.op, pieces) }.map(|()| Gone::Copied);
+        }
+        // SAFETY: as above.
         match unsafe { self.rails[rail].post(post, pieces) } {
-            Ok(Posted::Yes) => return Ok(Gone::Posted),
-            Ok(Posted::Full) if self.copies => {}
-            Ok(Posted::Later | Posted::Full) => return Ok(Gone::Not),
-            Err(errno) => {
-                return Err(error::native("libfabric could not post a piece of the transfer", errno));
-            }
+            Ok(Posted::Yes) => Ok(Gone::Posted),
+            Ok(Posted::Later) => Ok(Gone::Not),
+            Err(errno) => Err(error::native("libfabric could not post a piece of the transfer", errno)),
         }
-        let Some(host) = self.peers.peer(post.peer).and_then(|peer| peer.address.host.as_ref()) else {
-            return Ok(Gone::Not);
-        };
-        for Range { local, len, remote, .. } in pieces {
-            // SAFETY: the caller's promise; it was not posted.
-            unsafe { host::copy(host.process, post.op, *local, remote.address, *len) }?;
-        }
-        Ok(Gone::Copied)
     }
 }

@@ -12,7 +12,6 @@ use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 use crate::address::Address;
 use crate::bell::Bell;
 use crate::error::{self, gone};
-use crate::ffi::bindings_1_17::FI_MR_VIRT_ADDR;
 use crate::ffi::{Failed, Waits};
 use crate::host;
 use crate::knock::Knock;
@@ -27,8 +26,6 @@ use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
 const UNSENT: usize = 16;
 /// How often in a turn a rail is read while it has something to tell.
 const READS: usize = 8;
-/// After so many pieces a peer over shared memory is woken, to take the notes of them off its queue of 1024.
-const NOTES: usize = 256;
 /// The longest sleep while something is awaited, although descriptors wake.
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
@@ -39,6 +36,9 @@ const PATIENCE: Duration = Duration::from_micros(50);
 const PATIENCE_WITH_BELL: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names, in several
+/// turns of both ends, each of which may have to wait for a core.
+const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
 
@@ -64,8 +64,6 @@ pub(crate) struct Driver {
     pause: Duration,
     /// The provider has served a peer, of which it reports nothing.
     serves: bool,
-    /// What finds no room at a peer can be copied without the provider.
-    pub(crate) copies: bool,
     /// How many pieces may be posted together.
     pub(crate) together: usize,
     /// Room for them.
@@ -94,9 +92,10 @@ impl Driver {
             _ => None,
         };
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
-        let by_address = |rail: &Rail| rail.endpoint().domain().info().wants(FI_MR_VIRT_ADDR);
-        let copies = bell.is_some() && rails.iter().all(by_address);
-        let together = rails.iter().map(Rail::together).min().unwrap_or(1);
+        let together = match &bell {
+            Some(_) => host::TOGETHER,
+            None => rails.iter().map(Rail::together).min().unwrap_or(1),
+        };
         Driver {
             rails,
             turn: providers::turn(&ours.provider),
@@ -110,7 +109,6 @@ impl Driver {
             retry: None,
             pause: RETRIES.0,
             serves: false,
-            copies,
             together,
             bundle: Bundle::default(),
             registrations,
@@ -182,9 +180,7 @@ impl Driver {
 
     /// Wakes a peer that has nothing else to sleep on.
     fn ring(&mut self, at: usize) -> Result<()> {
-        let Some(peer) = self.peers.peer(at) else { return Ok(()) };
-        peer.notes = 0;
-        match (&self.bell, &peer.bell) {
+        match (&self.bell, self.peers.peer(at).and_then(|peer| peer.bell.as_ref())) {
             (Some(bell), Some(there)) => bell.ring(there),
             _ => Ok(()),
         }
@@ -277,9 +273,17 @@ unsafe impl Fabric for Driver {
         self.peers.connect(endpoint, address, &self.rails)
     }
 
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
+    }
+
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
         let Some(at) = self.peers.of(endpoint) else { return Err(gone()) };
         let Some(rail) = self.rails.first() else { return Err(gone()) };
+        if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
+            // A process that was killed may have left a lock behind on which this would spin.
+            host::check(host.process, host.probe).map_err(|why| why.kind_is(Kind::PeerLost))?;
+        }
         let to = self.peers.lead(at, 0, 0, rail)?;
         if self.peers.peer(at).is_some_and(|peer| peer.unsent >= UNSENT) {
             return Ok(Sent::Later);
@@ -324,33 +328,29 @@ unsafe impl Fabric for Driver {
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
         let Some(at) = self.peers.of(job.endpoint()) else { return Err(gone()) };
-        let (mut bytes, mut gone, mut copied, mut full, mut result) = (0, 0, 0, false, Ok(()));
+        let (mut bytes, mut gone, mut posted, mut result) = (0, 0, 0, Ok(()));
         while bytes < SLICE && gone < self.turn {
             match self.post_some(at, job, SLICE - bytes) {
                 Ok(Some((Gone::Not, ..))) => {
-                    full = self.try_again(job.endpoint());
+                    self.try_again(job.endpoint());
                     break;
                 }
                 Ok(Some((how, count, len))) => {
-                    copied += if matches!(how, Gone::Copied) { count } else { 0 };
+                    posted += if matches!(how, Gone::Posted) { count } else { 0 };
                     gone += count;
                     bytes += len;
                 }
                 Ok(None) => break,
                 Err(why) => {
+                    if why.kind() == Kind::PeerLost {
+                        self.broken.extend(broken_links(&mut self.peers, at, &why));
+                    }
                     result = Err(why);
                     break;
                 }
             }
         }
-        job.posted(gone - copied);
-        let notes = self.peers.peer(at).map_or(0, |peer| {
-            peer.notes += (gone - copied) as usize;
-            peer.notes
-        });
-        if full || copied > 0 || notes >= NOTES {
-            self.ring(at)?;
-        }
+        job.posted(posted);
         result.map(|()| bytes)
     }
 

@@ -53,8 +53,7 @@ const KNOWN: &[Known] = &[
         target_cpu: true,
         settles: false,
     },
-    // A post copies out of, or into, the other process before it returns. The target takes a note of each piece off a queue:
-    // while that is full we copy without one.
+    // We copy out of, or into, the other process, before a post returns.
     Known {
         name: SHARED,
         rdma: false,
@@ -175,8 +174,8 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
     Err(Error::new(Kind::Unavailable, why).backend(NAME))
 }
 
-/// Shared memory is used by copies from process to process alone: otherwise the provider reports writes before their bytes
-/// can be seen. Errors: `Unavailable`.
+/// Over shared memory bytes are moved by copies from process to process alone. Errors: `Unavailable`, where somebody does not want
+/// them.
 fn check_copies() -> Result<()> {
     const VARIABLE: &str = "FI_SHM_DISABLE_CMA";
     let value = std::env::var(VARIABLE).unwrap_or_default().to_ascii_lowercase();
@@ -184,7 +183,7 @@ fn check_copies() -> Result<()> {
         return Ok(());
     }
     let why = format!(
-        "without copies from process to process ({VARIABLE}={value}) shm reports writes before their bytes can be seen: unset it, or use the backend SHM"
+        "kvx moves bytes over shm by copies from process to process, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
     );
     Err(Error::new(Kind::Unavailable, why).backend(NAME))
 }

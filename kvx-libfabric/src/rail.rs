@@ -13,7 +13,6 @@ use crate::ffi::{
     Address, Completion, Described, Domain, Endpoint, Errno, Failed, MAX_RANGES, Range, Read, Registration,
 };
 use crate::operations::{Operation, Operations};
-use crate::providers::is_shared_memory;
 
 /// The longest message: shared memory takes no longer one without the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
@@ -27,10 +26,8 @@ const WINDOW: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Posted {
     Yes,
-    /// Too much is in flight here.
+    /// Too much is in flight, the peer has no room now, or there is no connection yet.
     Later,
-    /// The peer has no room now, or there is no connection yet.
-    Full,
 }
 
 /// Whose pieces are posted, and what they do.
@@ -127,9 +124,7 @@ impl Rail {
 
     /// How many pieces may be posted together.
     pub(crate) fn together(&self) -> usize {
-        let info = self.endpoint().domain().info();
-        // Over shared memory only a post of one piece copies before it returns.
-        if is_shared_memory(&info.provider()) { 1 } else { info.ranges().min(MAX_RANGES).min(self.window) }
+        self.endpoint().domain().info().ranges().min(MAX_RANGES).min(self.window)
     }
 
     /// Posts pieces that go the same way as one operation: at least one, and at most [`together`](Rail::together).
@@ -166,7 +161,7 @@ impl Rail {
             }
             Err(errno) => {
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Full) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
             }
         }
     }
@@ -191,7 +186,7 @@ impl Rail {
             Err(errno) => {
                 mail.free.push(buffer);
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Full) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
             }
         }
     }
@@ -210,12 +205,7 @@ impl Rail {
             }
         })?;
         if let Read::Failed(failed) = read {
-            // shm of 1.17 tells of a copy that failed without saying which; it ends pieces in the order of their posts.
-            let operation = match failed.context.is_null() {
-                true => self.operations.take_oldest_piece(),
-                false => self.operations.take(failed.context),
-            };
-            match operation {
+            match self.operations.take(failed.context) {
                 Some(operation) => {
                     let told = ended(operation, 0, Some(failed), &mut self.mail, &mut self.pieces);
                     told.into_iter().for_each(&mut tell);

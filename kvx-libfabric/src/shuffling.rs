@@ -57,7 +57,7 @@ impl Shuffling {
             // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is reported.
             match unsafe { self.inner.rail(rail).post(post, &[range]) } {
                 Ok(Posted::Yes) => {}
-                Ok(Posted::Later | Posted::Full) => held.push((rail, post, range)),
+                Ok(Posted::Later) => held.push((rail, post, range)),
                 Err(errno) => {
                     let result = Err(crate::error::native("a piece", errno));
                     self.late.push(Happened::Moved { job: post.job, pieces: 1, result });

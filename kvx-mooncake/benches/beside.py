@@ -21,19 +21,25 @@ def engine():
     return engine
 
 
-def registered(engine, size, value):
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+HUGE = 2 << 20
+
+
+def registered(engine, size, value, foreign):
+    # On pages as kvx's: its pools are shared memory, what a program brings along is private; huge, if the kernel has them.
+    kind = mmap.MAP_PRIVATE if foreign else mmap.MAP_SHARED
+    memory = mmap.mmap(-1, size + HUGE, flags=kind | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    address = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE) * HUGE
     ctypes.memset(address, value, size)
     if engine.register_memory(address, size) != 0:
         raise SystemExit("the engine does not register memory")
     return memory, address
 
 
-def target(pipe, size):
+def target(pipe, size, foreign):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     there = engine()
-    memory, address = registered(there, size, 2)
+    memory, address = registered(there, size, 2, foreign)
     pipe.send((f"127.0.0.1:{there.get_rpc_port()}", address))
     pipe.recv()
     os._exit(0)
@@ -55,13 +61,13 @@ class Point:
 
     def __init__(self, shape):
         block, count, lists, seed = (int(shape[key]) for key in ("block", "count", "lists", "seed"))
-        size = block * count * lists
+        size, foreign = block * count * lists, shape["memory"] == "foreign"
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, size), daemon=True)
+        self.process = context.Process(target=target, args=(theirs, size, foreign), daemon=True)
         self.process.start()
         self.engine = engine()
-        self.memory, here = registered(self.engine, size, 1)
+        self.memory, here = registered(self.engine, size, 1, foreign)
         self.peer, there = self.pipe.recv()
         order = shuffled if shape["pattern"] == "scattered" else lambda count, seed: range(count)
         source, destination = order(count * lists, seed), order(count * lists, seed + 1)

@@ -18,4 +18,9 @@ pub use transport::Mooncake;
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings::*;
+
+    /// What only the adapter over a wheel has.
+    pub mod adapter {
+        pub use crate::ffi::adapter_bindings::*;
+    }
 }

@@ -42,6 +42,9 @@ const PART: u32 = 20;
 const LONGEST: Duration = Duration::from_millis(20);
 /// The longest frame of a link.
 const MAX_FRAME: usize = 48 << 10;
+/// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each starts
+/// a courier for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
+const SETS_UP: Duration = Duration::from_secs(5);
 
 pub(crate) struct Mooncake {
     /// Until the end.
@@ -237,6 +240,10 @@ unsafe impl Fabric for Mooncake {
 
     fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
         self.add(endpoint, blob.trim_ascii(), true)
+    }
+
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
     }
 
     /// Regions added later: over RDMA their keys are part of what the peer said when its segment was opened.

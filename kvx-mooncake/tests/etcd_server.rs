@@ -26,10 +26,24 @@ struct Etcd {
 impl Etcd {
     /// `None` where it is not installed.
     fn start() -> Option<Etcd> {
-        let folder = std::env::temp_dir().join(format!("kvx-etcd-{}", std::process::id()));
+        let until = Instant::now() + CUT_OFF / 2;
+        let mut etcd = Etcd::try_to_start()?;
+        while !etcd.is_healthy().unwrap_or(false) {
+            assert!(Instant::now() < until, "etcd does not answer");
+            std::thread::sleep(Duration::from_millis(10));
+            if etcd.process.try_wait().unwrap().is_some() {
+                etcd = Etcd::try_to_start()?; // the port was free, and another program has taken it since
+            }
+        }
+        Some(etcd)
+    }
+
+    fn try_to_start() -> Option<Etcd> {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = free.local_addr().unwrap().to_string();
+        let address = free.local_addr().unwrap();
         drop(free);
+        let folder = std::env::temp_dir().join(format!("kvx-etcd-{}-{}", std::process::id(), address.port()));
+        let address = address.to_string();
         let url = format!("http://{address}");
         let process = Command::new("etcd")
             .arg("--data-dir")
@@ -39,17 +53,10 @@ impl Etcd {
             .stdin(Stdio::null())
             .stderr(Stdio::null())
             .spawn();
-        let process = match process {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
-            process => process.unwrap(),
-        };
-        let etcd = Etcd { process, folder, address };
-        let until = Instant::now() + CUT_OFF / 2;
-        while !etcd.is_healthy().unwrap_or(false) {
-            assert!(Instant::now() < until, "etcd does not answer");
-            std::thread::sleep(Duration::from_millis(10));
+        match process {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            process => Some(Etcd { process: process.unwrap(), folder, address }),
         }
-        Some(etcd)
     }
 
     fn ask(&self, request: &str) -> std::io::Result<String> {

@@ -262,9 +262,9 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
 fn a_stopped_python_keeps_no_other_waiting() {
     let Some(adapter) = adapter_or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
     let pair = pair("diplomat", &adapter, LEN);
+    let mut other = Python::start(&adapter, LEN);
     pair.python.stop();
     let held_up = pair.peer.notify(b"are you there?", CUT_OFF);
-    let mut other = Python::start(&adapter, LEN);
     let peer = pair.agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     peer.notify(b"and you?", CUT_OFF).wait(CUT_OFF).unwrap();

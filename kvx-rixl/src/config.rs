@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `plugin` | the first of `UCX`, `LIBFABRIC` in `backends`, else `UCX` | NIXL's plugin that moves the bytes |
 //! | `params` | the plugin's own | an object of strings, passed to the plugin: `{"engine_config": "TLS=tcp"}` |
-//! | `progress_thread` | true | whether NIXL gets a thread of its own, which sleeps until something comes |
+//! | `progress_thread` | false with `UCX`, else true | whether NIXL gets a thread of its own, which sleeps until something comes |
 //! | `any_version` | false | use a wheel of a version that this release does not know |
 
 use kvx_core::{Error, Kind, Options, Result};
@@ -12,6 +12,9 @@ use kvx_core::{Error, Kind, Options, Result};
 const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread"];
 /// Backends of kvx that are plugins of NIXL as well, and NIXL's own name.
 pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
+/// The plugin that needs no thread of NIXL's: the sockets that it has wake kvx's own. NIXL's would read what has come before
+/// kvx sees why it was woken; others, such as `LIBFABRIC`, move nothing without it.
+const WITHOUT_THREAD: &str = "UCX";
 /// Those that are plugins.
 const PLUGINS: &[&str] = &["UCX", "LIBFABRIC"];
 
@@ -44,10 +47,11 @@ impl Config {
                 ),
             ));
         }
+        let progress_thread = table.flag("progress_thread")?.unwrap_or(plugin != WITHOUT_THREAD);
         Ok(Config {
             plugin,
             params: table.pairs("params")?.unwrap_or_default(),
-            progress_thread: table.flag("progress_thread")?.unwrap_or(true),
+            progress_thread,
             any_version: table.flag("any_version")?.unwrap_or(false),
         })
     }
@@ -73,12 +77,19 @@ mod tests {
     }
 
     #[test]
+    fn ucx_needs_no_thread_of_nixls() {
+        let has = |text| read(text).unwrap().progress_thread;
+        assert!(!has("{}") && has(r#"{"rixl": {"plugin": "LIBFABRIC"}}"#));
+        assert!(has(r#"{"rixl": {"progress_thread": true}}"#));
+    }
+
+    #[test]
     fn parameters_are_pairs_of_strings() {
         let config =
             read(r#"{"rixl": {"params": {"engine_config": "TLS=tcp", "num_workers": "2"}}}"#).unwrap();
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         assert_eq!(config.params, [pair("engine_config", "TLS=tcp"), pair("num_workers", "2")]);
-        assert!(config.progress_thread && !config.any_version);
+        assert!(!config.any_version);
         assert!(
             read(r#"{"rixl": {"params": {"num_workers": 2}}}"#).unwrap_err().sentence().contains("params")
         );

@@ -26,7 +26,8 @@ const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 const SLICE_BYTES: u64 = 1 << 20;
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
-/// How long loading a peer's address may take: a third of a second, where nobody else wants the core.
+/// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
+/// each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
@@ -94,6 +95,8 @@ pub(crate) struct Nixl {
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
+    /// Somebody else was at NIXL at the last look.
+    barred: bool,
     pace: Pace,
     wakes: Wakes,
     fds: [RawFd; 1],
@@ -140,6 +143,7 @@ impl Nixl {
             trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
+            barred: false,
             capabilities,
             description,
         })
@@ -353,9 +357,13 @@ unsafe impl Fabric for Nixl {
     }
 
     fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+        // Asked first: once the plugin has read what came, nothing tells any more that it has woken.
+        let woken = self.pace.is_asleep() && self.wakes.take();
         self.peers.take_loaded(happened);
         let turnstile = Arc::clone(&self.turnstile);
-        if let Some(mut passed) = turnstile.try_pass() {
+        let passed = turnstile.try_pass();
+        self.barred = passed.is_none();
+        if let Some(mut passed) = passed {
             if let Some(endpoint) = self.turned_away.take() {
                 happened.push(Happened::Ready(endpoint)); // so that core tries again what found the way barred
             }
@@ -375,20 +383,17 @@ unsafe impl Fabric for Nixl {
             }
         }
         happened.extend(self.news.drain(..));
-        if !happened.is_empty() {
-            self.pace.note();
-        }
+        self.pace.looked(woken, !happened.is_empty());
         happened.len()
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if self.wakes.take() {
-            self.pace.note();
-            return Ok(Armed::Again);
-        }
         if !self.news.is_empty() {
             return Ok(Armed::Again);
         }
+        self.pace.slept();
+        // Who is at NIXL may have read what has woken this thread, and tells nobody.
+        let waiting = waiting || self.barred;
         Ok(Armed::Sleep(Some(self.pace.sleep(!self.flights.is_empty(), waiting))))
     }
 

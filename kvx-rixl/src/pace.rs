@@ -18,39 +18,56 @@ struct Longest {
     alone: Duration,
 }
 
-/// The plugin wakes; the clock is for wakes that are lost. Where NIXL's own thread takes the message first, nothing is
-/// there any more when the kernel looks whether this one is to be woken.
+/// The plugin wakes; the clock is for wakes that are lost.
 const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(50) };
-/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 70 microseconds of a
+/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 20 microseconds of a
 /// core.
 const BY_THE_CLOCK: Longest =
-    Longest { waiting: Duration::from_micros(250), alone: Duration::from_millis(20) };
+    Longest { waiting: Duration::from_micros(250), alone: Duration::from_micros(2_600) };
 
-/// When something came last.
+/// When something came last, and whether a sleeper was woken for it.
 pub(crate) struct Pace {
     heard: Instant,
-    longest: &'static Longest,
+    /// Since [`slept`](Pace::slept).
+    asleep: bool,
+    /// The plugin has descriptors, and what came after the last sleep had woken the sleeper.
+    wakes: bool,
 }
 
 impl Pace {
-    /// `woken`: the plugin wakes.
-    pub(crate) fn new(woken: bool) -> Self {
-        let longest = if woken { &WOKEN } else { &BY_THE_CLOCK };
-        Pace { heard: Instant::now(), longest }
+    /// `wakes`: the plugin has descriptors that may wake.
+    pub(crate) fn new(wakes: bool) -> Self {
+        Pace { heard: Instant::now(), asleep: false, wakes }
     }
 
-    /// Something has come, or the plugin has woken the reactor: NIXL's own thread is often first then, and the message can
-    /// be had only a moment later.
-    pub(crate) fn note(&mut self) {
-        self.heard = Instant::now();
+    /// A sleep follows.
+    pub(crate) fn slept(&mut self) {
+        self.asleep = true;
+    }
+
+    /// Whether nobody has looked since the last sleep.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.asleep
+    }
+
+    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `came`: something has come.
+    pub(crate) fn looked(&mut self, woken: bool, came: bool) {
+        let slept = std::mem::take(&mut self.asleep);
+        if came && slept {
+            self.wakes = woken;
+        }
+        if came || woken {
+            self.heard = Instant::now(); // what has woken may be had only a moment later
+        }
     }
 
     /// How long to sleep.
     pub(crate) fn sleep(&self, in_flight: bool, waiting: bool) -> Duration {
+        let longest = if self.wakes { &WOKEN } else { &BY_THE_CLOCK };
         let longest = match () {
             () if in_flight => IN_FLIGHT,
-            () if waiting => self.longest.waiting,
-            () => self.longest.alone,
+            () if waiting => longest.waiting,
+            () => longest.alone,
         };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
@@ -65,19 +82,38 @@ impl Pace {
 mod tests {
     use super::*;
 
-    fn quiet_for(time: Duration, woken: bool) -> Pace {
+    fn quiet_for(time: Duration, wakes: bool) -> Pace {
         let heard = Instant::now().checked_sub(time).expect("the machine has run for longer");
-        Pace { heard, ..Pace::new(woken) }
+        Pace { heard, ..Pace::new(wakes) }
     }
+
+    const LONG: Duration = Duration::from_secs(60);
 
     #[test]
     fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
-        let long = Duration::from_secs(60);
         assert_eq!(Pace::new(true).sleep(false, false), SHORTEST);
         assert!(quiet_for(Duration::from_millis(8), true).sleep(false, false) >= Duration::from_millis(2));
-        assert_eq!(quiet_for(long, true).sleep(false, false), WOKEN.alone);
-        assert_eq!(quiet_for(long, false).sleep(false, false), BY_THE_CLOCK.alone);
-        assert_eq!(quiet_for(long, true).sleep(false, true), WOKEN.waiting);
-        assert_eq!(quiet_for(long, true).sleep(true, true), IN_FLIGHT);
+        assert_eq!(quiet_for(LONG, true).sleep(false, false), WOKEN.alone);
+        assert_eq!(quiet_for(LONG, false).sleep(false, false), BY_THE_CLOCK.alone);
+        assert_eq!(quiet_for(LONG, true).sleep(false, true), WOKEN.waiting);
+        assert_eq!(quiet_for(LONG, true).sleep(true, true), IN_FLIGHT);
+    }
+
+    #[test]
+    fn a_plugin_that_does_not_wake_is_asked_by_the_clock_until_it_does() {
+        let longest = |pace: &Pace| quiet_for(LONG, pace.wakes).sleep(false, false);
+        let mut pace = Pace::new(true);
+        // What comes while nobody sleeps says nothing.
+        pace.looked(false, true);
+        assert_eq!(longest(&pace), WOKEN.alone);
+        pace.slept();
+        pace.looked(false, false);
+        assert_eq!(longest(&pace), WOKEN.alone);
+        pace.slept();
+        pace.looked(false, true);
+        assert_eq!(longest(&pace), BY_THE_CLOCK.alone);
+        pace.slept();
+        pace.looked(true, true);
+        assert_eq!(longest(&pace), WOKEN.alone);
     }
 }

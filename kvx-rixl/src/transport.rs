@@ -116,9 +116,7 @@ impl Factory for Rixl {
         let turnstile = Turnstile::new(agent);
         let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
         let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&turnstile))?;
-        // Without NIXL's thread, nobody reads them.
-        let watchers = if config.progress_thread { &watchers[..] } else { &[] };
-        let wakes = Wakes::new(loads.fd(), watchers).map_err(|why| why.backend(NAME))?;
+        let wakes = Wakes::new(loads.fd(), &watchers).map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
         let fabric = Nixl::new(turnstile, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;

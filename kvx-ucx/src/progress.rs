@@ -32,6 +32,9 @@ const UNSENT: usize = 256;
 const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
 /// Some descriptors of UCX fail to wake: the longest sleep while something is awaited.
 const SAFETY: Duration = Duration::from_millis(20);
+/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile, which costs UCX some 20 ms
+/// of a core: where others want that core as well, a multiple of it passes before the peer has anything to answer.
+const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent, and then for operations that were broken off.
 const FAREWELL: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 
@@ -205,6 +208,10 @@ unsafe impl Fabric for Driver {
         let address = Address::decode(address)?;
         // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the worker.
         unsafe { self.peers.connect(endpoint, address, worker, &self.inbox) }
+    }
+
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {

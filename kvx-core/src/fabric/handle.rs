@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread::ThreadId;
 
 use crate::reactor::{Reactor, SLICE};
 use crate::sync::Mutex;
@@ -16,7 +15,7 @@ use crate::{
     Ticket, TransferId,
 };
 
-use super::lanes::{self, Stripe};
+use super::lanes::{self, Stripe, Thread};
 use super::machine::{Command, Machine};
 use super::regions::{Regions, Registered};
 use super::{Fabric, Lane, Parts, Registrar};
@@ -322,7 +321,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         }
         let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
-            let here: Option<ThreadId> = Some(std::thread::current().id());
+            let here = Some(Thread::this());
             lane.submit_here(Command::Post { link, plan, stripe, id, done, here });
         } else {
             lane.submit(Command::Post { link, plan, stripe, id, done, here: None });

@@ -71,7 +71,6 @@ impl<F: Fabric> Machine<F> {
                 self.links.insert(link.id, number);
                 let mut session = Session::new(number, Some(Arc::clone(&link)), link.peer.clone(), until);
                 session.foreign = foreign;
-                session.greets_until = Some(until);
                 self.sessions.insert(number, session);
                 if let Some(address) = ours {
                     let (from, to, process) = (self.me.clone(), link.peer.clone(), self.process);
@@ -305,17 +304,13 @@ impl<F: Fabric> Machine<F> {
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// An endpoint can be used, or nearly: from now on it is the peer's turn.
+    /// A foreign endpoint can be used.
     pub(super) fn ready(&mut self, endpoint: EndpointId, out: &mut Outbox) {
-        let patience = self.patience();
-        let Some(session) = self.sessions.get_mut(&endpoint.0) else { return };
-        if session.foreign && matches!(session.phase, Phase::Greeting(_)) {
-            return self.come_up(endpoint.0, out);
-        }
-        if let Phase::Greeting(until) = session.phase {
-            let until = (Instant::now() + patience).min(session.greets_until.unwrap_or(until));
-            session.phase = Phase::Greeting(until);
-            self.look_by(until);
+        if let Some(session) = self.sessions.get(&endpoint.0)
+            && session.foreign
+            && matches!(session.phase, Phase::Greeting(_))
+        {
+            self.come_up(endpoint.0, out);
         }
     }
 

@@ -19,7 +19,7 @@ use crate::{
 
 /// A library that sends nothing and remembers what it was given.
 #[derive(Default)]
-struct Quiet {
+pub(super) struct Quiet {
     sent: Vec<Vec<u8>>,
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
@@ -86,7 +86,7 @@ impl Events for Nobody {
     fn link(&self, _: LinkId, _: LinkState) {}
 }
 
-fn identity(name: &str) -> Identity {
+pub(super) fn identity(name: &str) -> Identity {
     Identity { name: name.into(), incarnation: Incarnation([3; 16]) }
 }
 

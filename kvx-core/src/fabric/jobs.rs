@@ -80,13 +80,13 @@ impl<F: Fabric> Job<'_, F> {
     /// What the library made of a local region, by its position in the plan.
     #[inline]
     pub fn local(&self, region: u32) -> &F::Local {
-        &self.running.locals[region as usize].local
+        &self.running.locals[region as usize].0.local
     }
 
     /// The address of a piece in this process, or in the device's memory.
     #[inline]
     pub fn local_address(&self, piece: &Segment) -> u64 {
-        self.running.addresses[piece.local_region as usize] + piece.local_offset
+        self.running.locals[piece.local_region as usize].1 + piece.local_offset
     }
 
     /// What the endpoint made of a remote region, by its position in the plan.
@@ -127,8 +127,8 @@ pub(super) struct Running<F: Fabric> {
     /// Segments to be passed over before the next one.
     skip: usize,
     put_back: Vec<Segment>,
-    locals: Vec<Arc<Registered<F::Local>>>,
-    addresses: Vec<u64>,
+    /// With their addresses.
+    locals: Vec<(Arc<Registered<F::Local>>, u64)>,
     remotes: Vec<Arc<F::Remote>>,
     state: F::State,
     left: u64,
@@ -153,14 +153,13 @@ impl<F: Fabric> Running<F> {
         for local in plan.locals() {
             let any: &dyn Any = &*local.region;
             match any.downcast_ref::<FabricRegion<F>>() {
-                Some(region) => locals.push(Arc::clone(&region.registered)),
+                Some(region) => locals.push((Arc::clone(&region.registered), local.memory.address())),
                 None => {
                     let why = "a region of another transport was bound to this link: report it";
                     return Err((done, Error::new(Kind::Invalid, why)));
                 }
             }
         }
-        let addresses = plan.locals().iter().map(|local| local.memory.address()).collect();
         Ok(Running {
             session,
             transfer: id,
@@ -171,7 +170,6 @@ impl<F: Fabric> Running<F> {
             plan,
             put_back: Vec::new(),
             locals,
-            addresses,
             remotes,
             state: F::State::default(),
             in_flight: 0,

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -18,7 +17,7 @@ use super::granting::Recall;
 use super::handle::{Import, Wiring, import_of};
 use super::handshake::Greeting;
 use super::jobs::{Running, Waiting};
-use super::lanes::Stripe;
+use super::lanes::{Stripe, Thread};
 use super::messages::Message;
 use super::regions::{Regions, Registered, still_shared};
 use super::session::{Imported, Session};
@@ -52,7 +51,7 @@ pub(super) enum Command<L> {
         stripe: Stripe,
         id: TransferId,
         done: Ticket,
-        here: Option<ThreadId>,
+        here: Option<Thread>,
     },
     Notify {
         link: Arc<Wiring>,
@@ -224,7 +223,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// A transfer was posted; `here`: by this thread.
-    pub(super) fn post(&mut self, number: u64, transfer: Waiting, here: Option<ThreadId>, out: &mut Outbox) {
+    pub(super) fn post(&mut self, number: u64, transfer: Waiting, here: Option<Thread>, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
         for remote in transfer.plan.remotes() {
@@ -232,7 +231,10 @@ impl<F: Fabric> Machine<F> {
             match import {
                 Some(Imported::Held(held, _)) => remotes.push(Arc::clone(held)),
                 Some(Imported::Refused(why)) => return out.settle(transfer.done, Err(why.clone())),
-                Some(Imported::Wanted(_)) => return session.waiting.push(transfer),
+                Some(Imported::Wanted(_)) => {
+                    session.waiting.push(transfer);
+                    return self.after_work(number, out);
+                }
                 None => {
                     let why = Error::new(Kind::Closed, "the region was imported when the link was not up");
                     return out.settle(transfer.done, Err(why.backend(self.name)));
@@ -241,7 +243,7 @@ impl<F: Fabric> Machine<F> {
         }
         match Running::new(number, transfer, remotes, self.fabric.max_piece()) {
             Ok(running) => {
-                self.start(running, here == Some(std::thread::current().id()), out);
+                self.start(running, here == Some(Thread::this()), out);
                 self.after_work(number, out);
             }
             Err((done, why)) => out.settle(done, Err(why)),

@@ -93,8 +93,8 @@ pub unsafe trait Fabric: Send + 'static {
         self.connect(endpoint, peer, address)
     }
 
-    /// How long this side may be busy with a connection before the peer has anything to answer. The peer's own time to
-    /// answer the handshake begins with the last [`Happened::Ready`] that comes within this one.
+    /// How long the two sides may be busy with a connection before the handshake can be answered: the peer makes its end
+    /// of it when it is greeted, which is no silence. The handshake may take so much longer than the `peer_timeout`.
     fn sets_up_within(&self) -> Duration {
         Duration::ZERO
     }
@@ -224,8 +224,7 @@ pub enum Flushed {
 pub enum Happened {
     /// A message came, from whomever.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used; one that leads to a kvx agent has come a step nearer to that, see
-    /// [`Fabric::sets_up_within`].
+    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what waited can be tried again.
     Ready(EndpointId),
     /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory of ours any more. What
     /// was posted is still reported, when it has ended.

@@ -98,8 +98,6 @@ pub(super) struct Session<F: Fabric> {
     /// The number of the other side; 0: not known yet.
     pub(super) other: u64,
     pub(super) phase: Phase,
-    /// When the handshake is to be done whatever this side has had to do before.
-    pub(super) greets_until: Option<Instant>,
     /// The link it carries; `None` on the target's side.
     pub(super) link: Option<Arc<Wiring>>,
     /// Leads to an agent that is not kvx.
@@ -140,7 +138,6 @@ impl<F: Fabric> Session<F> {
             number,
             other: 0,
             phase: Phase::Greeting(until),
-            greets_until: None,
             link,
             foreign: false,
             parted: false,
@@ -208,7 +205,9 @@ impl<F: Fabric> Session<F> {
 
     /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
-        let awaits = !self.foreign && (self.wanted > 0 || !self.sent.is_empty() || self.jobs > 0);
+        // A region that was asked for is work when a transfer waits for it: of several lanes, those that the transfers do
+        // not take may be answered later than those end.
+        let awaits = !self.foreign && (!self.waiting.is_empty() || !self.sent.is_empty() || self.jobs > 0);
         match (awaits, self.life.awaited) {
             (true, None) => {
                 self.life.awaited = Some(Instant::now());
@@ -280,7 +279,19 @@ impl<F: Fabric> Session<F> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::hostile::{Quiet, identity};
     use super::*;
+
+    #[test]
+    fn a_region_that_nobody_waits_for_is_no_work_in_flight() {
+        let mut session = Session::<Quiet>::new(1, None, identity("peer"), Instant::now());
+        session.wanted = 1;
+        assert_eq!(session.note_awaiting(), None);
+        session.jobs = 1;
+        assert!(session.note_awaiting().is_some() && session.life.awaited.is_some());
+        session.jobs = 0;
+        assert_eq!((session.note_awaiting(), session.life.awaited), (None, None));
+    }
 
     #[test]
     fn only_a_peer_that_owes_an_answer_and_was_asked_is_silent() {

@@ -95,7 +95,7 @@ impl Job {
 /// What `dispatch` found at a candidate.
 enum Step {
     Open(LinkId),
-    Try(LinkId, Arc<dyn Link>),
+    Try(LinkId, Arc<dyn Link>, &'static str),
     Skip(Error),
     Nowhere,
     Lost(Error),
@@ -205,18 +205,18 @@ impl PeerInner {
                             Step::Open(id)
                         }
                         Stage::Opening { .. } => return state.park(job),
-                        Stage::Up { id, link } => Step::Try(*id, Arc::clone(link)),
+                        Stage::Up { id, link } => Step::Try(*id, Arc::clone(link), candidate.backend),
                         Stage::Refused(error) => Step::Skip(error.clone()),
                     },
                 }
             };
             match step {
                 Step::Open(id) => self.open(at, id),
-                Step::Try(id, link) => match self.start(job, at, id, &link) {
+                Step::Try(id, link, backend) => match self.start(job, at, id, &link, backend) {
                     Ok(()) => return,
                     Err((back, reason)) => {
                         job = back;
-                        reasons.push((self.state.lock().candidates[at].backend, reason));
+                        reasons.push((backend, reason));
                         at += 1;
                     }
                 },
@@ -291,8 +291,8 @@ impl PeerInner {
         at: usize,
         id: LinkId,
         link: &Arc<dyn Link>,
+        backend: &'static str,
     ) -> Result<(), (Job, Error)> {
-        let backend = self.state.lock().candidates[at].backend;
         match job {
             Job::Notify(bytes, ticket) => link.notify(&bytes, ticket),
             Job::Ready(ticket) => ticket.settle(Ok(())),

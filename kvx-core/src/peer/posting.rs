@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::check_notification;
-use super::links::{Job, PeerInner};
+use super::links::PeerInner;
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
 use crate::plan::Plan;
@@ -34,16 +34,18 @@ impl Posting {
 
     /// Starts the transfer; see [`Peer::post`](crate::Peer::post).
     pub fn post(self) -> Result<Transfer> {
-        self.try_post()
+        self.reserve()?;
+        Ok(self.begin())
     }
 
     /// Starts the transfer, waiting while the budget is used up; by the deadline, which `TimedOut` ends.
     pub async fn post_wait(self) -> Result<Transfer> {
         let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
         loop {
-            match self.try_post() {
+            match self.reserve() {
+                Ok(()) => return Ok(self.begin()),
                 Err(error) if error.kind() == Kind::Busy => {}
-                other => return other,
+                Err(error) => return Err(error),
             }
             let late =
                 || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
@@ -57,7 +59,8 @@ impl Posting {
         }
     }
 
-    fn try_post(&self) -> Result<Transfer> {
+    /// Checks it, takes its share of the budget and pins its regions.
+    fn reserve(&self) -> Result<()> {
         let agent = &self.peer.agent;
         agent.check_open()?;
         if let Some(bytes) = &self.notify {
@@ -80,22 +83,20 @@ impl Posting {
                 return Err(error);
             }
         }
-        let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
-        let notify = self.notify.clone();
-        let empty = self.plan.size().bytes == 0 && notify.is_none();
-        let transfer = TransferState::new(
-            agent.new_transfer(),
-            self.plan.clone(),
-            Arc::clone(&self.peer),
-            deadline,
-            notify,
-        );
+        Ok(())
+    }
+
+    /// Starts what was reserved.
+    fn begin(self) -> Transfer {
+        let Posting { peer, plan, deadline, notify } = self;
+        let empty = plan.size().bytes == 0 && notify.is_none();
+        let transfer = TransferState::new(plan, peer, deadline, notify);
         if empty && !broken("zero") {
             transfer.end(Ok(())); // nothing to wait for, not even a link
         } else {
-            self.peer.dispatch(Job::Transfer(Arc::clone(&transfer)));
+            transfer.dispatch();
         }
         transfer.posted();
-        Ok(Transfer(transfer))
+        Transfer(transfer)
     }
 }

@@ -5,12 +5,13 @@
 //! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
 //! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
 
+mod exit;
 mod mailbox;
 mod turns;
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,7 @@ use crate::sync::{Mutex, breathe, contained};
 use crate::transport::{Events, LinkState};
 use crate::{Error, Kind, LinkId, Result, Ticket};
 
+pub(crate) use exit::halt_before_destructors;
 pub use mailbox::Mailbox;
 pub use turns::Turns;
 
@@ -124,8 +126,18 @@ pub struct Reactor<P: Progress> {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
+/// What is worked on by one thread at a time.
+struct Driven<P: Progress> {
+    machine: P,
+    /// Empty between turns: the room for the commands of one.
+    taken: Vec<P::Command>,
+}
+
+/// Commands of one turn for which room is kept.
+const ROOM: usize = 64;
+
 struct Shared<P: Progress> {
-    machine: Mutex<Option<P>>,
+    machine: Mutex<Option<Driven<P>>>,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
     /// True from before the last look at the queue until the reactor is awake again.
@@ -140,6 +152,8 @@ struct Shared<P: Progress> {
     driven_at: AtomicU64,
     started: Instant,
     stopping: AtomicBool,
+    /// The process ends: nobody goes into the machine any more.
+    halted: AtomicBool,
     wake: OwnedFd,
     events: Arc<dyn Events>,
 }
@@ -150,7 +164,7 @@ impl<P: Progress> Reactor<P> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
         let shared = Arc::new(Shared {
-            machine: Mutex::new(Some(machine)),
+            machine: Mutex::new(Some(Driven { machine, taken: Vec::new() })),
             queue: Mutex::new(Some(Vec::new())),
             asleep: AtomicBool::new(false),
             napping: AtomicBool::new(false),
@@ -159,9 +173,11 @@ impl<P: Progress> Reactor<P> {
             driven_at: AtomicU64::new(0),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
+            halted: AtomicBool::new(false),
             wake,
             events,
         });
+        exit::watch(Arc::downgrade(&shared) as Weak<dyn exit::Halt>);
         let ours = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name).spawn(move || ours.serve()).map_err(|error| {
             Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
@@ -205,9 +221,10 @@ impl<P: Progress> Reactor<P> {
 
     fn turn_here(&self) -> bool {
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
-        let Some(running) = machine.as_mut() else { return false };
+        let Some(driven) = machine.as_mut().filter(|_| !self.shared.is_halted()) else { return false };
         let mut out = Outbox::default();
-        let done = self.shared.turn(running, &mut out);
+        let done = self.shared.turn(driven, &mut out);
+        let running = &mut driven.machine;
         // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
         // or something to do earlier than it knows.
         let must_wake = done > 0
@@ -239,6 +256,7 @@ impl<P: Progress> Reactor<P> {
         let thread = self.thread.lock().take(); // and let go of the lock: the thread may come here too
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
+            && !self.shared.is_halted()
         {
             thread.join().ok(); // a panic there has been reported by the panic hook
         }
@@ -300,13 +318,16 @@ impl<P: Progress> Shared<P> {
     }
 
     /// Takes what was submitted and does one turn.
-    fn turn(&self, machine: &mut P, out: &mut Outbox) -> usize {
-        let commands = self.queue.lock().as_mut().map_or_else(Vec::new, std::mem::take);
-        let taken = commands.len();
-        for command in commands {
+    fn turn(&self, Driven { machine, taken }: &mut Driven<P>, out: &mut Outbox) -> usize {
+        if let Some(commands) = self.queue.lock().as_mut() {
+            std::mem::swap(commands, taken);
+        }
+        let count = taken.len();
+        for command in taken.drain(..) {
             machine.command(command, out);
         }
-        taken + machine.progress(out)
+        taken.shrink_to(ROOM);
+        count + machine.progress(out)
     }
 
     /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
@@ -346,9 +367,15 @@ impl<P: Progress> Shared<P> {
             } else {
                 self.machine.lock()
             };
-            let Some(machine) = guard.as_mut() else { break };
+            if self.is_halted() {
+                drop(guard);
+                exit::wait();
+            }
+            let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut looking, mut yields) = (None, false, false);
-            if self.turn(machine, &mut out) > 0 || !out.is_empty() {
+            let worked = self.turn(driven, &mut out) > 0;
+            let machine = &mut driven.machine;
+            if worked || !out.is_empty() {
                 idle_since = None;
                 yields = machine.lets_others_go_first();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= machine.patience() {
@@ -386,12 +413,18 @@ impl<P: Progress> Shared<P> {
             }
             self.asleep.store(false, Ordering::SeqCst);
         }
-        let machine = self.machine.lock().take();
-        if let Some(mut machine) = machine {
+        let mut guard = self.machine.lock();
+        if self.is_halted() {
+            drop(guard);
+            exit::wait();
+        }
+        if let Some(Driven { mut machine, .. }) = guard.take() {
             for command in self.queue.lock().take().unwrap_or_default() {
                 machine.command(command, &mut out);
             }
             machine.stop(&mut out);
+            drop(machine); // still under the lock, for which the end of the process waits
+            drop(guard);
             out.deliver(&*self.events);
         }
     }
@@ -443,7 +476,7 @@ mod tests {
     use crate::identity::Sender;
     use crate::transport::Full;
 
-    struct Nobody;
+    pub(super) struct Nobody;
 
     impl Events for Nobody {
         fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {

@@ -21,6 +21,14 @@ const BATCH: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Address(fi_addr_t);
 
+#[cfg(test)]
+impl Address {
+    /// Nobody's.
+    pub(crate) fn none() -> Self {
+        Address(u64::MAX)
+    }
+}
+
 /// The most ranges of one operation.
 pub(crate) const MAX_RANGES: usize = 4;
 

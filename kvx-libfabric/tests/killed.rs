@@ -1,0 +1,91 @@
+//! A process that is killed in the middle of its writes over shared memory leaves their target to others, and no memory behind.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::{Options, Region, Registry};
+use kvx_testkit::{Check, Mode, PostSpec, Setup, run, serve_if_asked, skip};
+
+const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
+const PATIENCE: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 64 << 10;
+const BLOCKS: u32 = 512;
+const BYTES: usize = BLOCK as usize * BLOCKS as usize;
+const KILLS: usize = 3;
+
+fn registry(_: &str) -> Registry {
+    let mut registry = Registry::new();
+    registry.add(kvx_libfabric::Libfabric).expect("one name");
+    registry
+}
+
+fn main() -> Check {
+    serve_if_asked(registry);
+    let options = Options::parse(SHARED)?;
+    match registry("").require("LIBFABRIC", &options) {
+        Ok(_) => run(the_target_of_a_killed_process_works_on()),
+        Err(why) => {
+            skip("killed", &why.to_string(), "cargo xtask test --install on Debian 12");
+            Ok(())
+        }
+    }
+}
+
+async fn the_target_of_a_killed_process_works_on() -> Check {
+    let setup =
+        Setup { options: SHARED.to_owned(), ..Setup::new(registry, "", "LIBFABRIC", Mode::TwoProcesses) };
+    let mut killed = Vec::new();
+    for _ in 0..KILLS {
+        let mut pair = setup.pair()?;
+        let region = pair.near_region("kv", BYTES, 1)?;
+        pair.far_region("own", BYTES, 2)?;
+        let there = pair.connect_back()?;
+        let process = pair.far.process()?.pid();
+        // In random order, so that nothing is merged; that of 0 goes first.
+        let order: Vec<u32> = (0..BLOCKS).map(|number| number * 7 % BLOCKS).collect();
+        let all = |region| PostSpec {
+            write: true,
+            region,
+            theirs: "kv".to_owned(),
+            grid: (BLOCK, BLOCKS),
+            local: order.clone(),
+            remote: order.clone(),
+            within: PATIENCE,
+            notify: None,
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| kill_at_the_first_byte(process, &region));
+            pair.far.post(there, all(0)).ok(); // whatever it came to say
+        });
+
+        let mut other = setup.far()?;
+        setup.far_agent(&mut other, "other")?;
+        other.register("own", BYTES, setup.far, Some(3))?;
+        let there = other.connect(0, &pair.near.metadata()?)?;
+        other.post(there, all(0))??;
+        let mut first = [0];
+        region.copy_out(0, &mut first)?;
+        assert_eq!(first[0], kvx_testkit::byte_at(3, 0), "what the other wrote");
+        pair.near.shutdown(PATIENCE).await?;
+        killed.push(format!("{process}:"));
+    }
+
+    // Whoever comes next removes what they left behind.
+    let next = setup.agent("next")?;
+    for entry in std::fs::read_dir("/dev/shm")? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        assert!(!killed.iter().any(|process| name.starts_with(process)), "{name} was left");
+    }
+    next.shutdown(PATIENCE).await?;
+    Ok(())
+}
+
+/// Kills a process when something of its writes has arrived, and more is on its way.
+fn kill_at_the_first_byte(process: u32, region: &Region) {
+    let (before, until) = (kvx_testkit::byte_at(1, 0), Instant::now() + PATIENCE);
+    let mut first = [before];
+    while first[0] == before && Instant::now() < until {
+        region.copy_out(0, &mut first).expect("it is registered");
+    }
+    // SAFETY: takes numbers. The process is a child that nobody has waited for: its number is still its own.
+    unsafe { libc::kill(process.cast_signed(), libc::SIGKILL) };
+}

@@ -10,8 +10,11 @@ use std::time::Duration;
 use crate::harness::{Failure, Tally};
 use crate::process::{self, Output};
 
+/// Of how many tests it is found out whether they fail alone too: more say that something is broken.
+pub(crate) const MOST: usize = 2;
+
 /// How often a test has to pass alone.
-const TIMES: usize = 3;
+pub(crate) const TIMES: usize = 3;
 
 /// How long each time may take, build included: the programs are built.
 const LIMIT: Duration = Duration::from_secs(120);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{peers, steps};
+use crate::{again, peers, steps};
 
 /// What the developer asked for.
 #[derive(Debug, PartialEq)]
@@ -71,8 +71,8 @@ pub(crate) struct TestOptions {
     pub(crate) install: bool,
     /// Count a skip of what can run here as a failure.
     pub(crate) require_all: bool,
-    /// Of how many failed tests it is found out whether they fail alone too.
-    pub(crate) again: usize,
+    /// A test that fails once has failed, also if it passes alone.
+    pub(crate) strict: bool,
     /// Run these steps only; empty means every step.
     pub(crate) only: Vec<String>,
 }
@@ -109,10 +109,7 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
                 Some(other) => return Err(format!("`--require` takes `all`, but got `{other}`")),
                 None => return Err("`--require` takes `all`".to_owned()),
             },
-            "--again" => {
-                let count = arguments.next().and_then(|count| count.parse().ok());
-                options.again = count.ok_or("`--again` takes a number of tests")?;
-            }
+            "--strict" => options.strict = true,
             "--only" => {
                 let name = arguments.next().ok_or("`--only` takes the name of a step")?;
                 if !steps::names().any(|known| known == name) {
@@ -201,12 +198,12 @@ pub(crate) fn usage() -> String {
 usage: cargo xtask <command>
 
 commands:
-  test [--install] [--require all] [--again N] [--only STEP]...
+  test [--install] [--require all] [--strict] [--only STEP]...
       run every check of the repository, with what is installed
         --install      first install what the tests need: Debian packages (as root) and Python wheels
         --require all  a skip of what can run on this machine is a failure
-        --again N      a test that failed is run three times more, alone; of one that passes each time it is said, and
-                       it does not count as failed, unless more than N tests failed
+        --strict       a test that fails once has failed; else up to {} that failed beside others are run {} times
+                       more, alone, and if they pass each time they are named and do not count as failed
         --only STEP    only this step, may be repeated: {}
   features
       check that each feature of the facade builds alone, and what the crates depend on
@@ -230,6 +227,8 @@ commands:
         --from FOLDER  run what was unpacked there
         --quick        a bench of a few bytes, whose bars are not judged
         --only PART    only tests and runs with this in their names (`contract`, `IPC 64K`), may be repeated",
+        again::MOST,
+        again::TIMES,
         steps.join(", "),
         peers::names().collect::<Vec<_>>().join(", ")
     )
@@ -247,8 +246,8 @@ mod tests {
     fn test_takes_its_options_in_any_order() {
         let only = vec!["docs".to_owned(), "demo".to_owned()];
         assert_eq!(
-            words("test --only docs --require all --only demo --again 2 --install"),
-            Ok(Request::Test(TestOptions { install: true, require_all: true, again: 2, only }))
+            words("test --only docs --require all --only demo --strict --install"),
+            Ok(Request::Test(TestOptions { install: true, require_all: true, strict: true, only }))
         );
         assert_eq!(words("test"), Ok(Request::Test(TestOptions::default())));
         assert_eq!(words("features"), Ok(Request::Features));
@@ -281,7 +280,6 @@ mod tests {
             ("test --requires all", "--requires"),
             ("test --require some", "some"),
             ("test --require", "--require"),
-            ("test --again often", "--again"),
             ("test --only nothing", "nothing"),
             ("peers melon", "melon"),
             ("test --only", "--only"),

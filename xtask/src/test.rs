@@ -17,7 +17,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;
     let target = workspace.target_directory()?;
     let mut summary = Summary::new(options.require_all);
-    let mut second_looks = options.again;
+    let mut second_looks = if options.strict { 0 } else { again::MOST };
     if options.install {
         println!("==> install");
         let start = Instant::now();

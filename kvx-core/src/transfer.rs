@@ -53,6 +53,8 @@ pub(crate) struct TransferState {
     cancelled: AtomicBool,
     /// Whether some backend has refused it.
     refused: AtomicBool,
+    /// Resolved and settled: nothing more happens to it. What ends otherwise does not say so here.
+    over: AtomicBool,
     state: Mutex<State>,
     finished: Condvar,
     span: tracing::Span,
@@ -116,6 +118,7 @@ impl TransferState {
             deadline: deadline.unwrap_or_else(|| Deadline::default_from(posted)),
             cancelled: AtomicBool::new(false),
             refused: AtomicBool::new(false),
+            over: AtomicBool::new(false),
             state: Mutex::new(State {
                 outcome: Outcome::Pending,
                 stage: Stage::Parked,
@@ -160,6 +163,9 @@ impl TransferState {
 
     /// After the post: notes what it cost, and has the clock watch what has not resolved.
     pub(crate) fn posted(self: &Arc<Self>) {
+        if self.over.load(Ordering::Acquire) {
+            return;
+        }
         let open = {
             let mut state = self.state.lock();
             // Settled but not resolved: its notification is under way, and the deadline holds for that too.
@@ -230,6 +236,7 @@ impl TransferState {
         let told = result.clone();
         state.outcome = Outcome::Done(result);
         let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
+        self.over.store(settled, Ordering::Release);
         let (waker, watch) = (state.waker.take(), if settled { state.watch.take() } else { None });
         drop(state);
         drop(watch);
@@ -556,7 +563,7 @@ impl Future for Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        if crate::fork::check().is_err() {
+        if crate::fork::check().is_err() || self.0.over.load(Ordering::Acquire) {
             return;
         }
         if !matches!(self.0.state.lock().stage, Stage::Settled | Stage::Forgotten) {

@@ -30,9 +30,10 @@ const READS: usize = 8;
 const SAFETY: Duration = Duration::from_millis(20);
 /// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long to look for more before sleeping. Over shared memory each look takes a lock that peers spin on, for ever if this
-/// process is killed or stopped then; so they ring instead.
-const PATIENCE: Duration = Duration::from_micros(50);
+/// How long to look for more before sleeping, at first and at most: see [`patience_after`].
+const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
+/// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or stopped then; so
+/// they ring instead.
 const PATIENCE_WITH_BELL: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
@@ -64,6 +65,9 @@ pub(crate) struct Driver {
     pause: Duration,
     /// The provider has served a peer, of which it reports nothing.
     serves: bool,
+    patience: Duration,
+    /// Since when it sleeps.
+    sleeps: Option<Instant>,
     /// How many pieces may be posted together.
     pub(crate) together: usize,
     /// Room for them.
@@ -109,6 +113,8 @@ impl Driver {
             retry: None,
             pause: RETRIES.0,
             serves: false,
+            patience: PATIENCE.0,
+            sleeps: None,
             together,
             bundle: Bundle::default(),
             registrations,
@@ -221,6 +227,12 @@ impl Drop for Driver {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// How long to look for more, after a sleep. Where bytes stream, their sender pauses for as long as it copies them into its socket: a
+/// target that slept meanwhile was woken more than once for each MB, and took a sixth longer.
+fn patience_after(before: Duration, slept: Duration) -> Duration {
+    if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
 }
 
 /// Tells of pieces that have ended, together with those before if they were of the same job.
@@ -364,6 +376,9 @@ unsafe impl Fabric for Driver {
     }
 
     fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+        if let Some(since) = self.sleeps.take() {
+            self.patience = patience_after(self.patience, since.elapsed());
+        }
         happened.append(&mut self.broken);
         let done: usize = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
         // Whoever serves goes on looking for requests for a while: to ask whether it may sleep costs more than to look.
@@ -405,11 +420,12 @@ unsafe impl Fabric for Driver {
             let left = at.saturating_duration_since(Instant::now());
             longest = Some(longest.map_or(left, |longest| longest.min(left)));
         }
+        self.sleeps = Some(Instant::now());
         Ok(Armed::Sleep(longest))
     }
 
     fn patience(&self) -> Duration {
-        if self.bell.is_some() { PATIENCE_WITH_BELL } else { PATIENCE }
+        if self.bell.is_some() { PATIENCE_WITH_BELL } else { self.patience }
     }
 
     fn fds(&self) -> &[RawFd] {
@@ -427,5 +443,21 @@ unsafe impl Fabric for Driver {
 
     fn stop(&mut self) -> bool {
         self.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_sleeps_make_patient_and_a_long_one_takes_it_back() {
+        let (short, long) = (Duration::from_micros(90), Duration::from_millis(3));
+        let mut patience = PATIENCE.0;
+        for micros in [100, 200, 400, 400] {
+            patience = patience_after(patience, short);
+            assert_eq!(patience, Duration::from_micros(micros));
+        }
+        assert_eq!(patience_after(patience, long), PATIENCE.0);
     }
 }

@@ -134,7 +134,7 @@ pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
 
 fn programs(output: &str) -> Vec<Program> {
     let mut programs: Vec<Program> = Vec::new();
-    // The test whose words come, between its headline and the next or the list of names.
+    // The test whose words come, between its headline and the next, its backtrace or the list of names.
     let mut speaker: Option<String> = None;
     for line in output.lines() {
         let line = plain(line);
@@ -150,7 +150,7 @@ fn programs(output: &str) -> Vec<Program> {
                 program.failed.push(name.to_owned());
             }
             speaker = Some(name.to_owned());
-        } else if line == "failures:" {
+        } else if line == "failures:" || line == "stack backtrace:" {
             speaker = None;
         } else if let Some(counts) = counts(&line) {
             speaker = None;
@@ -292,6 +292,8 @@ failures:
 
 ---- frames stdout ----
 1 is not 2
+stack backtrace:
+   0: frames
 
 ---- keys ----
 no key

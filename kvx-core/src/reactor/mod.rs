@@ -91,6 +91,8 @@ pub enum Armed {
 /// What a turn wants to tell the world, told after the machine is released: tickets run other people's code.
 #[derive(Default)]
 pub struct Outbox {
+    /// The first of the tickets, and the others: most turns that count settle one.
+    first: Option<(Ticket, Result<()>)>,
     settled: Vec<(Ticket, Result<()>)>,
     links: Vec<(LinkId, LinkState)>,
 }
@@ -98,7 +100,10 @@ pub struct Outbox {
 impl Outbox {
     /// Settles `ticket` once the turn is over.
     pub fn settle(&mut self, ticket: Ticket, result: Result<()>) {
-        self.settled.push((ticket, result));
+        match self.first {
+            None => self.first = Some((ticket, result)),
+            Some(_) => self.settled.push((ticket, result)),
+        }
     }
 
     /// Reports a link once the turn is over, after the tickets settled before.
@@ -107,11 +112,11 @@ impl Outbox {
     }
 
     fn is_empty(&self) -> bool {
-        self.settled.is_empty() && self.links.is_empty()
+        self.first.is_none() && self.links.is_empty()
     }
 
     fn deliver(&mut self, events: &dyn Events) {
-        for (ticket, result) in self.settled.drain(..) {
+        for (ticket, result) in self.first.take().into_iter().chain(self.settled.drain(..)) {
             contained(|| ticket.settle(result));
         }
         for (id, state) in self.links.drain(..) {
@@ -194,8 +199,9 @@ impl<P: Progress> Reactor<P> {
     /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
     /// counts.
     pub fn submit_here(&self, command: P::Command) {
-        self.shared.push(command);
-        if !self.turn_here() {
+        let mut command = Some(command);
+        if !self.turn_here(&mut command) {
+            command.into_iter().for_each(|command| self.shared.push(command));
             self.shared.wake_if_asleep();
         }
     }
@@ -205,7 +211,7 @@ impl<P: Progress> Reactor<P> {
     pub fn drive(&self) -> bool {
         let shared = &*self.shared;
         shared.driving.fetch_add(1, Ordering::Relaxed);
-        let done = self.turn_here();
+        let done = self.turn_here(&mut None);
         shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
         shared.driving.fetch_sub(1, Ordering::Relaxed);
         done
@@ -219,11 +225,12 @@ impl<P: Progress> Reactor<P> {
         }
     }
 
-    fn turn_here(&self) -> bool {
+    /// Takes the command, if the machine is free.
+    fn turn_here(&self, command: &mut Option<P::Command>) -> bool {
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
         let Some(driven) = machine.as_mut().filter(|_| !self.shared.is_halted()) else { return false };
         let mut out = Outbox::default();
-        let done = self.shared.turn(driven, &mut out);
+        let done = self.shared.turn(driven, command.take(), &mut out);
         let running = &mut driven.machine;
         // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
         // or something to do earlier than it knows.
@@ -317,13 +324,18 @@ impl<P: Progress> Shared<P> {
         self.wake();
     }
 
-    /// Takes what was submitted and does one turn.
-    fn turn(&self, Driven { machine, taken }: &mut Driven<P>, out: &mut Outbox) -> usize {
+    /// Takes what was submitted, and the last command if there is one, and does one turn.
+    fn turn(
+        &self,
+        Driven { machine, taken }: &mut Driven<P>,
+        last: Option<P::Command>,
+        out: &mut Outbox,
+    ) -> usize {
         if let Some(commands) = self.queue.lock().as_mut() {
             std::mem::swap(commands, taken);
         }
-        let count = taken.len();
-        for command in taken.drain(..) {
+        let count = taken.len() + usize::from(last.is_some());
+        for command in taken.drain(..).chain(last) {
             machine.command(command, out);
         }
         taken.shrink_to(ROOM);
@@ -373,7 +385,7 @@ impl<P: Progress> Shared<P> {
             }
             let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut looking, mut yields) = (None, false, false);
-            let worked = self.turn(driven, &mut out) > 0;
+            let worked = self.turn(driven, None, &mut out) > 0;
             let machine = &mut driven.machine;
             if worked || !out.is_empty() {
                 idle_since = None;

@@ -7,7 +7,6 @@ mod error;
 mod ffi;
 mod host;
 mod knock;
-mod leftovers;
 mod link;
 mod memory;
 mod neighbours;

@@ -39,7 +39,7 @@ const PATIENCE_WITH_BELL: Duration = Duration::from_micros(5);
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names, in several
 /// turns of both ends, each of which may have to wait for a core.
-const SETS_UP: Duration = Duration::from_secs(2);
+pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
 
@@ -348,7 +348,10 @@ unsafe impl Fabric for Driver {
                     break;
                 }
                 Ok(Some((how, count, len))) => {
-                    posted += if matches!(how, Gone::Posted) { count } else { 0 };
+                    match how {
+                        Gone::Posted => posted += count,
+                        _ => job.reached(),
+                    }
                     gone += count;
                     bytes += len;
                 }
@@ -420,7 +423,8 @@ unsafe impl Fabric for Driver {
             let left = at.saturating_duration_since(Instant::now());
             longest = Some(longest.map_or(left, |longest| longest.min(left)));
         }
-        self.sleeps = Some(Instant::now());
+        // One that ends by the clock says nothing of a sender's pauses.
+        self.sleeps = longest.is_none().then(Instant::now);
         Ok(Armed::Sleep(longest))
     }
 

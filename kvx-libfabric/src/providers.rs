@@ -10,6 +10,7 @@ use crate::config::{Config, MAX_RAILS};
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Asked, Info, Infos, Library, Version};
+use crate::progress::SETS_UP;
 
 /// What kvx knows of a provider, by the first word of its name.
 struct Known {
@@ -76,8 +77,9 @@ const OTHER: Known = Known {
 
 /// The provider over shared memory.
 const SHARED: &str = "shm";
-/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this host.
-const LOSS: Duration = Duration::from_secs(5);
+/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this host. A first
+/// link has the time to make its connection besides.
+const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
 fn known(provider: &str) -> &'static Known {
     let first = provider.split(';').next().unwrap_or_default();
@@ -261,7 +263,7 @@ pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
             if info.wants(FI_MR_PROV_KEY) { "its own keys" } else { "our keys" },
         ];
         if is_shared_memory(&provider) {
-            can.push("copies at once");
+            can.push("bytes copied by kvx through the kernel");
         } else if delivering.iter().any(same) {
             can.push("delivery");
         } else {

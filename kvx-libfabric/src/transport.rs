@@ -1,6 +1,5 @@
 //! The factory.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use kvx_core::fabric::Parts;
@@ -12,12 +11,12 @@ use crate::bell::Bell;
 use crate::config::Config;
 use crate::error::{self, NAME};
 use crate::ffi::{Domain, Info, Infos, Library, Waits};
+use crate::host;
 use crate::memory::{Near, Registrations};
 use crate::progress::Driver;
 use crate::providers;
 use crate::rail::Rail;
 use crate::topology::Topology;
-use crate::{host, leftovers};
 
 /// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and shared memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -73,12 +72,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<Driver>> {
     let first = first(&chosen)?;
     let provider = first.provider();
     let memory = providers::kinds(first, &devices);
-    let bell = if providers::is_shared_memory(&provider) {
-        leftovers::sweep(Path::new(leftovers::FOLDER));
-        Some(Bell::new()?)
-    } else {
-        None
-    };
+    let bell = if providers::is_shared_memory(&provider) { Some(Bell::new()?) } else { None };
     let topology = Topology::of_this_machine();
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
@@ -144,5 +138,7 @@ fn described(library: &Library, chosen: &[Infos]) -> String {
     let provider = infos
         .first()
         .map_or(String::new(), |info| format!("{} {}", info.provider(), info.provider_version()));
-    format!("libfabric {}, {provider} over {}", library.version(), domains.join(" and "))
+    let copies = infos.first().is_some_and(|info| providers::is_shared_memory(&info.provider()));
+    let copies = if copies { ", bytes copied by kvx through the kernel" } else { "" };
+    format!("libfabric {}, {provider} over {}{copies}", library.version(), domains.join(" and "))
 }

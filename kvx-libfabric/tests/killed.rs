@@ -1,4 +1,4 @@
-//! A process that is killed in the middle of its writes over shared memory leaves their target to others, and no memory behind.
+//! A process that is killed in the middle of its writes over shared memory leaves their target to others.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,6 @@ fn main() -> Check {
 async fn the_target_of_a_killed_process_works_on() -> Check {
     let setup =
         Setup { options: SHARED.to_owned(), ..Setup::new(registry, "", "LIBFABRIC", Mode::TwoProcesses) };
-    let mut killed = Vec::new();
     for _ in 0..KILLS {
         let mut pair = setup.pair()?;
         let region = pair.near_region("kv", BYTES, 1)?;
@@ -66,16 +65,7 @@ async fn the_target_of_a_killed_process_works_on() -> Check {
         region.copy_out(0, &mut first)?;
         assert_eq!(first[0], kvx_testkit::byte_at(3, 0), "what the other wrote");
         pair.near.shutdown(PATIENCE).await?;
-        killed.push(format!("{process}:"));
     }
-
-    // Whoever comes next removes what they left behind.
-    let next = setup.agent("next")?;
-    for entry in std::fs::read_dir("/dev/shm")? {
-        let name = entry?.file_name().to_string_lossy().into_owned();
-        assert!(!killed.iter().any(|process| name.starts_with(process)), "{name} was left");
-    }
-    next.shutdown(PATIENCE).await?;
     Ok(())
 }
 

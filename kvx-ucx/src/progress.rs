@@ -34,7 +34,7 @@ const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
 const SAFETY: Duration = Duration::from_millis(20);
 /// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile, which costs UCX some 20 ms
 /// of a core: where others want that core as well, a multiple of it passes before the peer has anything to answer.
-const SETS_UP: Duration = Duration::from_secs(2);
+pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent, and then for operations that were broken off.
 const FAREWELL: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 

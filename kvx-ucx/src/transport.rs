@@ -15,11 +15,12 @@ use crate::config::Config;
 use crate::error::{self, NAME};
 use crate::ffi::{self, Library, Worker};
 use crate::memory::{Registrations, kinds};
-use crate::progress::Driver;
+use crate::progress::{Driver, SETS_UP};
 use crate::threads::Threads;
 
-/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
-const LOSS: Duration = Duration::from_secs(5);
+/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail. A first
+/// link has the time to make its endpoints besides.
+const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 /// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer cannot be sent. Seen with 1.13.1
 /// and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
 const OVER_TCP: &str = "over tcp UCX ends the process of a target whose peer goes away amid its reads: such links are used only if ucx.tls or UCX_TLS names tcp; the backend TCP serves them else";

@@ -5,10 +5,12 @@
 //! run finds: what finds it is its name and its words, each time. So they are told at the end of the run, and a few of
 //! them do not hide what the other thousands say. One that fails alone, if only once in [`TIMES`], has failed.
 
+use std::path::Path;
 use std::time::Duration;
 
-use crate::harness::{Failure, Tally};
+use crate::harness::{self, Failure, Tally};
 use crate::process::{self, Output};
+use crate::skips;
 
 /// Of how many tests it is found out whether they fail alone too: more say that something is broken.
 pub(crate) const MOST: usize = 2;
@@ -38,10 +40,17 @@ pub(crate) fn look(tally: &mut Tally, left: &mut usize, passes: impl Fn(&[String
 }
 
 /// Whether the test that cargo runs by these `arguments`, and no other, runs and passes.
-pub(crate) fn alone(arguments: &[String]) -> bool {
+pub(crate) fn alone(arguments: &[String], target: &Path) -> bool {
     println!("again, alone: cargo {}", arguments.join(" "));
-    let finished = process::run(process::cargo(arguments.iter().map(String::as_str)), LIMIT, Output::Shown);
-    finished.is_ok_and(|finished| finished.succeeded() && crate::harness::ran(&finished.output) == (1, 0))
+    let told = target.join("xtask").join("skips").join("again");
+    if skips::clear(&told).is_err() {
+        return false;
+    }
+    let mut command = process::cargo(arguments.iter().map(String::as_str));
+    command.env(skips::VARIABLE, &told);
+    let passed = process::run(command, LIMIT, Output::Shown)
+        .is_ok_and(|finished| finished.succeeded() && harness::ran(&finished.output) == (1, 0));
+    passed && skips::read(&told).is_ok_and(|skips| skips.is_empty())
 }
 
 #[cfg(test)]

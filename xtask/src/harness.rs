@@ -99,6 +99,9 @@ pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
     for mut program in programs {
         let again = program.again.as_deref().unwrap_or(&program.title).to_owned();
         tally.passed += program.counts.passed;
+        if program.has_result && program.counts.failed == 0 {
+            program.failed.clear(); // what looked like a name in what a test printed
+        }
         let failed = program.failed.iter().map(|name| {
             let said = program.said.get(name).map(Vec::as_slice).unwrap_or_default();
             Failure::of_test(name, &again, &said[said.len().saturating_sub(SHOWN_AGAIN)..].join("\n"))
@@ -107,6 +110,9 @@ pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
         if program.has_result {
             let nameless = program.counts.failed.saturating_sub(program.failed.len());
             tally.failures.extend((0..nameless).map(|_| Failure::from(format!("a test ({again})"))));
+            if program.again.is_some() && program.counts.failed == 0 {
+                tally.failures.push(Failure::from(format!("crashed after its tests ({again})")));
+            }
         } else if succeeded {
             // A harness of its own, which passes by its exit status.
             tally.passed += 1;
@@ -221,7 +227,9 @@ fn verdict(line: &str) -> Option<(&str, &str)> {
     let (name, verdict) = line.strip_prefix("test ")?.split_once(" ... ")?;
     let name = name.trim();
     let name = name.strip_prefix('[').and_then(|rest| rest.split_once("] ")).map_or(name, |(_, name)| name);
-    Some((name.strip_suffix(" - should panic").unwrap_or(name), verdict.trim()))
+    let kinds = [" - should panic", " - compile fail", " - compile"];
+    let plain = kinds.iter().find_map(|kind| name.strip_suffix(kind));
+    Some((plain.unwrap_or(name), verdict.trim()))
 }
 
 #[cfg(test)]
@@ -308,12 +316,16 @@ error: test failed, to rerun pass `-p kvx-native --test tcp`
      Running tests/shm.rs (target/debug/deps/shm-0a1b)
 test read ... ok
 error: test failed, to rerun pass `-p kvx-native --test shm`
+     Running tests/end.rs (target/debug/deps/end-0a1b)
+---- nobody ----
+test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
+error: test failed, to rerun pass `-p kvx-native --test end`
 
 Caused by:
   process didn't exit successfully: `target/debug/deps/shm-0a1b` (signal: 11, SIGSEGV: invalid memory reference)
 ";
         let tally = read(output, false, Vec::new());
-        assert_eq!(tally.passed, 4);
+        assert_eq!(tally.passed, 5);
         let failures: Vec<_> = tally.failures.iter().map(Failure::to_string).collect();
         assert_eq!(
             failures,
@@ -321,6 +333,7 @@ Caused by:
                 "frames (cargo test -p kvx-native --test tcp)\n    | 1 is not 2",
                 "keys (cargo test -p kvx-native --test tcp)\n    | no key",
                 "ended without a result (cargo test -p kvx-native --test shm)",
+                "crashed after its tests (cargo test -p kvx-native --test end)",
             ]
         );
         let alone = tally.failures[1].alone.as_ref().expect("a test that has a name runs alone");

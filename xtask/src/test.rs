@@ -39,7 +39,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         };
         let mut tally = tally.unwrap_or_else(|error| one(false, &error.to_string()));
-        again::look(&mut tally, &mut second_looks, again::alone);
+        again::look(&mut tally, &mut second_looks, |test| again::alone(test, &target));
         report(&mut summary, step.name, start.elapsed(), tally);
     }
     println!("{summary}");

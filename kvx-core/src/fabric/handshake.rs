@@ -123,7 +123,7 @@ impl<F: Fabric> Machine<F> {
                 self.greetings.remove(&oldest);
             }
         }
-        let until = Instant::now() + self.patience();
+        let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
         let greeting = self
             .greetings
             .entry(header.from)

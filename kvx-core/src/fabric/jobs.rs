@@ -72,6 +72,12 @@ impl<F: Fabric> Job<'_, F> {
         self.running.posted |= pieces > 0;
     }
 
+    /// Pieces ended within the call, and the peer's memory was reached by them: it is not silent.
+    #[inline]
+    pub fn reached(&mut self) {
+        self.running.reached = true;
+    }
+
     /// Pieces whose end has not been reported.
     pub fn in_flight(&self) -> u64 {
         self.running.in_flight
@@ -135,6 +141,8 @@ pub(super) struct Running<F: Fabric> {
     in_flight: u64,
     all_posted: bool,
     begun: bool,
+    /// In this turn.
+    reached: bool,
     /// A piece has been posted, at some time.
     posted: bool,
     flush: Flush,
@@ -175,6 +183,7 @@ impl<F: Fabric> Running<F> {
             in_flight: 0,
             all_posted: false,
             begun: false,
+            reached: false,
             posted: false,
             flush: Flush::NotYet,
             failed: None,
@@ -236,6 +245,11 @@ impl<F: Fabric> Machine<F> {
                     moved = bytes;
                     running.begun |= bytes > 0;
                     running.left = running.left.saturating_sub(bytes);
+                    if std::mem::take(&mut running.reached)
+                        && let Some(session) = self.sessions.get_mut(&running.session)
+                    {
+                        session.life.hear();
+                    }
                     if running.all_posted {
                         self.flush(key);
                     } else if bytes == 0 {

@@ -33,15 +33,24 @@ impl Thread {
     pub(super) fn this() -> Self {
         static THREADS: AtomicUsize = AtomicUsize::new(0);
         thread_local! {
-            static NUMBER: usize = THREADS.fetch_add(1, Ordering::Relaxed);
+            static NUMBER: usize = next(&THREADS);
         }
         Thread(NUMBER.with(|number| *number))
     }
 }
 
+fn next(count: &AtomicUsize) -> usize {
+    count.fetch_add(1, Ordering::Relaxed)
+}
+
 /// The lane of this thread: threads take turns.
 pub(super) fn own(lanes: usize) -> usize {
-    if lanes == 1 { 0 } else { Thread::this().0 % lanes }
+    // A count of its own: threads that post over no lanes, and those of reactors, take no turn.
+    static POSTERS: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static TURN: usize = next(&POSTERS);
+    }
+    if lanes == 1 { 0 } else { TURN.with(|turn| turn % lanes) }
 }
 
 /// How the lanes of a transport are reached, as its section of the metadata.

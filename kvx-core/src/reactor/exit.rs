@@ -4,7 +4,7 @@
 //! dropped just before, crashes a program that has done everything well.
 
 use std::sync::Weak;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{Progress, Shared};
@@ -22,8 +22,14 @@ pub(super) trait Halt: Send + Sync {
 /// The machines of this process.
 static MACHINES: Mutex<Vec<Weak<dyn Halt>>> = Mutex::new(Vec::new());
 
+/// Whether some library has been loaded.
+static LOADED: AtomicBool = AtomicBool::new(false);
+
 /// A machine has been made.
 pub(super) fn watch(machine: Weak<dyn Halt>) {
+    if LOADED.load(Ordering::Relaxed) {
+        ask(); // before the destructors of what its library made for it, too
+    }
     let mut machines = MACHINES.lock();
     machines.retain(|machine| machine.strong_count() > 0);
     machines.push(machine);
@@ -31,6 +37,13 @@ pub(super) fn watch(machine: Weak<dyn Halt>) {
 
 /// A library has been loaded: what is asked for now is done before its destructors run.
 pub(crate) fn halt_before_destructors() {
+    if !LOADED.swap(true, Ordering::Relaxed) {
+        ask();
+    }
+}
+
+/// What was registered last is done first: what a library makes only later, while it works, goes before it halts.
+fn ask() {
     // SAFETY: a function of this program without arguments. A full table leaves things as they are without it.
     unsafe { libc::atexit(halt_all) };
 }
@@ -63,11 +76,10 @@ impl<P: Progress> Shared<P> {
     }
 }
 
-/// The thread of a machine that was halted waits for the end of the process.
-pub(super) fn wait() -> ! {
-    loop {
-        std::thread::park();
-    }
+/// The thread of a machine that was halted waits for the end of the process, so that nothing of the library's ends with the thread;
+/// not for ever, as somebody may be waiting for the thread.
+pub(super) fn wait() {
+    std::thread::sleep(2 * LONGEST);
 }
 
 #[cfg(test)]

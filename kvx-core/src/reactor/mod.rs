@@ -311,8 +311,8 @@ impl<P: Progress> Shared<P> {
     fn push(&self, command: P::Command) {
         let mut queue = self.queue.lock();
         match queue.as_mut() {
-            Some(commands) => commands.push(command),
-            None => {
+            Some(commands) if !self.is_halted() => commands.push(command),
+            _ => {
                 drop(queue);
                 P::late(command);
             }
@@ -381,7 +381,7 @@ impl<P: Progress> Shared<P> {
             };
             if self.is_halted() {
                 drop(guard);
-                exit::wait();
+                return exit::wait();
             }
             let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut looking, mut yields) = (None, false, false);
@@ -428,7 +428,7 @@ impl<P: Progress> Shared<P> {
         let mut guard = self.machine.lock();
         if self.is_halted() {
             drop(guard);
-            exit::wait();
+            return exit::wait();
         }
         if let Some(Driven { mut machine, .. }) = guard.take() {
             for command in self.queue.lock().take().unwrap_or_default() {

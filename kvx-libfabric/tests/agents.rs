@@ -115,7 +115,7 @@ fn what_there_is_and_what_it_can_do_is_listed() {
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();
     assert!(tcp.contains("delivery") && !tcp.contains("not used"), "{tcp}");
     let shm = line("shm/shm (").unwrap();
-    assert!(shm.contains("by address") && shm.contains("copies at once"), "{shm}");
+    assert!(shm.contains("by address") && shm.contains("copied by kvx through the kernel"), "{shm}");
 }
 
 #[test]

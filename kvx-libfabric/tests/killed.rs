@@ -1,38 +1,23 @@
 //! A process that is killed in the middle of its writes over shared memory leaves their target to others.
 
-use std::time::{Duration, Instant};
+mod shm;
 
-use kvx_core::{Options, Region, Registry};
-use kvx_testkit::{Check, Mode, PostSpec, Setup, run, serve_if_asked, skip};
+use std::time::Instant;
 
-const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
-const PATIENCE: Duration = Duration::from_secs(10);
+use kvx_core::Region;
+use kvx_testkit::{Check, PostSpec, Setup};
+use shm::PATIENCE;
+
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 const KILLS: usize = 3;
 
-fn registry(_: &str) -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_libfabric::Libfabric).expect("one name");
-    registry
-}
-
 fn main() -> Check {
-    serve_if_asked(registry);
-    let options = Options::parse(SHARED)?;
-    match registry("").require("LIBFABRIC", &options) {
-        Ok(_) => run(the_target_of_a_killed_process_works_on()),
-        Err(why) => {
-            skip("killed", &why.to_string(), "cargo xtask test --install on Debian 12");
-            Ok(())
-        }
-    }
+    shm::check("killed", the_target_of_a_killed_process_works_on)
 }
 
-async fn the_target_of_a_killed_process_works_on() -> Check {
-    let setup =
-        Setup { options: SHARED.to_owned(), ..Setup::new(registry, "", "LIBFABRIC", Mode::TwoProcesses) };
+async fn the_target_of_a_killed_process_works_on(setup: Setup) -> Check {
     for _ in 0..KILLS {
         let mut pair = setup.pair()?;
         let region = pair.near_region("kv", BYTES, 1)?;

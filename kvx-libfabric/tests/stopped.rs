@@ -1,37 +1,20 @@
 //! A stopped process is reached over shared memory, however much is moved past it: more than any queue of it has room for.
 
-use std::time::Duration;
+mod shm;
 
-use kvx_core::{Grid, Memory, Op, Options, Plan, Registry};
-use kvx_testkit::{Check, Mode, Setup, byte_at, run, serve_if_asked, skip};
+use kvx_core::{Grid, Memory, Op, Plan};
+use kvx_testkit::{Check, Setup, byte_at};
+use shm::PATIENCE;
 
-const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
-const PATIENCE: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 64;
 const BLOCKS: u32 = 3000;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 
-fn registry(_: &str) -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_libfabric::Libfabric).expect("one name");
-    registry
-}
-
 fn main() -> Check {
-    serve_if_asked(registry);
-    let options = Options::parse(SHARED)?;
-    match registry("").require("LIBFABRIC", &options) {
-        Ok(_) => run(a_stopped_process_is_read_and_written()),
-        Err(why) => {
-            skip("stopped", &why.to_string(), "cargo xtask test --install on Debian 12");
-            Ok(())
-        }
-    }
+    shm::check("stopped", a_stopped_process_is_read_and_written)
 }
 
-async fn a_stopped_process_is_read_and_written() -> Check {
-    let setup =
-        Setup { options: SHARED.to_owned(), ..Setup::new(registry, "", "LIBFABRIC", Mode::TwoProcesses) };
+async fn a_stopped_process_is_read_and_written(setup: Setup) -> Check {
     let mut pair = setup.pair()?;
     let near = pair.near.register("near", Memory::owned(vec![0; BYTES]))?;
     let far = pair.far_region("far", BYTES, 7)?;

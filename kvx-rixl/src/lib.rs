@@ -17,3 +17,9 @@ mod turnstile;
 mod wakes;
 
 pub use transport::Rixl;
+
+/// The generated bindings, for programs that drive NIXL themselves: no part of kvx, and without its promises.
+#[cfg(feature = "raw")]
+pub mod raw {
+    pub use crate::ffi::bindings::*;
+}

@@ -76,6 +76,15 @@ const BINDINGS: &[Binding] = &[
         prefix: "kvx-mooncake/adapter",
         package: &[],
     },
+    Binding {
+        library: "nixl",
+        version: "nixl_capi.h",
+        row: "nixl",
+        file: "kvx-rixl/src/ffi/bindings.rs",
+        beside: None,
+        prefix: "kvx-rixl/src/ffi",
+        package: &[],
+    },
 ];
 
 /// What makes every row run.

@@ -194,6 +194,13 @@ fn the_other_measurements_have_their_figures() {
         readers["least_of_mean"].as_f64() <= Some(1.0) && readers["gbps"].as_f64() > Some(0.0),
         "{readers}"
     );
+    let notices = one(&["--notices-beside", "8M"]);
+    for delay in [&notices["alone"], &notices["beside"]] {
+        assert!(
+            delay["p50_us"].as_f64() > Some(0.0) && delay["p99_us"].as_f64() >= delay["p50_us"].as_f64(),
+            "{notices}"
+        );
+    }
     let bulk = one(&["--beside-bulk", "8M"]);
     for reads in [&bulk["small"], &bulk["bare"]] {
         assert!(reads["alone_p99_us"].as_f64() > Some(0.0) && reads["times"].as_f64() > Some(0.0), "{bulk}");

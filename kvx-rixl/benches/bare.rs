@@ -2,7 +2,10 @@
 //!
 //! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before the rounds, one for each
 //! list, with neighbours merged; each transfer posts the next of them and asks for its state until it has ended. Neither
-//! agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings.
+//! agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings. With arguments
+//! it measures notifications beside transfers instead ([`notices`]).
+
+mod notices;
 
 use kvx_rixl::raw::*;
 use std::ffi::{CStr, CString, c_int, c_void};
@@ -189,15 +192,30 @@ fn merged(pieces: impl Iterator<Item = [usize; 3]>) -> Vec<[usize; 3]> {
 }
 
 fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let (ours, theirs) = UnixStream::pair().expect("two sockets");
     // SAFETY: the program has one thread, and has not opened NIXL yet.
     if unsafe { libc::fork() } == 0 {
         drop(ours);
-        serve(&theirs);
+        match arguments[..] {
+            ["notices", _, how] => notices::serve(&theirs, how == "polls"),
+            _ => serve(&theirs),
+        }
         // SAFETY: ends the process. NIXL's libraries do not survive a usual exit everywhere.
         unsafe { libc::_exit(0) };
     }
     drop(theirs);
+    match arguments[..] {
+        ["notices", slice, _] => notices::read(&ours, slice.parse().expect("bytes of a slice")),
+        _ => answer(&ours),
+    }
+    // SAFETY: as above.
+    unsafe { libc::_exit(0) };
+}
+
+/// Answers `kvx bench`.
+fn answer(other: &UnixStream) {
     let agent = Agent::start(c"initiator");
     let (mut requests, mut next) = (Vec::new(), 0);
     for line in std::io::stdin().lines().map_while(Result::ok) {
@@ -224,8 +242,8 @@ fn main() {
             (count * number("lists"), number("seed") as u64, word("pattern") == "scattered");
         let here = agent.memory(block * all, foreign);
         let asked = [block * all, foreign.into()].map(usize::to_le_bytes);
-        send(&ours, &[asked.as_flattened(), agent.metadata().as_slice()].concat());
-        let answer = receive(&ours).expect("the other lives");
+        send(other, &[asked.as_flattened(), agent.metadata().as_slice()].concat());
+        let answer = receive(other).expect("the other lives");
         let (there, metadata) = answer.split_at(8);
         let there = usize::from_le_bytes(there.try_into().expect("eight bytes"));
         agent.load(metadata);
@@ -242,6 +260,4 @@ fn main() {
         agent.transfer(requests[0]);
         println!("ready bare NIXL");
     }
-    // SAFETY: as above.
-    unsafe { libc::_exit(0) };
 }

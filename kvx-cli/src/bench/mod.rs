@@ -19,6 +19,7 @@ mod initiator;
 mod kernels;
 mod limit;
 mod measure;
+mod notices;
 mod points;
 mod pools;
 mod progress;
@@ -101,6 +102,9 @@ pub(crate) struct Arguments {
     /// Instead of points: small reads alone, and beside a transfer of so many bytes on the same link.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "readers", "idle"])]
     beside_bulk: Option<u64>,
+    /// Instead of points: notifications after quiet, and beside transfers of so many bytes between the same two agents.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle"])]
+    notices_beside: Option<u64>,
     /// Instead of points: so many agents read from the target at once.
     #[arg(long, value_name = "N", conflicts_with_all = ["beside", "idle"])]
     readers: Option<u32>,
@@ -108,7 +112,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "S", conflicts_with = "beside")]
     idle: Option<u64>,
     /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one copy of as many bytes.
-    #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
+    #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "notices_beside", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
     kernels: bool,
 }
 
@@ -127,18 +131,19 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         }
     }
     for backend in &backends {
-        let told = match (arguments.beside_bulk, arguments.readers, arguments.idle) {
-            (Some(bytes), _, _) => bulk::run(arguments, backend, registry, bytes, &mut output),
-            (_, Some(readers), _) => readers::run(arguments, backend, registry, readers, &mut output),
-            (_, _, Some(seconds)) => idle::run(arguments, backend, registry, seconds, &mut output),
-            _ => break,
-        };
-        told?;
+        if let Some(bytes) = arguments.beside_bulk {
+            bulk::run(arguments, backend, registry, bytes, &mut output)?;
+        } else if let Some(bytes) = arguments.notices_beside {
+            notices::run(arguments, backend, registry, bytes, &mut output)?;
+        } else if let Some(readers) = arguments.readers {
+            readers::run(arguments, backend, registry, readers, &mut output)?;
+        } else if let Some(seconds) = arguments.idle {
+            idle::run(arguments, backend, registry, seconds, &mut output)?;
+        } else {
+            return points(arguments, &backends, registry, &mut output);
+        }
     }
-    if arguments.beside_bulk.is_some() || arguments.readers.is_some() || arguments.idle.is_some() {
-        return Ok(());
-    }
-    points(arguments, &backends, registry, &mut output)
+    Ok(())
 }
 
 fn check(arguments: &Arguments) -> Result<()> {

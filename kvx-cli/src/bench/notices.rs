@@ -1,0 +1,182 @@
+//! Notifications: how long one takes to arrive after quiet, and beside large transfers between the same agents.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use kvx::{Agent, Grid, Options, Peer, Plan, Registry};
+use serde::Serialize;
+
+use super::figures::Output;
+use super::initiator::block_on;
+use super::points::Wait;
+use super::pools::{Pool, Pools, Sizes};
+use super::rounds::quantile;
+use super::{Arguments, PATIENCE, content};
+use crate::{Result, bytes};
+
+/// Bytes of a block of the large transfers.
+const BLOCK: u64 = 1 << 20;
+/// What a notification says.
+const SAID: &[u8] = b"moved";
+/// How long nothing happens before a notification that is alone.
+const QUIET: Duration = Duration::from_millis(200);
+/// How long after one the next is sent beside transfers: longer than a thread goes on looking for more.
+const GAP: Duration = Duration::from_millis(3);
+/// The least of either kind: fewer have no middle worth telling.
+const LEAST: usize = 11;
+
+/// What is printed.
+#[derive(Serialize)]
+struct Record {
+    mode: &'static str,
+    backend: &'static str,
+    wait: Wait,
+    bulk_bytes: u64,
+    /// Large transfers that ended meanwhile.
+    bulk_done: u64,
+    alone: Delay,
+    beside: Delay,
+}
+
+/// From the call that sends one until a thread that waits for it has it.
+#[derive(Serialize)]
+struct Delay {
+    count: usize,
+    p50_us: f64,
+    p90_us: f64,
+    p99_us: f64,
+}
+
+impl Delay {
+    fn of(each: &[f64]) -> Result<Self> {
+        let us = |part| {
+            let seconds = quantile(each.iter().copied(), part).ok_or("no notification arrived")?;
+            Result::Ok((seconds * 1e7).round() / 10.0)
+        };
+        Ok(Delay { count: each.len(), p50_us: us(0.5)?, p90_us: us(0.9)?, p99_us: us(0.99)? })
+    }
+}
+
+/// Measures one backend. Both agents are of this process, so that one clock tells when a notification left and arrived.
+pub(crate) fn run(
+    arguments: &Arguments,
+    backend: &'static str,
+    registry: &Registry,
+    bulk: u64,
+    output: &mut Output<'_>,
+) -> Result<()> {
+    let blocks = u32::try_from(bulk / BLOCK).map_err(|_| "--notices-beside: write fewer bytes")?;
+    if blocks == 0 {
+        return Err(format!("--notices-beside {bulk}: write at least {}", bytes::show(BLOCK)).into());
+    }
+    let bulk = u64::from(blocks) * BLOCK;
+    let often = |gap: Duration| ((arguments.seconds / gap.as_secs_f64()) as usize).max(LEAST);
+    let (alone, beside) = (often(QUIET), often(GAP));
+    let about = QUIET * alone as u32 + GAP * (beside * arguments.wait.len()) as u32;
+    eprintln!("{backend}: {} of memory, about {} s", bytes::show(2 * bulk), about.as_secs().max(1));
+
+    let sizes = Sizes::kvx(bulk);
+    let (ours, theirs) = (Pools::of(sizes)?, Pools::of(sizes)?);
+    let agent = |pools: &Pools, label| -> Result<Agent> {
+        let options = Options::parse(&arguments.options)?;
+        Ok(pools
+            .agent(&format!("bench-{label}-{backend}"))
+            .backends([backend])
+            .options(options)
+            .build(registry)?)
+    };
+    let (speaker, hearer) = (agent(&ours, "speaks")?, agent(&theirs, "hears")?);
+    let name = Pool::Kvx.name();
+    let local = speaker.register(name, ours.get(Pool::Kvx)?.clone())?;
+    let _theirs = hearer.register(name, theirs.get(Pool::Kvx)?.clone())?;
+    let peer = speaker.connect(&hearer.metadata()?)?;
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    let grid = Grid::packed(BLOCK, blocks);
+    let plan = Plan::read(
+        local.grid(grid)?.blocks(content::shuffled(blocks, arguments.seed)),
+        peer.region(name)?.grid(grid)?.blocks(content::shuffled(blocks, arguments.seed + 1)),
+    )?;
+    peer.transfer(&plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+
+    let quiet = delays(&peer, &hearer, alone, QUIET)?;
+    for &wait in &arguments.wait {
+        let (busy, bulk_done) = beside_transfers(&peer, &hearer, &plan, wait, beside)?;
+        let (alone, beside) = (Delay::of(&quiet)?, Delay::of(&busy)?);
+        let record =
+            Record { mode: "notices-beside", backend, wait, bulk_bytes: bulk, bulk_done, alone, beside };
+        output.record(&record, &sentence(&record))?;
+    }
+    drop((local, _theirs));
+    for agent in [speaker, hearer] {
+        agent.shutdown(PATIENCE).wait(PATIENCE)?;
+    }
+    Ok(())
+}
+
+/// Seconds that each of `count` notifications takes, `gap` after the one before.
+fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Vec<f64>> {
+    let (heard, arrivals) = mpsc::channel();
+    std::thread::scope(move |scope| {
+        scope.spawn(move || {
+            for _ in 0..count {
+                let arrived = hearer.notification(PATIENCE).wait().map(|_| Instant::now());
+                if heard.send(arrived).is_err() {
+                    break; // whoever sends them has given up
+                }
+            }
+        });
+        let mut each = Vec::with_capacity(count);
+        for _ in 0..count {
+            std::thread::sleep(gap);
+            let sent = Instant::now();
+            let acknowledged = peer.notify(SAID, PATIENCE);
+            each.push((arrivals.recv()?? - sent).as_secs_f64());
+            acknowledged.wait(PATIENCE)?;
+        }
+        Ok(each)
+    })
+}
+
+/// The same while another thread moves the plan again and again. Gives how often it has, too.
+fn beside_transfers(
+    peer: &Peer,
+    hearer: &Agent,
+    plan: &Plan,
+    wait: Wait,
+    count: usize,
+) -> Result<(Vec<f64>, u64)> {
+    let enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let moving = scope.spawn(|| -> kvx::Result<u64> {
+            let mut ended = 0;
+            while !enough.load(Ordering::Relaxed) {
+                let transfer = peer.transfer(plan).deadline(PATIENCE).post()?;
+                match wait {
+                    Wait::Block => transfer.wait(PATIENCE)?,
+                    Wait::Async => block_on(transfer)?,
+                };
+                ended += 1;
+            }
+            Ok(ended)
+        });
+        let each = delays(peer, hearer, count, GAP);
+        enough.store(true, Ordering::Relaxed);
+        let ended = moving.join().map_err(|_| "the transfers panicked")??;
+        Ok((each?, ended))
+    })
+}
+
+fn sentence(record: &Record) -> String {
+    let Record { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
+    format!(
+        "{backend} notifications: alone p50 {} us, p99 {} us; beside {bulk_done} reads of {} ({wait:?}) p50 {} us, p90 {} us, \
+         p99 {} us",
+        alone.p50_us,
+        alone.p99_us,
+        bytes::show(*bulk_bytes),
+        beside.p50_us,
+        beside.p90_us,
+        beside.p99_us,
+    )
+}

@@ -13,6 +13,8 @@ const MAX_AGENT_NAME: usize = MAX_NAME + 33;
 const MAGIC: &[u8] = b"nixlSerDes|";
 /// What a descriptor begins with: address, length, device.
 const DESCRIPTOR: usize = 24;
+/// Its kinds of memory: it crashes on others.
+const KINDS: std::ops::RangeInclusive<i32> = 0..=4;
 
 /// What a blob says.
 #[derive(Debug, PartialEq, Eq)]
@@ -105,6 +107,9 @@ impl<'a> Blob<'a> {
                 return Err(fields.0.malformed("a list of a form that kvx does not know"));
             }
             let kind = i32::from_le_bytes(fields.number("t")?);
+            if !KINDS.contains(&kind) {
+                return Err(fields.0.malformed(format_args!("no memory is of kind {kind}")));
+            }
             for _ in 0..fields.count("n", 9 + DESCRIPTOR)? {
                 blob.memory.push(
                     Self::descriptor(kind, fields.field("")?)
@@ -176,6 +181,16 @@ mod tests {
             assert!(Blob::read(&bytes[..len]).is_err(), "{len}");
         }
         assert!(Blob::read(&[&bytes[..], b"x"].concat()).is_err());
+    }
+
+    #[test]
+    fn memory_of_no_kind_is_refused() {
+        let bytes = blob();
+        let at = bytes.windows(10).position(|word| word == b"nixlSDList").unwrap() + 20;
+        for (kind, fits) in [(0, true), (4, true), (5, false), (-1, false)] {
+            let altered = [&bytes[..at], &i32::to_le_bytes(kind), &bytes[at + 4..]].concat();
+            assert_eq!(Blob::read(&altered).is_ok(), fits, "{kind}");
+        }
     }
 
     #[test]

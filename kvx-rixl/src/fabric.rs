@@ -17,13 +17,16 @@ use crate::pace::Pace;
 use crate::peers::{Address, Export, Name, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
 use crate::reach::{self, Trials};
-use crate::turnstile::{Passed, Turnstile};
+use crate::turnstile::Turnstile;
 use crate::wakes::Wakes;
 
 /// What notifications between kvx agents begin with: all others come from, or go to, somebody else.
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
-/// The most bytes of a slice. A post over shared memory copies before it returns.
-const SLICE_BYTES: u64 = 1 << 20;
+/// The most bytes of a piece, and of a slice of a transfer that has several. A post over shared memory copies before it
+/// returns, and a notification waits for its end; shorter ones cost throughput, for UCX copies as much at a time.
+const SLICE_BYTES: u64 = 512 << 10;
+/// The most bytes of a transfer that is posted as one slice.
+const WHOLE_BYTES: u64 = 1 << 20;
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
 /// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
@@ -95,8 +98,6 @@ pub(crate) struct Nixl {
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
-    /// Somebody else was at NIXL at the last look.
-    barred: bool,
     pace: Pace,
     wakes: Wakes,
     fds: [RawFd; 1],
@@ -115,7 +116,7 @@ fn notify(turnstile: &Turnstile, peers: &mut Peers, endpoint: EndpointId, bytes:
     }
 }
 
-fn agent<'a>(passed: &'a Passed<'_>) -> Result<&'a Agent> {
+fn agent(passed: &Option<Agent>) -> Result<&Agent> {
     passed.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
 }
 
@@ -143,7 +144,6 @@ impl Nixl {
             trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
-            barred: false,
             capabilities,
             description,
         })
@@ -167,6 +167,7 @@ impl Nixl {
         let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
         let local = list(&mut lists.local, agent, ours.segment)?;
         let remote = list(&mut lists.remote, agent, theirs.segment)?;
+        let most = if job.plan().size().bytes <= WHOLE_BYTES { WHOLE_BYTES } else { SLICE_BYTES };
         let (mut bytes, mut pieces) = (0, 0);
         let last = loop {
             let (ours, theirs) =
@@ -177,7 +178,7 @@ impl Nixl {
             pieces += 1;
             // One more is looked at, so that the last slice knows that it is the last.
             let Some(next) = job.next_piece() else { break true };
-            if pieces >= SLICE_PIECES || bytes + next.len > SLICE_BYTES {
+            if pieces >= SLICE_PIECES || bytes + next.len > most {
                 job.put_back(next);
                 break false;
             }
@@ -200,7 +201,7 @@ impl Nixl {
 
     /// Asks after the requests in progress.
     fn look_at_flights(&mut self, agent: &Agent) {
-        let mut at = 0;
+        let (mut at, mut happened) = (0, Vec::new());
         while let Some(Flight { job, request, peer }) = self.flights.get(at) {
             if !self.peers.can_be_asked(peer) {
                 at += 1;
@@ -212,6 +213,11 @@ impl Nixl {
                     continue;
                 }
                 State::Done => Ok(()),
+                // It was not asked after: NIXL does not know the peer any more.
+                State::Failed(status) if status.is_not_found() && self.peers.dropped(peer, &mut happened) => {
+                    at += 1;
+                    continue;
+                }
                 State::Failed(status) => Err(status.error("a transfer")),
             };
             let (job, peer) = (*job, Arc::clone(peer));
@@ -223,6 +229,7 @@ impl Nixl {
                 None => self.trials.landed(&mut self.peers, &peer, result.is_err()),
             }
         }
+        self.news.extend(happened);
     }
 
     /// Goes on with finding out what peers can do.
@@ -275,8 +282,12 @@ unsafe impl Fabric for Nixl {
         MAX_NOTIFICATION + 256
     }
 
-    fn unpack(&mut self, _: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
-        let memory::Export { range, blob } = memory::Export::decode(region.export)?;
+    fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        let export = memory::Export::decode(region.export)?;
+        if let Some(agent) = self.peers.name(endpoint) {
+            export.is_of(&agent.to_string_lossy())?;
+        }
+        let memory::Export { range, blob } = export;
         if range.len < region.len {
             return Err(Error::new(Kind::Malformed, "the region is longer than what NIXL knows of it"));
         }
@@ -361,9 +372,9 @@ unsafe impl Fabric for Nixl {
         let woken = self.pace.is_asleep() && self.wakes.take();
         self.peers.take_loaded(happened);
         let turnstile = Arc::clone(&self.turnstile);
-        let passed = turnstile.try_pass();
-        self.barred = passed.is_none();
-        if let Some(mut passed) = passed {
+        turnstile.silence();
+        let mut told = 0;
+        if let Some(mut passed) = turnstile.try_pass() {
             if let Some(endpoint) = self.turned_away.take() {
                 happened.push(Happened::Ready(endpoint)); // so that core tries again what found the way barred
             }
@@ -378,12 +389,14 @@ unsafe impl Fabric for Nixl {
                 self.try_out(agent);
                 // What ended is told first: whoever waits for it drives this turn.
                 if self.news.is_empty() {
+                    let before = happened.len();
                     agent.notifications(|from, bytes| happened.push(sorted(from, bytes)));
+                    told = happened.len() - before;
                 }
             }
         }
         happened.extend(self.news.drain(..));
-        self.pace.looked(woken, !happened.is_empty());
+        self.pace.looked(woken, told > 0, !happened.is_empty());
         happened.len()
     }
 
@@ -392,8 +405,6 @@ unsafe impl Fabric for Nixl {
             return Ok(Armed::Again);
         }
         self.pace.slept();
-        // Who is at NIXL may have read what has woken this thread, and tells nobody.
-        let waiting = waiting || self.barred;
         Ok(Armed::Sleep(Some(self.pace.sleep(!self.flights.is_empty(), waiting))))
     }
 

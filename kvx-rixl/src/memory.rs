@@ -7,6 +7,7 @@ use kvx_core::fabric::Registrar;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, RegionId, Result};
 
+use crate::blob::{Blob, Described, malformed};
 use crate::ffi::{Range, Segment};
 use crate::turnstile::Turnstile;
 
@@ -150,6 +151,20 @@ impl Export {
         let blob = reader.block(MAX_EXPORT)?.into();
         reader.end()?;
         Ok(Export { range, blob })
+    }
+
+    /// Whether NIXL may be shown it: it speaks of this range of this agent's memory, and of nothing else. What contradicts
+    /// what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
+    pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
+        let Range { segment, address, len, device } = self.range;
+        let said = Blob::read(&self.blob)?;
+        let is_it = |there: &Described<'_>| {
+            (there.kind, there.address, there.len, there.device) == (segment.number(), address, len, device)
+        };
+        match &said.memory[..] {
+            [one] if said.agent == agent && said.connections.is_empty() && is_it(one) => Ok(()),
+            _ => Err(malformed("it speaks of something else than the region")),
+        }
     }
 }
 

@@ -18,6 +18,8 @@ struct Longest {
     alone: Duration,
 }
 
+/// The plugin has descriptors, and nobody knows yet whether what comes wakes by them: messages over RDMA do not.
+const UNPROVEN: Longest = Longest { waiting: BY_THE_CLOCK.waiting, alone: Duration::from_millis(10) };
 /// The plugin wakes; the clock is for wakes that are lost.
 const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(50) };
 /// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 20 microseconds of a
@@ -30,14 +32,15 @@ pub(crate) struct Pace {
     heard: Instant,
     /// Since [`slept`](Pace::slept).
     asleep: bool,
-    /// The plugin has descriptors, and what came after the last sleep had woken the sleeper.
-    wakes: bool,
+    /// By whether what came after the last sleep had woken the sleeper.
+    longest: &'static Longest,
 }
 
 impl Pace {
     /// `wakes`: the plugin has descriptors that may wake.
     pub(crate) fn new(wakes: bool) -> Self {
-        Pace { heard: Instant::now(), asleep: false, wakes }
+        let longest = if wakes { &UNPROVEN } else { &BY_THE_CLOCK };
+        Pace { heard: Instant::now(), asleep: false, longest }
     }
 
     /// A sleep follows.
@@ -50,11 +53,12 @@ impl Pace {
         self.asleep
     }
 
-    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `came`: something has come.
-    pub(crate) fn looked(&mut self, woken: bool, came: bool) {
+    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come. `came`: they have, or
+    /// something else.
+    pub(crate) fn looked(&mut self, woken: bool, told: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
-        if came && slept {
-            self.wakes = woken;
+        if told && slept {
+            self.longest = if woken { &WOKEN } else { &BY_THE_CLOCK };
         }
         if came || woken {
             self.heard = Instant::now(); // what has woken may be had only a moment later
@@ -63,11 +67,10 @@ impl Pace {
 
     /// How long to sleep.
     pub(crate) fn sleep(&self, in_flight: bool, waiting: bool) -> Duration {
-        let longest = if self.wakes { &WOKEN } else { &BY_THE_CLOCK };
         let longest = match () {
             () if in_flight => IN_FLIGHT,
-            () if waiting => longest.waiting,
-            () => longest.alone,
+            () if waiting => self.longest.waiting,
+            () => self.longest.alone,
         };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
@@ -82,9 +85,9 @@ impl Pace {
 mod tests {
     use super::*;
 
-    fn quiet_for(time: Duration, wakes: bool) -> Pace {
+    fn quiet_for(time: Duration, longest: &'static Longest) -> Pace {
         let heard = Instant::now().checked_sub(time).expect("the machine has run for longer");
-        Pace { heard, ..Pace::new(wakes) }
+        Pace { heard, longest, ..Pace::new(true) }
     }
 
     const LONG: Duration = Duration::from_secs(60);
@@ -92,28 +95,34 @@ mod tests {
     #[test]
     fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
         assert_eq!(Pace::new(true).sleep(false, false), SHORTEST);
-        assert!(quiet_for(Duration::from_millis(8), true).sleep(false, false) >= Duration::from_millis(2));
-        assert_eq!(quiet_for(LONG, true).sleep(false, false), WOKEN.alone);
-        assert_eq!(quiet_for(LONG, false).sleep(false, false), BY_THE_CLOCK.alone);
-        assert_eq!(quiet_for(LONG, true).sleep(false, true), WOKEN.waiting);
-        assert_eq!(quiet_for(LONG, true).sleep(true, true), IN_FLIGHT);
+        assert!(quiet_for(Duration::from_millis(8), &WOKEN).sleep(false, false) >= Duration::from_millis(2));
+        for longest in [&UNPROVEN, &WOKEN, &BY_THE_CLOCK] {
+            let pace = quiet_for(LONG, longest);
+            assert_eq!(pace.sleep(false, false), longest.alone);
+            assert_eq!(pace.sleep(false, true), longest.waiting);
+            assert_eq!(pace.sleep(true, true), IN_FLIGHT);
+        }
     }
 
     #[test]
     fn a_plugin_that_does_not_wake_is_asked_by_the_clock_until_it_does() {
-        let longest = |pace: &Pace| quiet_for(LONG, pace.wakes).sleep(false, false);
+        let longest = |pace: &Pace| quiet_for(LONG, pace.longest).sleep(false, false);
+        assert_eq!(longest(&Pace::new(false)), BY_THE_CLOCK.alone);
         let mut pace = Pace::new(true);
         // What comes while nobody sleeps says nothing.
-        pace.looked(false, true);
+        pace.looked(false, true, true);
+        assert_eq!(longest(&pace), UNPROVEN.alone);
+        pace.slept();
+        pace.looked(false, false, true);
+        assert_eq!(longest(&pace), UNPROVEN.alone);
+        pace.slept();
+        pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
         pace.slept();
-        pace.looked(false, false);
-        assert_eq!(longest(&pace), WOKEN.alone);
-        pace.slept();
-        pace.looked(false, true);
+        pace.looked(false, true, true);
         assert_eq!(longest(&pace), BY_THE_CLOCK.alone);
         pace.slept();
-        pace.looked(true, true);
+        pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
     }
 }

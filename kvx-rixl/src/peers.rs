@@ -56,6 +56,7 @@ impl Address {
         if said.agent != name || said.connections.is_empty() || !said.memory.is_empty() {
             return Err(reader.malformed("its parts contradict each other"));
         }
+        page.is_of(name)?;
         Ok(Address { name: name.to_owned(), blob, page })
     }
 }
@@ -344,24 +345,43 @@ impl Peers {
         }
     }
 
-    /// Whether NIXL can be asked about requests to this peer: not between its loss and the load that follows.
+    /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its loss
+    /// and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
-        self.by_name.get(peer).is_none_or(|peer| peer.state != State::Lost { watched: false })
+        let unknown = |peer: &Peer| matches!(peer.state, State::Loading | State::Lost { watched: false });
+        self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
-    /// NIXL has dropped a peer: it is lost, with all its endpoints. NIXL answers no question about what is in progress
-    /// to an agent that it does not know, so it is told of it once more.
-    pub(crate) fn lose(&mut self, name: &CStr, happened: &mut Vec<Happened>) {
-        let Some(peer) = self.by_name.get_mut(name) else { return };
-        if matches!(peer.state, State::Lost { .. }) {
-            return;
+    /// NIXL was asked about a request to a peer that it has dropped since. Says whether it can be asked again later.
+    pub(crate) fn dropped(&mut self, name: &CStr, happened: &mut Vec<Happened>) -> bool {
+        let Some(peer) = self.by_name.get_mut(name) else { return false };
+        match peer.state {
+            State::Lost { watched: true } => self.watch(name),
+            _ => self.lose(name, happened),
         }
+        true
+    }
+
+    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to an agent that it does
+    /// not know.
+    fn watch(&mut self, name: &CStr) {
+        let Some(peer) = self.by_name.get_mut(name) else { return };
         peer.state = State::Lost { watched: peer.flights == 0 };
         if peer.flights > 0 {
             self.next_load += 1;
             peer.load = self.next_load;
             self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
         }
+    }
+
+    /// NIXL has dropped a peer: it is lost, with all its endpoints.
+    pub(crate) fn lose(&mut self, name: &CStr, happened: &mut Vec<Happened>) {
+        let Some(peer) = self.by_name.get(name) else { return };
+        if matches!(peer.state, State::Lost { .. }) {
+            return;
+        }
+        self.watch(name);
+        let Some(peer) = self.by_name.get(name) else { return };
         let why = "the connection broke: the peer's process has ended, or the network between has";
         happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
             endpoint: *endpoint,

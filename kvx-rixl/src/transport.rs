@@ -113,10 +113,11 @@ impl Factory for Rixl {
         let page = Export { range: reach::page(), blob: page.into() };
         let address = Address { name, blob, page }.encode();
         Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
-        let turnstile = Turnstile::new(agent);
+        let turnstile = Turnstile::new(agent).map_err(|why| why.backend(NAME))?;
         let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
         let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&turnstile))?;
-        let wakes = Wakes::new(loads.fd(), &watchers).map_err(|why| why.backend(NAME))?;
+        let wakes =
+            Wakes::new(&[loads.fd(), turnstile.bell()], &watchers).map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
         let fabric = Nixl::new(turnstile, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;

@@ -1,4 +1,4 @@
-//! What wakes the reactor: the thread that loads addresses, and UCX's sockets.
+//! What wakes the reactor: the thread that loads addresses, the turnstile's bell, and UCX's sockets.
 //!
 //! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors of its own, and looking
 //! for those that were not there before the plugin was opened finds them. They are watched and never read; one that
@@ -28,6 +28,10 @@ pub(crate) fn of<T>(start: impl FnOnce() -> T) -> (T, Vec<RawFd>) {
     (started, watchers().difference(&before).copied().collect())
 }
 
+/// Whose a descriptor is.
+const KVX: u64 = 0;
+const PLUGIN: u64 = 1;
+
 /// One descriptor for all that wakes.
 pub(crate) struct Wakes {
     set: OwnedFd,
@@ -36,22 +40,24 @@ pub(crate) struct Wakes {
 }
 
 impl Wakes {
-    /// Watches `loads`, and what the plugin has made. Errors: `Exhausted`.
-    pub(crate) fn new(loads: RawFd, plugins: &[RawFd]) -> Result<Self> {
+    /// Watches `own`, which outlive it, and what the plugin has made. Errors: `Exhausted`.
+    pub(crate) fn new(own: &[RawFd], plugins: &[RawFd]) -> Result<Self> {
         let exhausted =
             |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
         for plugins in [plugins, &[]] {
             let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
-            // SAFETY: the thread that loads keeps its descriptor for as long as the fabric that owns both.
-            let loads = unsafe { BorrowedFd::borrow_raw(loads) };
-            epoll::add(&set, loads, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
-                .map_err(exhausted)?;
+            for own in own {
+                // SAFETY: the fabric owns whose they are, and the set.
+                let own = unsafe { BorrowedFd::borrow_raw(*own) };
+                epoll::add(&set, own, epoll::EventData::new_u64(KVX), epoll::EventFlags::IN)
+                    .map_err(exhausted)?;
+            }
             let added = plugins.iter().filter(|fd| {
                 // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by now; it is removed
                 // from the set when it is closed later. What is new is told once, for its owner reads it.
                 let fd = unsafe { BorrowedFd::borrow_raw(**fd) };
                 let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-                epoll::add(&set, fd, epoll::EventData::new_u64(1), flags).is_ok()
+                epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).is_ok()
             });
             let by_plugin = added.count() > 0;
             // The kernel limits how deep such sets may lie in each other, and this one goes into another.
@@ -69,12 +75,13 @@ impl Wakes {
         self.set.as_fd()
     }
 
-    /// Whether something has woken since the last call.
+    /// Whether the plugin has woken since the last call.
     pub(crate) fn take(&self) -> bool {
         let mut events: [epoll::Event; 8] =
             [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 8];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        epoll::wait(&self.set, &mut events[..], Some(&now)).is_ok_and(|count| count > 0)
+        let count = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
+        events[..count].iter().any(|event| event.data.u64() == PLUGIN)
     }
 }
 
@@ -92,10 +99,18 @@ mod tests {
         assert!(made.contains(&theirs.as_raw_fd()));
         epoll::add(&theirs, &inner, epoll::EventData::new_u64(0), epoll::EventFlags::IN).unwrap();
         let loads = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-        let wakes = Wakes::new(loads.as_raw_fd(), &[theirs.as_raw_fd()]).unwrap();
+        let wakes = Wakes::new(&[loads.as_raw_fd()], &[theirs.as_raw_fd()]).unwrap();
         assert!(wakes.by_plugin && !wakes.take());
         rustix::io::write(&inner, &1_u64.to_ne_bytes()).unwrap();
         // Nobody reads it, and still it wakes only once.
         assert!(wakes.take() && !wakes.take());
+        rustix::io::write(&loads, &1_u64.to_ne_bytes()).unwrap();
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let readable = rustix::event::poll(
+            &mut [rustix::event::PollFd::from_borrowed_fd(wakes.fd(), rustix::event::PollFlags::IN)],
+            Some(&now),
+        );
+        assert_eq!(readable, Ok(1), "kvx's own descriptor wakes as well");
+        assert!(!wakes.take(), "and says nothing of the plugin's");
     }
 }

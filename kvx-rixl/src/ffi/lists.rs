@@ -15,7 +15,8 @@ pub(crate) enum Segment {
 }
 
 impl Segment {
-    fn number(self) -> i32 {
+    /// As NIXL has it.
+    pub(crate) fn number(self) -> i32 {
         let number = match self {
             Segment::Host => NIXL_CAPI_MEM_DRAM,
             Segment::Device => NIXL_CAPI_MEM_VRAM,

@@ -26,6 +26,11 @@ impl Status {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }
     }
 
+    /// Whether nothing was done, because NIXL knows no such agent. RIXL does not tell it from other errors.
+    pub(crate) fn is_not_found(self) -> bool {
+        self.0 == NIXL_CAPI_ERROR_NOT_FOUND
+    }
+
     fn text(self) -> &'static str {
         match self.0 {
             NIXL_CAPI_IN_PROG => "in progress",

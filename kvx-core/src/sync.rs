@@ -4,8 +4,10 @@
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 use std::sync::TryLockError;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{self, MutexGuard, PoisonError};
+use std::sync::{self, PoisonError};
 use std::time::Instant;
+
+pub(crate) use std::sync::MutexGuard;
 
 /// `std::sync::Mutex`, except that a panicked holder does not poison it.
 #[derive(Debug, Default)]

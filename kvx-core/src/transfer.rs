@@ -13,7 +13,7 @@ use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
 use crate::peer::{Job, PeerInner};
 use crate::plan::{Bound, Plan, Size};
-use crate::sync::{Condvar, Mutex, breathe};
+use crate::sync::{Condvar, Mutex, MutexGuard, breathe};
 use crate::ticket::Settle;
 use crate::transport::Link;
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
@@ -215,19 +215,28 @@ impl TransferState {
 
     /// Decides the outcome, unless it is decided.
     fn resolve(&self, result: Result<Report>) {
-        let result = result.map_err(|error| {
-            // A link that was closed because the peer is lost says less than the loss.
-            let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
-            let error = lost.unwrap_or(error);
-            let error = error.operation(match self.plan.op() {
-                crate::Op::Read => "read",
-                crate::Op::Write => "write",
-            });
-            error.peer(Arc::clone(&self.peer.identity.name))
+        let result = result.map_err(|error| self.explained(error));
+        self.decide(self.state.lock(), result);
+    }
+
+    /// What a user is told of an error. Takes the lock of the peer.
+    fn explained(&self, error: Error) -> Error {
+        // A link that was closed because the peer is lost says less than the loss.
+        let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
+        let error = lost.unwrap_or(error).operation(match self.plan.op() {
+            crate::Op::Read => "read",
+            crate::Op::Write => "write",
         });
-        let mut state = self.state.lock();
+        error.peer(Arc::clone(&self.peer.identity.name))
+    }
+
+    /// As [`resolve`](Self::resolve), in a state that is locked, with an error that is explained.
+    fn decide(&self, mut state: MutexGuard<'_, State>, result: Result<Report>) {
+        let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
+        let watch = state.watch.take_if(|_| settled);
         if !matches!(state.outcome, Outcome::Pending) {
-            return;
+            drop(state);
+            return drop(watch);
         }
         let result = result.map_err(|error| match state.on {
             Some((_, backend)) => error.backend(backend),
@@ -235,9 +244,8 @@ impl TransferState {
         });
         let told = result.clone();
         state.outcome = Outcome::Done(result);
-        let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
         self.over.store(settled, Ordering::Release);
-        let (waker, watch) = (state.waker.take(), if settled { state.watch.take() } else { None });
+        let waker = state.waker.take();
         drop(state);
         drop(watch);
         self.finished.notify_all();
@@ -360,33 +368,28 @@ impl Settle for TransferState {
         {
             return;
         }
-        let (report, notify, on, watch, waiting) = {
-            let mut state = self.state.lock();
-            if state.stage == Stage::Settled {
-                return;
-            }
-            state.stage = Stage::Settled;
-            let open = matches!(state.outcome, Outcome::Pending);
-            let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
-            // The deadline still holds while the notification is under way.
-            let watch = if notify.is_some() { None } else { state.watch.take() };
-            let waiting = std::mem::take(&mut state.settled);
-            let on = if notify.is_some() { state.on.clone() } else { None };
-            (self.report(&state), notify, on, watch, waiting)
-        };
-        drop(watch);
+        if broken("free-early") && self.state.lock().stage == Stage::Settled {
+            return;
+        }
+        let result = result.map_err(|error| self.explained(error));
+        // Before anybody can see that it has ended: the next post may need its share of the budget.
         self.let_go();
-        match (result, notify, on) {
-            (Err(error), Some(bytes), Some((link, _))) if broken("notify-anyway") => {
-                link.notify(&bytes, Ticket::new(|_| ()));
-                self.resolve(Err(error));
-            }
-            (Ok(()), Some(bytes), Some((link, _))) => {
+        let mut state = self.state.lock();
+        state.stage = Stage::Settled;
+        let waiting = std::mem::take(&mut state.settled);
+        let open = matches!(state.outcome, Outcome::Pending);
+        let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
+        let result = result.map(|()| self.report(&state));
+        match (notify, &state.on) {
+            (Some(bytes), Some((link, _))) => {
+                let link = Arc::clone(link);
+                drop(state); // with its watch: the deadline still holds while the notification is under way
                 let this = Arc::clone(&self);
                 // A lost ticket leaves the transfer to its deadline.
-                link.notify(&bytes, Ticket::new(move |sent| this.resolve(sent.map(|()| report))));
+                let sent = move |sent: Result<()>| this.resolve(sent.and(result));
+                link.notify(&bytes, Ticket::new(sent));
             }
-            (result, ..) => self.resolve(result.map(|()| report)),
+            _ => self.decide(state, result),
         }
         for shot in waiting {
             shot.finish(Ok(()));

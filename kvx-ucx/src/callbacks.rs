@@ -63,7 +63,7 @@ pub(crate) struct Inbox {
     /// Endpoints that have failed, by their handles.
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
-    ended: RefCell<Vec<Rc<Tally>>>,
+    ended: RefCell<Vec<JobId>>,
     /// Pieces that UCX has.
     pieces: Cell<usize>,
     /// Operations of other kinds that UCX has.
@@ -112,16 +112,17 @@ impl Inbox {
         self.letters.take()
     }
 
-    /// Takes what has ended.
-    pub(crate) fn take_ended(&self, into: &mut Vec<Happened>) {
+    /// Takes what has ended. `tallies`: by the numbers of their jobs.
+    pub(crate) fn take_ended(&self, tallies: &[Rc<Tally>], into: &mut Vec<Happened>) {
         into.append(&mut self.flushed.borrow_mut());
-        for tally in self.ended.borrow_mut().drain(..) {
+        for job in self.ended.borrow_mut().drain(..) {
+            let tally = &tallies[job.number()];
             tally.noted.set(false);
             let result = match tally.failed.take() {
                 None => Ok(()),
                 Some(status) => Err(error::of_piece(status)),
             };
-            into.push(Happened::Moved { job: tally.job, pieces: tally.ended.take(), result });
+            into.push(Happened::Moved { job, pieces: tally.ended.take(), result });
         }
     }
 }
@@ -155,10 +156,12 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
     inbox.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
 }
 
-/// The pieces of one job. While UCX has some of them, it keeps itself alive.
+/// The pieces of one job, and then of the next of the same number: the driver keeps it longer than its worker.
 pub(crate) struct Tally {
     job: JobId,
     inbox: Rc<Inbox>,
+    /// Pieces that UCX has for the peer of this job.
+    to_peer: RefCell<Rc<Cell<usize>>>,
     /// Pieces that UCX has.
     posted: Cell<u32>,
     /// Pieces that have ended since the machine took the notes.
@@ -173,6 +176,7 @@ impl Tally {
         Rc::new(Tally {
             job,
             inbox: Rc::clone(inbox),
+            to_peer: RefCell::default(),
             posted: Cell::new(0),
             ended: Cell::new(0),
             failed: Cell::new(None),
@@ -181,15 +185,21 @@ impl Tally {
     }
 
     /// For the callbacks of pieces.
-    pub(crate) fn target(self: &Rc<Self>) -> NonNull<Tally> {
-        NonNull::from(&**self)
+    pub(crate) fn target(&self) -> NonNull<Tally> {
+        NonNull::from(self)
+    }
+
+    /// The job's pieces go to the peer for which UCX has so many.
+    pub(crate) fn leads_to(&self, peer: &Rc<Cell<usize>>) {
+        if self.posted.get() == 0 && !Rc::ptr_eq(&self.to_peer.borrow(), peer) {
+            *self.to_peer.borrow_mut() = Rc::clone(peer);
+        }
     }
 
     /// UCX has a piece whose callback will come, but not before this.
-    pub(crate) fn posted(self: &Rc<Self>) {
-        if self.posted.get() == 0 {
-            std::mem::forget(Rc::clone(self)); // given back by the callback of the last one
-        }
+    pub(crate) fn posted(&self) {
+        let to_peer = self.to_peer.borrow();
+        to_peer.set(to_peer.get() + 1);
         self.posted.set(self.posted.get() + 1);
         self.inbox.pieces.set(self.inbox.pieces.get() + 1);
     }
@@ -209,39 +219,27 @@ impl Tally {
         true
     }
 
-    /// A piece has ended without a callback.
-    pub(crate) fn ended_at_once(self: &Rc<Self>) {
+    /// A piece has ended.
+    pub(crate) fn piece_ended(&self) {
         self.ended.set(self.ended.get() + 1);
         if !self.noted.replace(true) {
-            self.inbox.ended.borrow_mut().push(Rc::clone(self));
+            self.inbox.ended.borrow_mut().push(self.job);
         }
     }
 }
 
 impl Completed for Tally {
     unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
-        // SAFETY: it keeps itself alive since `posted`, until this is the last of its pieces.
+        // SAFETY: the driver keeps it longer than its worker.
         let tally = unsafe { this.as_ref() };
-        tally.ended.set(tally.ended.get() + 1);
+        let to_peer = tally.to_peer.borrow();
+        to_peer.set(to_peer.get() - 1);
+        tally.posted.set(tally.posted.get() - 1);
+        tally.inbox.pieces.set(tally.inbox.pieces.get() - 1);
         if let Err(status) = outcome {
             tally.failed.set(tally.failed.get().or(Some(status)));
         }
-        tally.inbox.pieces.set(tally.inbox.pieces.get() - 1);
-        let left = tally.posted.get() - 1;
-        tally.posted.set(left);
-        if left > 0 && tally.noted.get() {
-            return;
-        }
-        if left > 0 {
-            // SAFETY: as above; one more reference for the list.
-            unsafe { Rc::increment_strong_count(this.as_ptr()) };
-        }
-        // SAFETY: it came from an `Rc`; the reference is the one counted just above, or the one that `posted` forgot.
-        let tally = unsafe { Rc::from_raw(this.as_ptr()) };
-        if !tally.noted.replace(true) {
-            let inbox = Rc::clone(&tally.inbox);
-            inbox.ended.borrow_mut().push(tally);
-        }
+        tally.piece_ended();
     }
 }
 
@@ -315,9 +313,15 @@ mod tests {
     use super::*;
     use crate::ffi::bindings_1_13::UCS_ERR_CANCELED;
 
-    fn moved(inbox: &Inbox) -> Vec<(usize, u32, bool)> {
+    fn tallies() -> (Rc<Inbox>, [Rc<Tally>; 3]) {
+        let inbox = Rc::default();
+        let tallies = [0, 1, 2].map(|job| Tally::new(JobId::from_number(job), &inbox));
+        (inbox, tallies)
+    }
+
+    fn moved(inbox: &Inbox, tallies: &[Rc<Tally>]) -> Vec<(usize, u32, bool)> {
         let mut happened = Vec::new();
-        inbox.take_ended(&mut happened);
+        inbox.take_ended(tallies, &mut happened);
         let moved = happened.into_iter().map(|event| match event {
             Happened::Moved { job, pieces, result } => (job.number(), pieces, result.is_ok()),
             other => panic!("{other:?}"),
@@ -326,59 +330,56 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_counted_once_and_a_tally_lives_until_its_last_callback() {
-        let inbox = Rc::new(Inbox::default());
-        let tally = Tally::new(JobId::from_number(3), &inbox);
+    fn pieces_are_counted_once() {
+        let (inbox, tallies) = tallies();
+        let tally = &tallies[1];
         let target = tally.target();
         for _ in 0..3 {
             tally.posted();
         }
-        tally.ended_at_once();
-        let weak = Rc::downgrade(&tally);
-        drop(tally);
-        assert_eq!((moved(&inbox), inbox.pieces()), (vec![(3, 1, true)], 3));
-        // SAFETY: three callbacks are due.
+        tally.piece_ended();
+        assert_eq!((moved(&inbox, &tallies), inbox.pieces()), (vec![(1, 1, true)], 3));
+        // SAFETY: three callbacks are due, and the tally is alive.
         unsafe {
             Tally::completed(target, Ok(()));
             Tally::completed(target, Err(Status(UCS_ERR_CANCELED)));
         }
-        assert_eq!(moved(&inbox), [(3, 2, false)]);
-        assert!(weak.upgrade().is_some());
+        assert_eq!(moved(&inbox, &tallies), [(1, 2, false)]);
         // SAFETY: as above.
         unsafe { Tally::completed(target, Ok(())) };
-        assert_eq!(moved(&inbox), [(3, 1, true)]);
-        assert!(weak.upgrade().is_none() && inbox.is_quiet() && inbox.is_empty());
+        assert_eq!(moved(&inbox, &tallies), [(1, 1, true)]);
+        assert!(inbox.is_quiet() && inbox.is_empty());
     }
 
     #[test]
     fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
-        let inbox = Rc::new(Inbox::default());
+        let (inbox, tallies) = tallies();
+        let [_, tally, other] = &tallies;
         let post = |tally: &Rc<Tally>, outcome| {
             tally.posted();
             // SAFETY: its one callback.
             unsafe { Tally::completed(tally.target(), outcome) };
         };
-        let [tally, other] = [3, 4].map(|job| Tally::new(JobId::from_number(job), &inbox));
         assert!(!tally.take_back(0), "nothing has ended");
-        post(&tally, Ok(()));
-        tally.ended_at_once();
+        post(tally, Ok(()));
+        tally.piece_ended();
         assert!(!tally.take_back(1) && tally.take_back(2) && inbox.is_empty());
         tally.posted();
-        tally.ended_at_once();
+        tally.piece_ended();
         assert!(!tally.take_back(1), "one has not ended");
         // SAFETY: its callback.
         unsafe { Tally::completed(tally.target(), Ok(())) };
-        post(&other, Ok(()));
+        post(other, Ok(()));
         assert!(!tally.take_back(2), "another job's has ended as well");
-        assert_eq!(moved(&inbox), [(3, 2, true), (4, 1, true)]);
-        post(&tally, Err(Status(UCS_ERR_CANCELED)));
+        assert_eq!(moved(&inbox, &tallies), [(1, 2, true), (2, 1, true)]);
+        post(tally, Err(Status(UCS_ERR_CANCELED)));
         assert!(!tally.take_back(1), "it has failed");
-        assert_eq!(moved(&inbox), [(3, 1, false)]);
-        post(&tally, Ok(()));
+        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
+        post(tally, Ok(()));
         let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
         inbox.letters.borrow_mut().push(Letter { from, message: Vec::new() });
         assert!(!tally.take_back(1), "a message has come as well");
-        assert_eq!((moved(&inbox), inbox.take_letters().len()), (vec![(3, 1, true)], 1));
+        assert_eq!((moved(&inbox, &tallies), inbox.take_letters().len()), (vec![(1, 1, true)], 1));
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub(crate) struct Peer {
     links: Vec<EndpointId>,
     /// Messages that UCX has not sent yet.
     pub(crate) unsent: Rc<Cell<usize>>,
+    /// Pieces that UCX has for it.
+    pub(crate) pieces: Rc<Cell<usize>>,
     /// Operations that have been posted: UCX chooses how to do them when the first comes.
     moved: Vec<Op>,
 }
@@ -43,6 +45,12 @@ impl Peer {
     /// Whether something has been posted to it.
     pub(crate) fn has_moved(&self) -> bool {
         !self.moved.is_empty()
+    }
+
+    /// Whether such an operation has been posted to it.
+    #[inline]
+    pub(crate) fn has_moved_by(&self, op: Op) -> bool {
+        self.moved.contains(&op)
     }
 }
 
@@ -103,7 +111,7 @@ impl Peers {
         None
     }
 
-    /// Leads a link to `address`. Errors: `Unsupported` when no transport reaches it, `PeerLost`.
+    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two apart.
     ///
     /// # Safety
     /// This thread is the one that uses the worker, which `close_all` is called before the end of; `inbox` outlives it.
@@ -138,6 +146,7 @@ impl Peers {
             endpoint: Some(endpoint),
             links: vec![link],
             unsent: Rc::default(),
+            pieces: Rc::default(),
             moved: Vec::new(),
         });
         self.by_worker.insert(number, at);
@@ -153,12 +162,10 @@ impl Peers {
         peer.endpoint.as_ref().map(|endpoint| (endpoint, peer))
     }
 
-    /// Something was posted on a link.
+    /// Such an operation was posted on a link for the first time.
     pub(crate) fn note_moved(&mut self, link: EndpointId, op: Op) {
-        if let Some(&at) = self.by_link.get(&link)
-            && let peer = &mut self.peers[at]
-            && !peer.moved.contains(&op)
-        {
+        if let Some(&at) = self.by_link.get(&link) {
+            let peer = &mut self.peers[at];
             peer.moved.push(op);
             self.untold.extend(&peer.links);
         }
@@ -262,6 +269,7 @@ mod tests {
             endpoint: None,
             links: Vec::new(),
             unsent: Rc::default(),
+            pieces: Rc::default(),
             moved: Vec::new(),
         };
         let at = peers.peers.insert(peer);

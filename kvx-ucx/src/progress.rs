@@ -20,7 +20,7 @@ use crate::route;
 
 /// The number of kvx's active messages.
 const MESSAGE: u32 = 0;
-/// The most pieces that UCX has at a time.
+/// The most pieces that UCX has for one peer: those of a stopped one must not keep others waiting.
 const WINDOW: usize = 1024;
 /// The most pieces that are posted in a turn.
 const TURN: u32 = 64;
@@ -44,6 +44,8 @@ pub(crate) struct Driver {
     worker: Option<Worker>,
     fds: [RawFd; 1],
     inbox: Rc<Inbox>,
+    /// By the numbers of their jobs.
+    tallies: Vec<Rc<Tally>>,
     peers: Peers,
     keys: Keys,
     /// What happened to links outside of progress.
@@ -55,15 +57,8 @@ pub(crate) struct Driver {
 }
 
 // SAFETY: the machine's lock lets one thread at a time in, which is what UCX's thread mode SERIALIZED asks for, and
-// what `Rc` and `Cell` need: every clone of them is in here, in a `Posting` of a job of this machine, or in UCX's hands.
+// what `Rc` and `Cell` need: every clone of them is in here, or in UCX's hands.
 unsafe impl Send for Driver {}
-
-/// What is kept for a job.
-#[derive(Default)]
-pub(crate) struct Posting(Option<Rc<Tally>>);
-
-// SAFETY: as `Driver`: jobs are part of the machine.
-unsafe impl Send for Posting {}
 
 impl Driver {
     /// Errors: UCX's, when it delivers no messages.
@@ -82,6 +77,7 @@ impl Driver {
             fds: [worker.descriptor().as_raw_fd()],
             worker: Some(worker),
             inbox,
+            tallies: Vec::new(),
             peers: Peers::new(here),
             keys: Keys::default(),
             news: Vec::new(),
@@ -155,7 +151,7 @@ impl Driver {
             }
             happened.push(Happened::Message(letter.message));
         }
-        self.inbox.take_ended(happened);
+        self.inbox.take_ended(&self.tallies, happened);
     }
 
     /// Sends what is being sent, ends what is in flight, and lets go of everything.
@@ -185,7 +181,7 @@ impl Driver {
         self.keys.clear();
         // Nothing is sent, received or served without the worker.
         drop(worker);
-        self.inbox.take_ended(&mut Vec::new());
+        self.inbox.take_ended(&self.tallies, &mut Vec::new());
         self.registrations.worker_ended();
     }
 }
@@ -201,7 +197,7 @@ impl Drop for Driver {
 unsafe impl Fabric for Driver {
     type Local = Local;
     type Remote = Remote;
-    type State = Posting;
+    type State = ();
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Some(worker) = &self.worker else { return Err(gone()) };
@@ -250,13 +246,17 @@ unsafe impl Fabric for Driver {
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
-        let Some((endpoint, _)) = self.peers.of(job.endpoint()) else { return Err(gone()) };
-        let (id, op) = (job.id(), job.op());
-        let tally = Rc::clone(job.state().0.get_or_insert_with(|| Tally::new(id, &self.inbox)));
+        let Some((endpoint, peer)) = self.peers.of(job.endpoint()) else { return Err(gone()) };
+        let (number, op, is_first) = (job.id().number(), job.op(), !peer.has_moved_by(job.op()));
+        for next in self.tallies.len()..=number {
+            self.tallies.push(Tally::new(JobId::from_number(next), &self.inbox));
+        }
+        let tally = &self.tallies[number];
+        tally.leads_to(&peer.pieces);
         let (mut bytes, mut pieces, mut pending) = (0, 0, 0);
         while bytes < SLICE
             && pieces < TURN
-            && self.inbox.pieces() < WINDOW
+            && peer.pieces.get() < WINDOW
             && let Some(piece) = job.next_piece()
         {
             let memory = Some(job.local(piece.local_region).handle());
@@ -265,7 +265,7 @@ unsafe impl Fabric for Driver {
             let (key, at) = (self.keys.of(remote), remote.base + piece.remote_offset);
             let len = piece.len as usize;
             // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the piece lies within
-            // its region, which the job keeps until the piece is reported; the tally keeps itself alive as long.
+            // its region, which the job keeps until the piece is reported; the tally lives as long as the driver.
             let posted = unsafe {
                 match op {
                     Op::Read => endpoint.get(local, len, memory, at, key, tally.target()),
@@ -277,7 +277,7 @@ unsafe impl Fabric for Driver {
                     tally.posted();
                     pending += 1;
                 }
-                Posted::Done => tally.ended_at_once(),
+                Posted::Done => tally.piece_ended(),
                 Posted::Failed(status) => {
                     job.posted(pieces);
                     return Err(error::of_piece(status));
@@ -289,7 +289,9 @@ unsafe impl Fabric for Driver {
         let small = bytes <= SMALL && pieces < TURN;
         let ended = small && self.end_now(pending) && tally.take_back(pieces);
         job.posted(if ended { 0 } else { pieces });
-        self.peers.note_moved(job.endpoint(), op);
+        if is_first {
+            self.peers.note_moved(job.endpoint(), op);
+        }
         Ok(bytes)
     }
 

@@ -13,7 +13,7 @@ pub(crate) struct Round {
     pub(crate) seconds: f64,
     /// Each time by itself, where that is known.
     pub(crate) each: Vec<f64>,
-    /// How long each post kept its caller, where there are posts.
+    /// How long posts kept their caller, where there are posts: some of them.
     pub(crate) posts: Vec<f64>,
 }
 

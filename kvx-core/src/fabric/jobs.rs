@@ -32,12 +32,12 @@ impl<F: Fabric> Job<'_, F> {
 
     /// Read or write.
     pub fn op(&self) -> Op {
-        self.running.plan.op()
+        self.running.plan().op()
     }
 
     /// The whole plan; [`Bound::native`] keeps what a library prepares for it.
     pub fn plan(&self) -> &Arc<Bound> {
-        &self.running.plan
+        self.running.plan()
     }
 
     /// The next piece to be posted; `None`: all of them have been given out.
@@ -127,7 +127,7 @@ enum Flush {
 pub(super) struct Running<F: Fabric> {
     pub(super) session: u64,
     pub(super) transfer: TransferId,
-    plan: Arc<Bound>,
+    /// What is left of the plan, which they own.
     segments: Segments,
     stripe: Stripe,
     /// Segments to be passed over before the next one.
@@ -156,7 +156,7 @@ impl<F: Fabric> Running<F> {
         Waiting { plan, stripe, id, done }: Waiting,
         remotes: Vec<Arc<F::Remote>>,
         max_piece: u64,
-    ) -> Result<Self, (Ticket, Error)> {
+    ) -> Result<Box<Self>, (Ticket, Error)> {
         let mut locals = Vec::with_capacity(plan.locals().len());
         for local in plan.locals() {
             let any: &dyn Any = &*local.region;
@@ -168,14 +168,13 @@ impl<F: Fabric> Running<F> {
                 }
             }
         }
-        Ok(Running {
+        Ok(Box::new(Running {
             session,
             transfer: id,
-            segments: plan.segments(max_piece),
+            left: plan.size().bytes / stripe.of as u64,
+            segments: Segments::new(plan, max_piece),
             stripe,
             skip: stripe.lane,
-            left: plan.size().bytes / stripe.of as u64,
-            plan,
             put_back: Vec::new(),
             locals,
             remotes,
@@ -188,12 +187,16 @@ impl<F: Fabric> Running<F> {
             flush: Flush::NotYet,
             failed: None,
             done,
-        })
+        }))
+    }
+
+    fn plan(&self) -> &Arc<Bound> {
+        self.segments.bound()
     }
 
     /// Whether it uses the peer's region of this number.
     pub(super) fn uses(&self, id: crate::RegionId) -> bool {
-        self.plan.remotes().iter().any(|remote| remote.id == id)
+        self.plan().remotes().iter().any(|remote| remote.id == id)
     }
 
     fn is_done(&self) -> bool {
@@ -209,7 +212,7 @@ impl<F: Fabric> Running<F> {
     }
 
     fn op_is_read(&self) -> bool {
-        self.plan.op() == Op::Read
+        self.plan().op() == Op::Read
     }
 
     fn fail(&mut self, why: Error) {
@@ -219,23 +222,28 @@ impl<F: Fabric> Running<F> {
 
 impl<F: Fabric> Machine<F> {
     /// Queues a transfer; `here`: does its first turn now, on the poster's own thread, and nothing else.
-    pub(super) fn start(&mut self, running: Running<F>, here: bool, out: &mut Outbox) {
-        let left = running.left;
-        if let Some(session) = self.sessions.get_mut(&running.session) {
+    #[inline(always)]
+    pub(super) fn start(&mut self, running: Box<Running<F>>, here: bool, out: &mut Outbox) {
+        let (number, left) = (running.session, running.left);
+        if let Some(session) = self.sessions.get_mut(&number) {
             session.jobs += 1;
         }
         let key = self.jobs.insert(running);
         if here {
             self.lent_turn = true;
             self.advance(key, out);
-            self.left_something |= self.jobs.contains(key);
+            if !self.jobs.contains(key) {
+                return; // ended already, and nothing else was done
+            }
         } else {
-            self.left_something = true;
             self.turns.push(key, left);
         }
+        self.left_something = true;
+        self.after_work(number, out);
     }
 
     /// One turn of a transfer. Says how many bytes were posted.
+    #[inline(always)]
     pub(super) fn advance(&mut self, key: usize, out: &mut Outbox) -> u64 {
         let Some(running) = self.jobs.get_mut(key) else { return 0 };
         let mut moved = 0;
@@ -324,15 +332,14 @@ impl<F: Fabric> Machine<F> {
 
     /// Settles a transfer when nothing of it is in flight any more.
     fn finish_job(&mut self, key: usize, out: &mut Outbox) {
-        if self.jobs.get(key).is_some_and(Running::is_failed_on_its_way) {
+        if self.jobs.get(key).is_some_and(|running| running.is_failed_on_its_way()) {
             self.flush(key); // the target may be told next that nobody writes to its region any more
         }
-        if !self.jobs.get(key).is_some_and(Running::is_done) {
+        if !self.jobs.get(key).is_some_and(|running| running.is_done()) {
             return;
         }
-        let Running { session: number, failed, done, plan, remotes, locals, segments, .. } =
-            self.jobs.remove(key);
-        drop((plan, segments, remotes, locals)); // before the ticket settles
+        // The rest, its plan and regions, is dropped here, before the ticket settles.
+        let Running { session: number, failed, done, .. } = *self.jobs.remove(key);
         if failed.is_some() {
             self.turns.extract(|queued| *queued == key);
             self.stalled.retain(|queued| *queued != key);
@@ -369,9 +376,8 @@ impl<F: Fabric> Machine<F> {
 
     /// The library touches no memory any more: what it has not reported has ended as well.
     pub(super) fn settle_all(&mut self, why: &Error, out: &mut Outbox) {
-        for running in std::mem::take(&mut self.jobs) {
-            let Running { done, failed, plan, remotes, locals, segments, .. } = running.1;
-            drop((plan, segments, remotes, locals));
+        for (_, running) in std::mem::take(&mut self.jobs) {
+            let Running { done, failed, .. } = *running;
             out.settle(done, Err(failed.unwrap_or_else(|| why.clone())));
         }
     }
@@ -379,8 +385,9 @@ impl<F: Fabric> Machine<F> {
     /// Nobody knows whether the library touches their memory: it is quarantined.
     pub(super) fn forget_all(&mut self) {
         for (_, running) in std::mem::take(&mut self.jobs) {
-            std::mem::forget((running.remotes, running.locals, running.state));
-            drop(running.done);
+            let Running { remotes, locals, state, done, .. } = *running;
+            std::mem::forget((remotes, locals, state));
+            drop(done);
         }
     }
 }

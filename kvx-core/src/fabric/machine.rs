@@ -1,6 +1,6 @@
 //! The machine behind the reactor's thread: commands, what happens, turns.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ use super::handshake::Greeting;
 use super::jobs::{Running, Waiting};
 use super::lanes::{Stripe, Thread};
 use super::messages::Message;
+use super::notices::Held;
 use super::regions::{Regions, Registered, still_shared};
 use super::session::{Imported, Session};
 use super::{EndpointId, Fabric, Happened};
@@ -89,7 +90,8 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) links: BTreeMap<LinkId, u64>,
     /// Peers whose first message is not whole yet, by their numbers.
     pub(super) greetings: HashMap<u64, Greeting>,
-    pub(super) jobs: Slab<Running<F>>,
+    /// In boxes, which are moved instead of them.
+    pub(super) jobs: Slab<Box<Running<F>>>,
     pub(super) turns: Turns<usize>,
     /// Jobs that wait for room in the library.
     pub(super) stalled: Vec<usize>,
@@ -99,7 +101,7 @@ pub(super) struct Machine<F: Fabric> {
     /// By the number of the session that was lost.
     pub(super) unproven: HashMap<u64, Unproven>,
     /// Notifications of foreign agents that found no room.
-    pub(super) held: VecDeque<(Arc<str>, Vec<u8>)>,
+    pub(super) held: Held,
     happened: Vec<Happened>,
     /// Wakes for the library's descriptors, and for the end of peers' processes.
     pub(super) poller: OwnedFd,
@@ -150,7 +152,7 @@ impl<F: Fabric> Machine<F> {
             sending: Vec::new(),
             recalls: Vec::new(),
             unproven: HashMap::new(),
-            held: VecDeque::new(),
+            held: Held::default(),
             happened: Vec::new(),
             fds: [poller.as_raw_fd()],
             poller,
@@ -223,6 +225,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// A transfer was posted; `here`: by this thread.
+    #[inline(always)]
     pub(super) fn post(&mut self, number: u64, transfer: Waiting, here: Option<Thread>, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
@@ -242,10 +245,7 @@ impl<F: Fabric> Machine<F> {
             }
         }
         match Running::new(number, transfer, remotes, self.fabric.max_piece()) {
-            Ok(running) => {
-                self.start(running, here == Some(Thread::this()), out);
-                self.after_work(number, out);
-            }
+            Ok(running) => self.start(running, here == Some(Thread::this()), out),
             Err((done, why)) => out.settle(done, Err(why)),
         }
     }
@@ -296,6 +296,7 @@ impl<F: Fabric> Machine<F> {
 impl<F: Fabric> Progress for Machine<F> {
     type Command = Command<F::Local>;
 
+    #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
         self.left_something |= !matches!(command, Command::Post { here: Some(_), .. });
         match command {

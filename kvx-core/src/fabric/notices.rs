@@ -1,9 +1,10 @@
 //! Notifications, in both directions.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::reactor::Outbox;
-use crate::transport::Full;
+use crate::transport::{Full, MAX_NOTIFICATION};
 use crate::{Error, Incarnation, Kind, Result, Sender, Ticket};
 
 use super::Fabric;
@@ -11,8 +12,41 @@ use super::machine::Machine;
 use super::messages::Message;
 use super::session::WINDOW;
 
-/// The most notifications of foreign agents, which nothing holds back, that wait for room.
-const MAX_HELD: usize = 16 << 10;
+/// The most notifications of foreign agents that wait for room, and their bytes.
+const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
+
+/// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents back.
+#[derive(Default)]
+pub(super) struct Held {
+    queue: VecDeque<(Arc<str>, Vec<u8>)>,
+    bytes: usize,
+}
+
+impl Held {
+    /// Errors: why it is dropped. One that is too long would fit nowhere, and keep those behind it waiting for ever.
+    fn add(&mut self, from: Arc<str>, bytes: Vec<u8>) -> Result<(), String> {
+        let (count, room) = MAX_HELD;
+        if bytes.len() > MAX_NOTIFICATION {
+            return Err(format!("it has {} bytes, and at most {MAX_NOTIFICATION} are taken", bytes.len()));
+        }
+        if self.queue.len() >= count || self.bytes + bytes.len() > room {
+            return Err(format!("{} wait already: take them faster", self.queue.len()));
+        }
+        self.bytes += bytes.len();
+        self.queue.push_back((from, bytes));
+        Ok(())
+    }
+
+    /// Hands over as many as `deliver` takes.
+    fn deliver(&mut self, mut deliver: impl FnMut(&str, &[u8]) -> Result<(), Full>) {
+        while let Some((from, bytes)) = self.queue.front()
+            && deliver(from, bytes).is_ok()
+        {
+            self.bytes -= bytes.len();
+            self.queue.pop_front();
+        }
+    }
+}
 
 impl<F: Fabric> Machine<F> {
     pub(super) fn notify(&mut self, number: u64, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
@@ -95,24 +129,43 @@ impl<F: Fabric> Machine<F> {
 
     /// A foreign agent sent a notification.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
-        if self.held.len() >= MAX_HELD {
-            return tracing::error!(
+        if let Err(why) = self.held.add(Arc::clone(&from), bytes) {
+            tracing::error!(
                 backend = self.name,
                 from = &*from,
-                "a foreign agent's notification is dropped: {MAX_HELD} wait already; take them faster"
+                "a foreign agent's notification is dropped: {why}"
             );
         }
-        self.held.push_back((from, bytes));
         self.deliver_held();
     }
 
     fn deliver_held(&mut self) {
-        while let Some((from, bytes)) = self.held.front() {
-            let sender = Sender { name: from, incarnation: Incarnation([0; 16]) };
-            if self.events.notification(sender, bytes).is_err() {
-                break;
-            }
-            self.held.pop_front();
-        }
+        self.held.deliver(|name, bytes| {
+            self.events.notification(Sender { name, incarnation: Incarnation([0; 16]) }, bytes)
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_foreign_agents_send_is_bounded_and_none_is_stuck() {
+        let (mut held, from) = (Held::default(), Arc::<str>::from("python"));
+        assert!(held.add(Arc::clone(&from), vec![0; MAX_NOTIFICATION + 1]).is_err());
+        let fit = |held: &mut Held, len| {
+            (0..=MAX_HELD.0).take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok()).count()
+        };
+        assert_eq!(fit(&mut held, MAX_NOTIFICATION), MAX_HELD.1 / MAX_NOTIFICATION);
+        let mut room = 3;
+        held.deliver(|name, bytes| {
+            assert_eq!((name, bytes.len()), ("python", MAX_NOTIFICATION));
+            room -= 1;
+            if room < 0 { Err(Full) } else { Ok(()) }
+        });
+        assert_eq!(fit(&mut held, MAX_NOTIFICATION), 3);
+        held.deliver(|_, _| Ok(()));
+        assert_eq!((held.bytes, fit(&mut held, 1)), (0, MAX_HELD.0));
     }
 }

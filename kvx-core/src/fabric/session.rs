@@ -1,6 +1,6 @@
 //! One side of a link: what is known of the peer, what waits for it, what it holds of ours.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -110,8 +110,8 @@ pub(super) struct Session<F: Fabric> {
     pub(super) incoming: Incoming,
     outgoing: Outgoing,
 
-    /// Regions of the peer.
-    pub(super) imports: HashMap<u64, Imported<F::Remote>>,
+    /// Regions of the peer, by their numbers: looked up for each transfer.
+    pub(super) imports: BTreeMap<u64, Imported<F::Remote>>,
     /// Imports that are not answered.
     pub(super) wanted: usize,
     /// Transfers that wait for them.
@@ -146,7 +146,7 @@ impl<F: Fabric> Session<F> {
             life: Life::begins(Instant::now()),
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
-            imports: HashMap::new(),
+            imports: BTreeMap::new(),
             wanted: 0,
             waiting: Vec::new(),
             jobs: 0,

@@ -87,6 +87,7 @@ impl Posting {
     }
 
     /// Starts what was reserved.
+    #[inline(always)]
     fn begin(self) -> Transfer {
         let Posting { peer, plan, deadline, notify } = self;
         let empty = plan.size().bytes == 0 && notify.is_none();

@@ -490,3 +490,6 @@ fn sorted(from: &CStr, bytes: &[u8]) -> Happened {
         None => Happened::Notified { from: from.to_string_lossy().into(), bytes: bytes.to_vec() },
     }
 }
+
+#[cfg(test)]
+mod tests;

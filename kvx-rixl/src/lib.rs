@@ -23,3 +23,7 @@ pub use transport::Rixl;
 pub mod raw {
     pub use crate::ffi::bindings::*;
 }
+
+#[cfg(test)]
+#[path = "../tests/wheel/mod.rs"]
+mod wheel;

@@ -352,11 +352,16 @@ impl Peers {
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
-    /// NIXL was asked about a request to a peer that it has dropped since. Says whether it can be asked again later.
+    /// NIXL was asked about a request to a peer that it has dropped since. Says whether that peer is known
+    /// here: then the request may be in progress still.
     pub(crate) fn dropped(&mut self, name: &CStr, happened: &mut Vec<Happened>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            State::Lost { watched: true } => self.watch(name),
+            // It was told of the peer once more, and says so again: NIXL 1.5 never answers after that.
+            State::Lost { watched: true } => {
+                peer.state = State::Lost { watched: false };
+                tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
+            }
             _ => self.lose(name, happened),
         }
         true
@@ -458,4 +463,27 @@ fn connections_of(said: &Blob<'_>) -> Vec<u8> {
         out.put_block(address);
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::turnstile::Turnstile;
+
+    #[test]
+    fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
+        let nobody = Arc::new(Turnstile::around(None).unwrap());
+        let loads = Loads::start("loads".to_owned(), nobody).unwrap();
+        let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
+        let name = Name::from(c"far");
+        peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
+        peers.by_name.get_mut(&name).unwrap().state = State::Ready;
+        peers.flies(&name);
+        assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
+        assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.next_load == 2);
+        assert!(!peers.can_be_asked(&name), "not before it is loaded");
+        peers.by_name.get_mut(&name).unwrap().state = State::Lost { watched: true };
+        assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
+        assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
+    }
 }

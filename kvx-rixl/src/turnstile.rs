@@ -70,7 +70,7 @@ impl Turnstile {
         Ok(turnstile)
     }
 
-    fn around(agent: Option<Agent>) -> Result<Self> {
+    pub(crate) fn around(agent: Option<Agent>) -> Result<Self> {
         Ok(Turnstile {
             agent: Mutex::new(agent),
             waiting: AtomicUsize::new(0),

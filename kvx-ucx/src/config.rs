@@ -75,16 +75,18 @@ impl Config {
     /// What UCX is to be told, given the environment of this process and the configuration files that the library at
     /// `library` reads.
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
-        let in_files: Vec<String> = files(library).iter().flat_map(|file| names_in_file(file)).collect();
+        let in_files: Vec<_> = files(library).iter().flat_map(|file| set_in_file(file)).collect();
         self.settings_unless(|name| {
-            std::env::var_os(format!("UCX_{name}")).is_some() || in_files.iter().any(|set| set == name)
+            std::env::var_os(format!("UCX_{name}")).is_some() || in_files.iter().any(|(set, _)| set == name)
         })
     }
 
-    /// Whether the user names tcp among the transports: in the options, else in the environment.
-    pub(crate) fn names_tcp(&self) -> bool {
+    /// Whether the user names tcp among the transports: in the options, else in the environment, else in a configuration file
+    /// that the library at `library` reads.
+    pub(crate) fn names_tcp(&self, library: &Path) -> bool {
         let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
-        let tls = chosen.map(|setting| setting.value.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        let tls = chosen.map(|setting| setting.value.clone());
+        let tls = tls.or_else(|| std::env::var("UCX_TLS").ok()).or_else(|| tls_of(&files(library)));
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
@@ -149,8 +151,14 @@ fn files(library: &Path) -> Vec<PathBuf> {
     folders.into_iter().map(|folder| folder.join("ucx.conf")).collect()
 }
 
-/// The variables that a configuration file sets on every machine, without `UCX_`.
-fn names_in_file(file: &Path) -> Vec<String> {
+/// What the last of these configuration files that names transports says.
+fn tls_of(files: &[PathBuf]) -> Option<String> {
+    let mut named = files.iter().flat_map(|file| set_in_file(file)).filter(|(name, _)| name == "TLS");
+    named.next_back().map(|(_, tls)| tls)
+}
+
+/// What a configuration file sets on every machine: names without `UCX_`, and values.
+fn set_in_file(file: &Path) -> Vec<(String, String)> {
     use std::io::Read as _;
 
     let mut text = Vec::new();
@@ -158,14 +166,16 @@ fn names_in_file(file: &Path) -> Vec<String> {
     if open.take(MAX_FILE as u64).read_to_end(&mut text).is_err() {
         return Vec::new();
     }
-    names(&String::from_utf8_lossy(&text)).map(str::to_owned).collect()
+    let text = String::from_utf8_lossy(&text);
+    set_in(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 /// What stands before the first section: a section is for one kind of machine, and the files that come with UCX have
 /// only such.
-fn names(text: &str) -> impl Iterator<Item = &str> {
+fn set_in(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));
-    lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('=')).map(|(name, _)| name.trim())
+    let set = lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('='));
+    set.map(|(name, value)| (name.trim(), value.trim()))
 }
 
 #[cfg(test)]
@@ -198,7 +208,7 @@ mod tests {
 
     #[test]
     fn only_a_list_with_tcp_in_it_names_tcp() {
-        let names = |json: &str| read(json).unwrap().names_tcp();
+        let names = |json: &str| read(json).unwrap().names_tcp(Path::new("/nowhere/lib/libucp.so.0"));
         assert!(names(r#"{"ucx": {"tls": "tcp"}}"#) && names(r#"{"ucx": {"tls": ["rc", "tcp"]}}"#));
         assert!(!names(r#"{"ucx": {"tls": "all"}}"#) && !names(r#"{"ucx": {"tls": "^tcp"}}"#));
     }
@@ -243,12 +253,19 @@ mod tests {
     #[test]
     fn a_configuration_file_counts_before_its_sections() {
         let text = "# UCX_TLS=x\n UCX_RNDV_THRESH=8k\n\n[Grace]\nUCX_KEEPALIVE_INTERVAL=3s\n";
-        assert_eq!(names(text).collect::<Vec<_>>(), ["RNDV_THRESH"]);
+        assert_eq!(set_in(text).collect::<Vec<_>>(), [("RNDV_THRESH", "8k")]);
         let folder = std::env::temp_dir().join(format!("kvx-ucx-config-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        std::fs::write(folder.join("ucx.conf"), text).unwrap();
-        assert_eq!(names_in_file(&folder.join("ucx.conf")), ["RNDV_THRESH"]);
+        let file = |name: &str, text| {
+            std::fs::write(folder.join(name), text).unwrap();
+            folder.join(name)
+        };
+        let (first, last) = (file("ucx.conf", text), file("last.conf", "UCX_TLS = rc,tcp\n"));
+        assert_eq!(set_in_file(&first), [("RNDV_THRESH".to_owned(), "8k".to_owned())]);
+        assert_eq!(tls_of(&[last.clone(), first.clone()]).as_deref(), Some("rc,tcp"));
+        let overruled = file("more.conf", "UCX_TLS=sm\n");
+        assert_eq!(tls_of(&[last, overruled, first]).as_deref(), Some("sm"), "the last file counts");
         std::fs::remove_dir_all(folder).unwrap();
-        assert!(names_in_file(Path::new("/nowhere/ucx.conf")).is_empty());
+        assert!(set_in_file(Path::new("/nowhere/ucx.conf")).is_empty());
     }
 }

@@ -105,7 +105,8 @@ impl Factory for Ucx {
         let printed = context.printed();
         let resources = resources(&printed);
         let rdma = resources.iter().any(|(transport, _)| is_rdma(transport));
-        let mut devices: Vec<String> = resources.iter().map(|(_, device)| (*device).to_owned()).collect();
+        let shown = |(transport, device): &(&str, &str)| format!("{transport}/{device}");
+        let mut devices: Vec<String> = resources.iter().map(shown).collect();
         devices.sort();
         devices.dedup();
         let cards = cards();
@@ -154,7 +155,7 @@ impl Factory for Ucx {
                 here,
                 Arc::clone(&registrations),
                 capabilities.clone(),
-                config.names_tcp(),
+                config.names_tcp(library.path()),
             )?;
             lanes.push(Lane { address: Box::new(move || Ok(address.clone())), fabric });
         }

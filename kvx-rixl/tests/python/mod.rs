@@ -54,6 +54,13 @@ impl Python {
         agent
     }
 
+    /// Has it register one more region, and describe itself anew.
+    pub(crate) fn registers_more(&mut self, size: usize) {
+        let more = self.ask(json!({"do": "more", "size": size}));
+        self.metadata = from_hex(more["metadata"].as_str().expect("text"));
+        self.at.push(more["at"].as_u64().expect("a number"));
+    }
+
     pub(crate) fn tell(&mut self, order: Value) {
         writeln!(self.stdin, "{order}").and_then(|()| self.stdin.flush()).expect("the agent listens");
     }

@@ -28,6 +28,18 @@ class Agent:
         self.heard = []
         return {"metadata": self.agent.get_agent_metadata().hex(), "at": [memory.ctypes.data for memory in self.memory]}
 
+    def more(self, size):
+        """Registers another region: the agent's description of itself is a newer one then."""
+        memory = np.zeros(size // 8, dtype=np.uint64)
+        self.memory.append(memory)
+        self.also = self.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], mem_type="DRAM")
+        return {"metadata": self.agent.get_agent_metadata().hex(), "at": memory.ctypes.data}
+
+    def stall(self):
+        """Helps nobody any more: without a thread of its own, NIXL works only when it is asked."""
+        print(json.dumps({"stalled": True}), flush=True)
+        time.sleep(60)
+
     def load(self, metadata):
         name = self.agent.add_remote_agent(bytes.fromhex(metadata))
         return {"name": name if isinstance(name, str) else name.decode()}

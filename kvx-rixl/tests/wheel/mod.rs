@@ -3,7 +3,8 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// Why nothing runs without it, and what to do.
 pub(crate) const ABSENT: (&str, &str) =
@@ -43,4 +44,35 @@ pub(crate) fn chosen() -> bool {
     // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
     again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
     panic!("this program cannot be started again: {}", again.exec());
+}
+
+/// Set in a process that [`alone`] has started.
+const ALONE: &str = "KVX_RIXL_TEST_ALONE";
+/// How long such a process may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Runs `body`, that of the test of this full name, with NIXL in a process of its own.
+pub(crate) fn alone(test: &str, body: impl FnOnce()) {
+    if std::env::var_os(ALONE).is_some() {
+        return body();
+    }
+    let Some(library) = library() else { return kvx_testkit::skip(test, ABSENT.0, ABSENT.1) };
+    let program = std::env::current_exe().expect("the running program has a path");
+    let mut again = Command::new(program);
+    again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    again.env(ALONE, "1").env("KVX_RIXL_LIB", library);
+    again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
+    again.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = again.spawn().expect("this program starts again");
+    let until = Instant::now() + LIMIT;
+    // Little is said: the pipes hold it.
+    while child.try_wait().expect("a child can be asked").is_none() {
+        if Instant::now() > until {
+            child.kill().ok();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().expect("its output can be read");
+    let (told, wrong) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && told.contains("1 passed"), "{test}:\n{told}\n{wrong}");
 }

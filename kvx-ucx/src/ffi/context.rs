@@ -12,10 +12,15 @@ use super::print::printed;
 use super::status::Status;
 use crate::config::Setting;
 
+/// Settings that every version knows.
+const KNOWN: &[&str] = &["TLS", "NET_DEVICES"];
+
 /// UCX with one configuration. Shared by its workers, and by threads: UCX locks it.
 pub(crate) struct Context {
     raw: NonNull<ucp_context>,
     library: &'static Library,
+    /// Whether the user asked for settings whose names UCX may not know.
+    takes_any_name: bool,
 }
 
 // SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with it.
@@ -63,7 +68,8 @@ impl Context {
                 unsafe { (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw) };
             Status::check(status).map_err(|status| (status, None))?;
             let raw = NonNull::new(raw).ok_or((Status(UCS_ERR_NO_MEMORY), None))?;
-            Ok(Arc::new(Context { raw, library }))
+            let may_be_unknown = |setting: &Setting| setting.asked && !KNOWN.contains(&&*setting.name);
+            Ok(Arc::new(Context { raw, library, takes_any_name: settings.iter().any(may_be_unknown) }))
         })
     }
 
@@ -73,6 +79,11 @@ impl Context {
 
     pub(crate) fn library(&self) -> &'static Library {
         self.library
+    }
+
+    /// Whether the user asked for settings whose names UCX may not know: then its warnings are for the user.
+    pub(super) fn takes_any_name(&self) -> bool {
+        self.takes_any_name
     }
 
     /// The kinds of memory that it moves, a bit for each of UCX's constants.

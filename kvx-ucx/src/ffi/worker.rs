@@ -52,8 +52,10 @@ impl Worker {
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the field that the mask names is set.
         let mut create = || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
-        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used.
-        let quiet = context.library().version() < Version { major: 1, minor: 21, release: 0 };
+        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of names
+        // that they do not know, which new ones refuse.
+        let is_old = context.library().version() < Version { major: 1, minor: 21, release: 0 };
+        let quiet = is_old && !context.takes_any_name();
         let status = if quiet { log::quietly(context.library(), create) } else { create() };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;

@@ -1,0 +1,160 @@
+//! What a peer says of NIXL's business, and should not: it is refused before NIXL, which trusts it, is told.
+
+mod wheel;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{Agent, Grid, Kind, Memory, Metadata, Options, Peer, Plan, Region, Registry, Transfer};
+use kvx_testkit::{Child, skip};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 4096;
+const BLOCKS: u32 = 64;
+const LEN: usize = BLOCK as usize * BLOCKS as usize;
+/// What the victim's memory holds.
+const CONTENT: u8 = 7;
+/// Set in a process that serves until its standard input ends: its agent's name.
+const SERVES: &str = "KVX_RIXL_TEST_SERVES";
+/// Where an agent's name, a list of descriptors, and the kind of memory in it stand in NIXL's descriptions.
+const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
+
+type Outcome = Result<(), Failed>;
+
+/// Over TCP the peer's process takes part in all that is moved: while it is stopped, nothing ends.
+fn agent(name: &str) -> kvx_core::Result<Agent> {
+    let mut registry = Registry::new();
+    registry.add(kvx_rixl::Rixl)?;
+    let options = Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
+    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry)
+}
+
+fn read(ours: &Region, peer: &Peer) -> kvx_core::Result<Transfer> {
+    let grid = Grid::packed(BLOCK, BLOCKS);
+    let all: Vec<u32> = (0..BLOCKS).collect();
+    let remote = peer.region("kv")?.grid(grid)?.blocks(&all[..]);
+    let plan = Plan::read(ours.grid(grid)?.blocks(&all[..]), remote)?;
+    peer.transfer(&plan).deadline(CUT_OFF).post()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Result<Vec<u8>, Failed> {
+    let bytes = (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16));
+    Ok(bytes.collect::<Result<_, _>>()?)
+}
+
+/// An agent of another process, and its metadata.
+fn victim() -> Result<(Child, Vec<u8>), Failed> {
+    let victim = Child::start_self(SERVES, "victim")?;
+    let metadata = from_hex(&victim.hear(CUT_OFF)?)?;
+    Ok((victim, metadata))
+}
+
+fn serve(name: &str) -> kvx_core::Result<()> {
+    let agent = agent(name)?;
+    let _region = agent.register("kv", Memory::owned(vec![CONTENT; LEN]))?;
+    println!("{}", hex(&agent.metadata()?));
+    std::io::stdin().read_line(&mut String::new()).ok();
+    Ok(())
+}
+
+/// `metadata` with another description of its region by NIXL. Whoever alters it writes its checksum anew.
+fn with_description(metadata: &[u8], alter: impl FnOnce(&mut Vec<u8>)) -> kvx_core::Result<Vec<u8>> {
+    let mut metadata = Metadata::decode(metadata)?;
+    let mut region = (*metadata.regions[0]).clone();
+    let described = &mut region.exports[0].1;
+    alter(described);
+    let end = described.len() - 8;
+    let sum = described[..end].iter().fold(0xcbf2_9ce4_8422_2325, |sum: u64, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    described[end..].copy_from_slice(&sum.to_le_bytes());
+    metadata.regions[0] = Arc::new(region);
+    metadata.encode()
+}
+
+/// A peer whose region is described as another agent's, with another key: NIXL would drop that agent over it, and a
+/// transfer with it would seem to have ended while its bytes still come.
+fn nobody_speaks_for_another_agent() -> Outcome {
+    let (victim_process, victims) = victim()?;
+    let (near, hostile) = (agent("near")?, agent("hostile")?);
+    let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;
+    let _theirs = hostile.register("kv", Memory::owned(vec![9; LEN]))?;
+    let victim = near.connect(&victims)?;
+    victim.ready(CUT_OFF).wait(CUT_OFF)?;
+    read(&ours, &victim)?.wait(CUT_OFF)?;
+    let described = Metadata::decode(&victims)?.regions[0].exports[0].1.clone();
+    let altered = with_description(&hostile.metadata()?, |own| {
+        *own = described;
+        let key = own.len() - 10; // the checksum, and the bar that ends a field, are behind it
+        own[key] ^= 0x55;
+    })?;
+    let hostile = near.connect(&altered)?;
+    hostile.ready(CUT_OFF).wait(CUT_OFF)?;
+
+    victim_process.stop()?;
+    ours.copy_in(0, &[0; LEN])?;
+    let flying = read(&ours, &victim)?;
+    let refused = read(&ours, &hostile).and_then(|read| read.wait(CUT_OFF));
+    assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(Kind::Malformed));
+    victim_process.go_on()?;
+    let report = flying.wait(CUT_OFF)?;
+    assert_eq!(report.bytes, LEN as u64);
+    let mut got = vec![0; LEN];
+    ours.copy_out(0, &mut got)?;
+    assert!(got.iter().all(|byte| *byte == CONTENT), "the victim's bytes are there");
+    Ok(())
+}
+
+/// Overwrites the kind of memory in a description by NIXL.
+fn with_kind(described: &mut [u8], kind: i32) {
+    let at = described.windows(LIST.len()).position(|window| window == LIST).expect("a list") + LIST.len();
+    described[at..at + 4].copy_from_slice(&kind.to_le_bytes());
+}
+
+/// NIXL crashes over kinds of memory that it does not have: in a region's description, and in a foreign agent's.
+fn memory_of_no_kind_is_refused() -> Outcome {
+    let (near, far) = (agent("near")?, agent("far")?);
+    let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;
+    let _theirs = far.register("kv", Memory::owned(vec![9; LEN]))?;
+    for kind in [-1, 6, 77] {
+        let metadata = with_description(&far.metadata()?, |own| with_kind(own, kind))?;
+        let peer = near.connect(&metadata)?;
+        peer.ready(CUT_OFF).wait(CUT_OFF)?;
+        let refused = read(&ours, &peer).and_then(|read| read.wait(CUT_OFF));
+        assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(Kind::Malformed), "kind {kind}");
+        drop(peer);
+        let mut foreign = far.foreign_metadata("RIXL")?;
+        with_kind(&mut foreign, kind);
+        let refused =
+            near.connect_foreign("RIXL", &foreign).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF));
+        assert_eq!(refused.map_err(|why| why.kind()), Err(Kind::Malformed), "kind {kind}");
+    }
+    let peer = near.connect(&far.metadata()?)?;
+    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    read(&ours, &peer)?.wait(CUT_OFF)?;
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    if !wheel::chosen() {
+        skip("hostile", wheel::ABSENT.0, wheel::ABSENT.1);
+        return ExitCode::SUCCESS;
+    }
+    if let Ok(name) = std::env::var(SERVES) {
+        serve(&name).expect("it serves");
+        return ExitCode::SUCCESS;
+    }
+    let tests = vec![
+        Trial::test("nobody_speaks_for_another_agent", nobody_speaks_for_another_agent),
+        Trial::test("memory_of_no_kind_is_refused", memory_of_no_kind_is_refused),
+    ];
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert(2);
+    libtest_mimic::run(&arguments, tests).exit_code()
+}

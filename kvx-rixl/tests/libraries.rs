@@ -1,0 +1,132 @@
+//! Which libraries are taken, and what is said of those that are not.
+
+mod wheel;
+
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use kvx_core::transport::Factory as _;
+use kvx_core::{Agent, Options, Registry};
+use kvx_testkit::skip;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+/// Set in a process that says what it thinks of its library: the options.
+const TELLS: &str = "KVX_RIXL_TEST_TELLS";
+
+type Outcome = Result<(), Failed>;
+
+/// A folder that goes when it is dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> std::io::Result<Folder> {
+        let folder = std::env::temp_dir().join(format!("kvx-rixl-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder)?;
+        Ok(Folder(folder))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+/// What `kvx backends` would say of the library that the environment names, and what comes of an agent over it.
+fn tell(options: &str) -> String {
+    let options = Options::parse(options).expect("JSON");
+    let available = match kvx_rixl::Rixl.available(&options) {
+        Ok(available) => format!("NIXL {}", available.version),
+        Err(why) => why.to_string(),
+    };
+    let mut registry = Registry::new();
+    registry.add(kvx_rixl::Rixl).expect("one name");
+    let agent = Agent::builder("teller").backends(["RIXL"]).options(options).build(&registry);
+    let agent = agent.map_or_else(|why| format!("no agent: {why}"), |_| "an agent".to_owned());
+    format!("{available}\n{agent}")
+}
+
+/// What a process of its own, which opens another library, tells.
+fn told(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
+    let mut again = Command::new(std::env::current_exe()?);
+    let mut child = again.env(TELLS, options).env(variable, value).stdout(Stdio::piped()).spawn()?;
+    let until = Instant::now() + CUT_OFF;
+    while child.try_wait()?.is_none() {
+        if Instant::now() > until {
+            child.kill()?;
+        }
+        std::thread::sleep(Duration::from_millis(5)); // little is said: the pipe holds it
+    }
+    let output = child.wait_with_output()?;
+    assert!(output.status.success(), "{output:?}");
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// The folder of the wheel's libraries, whose name tells the wheel's.
+fn libraries() -> PathBuf {
+    let library = PathBuf::from(std::env::var_os("KVX_RIXL_LIB").expect("it was set"));
+    library.parent().expect("a folder").to_owned()
+}
+
+/// The wheel as if it were of another version: its record says so.
+fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
+    let (folder, real) = (Folder::new("version")?, libraries());
+    let copy = folder.0.join(real.file_name().expect("a name"));
+    std::fs::create_dir(&copy)?;
+    for entry in std::fs::read_dir(&real)? {
+        let entry = entry?;
+        symlink(entry.path(), copy.join(entry.file_name()))?;
+    }
+    // What the wheel's libraries need lies beside them.
+    let beside = real.parent().expect("a folder").join("nixl_cu12.libs");
+    symlink(beside, folder.0.join("nixl_cu12.libs"))?;
+    std::fs::create_dir(folder.0.join("nixl_cu12-2.0.0.dist-info"))?;
+    let library = copy.join("libnixl_capi.so");
+    let refused = told("{}", "KVX_RIXL_LIB", &library)?;
+    let why = format!("{} is NIXL 2.0.0, and kvx speaks to 1.0 and later 1.x", library.display());
+    let lines: Vec<_> = refused.lines().collect();
+    assert!(lines[0].contains(&why) && lines[0].contains("rixl.any_version"), "{refused}");
+    assert!(lines[1].starts_with("no agent: ") && lines[1].contains("NIXL 2.0.0"), "{refused}");
+    let any = r#"{"rixl": {"any_version": true, "params": {"engine_config": "NET_DEVICES=lo"}}}"#;
+    assert_eq!(told(any, "KVX_RIXL_LIB", &library)?, "NIXL 2.0.0\nan agent\n");
+    Ok(())
+}
+
+/// A plugin whose need of the C++ library has become one of something that is nowhere.
+fn what_a_plugin_misses_is_named() -> Outcome {
+    const NEEDED: &[u8] = b"libstdc++.so.6\0";
+    const NOWHERE: &[u8] = b"libno-such.so0\0";
+    let folder = Folder::new("plugin")?;
+    let mut plugin = std::fs::read(libraries().join("plugins/libplugin_UCX.so"))?;
+    let at = plugin.windows(NEEDED.len()).position(|name| name == NEEDED).expect("it is written in C++");
+    plugin[at..at + NOWHERE.len()].copy_from_slice(NOWHERE);
+    let path = folder.0.join("libplugin_UCX.so");
+    std::fs::write(&path, plugin)?;
+    let refused = told("{}", "NIXL_PLUGIN_DIR", &folder.0)?;
+    let why = format!("NIXL's plugin {} does not load: it misses ", path.display());
+    let (_, missed) = refused.split_once(&why).unwrap_or_else(|| panic!("{refused}"));
+    assert!(missed.contains("libno-such.so0") && !missed.contains("libc.so"), "{refused}");
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    if let Ok(options) = std::env::var(TELLS) {
+        println!("{}", tell(&options));
+        return ExitCode::SUCCESS;
+    }
+    if !wheel::chosen() {
+        skip("libraries", wheel::ABSENT.0, wheel::ABSENT.1);
+        return ExitCode::SUCCESS;
+    }
+    let tests = vec![
+        Trial::test(
+            "a_version_out_of_range_is_refused_unless_it_is_asked_for",
+            a_version_out_of_range_is_refused_unless_it_is_asked_for,
+        ),
+        Trial::test("what_a_plugin_misses_is_named", what_a_plugin_misses_is_named),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
+}

@@ -1,0 +1,194 @@
+//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins over kvx's defaults, and
+//! an option over both.
+
+mod versions;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use kvx_core::transport::Factory as _;
+use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry};
+use versions::{VERSIONS, Version};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 64 << 10;
+const BLOCKS: u32 = 16;
+/// In a child: the options.
+const TELLS: &str = "KVX_UCX_TEST_TELLS";
+
+type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
+
+/// What a child has told.
+#[derive(Debug)]
+struct Told {
+    /// `transport/device`, as `kvx backends` shows them.
+    devices: Vec<String>,
+    /// The route of a peer in the same process that was read and written, or why there is none.
+    route: String,
+}
+
+impl Told {
+    fn has(&self, transport: &str) -> bool {
+        self.devices.iter().any(|device| device.split('/').next() == Some(transport))
+    }
+}
+
+#[test]
+fn tell() {
+    if let Ok(options) = std::env::var(TELLS) {
+        let options = Options::parse(&options).unwrap();
+        let devices = kvx_ucx::Ucx.available(&options).map(|there| there.devices.join(" "));
+        println!("\ndevices {}", devices.unwrap_or_else(|why| why.to_string()));
+        let route = route(&options, versions::chosen().expect("a version"));
+        println!("route {}", route.unwrap_or_else(|why| format!("none: {why}")));
+    }
+}
+
+fn agent(name: &str, options: &Options) -> Outcome<(Agent, Region)> {
+    let mut registry = Registry::new();
+    registry.add(kvx_ucx::Ucx)?;
+    let agent = Agent::builder(name).backends(["UCX"]).options(options.clone()).build(&registry)?;
+    let content = name.len() as u8;
+    let region = agent.register("kv", Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]))?;
+    Ok((agent, region))
+}
+
+fn route(options: &Options, version: &Version) -> Outcome<String> {
+    let ((near, ours), (distant, theirs)) = (agent("near", options)?, agent("distant", options)?);
+    let peer: Peer = near.connect(&distant.metadata()?)?;
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    let grid = Grid::packed(BLOCK, BLOCKS);
+    let half =
+        |range| Ok::<_, kvx_core::Error>((ours.grid(grid)?.blocks(range), peer.region("kv")?.grid(grid)?));
+    let (local, remote) = half(0..BLOCKS / 2)?;
+    peer.post(&Plan::read(local, remote.blocks(0..BLOCKS / 2))?)?.wait(PATIENCE)?;
+    let (local, remote) = half(BLOCKS / 2..BLOCKS)?;
+    peer.post(&Plan::write(local, remote.blocks(BLOCKS / 2..BLOCKS))?)?.wait(PATIENCE)?;
+    let ends = |region: &Region| -> Outcome<(u8, u8)> {
+        let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
+        region.copy_out(0, &mut bytes)?;
+        Ok((bytes[0], bytes[bytes.len() - 1]))
+    };
+    assert_eq!((ends(&ours)?, ends(&theirs)?), ((7, 4), (7, 4)), "the bytes are there");
+    let until = Instant::now() + PATIENCE;
+    // 1.13 has no tables of what it chose.
+    let complete =
+        |route: &str| version.number < (1, 22) || route.contains("gets: ") && route.contains("puts: ");
+    while !complete(&peer.route().to_string()) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let route = peer.route().to_string();
+    near.shutdown(PATIENCE).wait(PATIENCE)?;
+    distant.shutdown(PATIENCE).wait(PATIENCE)?;
+    Ok(route)
+}
+
+/// What a child with these variables and options tells, and all that it printed.
+fn told(mut child: Command, variables: &[(&str, &str)], options: &str) -> (Told, String) {
+    child.args(["--exact", "tell", "--nocapture", "--test-threads=1"]);
+    child.env(TELLS, options).envs(variables.iter().copied());
+    let output = versions::output(&mut child, PATIENCE);
+    let streams = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    let said = streams.concat();
+    assert!(output.status.success() && said.contains("1 passed"), "{variables:?} {options}: {said}");
+    let line = |word: &str| {
+        let line = said.lines().find_map(|line| line.strip_prefix(word));
+        line.unwrap_or_else(|| panic!("{variables:?} {options}: {said}")).to_owned()
+    };
+    let devices = line("devices ").split(' ').map(str::to_owned).collect();
+    (Told { devices, route: line("route ") }, said)
+}
+
+/// Calls `body` for each version with what asks a child of that version.
+fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> Told)) {
+    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
+        if let Err((reason, cure)) = version.command() {
+            kvx_testkit::skip(test, &reason, cure);
+            continue;
+        }
+        body(version, &|variables, options| {
+            told(version.command().expect("it was there"), variables, options).0
+        });
+    }
+}
+
+#[test]
+fn transports_are_those_that_ucx_tls_names() {
+    on_each("transports_are_those_that_ucx_tls_names", |version, told| {
+        for all in [&[][..], &[("UCX_TLS", "all")], &[("UCX_TLS", "^cuda_ipc")]] {
+            let told = told(all, "{}");
+            assert!(told.has("tcp") && told.has("cma") && told.has("sysv"), "{all:?}: {told:?}");
+            assert!(told.route.contains("lanes sysv/memory"), "{}, {all:?}: {told:?}", version.label);
+        }
+        let listed = told(&[("UCX_TLS", "tcp,self")], "{}");
+        assert!(
+            listed.devices.iter().all(|device| device.starts_with("tcp/") || device.starts_with("self/"))
+        );
+        assert!(listed.route.contains("lanes tcp/") && !listed.route.contains("memory"), "{listed:?}");
+        let others = told(&[("UCX_TLS", "^tcp")], "{}");
+        assert!(!others.has("tcp") && others.has("cma"), "{others:?}");
+    });
+}
+
+#[test]
+fn network_devices_are_those_that_ucx_net_devices_names() {
+    on_each("network_devices_are_those_that_ucx_net_devices_names", |_, told| {
+        let told = told(&[("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")], "{}");
+        assert_eq!(told.devices, ["tcp/lo"]);
+        assert!(told.route.contains("lanes tcp/lo ("), "{told:?}");
+    });
+}
+
+/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is one. Without error handling,
+/// shared memory carries no messages between peers that want to know of failures.
+#[test]
+fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
+    on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, told| {
+        let has_tables = version.number >= (1, 22);
+        let rendezvous = told(&[("UCX_RNDV_THRESH", "8k")], "{}");
+        let emulates = rendezvous.route.contains("gets: 0..inf software emulation sysv/memory");
+        assert_eq!(emulates, has_tables, "{rendezvous:?}");
+        let unguarded = told(&[("UCX_MM_ERROR_HANDLING", "n")], "{}");
+        assert!(!unguarded.route.contains("sysv") && !unguarded.route.contains("posix"), "{unguarded:?}");
+        if has_tables {
+            assert!(
+                unguarded.route.contains("lanes tcp/") && unguarded.route.contains("gets and puts by cma")
+            );
+        } else {
+            // Before 1.20 cma is for rendezvous alone.
+            assert!(
+                unguarded.route.starts_with("none: UCX reaches this peer over tcp only"),
+                "{unguarded:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn an_option_wins_over_the_variable() {
+    on_each("an_option_wins_over_the_variable", |version, told| {
+        let shared = told(&[("UCX_TLS", "tcp")], r#"{"ucx": {"tls": "sm"}}"#);
+        assert!(!shared.has("tcp") && shared.has("sysv"), "{shared:?}");
+        assert!(shared.route.contains("lanes sysv/memory"), "{shared:?}");
+        let set = told(&[("UCX_RNDV_THRESH", "8k")], r#"{"ucx": {"set": "RNDV_THRESH=inf"}}"#);
+        let direct = set.route.contains("gets: 0..inf zero-copy cma/memory");
+        assert_eq!(direct, version.number >= (1, 22), "{set:?}");
+    });
+}
+
+/// New versions refuse a name that they do not know; old ones warn of it, once they know what nothing has used.
+#[test]
+fn a_setting_that_ucx_does_not_know_is_told() {
+    const NAME: &str = "a_setting_that_ucx_does_not_know_is_told";
+    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
+        let Ok(child) = version.command() else { return kvx_testkit::skip(NAME, "no UCX", "install it") };
+        let (told, said) = told(child, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
+        if version.number >= (1, 22) {
+            assert!(told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"), "{told:?}");
+        } else {
+            let warning =
+                said.lines().find(|line| line.contains("WARN") && line.contains("NO_SUCH_SETTING=1"));
+            assert!(warning.is_some(), "{said}");
+        }
+    }
+}

@@ -114,16 +114,16 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// As an error; `log`: what the engine last said.
-    pub(crate) fn error(&self, log: &Option<String>) -> Error {
+    /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine last said.
+    pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
         let Failure { count, why, code } = self;
         let said = log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
         let why = format!("{why}{said}");
+        let peer = if lives { "though the peer lives" } else { "and the peer may be gone" };
         Error::new(
             Kind::Native,
             format!(
-                "Mooncake failed to move {count} pieces though the peer lives: its memory may be unregistered, or it was \
-                 silent for 30 s"
+                "Mooncake failed to move {count} pieces {peer}: its memory may be unregistered, or it was silent for 30 s"
             ),
         )
         .native(*code, why)

@@ -12,6 +12,8 @@
 //!
 //! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them; the table wins.
 
+use std::ops::RangeInclusive;
+
 use kvx_core::{Error, Kind, Options, Result};
 
 use crate::ffi::Recipe;
@@ -22,7 +24,7 @@ const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 /// Schemes of metadata servers. The engine ends the process when it meets one that it does not know.
 const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
 const PROTOCOLS: &[&str] = &["rdma", "tcp"];
-const WORKERS: u64 = 10;
+const WORKERS: RangeInclusive<u64> = 1..=256;
 /// Where the kernel lists RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
 
@@ -78,11 +80,10 @@ impl Config {
                 "a node of host memory, such as cpu:0; a device's memory is known by the device's number";
             return Err(wrong("mooncake.location", bad, wanted));
         }
-        let workers =
-            table.number("num_workers", 1..=256)?.or(top.number("num_workers", 1..=u64::from(u32::MAX))?);
+        let workers = table.number("num_workers", WORKERS)?.or(top.number("num_workers", WORKERS)?);
         Ok(Config {
             recipe: Recipe { metadata, host, protocol, devices },
-            workers: workers.unwrap_or(WORKERS).min(256) as usize,
+            workers: workers.unwrap_or(10) as usize,
             any_version: table.flag("any_version")?.unwrap_or(false),
             node,
         })
@@ -129,6 +130,10 @@ mod tests {
         let config = read(top, &[]).expect("vLLM's keys");
         assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 3));
         assert_eq!(config.recipe.devices, ["mlx5_0", "mlx5_1"]);
+        for key in [r#"{"num_workers": 257}"#, r#"{"mooncake": {"num_workers": 257}}"#] {
+            let error = read(key, &[]).unwrap_err();
+            assert!(error.sentence().contains("num_workers") && error.sentence().contains("256"), "{error}");
+        }
         let both =
             r#"{"mooncake_protocol": "rdma", "mooncake": {"mooncake_protocol": "tcp", "num_workers": 2}}"#;
         let config = read(both, &[]).expect("both");

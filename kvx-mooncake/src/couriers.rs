@@ -15,7 +15,7 @@ use kvx_core::fabric::EndpointId;
 use kvx_core::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
 
-use crate::ffi::{Engine, SegmentId, block_sigpipe, probe};
+use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
 
 /// What tells the notifications of kvx's own links from others.
@@ -318,15 +318,16 @@ impl Shared {
         while let Some(errand) = errands.next() {
             match errand {
                 Errand::Open { asks } => {
-                    let nobody = asks && probe(to) == Some(false);
+                    let nobody = asks && engine.probe(to) == Some(false);
                     let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
                     segment = result.as_ref().ok().copied();
                     self.reports.put(Report::Opened { to: Arc::clone(to), result });
                 }
                 Errand::Probe => {
-                    let alive = probe(to);
-                    if alive == Some(true) {
-                        // What it had to say of itself may be another now.
+                    let alive = engine.probe(to);
+                    // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes
+                    // a minute.
+                    if alive == Some(true) || engine.asks_a_server() {
                         segment = engine.open_segment(to).ok().or(segment);
                     }
                     self.reports.put(Report::Probed { to: Arc::clone(to), alive });

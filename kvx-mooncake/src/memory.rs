@@ -55,6 +55,11 @@ impl Ranges {
         ranges.values_mut().for_each(|range| range.told = true);
     }
 
+    /// Whether the engine knows of no memory.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// Unregisters the range of a region when no other lies in it. Errors: `StillShared` when agents that are not kvx may
     /// have begun something that reaches it.
     pub(crate) fn remove(&self, local: &Local, unregister: impl FnOnce(u64) -> Result<()>) -> Result<()> {

@@ -58,8 +58,7 @@ pub(crate) struct Mooncake {
     links: Links,
     moving: Batches,
     suspects: Vec<Suspect>,
-    /// Jobs that wait for what a peer has to say of itself.
-    held_up: Vec<(Arc<str>, JobId)>,
+    held_up: Vec<HeldUp>,
     /// Notifications were taken that have not been handed over.
     notified: Vec<Happened>,
     pieces: Vec<Piece>,
@@ -68,6 +67,13 @@ pub(crate) struct Mooncake {
     listens: Instant,
     /// Pieces of which nobody knows whether they are under way.
     lost_count: bool,
+}
+
+/// A job that waits for what a peer has to say of itself.
+struct HeldUp {
+    to: Arc<str>,
+    endpoint: EndpointId,
+    job: JobId,
 }
 
 impl Mooncake {
@@ -151,7 +157,10 @@ impl Mooncake {
         }
         let log = self.engine.as_ref().and_then(|engine| engine.log());
         for suspect in self.suspects.extract_if(.., |suspect| suspect.to == *to) {
-            let why = if alive == Some(false) { error::lost(to) } else { suspect.failure.error(&log) };
+            let why = match alive {
+                Some(false) => error::lost(to),
+                _ => suspect.failure.error(alive.is_some(), &log),
+            };
             happened.push(suspect.moved(why));
         }
         if alive == Some(false) {
@@ -195,7 +204,7 @@ impl Mooncake {
                         }
                     }
                 }
-                for (_, job) in self.held_up.extract_if(.., |(held, _)| *held == to) {
+                for HeldUp { job, .. } in self.held_up.extract_if(.., |held| held.to == to) {
                     happened.push(Happened::Moved { job, pieces: 0, result: Ok(()) });
                 }
             }
@@ -291,7 +300,7 @@ unsafe impl Fabric for Mooncake {
         let to = Arc::clone(&endpoint.to);
         let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
         let Some(segment) = peer.segment.filter(|_| !peer.refreshing) else {
-            self.held_up.push((to, job.id()));
+            self.held_up.push(HeldUp { to, endpoint: id, job: job.id() });
             return Ok(0);
         };
         let (op, mut bytes) = (job.op(), 0);
@@ -342,6 +351,7 @@ unsafe impl Fabric for Mooncake {
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
         self.couriers.forget(&to, endpoint);
+        self.held_up.retain(|held| held.endpoint != endpoint);
         let why = error::lost(&to);
         let notified = &mut self.notified;
         let told = self.suspects.extract_if(.., |suspect| suspect.endpoint == endpoint);
@@ -421,12 +431,13 @@ unsafe impl Fabric for Mooncake {
     fn stop(&mut self) -> bool {
         self.couriers.close();
         let Some(engine) = self.engine.take() else { return true };
-        let quiet = self.moving.is_empty() && !self.lost_count;
-        if !quiet {
+        if !self.moving.is_empty() || self.lost_count {
             // It writes to memory that is quarantined, for as long as it likes.
             std::mem::forget(engine);
+            return false;
         }
-        quiet
+        // A courier whom a stopped peer holds keeps the engine, which serves whoever asks until the peer lets go.
+        Arc::into_inner(engine).is_some() || self.ranges.is_empty()
     }
 
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {

@@ -4,13 +4,17 @@
 
 mod adapter;
 mod exchange;
+mod python;
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use exchange::CUT_OFF;
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Plan};
+use python::{Python, content};
 
 type Entries = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
@@ -51,16 +55,8 @@ fn serve(stream: TcpStream, entries: &Entries) -> std::io::Result<()> {
     (&stream).write_all(&body)
 }
 
-#[test]
-fn agents_find_each_other_by_a_metadata_server() {
-    if adapter::adapter().is_none() {
-        let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(
-            "agents_find_each_other_by_a_metadata_server",
-            why,
-            "cargo xtask peers mooncake",
-        );
-    }
+/// A server with nothing in it, and its address.
+fn server() -> (String, Entries) {
     let entries = Entries::default();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/metadata", listener.local_addr().unwrap());
@@ -70,7 +66,72 @@ fn agents_find_each_other_by_a_metadata_server() {
             serve(stream.unwrap(), &served).ok();
         }
     });
+    (url, entries)
+}
+
+/// The adapter, or a skip.
+fn adapter_or_skip(test: &str) -> Option<PathBuf> {
+    let found = adapter::adapter();
+    if found.is_none() {
+        let why = "Mooncake's wheel and the adapter are not there";
+        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+    }
+    found
+}
+
+#[test]
+fn agents_find_each_other_by_a_metadata_server() {
+    if adapter_or_skip("agents_find_each_other_by_a_metadata_server").is_none() {
+        return;
+    }
+    let (url, entries) = server();
     exchange::by_way_of(&url, || {
         assert!(!entries.lock().unwrap().is_empty(), "the engines have told the server of themselves");
     });
+}
+
+/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again only when it is told to.
+/// By a metadata server the peer's name stays, whatever ports it gets when it is started again.
+#[test]
+fn a_python_that_was_started_again_under_its_name_is_reached_again() {
+    const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    const NAME: &str = "127.0.0.1:1"; // no more than a name: nobody listens there
+    const BLOCK: usize = 4096;
+    const LEN: usize = 1 << 16;
+    let (url, _) = server();
+    let mut python = Python::start_as(&adapter, LEN, NAME, &url);
+    let mut options = Options::new();
+    options.set("mooncake", "metadata", url.clone()).set("mooncake", "mooncake_protocol", "tcp");
+    let agent = Agent::builder(format!("loyal-{}", std::process::id())).backends(["MOONCAKE"]);
+    let agent = agent.options(options).build(&adapter::registry("")).unwrap();
+    let ours = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
+    let peer = agent.connect_foreign("MOONCAKE", NAME.as_bytes()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    let grid = Grid::packed(BLOCK as u64, 16);
+    let read = |address: u64, block: u32| {
+        let theirs = peer.foreign(address, LEN as u64, MemoryKind::Host, 0).unwrap();
+        let local = ours.grid(grid).unwrap().blocks([block]);
+        let plan = Plan::read(local, theirs.grid(grid).unwrap().blocks([block + 1])).unwrap();
+        peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF)
+    };
+    let block = |block: usize| {
+        let mut bytes = vec![0; BLOCK];
+        ours.copy_out(block * BLOCK, &mut bytes).unwrap();
+        bytes
+    };
+    let content_of = |block: usize| (block * BLOCK..(block + 1) * BLOCK).map(content).collect::<Vec<u8>>();
+    read(python.address, 0).unwrap();
+    assert_eq!(block(0), content_of(1));
+
+    python.kill();
+    let mut python = Python::start_as(&adapter, LEN, NAME, &url);
+    let error = read(python.address, 2).unwrap_err();
+    assert_eq!(error.kind(), Kind::Native, "the engine calls where nobody listens any more: {error}");
+    read(python.address, 4).unwrap();
+    assert_eq!(block(4), content_of(5));
+    assert_eq!(block(2), [0; BLOCK], "nothing was moved by what failed");
+    peer.notify(b"welcome back", CUT_OFF).wait(CUT_OFF).unwrap();
+    assert!(python.ask("heard").ends_with("=welcome back"));
+    agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }

@@ -5,6 +5,7 @@
 mod adapter;
 mod python;
 
+use std::net::TcpStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -271,4 +272,35 @@ fn a_stopped_python_keeps_no_other_waiting() {
     assert!(other.ask("heard").ends_with("=and you?"));
     pair.python.go_on();
     held_up.wait(CUT_OFF).unwrap();
+}
+
+/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is left of it serves no
+/// memory, and is gone when the call returns.
+#[test]
+fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
+    const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Pair { agent, region, python, peer } = pair("held", &adapter, LEN);
+    let mut other = Python::start(&adapter, LEN);
+    let name = String::from_utf8(agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let read = format!("read {name} {} 0 {BLOCK}", region.memory().address());
+    assert_eq!(other.ask(&read), "0");
+    python.stop();
+    let held = peer.notify(b"are you there?", CUT_OFF);
+    // There is one courier, so another one comes only because the first is held.
+    let next = agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
+    next.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    let begun = Instant::now();
+    agent.shutdown(CUT_OFF).wait(CUT_OFF).ok(); // other agents were told of the region: it says so
+    assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
+    drop((region, peer, next, held, agent));
+    let listens = || TcpStream::connect(&name).is_ok();
+    assert!(listens(), "the engine went while a call was under way");
+    assert_eq!(other.ask(&read), "-1");
+    python.go_on();
+    let begun = Instant::now();
+    while listens() {
+        assert!(begun.elapsed() < CUT_OFF / 2, "the engine stays though its last call has returned");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -1,7 +1,7 @@
 //! One transfer engine: segments, memory, batches, notifications.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -71,6 +71,10 @@ pub(crate) struct Engine {
     handle: NonNull<c_void>,
     library: &'static Library,
     name: String,
+    /// Where it listens, on all interfaces: not where its name leads, if a metadata server knows it.
+    port: Option<u16>,
+    /// No metadata server: a name is where its engine listens.
+    peer_to_peer: bool,
 }
 
 // SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one thread at a time uses
@@ -163,7 +167,7 @@ impl Engine {
             );
             return Err(Error::new(Kind::Unavailable, why));
         };
-        let mut engine = Engine { handle, library, name: String::new() };
+        let mut engine = Engine { handle, library, name: String::new(), port: None, peer_to_peer };
         // SAFETY: the handle lives, and the transport needs no arguments.
         let transport = unsafe {
             (library.functions().installTransport)(engine.raw(), protocol.as_ptr(), std::ptr::null_mut())
@@ -171,7 +175,9 @@ impl Engine {
         if transport.is_null() {
             return Ok(None);
         }
-        engine.name = if peer_to_peer { engine.own_name()? } else { name.to_string_lossy().into_owned() };
+        let listens_at = engine.own_name()?;
+        engine.port = listens_at.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+        engine.name = if peer_to_peer { listens_at } else { name.to_string_lossy().into_owned() };
         Ok(Some(engine))
     }
 
@@ -236,6 +242,17 @@ impl Engine {
         } else {
             Err(self.error("opening the peer's segment", segment))
         }
+    }
+
+    /// Whether names are known to a metadata server alone: nobody need listen where a name seems to lead.
+    pub(crate) fn asks_a_server(&self) -> bool {
+        !self.peer_to_peer
+    }
+
+    /// Whether anybody listens where the peer of this name is asked for its segment. `None`: it cannot be told. Blocks for
+    /// seconds at most, unless a name server does.
+    pub(crate) fn probe(&self, name: &str) -> Option<bool> {
+        if self.asks_a_server() { None } else { probe(name) }
     }
 
     /// Starts to move pieces.
@@ -337,9 +354,8 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // The engine's listener looks up once a second, or when somebody calls: somebody does.
         let ended = AtomicBool::new(false);
-        let own = self.name.to_socket_addrs().ok().and_then(|mut found| found.next());
         std::thread::scope(|scope| {
-            if let Some(own) = own {
+            if let Some(own) = self.port.map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port))) {
                 let ended = &ended;
                 let call = move || {
                     while !ended.load(Ordering::Acquire) {
@@ -358,7 +374,7 @@ impl Drop for Engine {
 }
 
 /// Whether somebody listens at `name`. `None`: it cannot be told.
-pub(crate) fn probe(name: &str) -> Option<bool> {
+fn probe(name: &str) -> Option<bool> {
     let address: SocketAddr = name.to_socket_addrs().ok()?.next()?;
     // A process that dies closes its files one after the other: once more a moment later.
     for _ in 0..3 {
@@ -373,8 +389,7 @@ pub(crate) fn probe(name: &str) -> Option<bool> {
 
 /// A port that is free now: the engine listens on all interfaces.
 fn free_port() -> Result<u16> {
-    let found =
-        std::net::TcpListener::bind((std::net::Ipv4Addr::UNSPECIFIED, 0)).and_then(|free| free.local_addr());
+    let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|free| free.local_addr());
     found
         .map(|address| address.port())
         .map_err(|error| Error::os("no free port for the engine", error).kind_is(Kind::Exhausted))

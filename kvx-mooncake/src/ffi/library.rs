@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use kvx_core::Unavailable;
 use kvx_core::loader::{self, Search};
@@ -43,16 +44,18 @@ pub(crate) struct Library {
 }
 
 static OPENED: OnceLock<Library> = OnceLock::new();
-static OPENING: Mutex<()> = Mutex::new(());
+/// One opens it at a time. With the libraries that failed their self-test, and why: what they are at is not known, and two
+/// engines of theirs stay for ever, so they are not tried again.
+static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
 
 impl Library {
     /// Opens the library and tries it, once in a process: what the engine does to signals is undone, its threads are
     /// named, and an engine that answers otherwise than expected is refused.
     ///
     /// # Errors
-    /// What was tried, or how the engine failed, and the cure; tried again at the next call.
+    /// What was tried, and the cure: tried again at the next call. Or how the engine failed its self-test.
     pub(crate) fn open(wanted: &Wanted) -> Result<&'static Library, Unavailable> {
-        let _one_at_a_time = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = &mut *OPENING.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(library) = OPENED.get() {
             library.has_etcd(wanted.etcd)?;
             return Ok(library);
@@ -61,15 +64,17 @@ impl Library {
             loader::with_signals_kept(|| {
                 let before = sockets::files();
                 let library = Library::load(wanted)?;
+                if let Some((_, why)) = refused.iter().find(|(path, _)| *path == library.path) {
+                    return Err(why.clone());
+                }
                 // SAFETY: libraries are never closed, and this thread alone knows of the new ones.
                 if unsafe { sockets::keep_from_children(&before) } == 0 {
                     tracing::warn!(
                         "children of this process inherit what Mooncake's engine has open: {INHERITED}"
                     );
                 }
-                self_test::run(&library).map_err(|why| {
-                    let path = library.path.display();
-                    Unavailable::because(format!("the engine of {path} failed its self-test: {why}"), CURE)
+                library.try_it(self_test::PATIENCE).inspect_err(|why| {
+                    refused.push((library.path.clone(), why.clone()));
                 })?;
                 Ok(library)
             })
@@ -111,6 +116,13 @@ impl Library {
         Ok(Library { functions, adapter, path, version, etcd })
     }
 
+    fn try_it(&self, patience: Duration) -> Result<(), Unavailable> {
+        self_test::run(self, patience).map_err(|why| {
+            let path = self.path.display();
+            Unavailable::because(format!("the engine of {path} failed its self-test: {why}"), CURE)
+        })
+    }
+
     fn has_etcd(&self, wanted: bool) -> Result<(), Unavailable> {
         if !wanted || self.etcd {
             return Ok(());
@@ -119,6 +131,17 @@ impl Library {
             "the engine was loaded without its client for etcd, because another agent came first",
             "build the agent whose metadata is in etcd before others",
         ))
+    }
+
+    /// The same with other functions.
+    #[cfg(test)]
+    pub(super) fn with(
+        &self,
+        functions: bindings::Functions,
+        adapter: Option<adapter_bindings::Functions>,
+    ) -> Library {
+        let (path, version) = (self.path.clone(), self.version.clone());
+        Library { functions, adapter, path, version, etcd: self.etcd }
     }
 
     pub(super) fn functions(&self) -> &bindings::Functions {

@@ -10,13 +10,14 @@ use super::engine::{Batch, Engine, PEER_TO_PEER, Piece, Recipe, SegmentId, State
 use super::library::Library;
 
 /// How long each step may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
 /// What lies around the pieces and must stay.
 const UNTOUCHED: u8 = 0xA5;
 
-/// Two engines of this process exchange bytes over loopback. The library is not in use yet.
-pub(super) fn run(library: &Library) -> Result<(), String> {
+/// Two engines of this process exchange bytes over loopback. The library is not in use yet. What a failed step leaves
+/// behind stays for ever: two engines and 1 MiB.
+pub(super) fn run(library: &Library, patience: Duration) -> Result<(), String> {
     // SAFETY: the engines below are the only ones that keep the reference, and they are gone when this returns.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let recipe = Recipe {
@@ -31,7 +32,7 @@ pub(super) fn run(library: &Library) -> Result<(), String> {
     let near: &'static mut [u8] = Vec::leak(vec![UNTOUCHED; LEN]);
     let far: &'static mut [u8] = Vec::leak((0..LEN).map(content).collect());
     let (near, far) = (std::ptr::from_mut(near), std::ptr::from_mut(far));
-    let trial = Trial { ours: &ours, theirs: &theirs, near, far };
+    let trial = Trial { library, ours: &ours, theirs: &theirs, near, far, patience };
     if let Err((step, why)) = trial.run() {
         std::mem::forget((ours, theirs)); // who knows what they are at
         return Err(format!("{step}: {why}"));
@@ -50,10 +51,12 @@ fn content(at: usize) -> u8 {
 }
 
 struct Trial<'a> {
+    library: &'a Library,
     ours: &'a Engine,
     theirs: &'a Engine,
     near: *mut [u8],
     far: *mut [u8],
+    patience: Duration,
 }
 
 type Step<T = ()> = Result<T, (&'static str, String)>;
@@ -82,12 +85,45 @@ impl Trial<'_> {
         let batch =
             unsafe { self.ours.submit(pieces) }.map_err(|refused| ("submitting", refused.why.to_string()))?;
         let states = self.ended(&batch, pieces.len())?;
+        self.sums_up(&batch, &states)?;
+        self.explains(&batch, pieces.len())?;
         self.ours.free(batch);
         Ok(states)
     }
 
+    /// What is said of the whole batch is what its pieces came to.
+    fn sums_up(&self, batch: &Batch, pieces: &[State]) -> Step {
+        let bytes = pieces.iter().map(|piece| match piece {
+            State::Completed(bytes) => Some(*bytes),
+            _ => None,
+        });
+        let bytes: Option<u64> = bytes.sum();
+        match (self.ours.whole(batch), bytes) {
+            (None, _) => Ok(()), // nobody trusts what is not there
+            (Some(State::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
+            (Some(State::Failed(_)), None) => Ok(()),
+            (whole, _) => Err(("asking for a batch's state", format!("it is {whole:?}, of {pieces:?}"))),
+        }
+    }
+
+    /// A mistake has a number, and text where the engine has any. The mistake is a piece that the batch has not.
+    fn explains(&self, batch: &Batch, beyond: usize) -> Step {
+        const INVALID: i64 = 1;
+        const STEP: &str = "asking for a piece that is not there";
+        let why = match self.ours.task(batch, beyond) {
+            Ok(state) => return Err((STEP, format!("it is {state:?}, and should be an error"))),
+            Err(why) => why,
+        };
+        let code = why.native_detail().map(|native| native.code);
+        if self.library.adapter().is_some() && (code != Some(INVALID) || self.library.last_error().is_none())
+        {
+            return Err((STEP, format!("the engine gives no reason, or another than {INVALID}: {why}")));
+        }
+        Ok(())
+    }
+
     fn ended(&self, batch: &Batch, count: usize) -> Step<Vec<State>> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience;
         (0..count)
             .map(|piece| {
                 loop {
@@ -129,17 +165,25 @@ impl Trial<'_> {
         Ok(())
     }
 
+    /// Some of what was read goes back to another place.
     fn writes(&self, segment: SegmentId, near: u64, far: u64) -> Step {
-        const LEN: u64 = 65_537;
-        let piece = Piece { op: Op::Write, local: near + 100_000, segment, remote: far + 11, len: LEN };
-        let states = self.transfer(&[piece])?;
-        if states != [State::Completed(LEN)] {
+        const LEN: usize = 65_537;
+        const LOCAL: usize = 100_000;
+        const READ_FROM: usize = 200_001;
+        const REMOTE: usize = 11;
+        let (local, remote) = (near + LOCAL as u64, far + REMOTE as u64);
+        let states = self.transfer(&[Piece { op: Op::Write, local, segment, remote, len: LEN as u64 }])?;
+        if states != [State::Completed(LEN as u64)] {
             return Err(("writing", format!("it ended as {states:?}")));
         }
-        // SAFETY: as above.
-        let (near, far) = unsafe { (&*self.near, &*self.far) };
-        if near[100_000..100_000 + LEN as usize] != far[11..11 + LEN as usize] {
-            return Err(("writing", "other bytes arrived".into()));
+        // SAFETY: the piece has ended, and nobody else has the buffer.
+        let far = unsafe { &*self.far };
+        for (at, byte) in far.iter().enumerate() {
+            let written = (REMOTE..REMOTE + LEN).contains(&at);
+            let wanted = content(if written { at - REMOTE + READ_FROM } else { at });
+            if *byte != wanted {
+                return Err(("writing", format!("byte {at} is {byte}, not {wanted}")));
+            }
         }
         Ok(())
     }
@@ -165,14 +209,15 @@ impl Trial<'_> {
     fn notifies(&self, segment: SegmentId) -> Step {
         let (name, text) = (CString::from(c"kvx self-test"), CString::from(c"hello"));
         named("notifying", self.ours.notify(segment, &name, &text))?;
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience;
         let mut heard = Vec::new();
         while heard.is_empty() && Instant::now() < until {
             self.theirs.notifications(|name, text| heard.push((name.to_vec(), text.to_vec())));
             std::thread::yield_now();
         }
         if heard != [(name.into_bytes(), text.into_bytes())] {
-            return Err(("notifying", format!("{} notifications arrived, one was sent", heard.len())));
+            let heard: Vec<_> = heard.iter().map(|(_, text)| String::from_utf8_lossy(text)).collect();
+            return Err(("notifying", format!("{heard:?} arrived, and one \"hello\" was sent")));
         }
         Ok(())
     }

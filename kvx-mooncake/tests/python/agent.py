@@ -1,6 +1,7 @@
 """A plain Mooncake agent for tests: the wheel's own engine, asked in lines and answering in lines.
 
-Started as `agent.py BYTES`; says `ready HOST:PORT ADDRESS` for its registered memory. Byte `i` is content(i)."""
+Started as `agent.py BYTES`, or `agent.py BYTES NAME METADATA` with a metadata server; says `ready HOST:PORT ADDRESS` for its registered
+memory. Byte `i` is content(i)."""
 import ctypes
 import mmap
 import signal
@@ -10,8 +11,9 @@ from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode
 
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive its test
 size = int(sys.argv[1])
+name, metadata = sys.argv[2:] or ("127.0.0.1", "P2PHANDSHAKE")
 engine = TransferEngine()
-assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+assert engine.initialize(name, metadata, "tcp", "") == 0
 memory = mmap.mmap(-1, size)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 memory[:] = bytes((i * 31 >> 3 ^ i) & 255 for i in range(1 << 16)) * (size >> 16)
@@ -22,7 +24,7 @@ def say(*words):
     print(*words, flush=True)
 
 
-say("ready", f"127.0.0.1:{engine.get_rpc_port()}", address)
+say("ready", name if ":" in name else f"{name}:{engine.get_rpc_port()}", address)
 for line in sys.stdin:
     word, *rest = line.rstrip("\n").split(" ")
     if word == "get":  # OFFSET LENGTH

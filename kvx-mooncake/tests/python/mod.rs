@@ -1,5 +1,7 @@
 //! A process of Python with Mooncake's own engine.
 
+#![allow(dead_code, reason = "each program of tests uses some of it")]
+
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -24,10 +26,22 @@ pub(crate) struct Python {
 impl Python {
     /// Starts one with so many bytes, by the environment that the adapter was built in.
     pub(crate) fn start(adapter: &Path, bytes: usize) -> Python {
+        Python::start_with(adapter, bytes, &[])
+    }
+
+    /// The same, by a name of its own at a metadata server.
+    pub(crate) fn start_as(adapter: &Path, bytes: usize, name: &str, metadata: &str) -> Python {
+        Python::start_with(adapter, bytes, &[name, metadata])
+    }
+
+    fn start_with(adapter: &Path, bytes: usize, more: &[&str]) -> Python {
         let python = adapter.parent().expect("a file lies in a folder").join("venv/bin/python");
         let mut process = Command::new(python)
             .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/agent.py"))
             .arg(bytes.to_string())
+            .args(more)
+            // What it tells a metadata server of itself.
+            .env("MC_TCP_BIND_ADDRESS", "127.0.0.1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -297,7 +297,9 @@ unsafe impl Fabric for Driver {
             host::check(host.process, host.probe).map_err(|why| why.kind_is(Kind::PeerLost))?;
         }
         let to = self.peers.lead(at, 0, 0, rail)?;
-        if self.peers.peer(at).is_some_and(|peer| peer.unsent >= UNSENT) {
+        // Those to a stopped peer stay with the provider: others find room all the same.
+        let most = UNSENT.min(self.rails[0].sends());
+        if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
             return Ok(Sent::Later);
         }
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {

@@ -19,8 +19,8 @@ pub(crate) const MAX_MESSAGE: usize = 4096;
 /// Buffers for messages in and out.
 const RECEIVES: usize = 64;
 const SENDS: usize = 64;
-/// The most pieces that are in flight on a rail.
-const WINDOW: usize = 512;
+/// The most pieces that are in flight on a rail, and those of them that lead to one peer.
+const WINDOW: (usize, usize) = (2048, 512);
 
 /// Whether something was posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,9 +56,40 @@ pub(crate) struct Rail {
     endpoint: Option<Arc<Endpoint>>,
     operations: Operations,
     mail: Option<Mail>,
-    /// Pieces in flight, and how many may be.
-    pieces: usize,
-    window: usize,
+    pieces: Pieces,
+}
+
+/// Pieces in flight.
+struct Pieces {
+    all: usize,
+    most: usize,
+    /// By the peer's place.
+    of: Vec<usize>,
+}
+
+impl Pieces {
+    /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none has more
+    /// than are left for others, and each peer that stops leaves room.
+    #[inline]
+    fn fit(&self, peer: usize, count: usize) -> bool {
+        let peers = self.of.get(peer).copied().unwrap_or_default();
+        peers + count <= WINDOW.1.min(self.most - self.all)
+    }
+
+    #[inline]
+    fn add(&mut self, peer: usize, count: usize) {
+        if self.of.len() <= peer {
+            self.of.resize(peer + 1, 0);
+        }
+        self.of[peer] += count;
+        self.all += count;
+    }
+
+    #[inline]
+    fn end(&mut self, peer: usize, count: usize) {
+        self.of[peer] -= count;
+        self.all -= count;
+    }
 }
 
 impl Rail {
@@ -66,9 +97,9 @@ impl Rail {
     pub(crate) fn open(domain: &Arc<Domain>, mail: bool) -> Result<Rail> {
         let info = domain.info();
         let what = || format!("libfabric does not open {} on {}", info.provider(), info.domain());
-        let window = info.depth().clamp(1, WINDOW);
+        let most = info.depth().clamp(1, WINDOW.0);
         let mail = if mail { Some(Mail::new(domain)?) } else { None };
-        let operations = Operations::new(window + if mail.is_some() { RECEIVES + SENDS } else { 0 });
+        let operations = Operations::new(most + if mail.is_some() { RECEIVES + SENDS } else { 0 });
         let given = Arc::new((operations.contexts(), mail.as_ref().map(Mail::given)));
         let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&given) as _);
         let mut endpoint = open(true).or_else(|errno| {
@@ -83,7 +114,8 @@ impl Rail {
         }
         let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
         let endpoint = Some(Arc::new(endpoint));
-        let mut rail = Rail { endpoint, operations, mail, pieces: 0, window };
+        let pieces = Pieces { all: 0, most, of: Vec::new() };
+        let mut rail = Rail { endpoint, operations, mail, pieces };
         rail.post_receives()
             .map_err(|errno| error::native("libfabric takes no buffers for messages", errno))?;
         Ok(rail)
@@ -117,14 +149,19 @@ impl Rail {
         }
     }
 
+    /// How many messages may be sent now.
+    pub(crate) fn sends(&self) -> usize {
+        self.mail.as_ref().map_or(0, |mail| mail.free.len())
+    }
+
     /// Whether nothing of ours is with the provider but buffers for messages.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.pieces == 0 && self.mail.as_ref().is_none_or(|mail| mail.free.len() == SENDS)
+        self.pieces.all == 0 && self.mail.as_ref().is_none_or(|mail| mail.free.len() == SENDS)
     }
 
     /// How many pieces may be posted together.
     pub(crate) fn together(&self) -> usize {
-        self.endpoint().domain().info().ranges().min(MAX_RANGES).min(self.window)
+        self.endpoint().domain().info().ranges().min(MAX_RANGES).min(self.pieces.most)
     }
 
     /// Posts pieces that go the same way as one operation: at least one, and at most [`together`](Rail::together).
@@ -133,10 +170,10 @@ impl Rail {
     /// The local memory is the pieces' until they are reported as [`Ended::Pieces`], or the rail is dropped.
     #[inline]
     pub(crate) unsafe fn post(&mut self, post: Post, pieces: &[Range]) -> Result<Posted, Errno> {
-        if self.pieces + pieces.len() > self.window {
+        let Post { op, job, peer } = post;
+        if !self.pieces.fit(peer, pieces.len()) {
             return Ok(Posted::Later);
         }
-        let Post { op, job, peer } = post;
         let count = pieces.len() as u32;
         let Some(context) = self.operations.add(Operation::Pieces { job, peer, count }) else {
             return Ok(Posted::Later);
@@ -156,7 +193,7 @@ impl Rail {
         };
         match answer {
             Ok(()) => {
-                self.pieces += pieces.len();
+                self.pieces.add(peer, pieces.len());
                 Ok(Posted::Yes)
             }
             Err(errno) => {
@@ -257,11 +294,11 @@ fn ended(
     len: usize,
     failed: Option<Failed>,
     mail: &mut Option<Mail>,
-    pieces: &mut usize,
+    pieces: &mut Pieces,
 ) -> Option<Ended> {
     match (operation, mail) {
         (Operation::Pieces { job, peer, count }, _) => {
-            *pieces -= count as usize;
+            pieces.end(peer, count as usize);
             Some(Ended::Pieces { job, peer, count, failed })
         }
         (Operation::Send { buffer, peer }, Some(mail)) => {
@@ -338,5 +375,25 @@ impl Mail {
 
     fn descriptor(&self) -> *mut c_void {
         self.given.registration.as_ref().map_or(std::ptr::null_mut(), Registration::descriptor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_that_have_stopped_leave_room_for_others() {
+        let mut pieces = Pieces { all: 0, most: 2048, of: Vec::new() };
+        let mut fill = |peer| {
+            while pieces.fit(peer, 4) {
+                pieces.add(peer, 4);
+            }
+            pieces.of[peer]
+        };
+        let stopped = [0, 1, 2, 3, 4, 5, 6].map(&mut fill);
+        assert_eq!(stopped, [512, 512, 512, 256, 128, 64, 32]);
+        pieces.end(0, 400);
+        assert!(pieces.fit(0, 300) && pieces.fit(7, 432) && !pieces.fit(1, 4));
     }
 }

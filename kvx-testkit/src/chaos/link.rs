@@ -1,6 +1,6 @@
 //! What is posted and sent.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -27,6 +27,14 @@ pub(super) struct Turns {
     seen: Mutex<HashSet<usize>>,
     /// Tickets that never go back.
     kept: Mutex<Vec<Ticket>>,
+    queue: Mutex<Queue>,
+}
+
+/// For [`Fault::OneQueue`].
+#[derive(Default)]
+struct Queue {
+    busy: bool,
+    waiting: VecDeque<Box<dyn FnOnce() + Send>>,
 }
 
 /// The inner link; another one takes its place when a fault links anew.
@@ -108,12 +116,38 @@ impl ChaosLink {
                     rewrite.map(Rewrite::write);
                 });
             }
+            Some(Fault::OneQueue) => {
+                ticket.settle(result);
+                turns.next();
+            }
             _ => ticket.settle(result),
         }
     }
 }
 
 impl Turns {
+    /// For [`Fault::OneQueue`]: posts now, or when all before it have settled.
+    fn queue(&self, post: impl FnOnce() + Send + 'static) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut queue.busy, true) {
+            queue.waiting.push_back(Box::new(post));
+        } else {
+            drop(queue);
+            post();
+        }
+    }
+
+    /// For [`Fault::OneQueue`]: one has settled.
+    fn next(&self) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = queue.waiting.pop_front();
+        queue.busy = next.is_some();
+        drop(queue);
+        if let Some(post) = next {
+            post();
+        }
+    }
+
     /// For [`Fault::DropPeerLoss`]: what the loss of a peer would end does not end.
     fn settle_unless_lost(&self, ticket: Ticket, result: Result<()>) {
         match result {
@@ -187,7 +221,10 @@ unsafe impl Link for ChaosLink {
             };
             Self::settle(fault, &turns, &ours, through, result);
         });
-        inner.post(plan, id, ticket);
+        match self.fault {
+            Some(Fault::OneQueue) => self.turns.queue(move || inner.post(plan, id, ticket)),
+            _ => inner.post(plan, id, ticket),
+        }
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {

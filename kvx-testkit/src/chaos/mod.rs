@@ -77,6 +77,9 @@ faults! {
     /// Failures are reported as success.
     Lie "lie",
 
+    /// A transfer is posted when those before it have settled, whomever they lead to.
+    OneQueue "one queue",
+
     // What happens to a region.
     /// A revocation settles at once, and nobody is kept out.
     IgnoreRevoke "ignore revoke",

@@ -20,6 +20,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(peers:
     P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses, [Breaker::Chaos(Fault::Lie), Breaker::Chaos(Fault::DropPeerLoss)];
     P5 a_lost_peer_stays_lost, TwoProcesses, [Breaker::Core("lost-again")];
     P6 a_restarted_peer_is_recognised, TwoProcesses, [Breaker::Chaos(Fault::AnyIncarnation)];
+    P7 a_stopped_peer_keeps_no_other_waiting, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];
 );
 
 /// Bytes of the regions: enough that a link's small and large ways are both taken.
@@ -345,4 +346,51 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
 
     let again = pair.near.connect(&new)?;
     blocks.works(&mut pair.far, &again, "a new handle, after the restart").await
+}
+
+/// P7: what is under way to a stopped peer keeps nothing waiting that goes to others.
+pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
+    /// More blocks each way than any library's queue has room for.
+    const MUCH: usize = 12 << 20;
+    const ROUNDS: usize = 16;
+    const DEADLINE: Duration = Duration::from_secs(3);
+    let mut pair = setup.pair()?;
+    let (read, write) = (Traffic::new(&mut pair, "read", MUCH)?, Traffic::new(&mut pair, "write", MUCH)?);
+    let peer = pair.connect().await?;
+    let mut far = setup.far()?;
+    setup.far_agent(&mut far, &unique("far"))?;
+    let mut other = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let blocks = Traffic::new(&mut other, "kv", LEN)?;
+    let other_peer = other.connect().await?;
+    let needs = promised_by(&peer)?.target_cpu;
+    read.works(&mut pair.far, &peer, "before the stop").await?;
+    write.works(&mut pair.far, &peer, "before the stop").await?;
+    blocks.works(&mut other.far, &other_peer, "before the stop").await?;
+
+    let (came, went) = (read.fill_far(&mut pair.far)?, write.fill_near()?);
+    pair.far.process()?.stop()?;
+    let mut reading = read.post(Op::Read, &peer, CUT_OFF)?;
+    let writing = write.post(Op::Write, &peer, CUT_OFF)?;
+    let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", CUT_OFF)).collect();
+    // The more rounds, the more of the others' turns: in the last ones all that has room is under way to the stopped peer.
+    for round in 0..ROUNDS {
+        for op in OPS {
+            let result = blocks.run(op, &other_peer, DEADLINE).await;
+            ensure!(result.is_ok(), "round {round}: a {op} of another peer's blocks: {result:?}");
+        }
+        let result = other_peer.notify(b"now", DEADLINE).await;
+        ensure!(result.is_ok(), "round {round}: a notification for another peer: {result:?}");
+    }
+    blocks.works(&mut other.far, &other_peer, "another peer, beside a stopped one").await?;
+    if needs.read {
+        ensure!(now(&mut reading).is_none(), "a read from a stopped peer has ended: nothing was under way");
+    }
+    pair.far.process()?.go_on()?;
+    reading.await?;
+    writing.await?;
+    for notice in notices {
+        notice.await?;
+    }
+    read.check_near(came, "after the peer went on")?;
+    write.check_far(&mut pair.far, went, "after the peer went on")
 }

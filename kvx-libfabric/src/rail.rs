@@ -69,7 +69,7 @@ struct Pieces {
 
 impl Pieces {
     /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none has more
-    /// than are left for others, and each peer that stops leaves room.
+    /// than are left for others, half of a small queue at most, and some ten peers that stop leave room.
     #[inline]
     fn fit(&self, peer: usize, count: usize) -> bool {
         let peers = self.of.get(peer).copied().unwrap_or_default();

@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
@@ -58,7 +58,6 @@ pub(crate) struct Mooncake {
     links: Links,
     moving: Batches,
     suspects: Vec<Suspect>,
-    held_up: Vec<HeldUp>,
     /// Notifications were taken that have not been handed over.
     notified: Vec<Happened>,
     pieces: Vec<Piece>,
@@ -67,13 +66,6 @@ pub(crate) struct Mooncake {
     listens: Instant,
     /// Pieces of which nobody knows whether they are under way.
     lost_count: bool,
-}
-
-/// A job that waits for what a peer has to say of itself.
-struct HeldUp {
-    to: Arc<str>,
-    endpoint: EndpointId,
-    job: JobId,
 }
 
 impl Mooncake {
@@ -95,7 +87,6 @@ impl Mooncake {
             links: Links::default(),
             moving: Batches::default(),
             suspects: Vec::new(),
-            held_up: Vec::new(),
             notified: Vec::new(),
             pieces: Vec::new(),
             last_event: Instant::now(),
@@ -188,10 +179,10 @@ impl Mooncake {
                 }
                 for id in self.links.leading_to(&to) {
                     let Some(endpoint) = self.links.endpoints.get_mut(&id) else { continue };
-                    if endpoint.phase != Phase::Opening {
-                        continue;
-                    }
                     match &result {
+                        // So that core tries again what the peer's segment kept waiting.
+                        _ if endpoint.phase == Phase::Open => happened.push(Happened::Ready(id)),
+                        _ if endpoint.phase != Phase::Opening => {}
                         Ok(_) => {
                             endpoint.phase = Phase::Open;
                             if endpoint.foreign {
@@ -203,9 +194,6 @@ impl Mooncake {
                             self.break_off(id, why, false, happened);
                         }
                     }
-                }
-                for HeldUp { job, .. } in self.held_up.extract_if(.., |held| held.to == to) {
-                    happened.push(Happened::Moved { job, pieces: 0, result: Ok(()) });
                 }
             }
             Report::Probed { to, alive } => self.probed(&to, alive, happened),
@@ -300,8 +288,7 @@ unsafe impl Fabric for Mooncake {
         let to = Arc::clone(&endpoint.to);
         let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
         let Some(segment) = peer.segment.filter(|_| !peer.refreshing) else {
-            self.held_up.push(HeldUp { to, endpoint: id, job: job.id() });
-            return Ok(0);
+            return Ok(0); // until it is opened
         };
         let (op, mut bytes) = (job.op(), 0);
         self.pieces.clear();
@@ -351,7 +338,6 @@ unsafe impl Fabric for Mooncake {
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
         self.couriers.forget(&to, endpoint);
-        self.held_up.retain(|held| held.endpoint != endpoint);
         let why = error::lost(&to);
         let notified = &mut self.notified;
         let told = self.suspects.extract_if(.., |suspect| suspect.endpoint == endpoint);

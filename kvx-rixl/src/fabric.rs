@@ -25,7 +25,7 @@ const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 /// The most bytes of a piece, and of a slice of a transfer that has several. A post over shared memory copies before it
 /// returns, and a notification waits for its end; shorter ones cost throughput, for UCX copies as much at a time.
 const SLICE_BYTES: u64 = 512 << 10;
-/// The most bytes of a transfer that is posted as one slice.
+/// The most bytes of a transfer that may be one slice.
 const WHOLE_BYTES: u64 = 1 << 20;
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;

@@ -17,7 +17,7 @@ pub(crate) struct Turnstile {
     agent: Mutex<Option<Agent>>,
     /// Threads that wait: the reactor, which comes often and briefly, lets them pass.
     waiting: AtomicUsize,
-    /// Rings when a thread that had waited has let go: it may have read what would have woken the reactor, too.
+    /// Rings when another thread has let go: it may have read what would have woken the reactor.
     bell: Mailbox<()>,
     /// Whether requests are in progress: then it cannot be destroyed.
     in_progress: AtomicBool,
@@ -26,7 +26,7 @@ pub(crate) struct Turnstile {
 /// The agent; `None` once it is gone.
 pub(crate) type Passed<'a> = MutexGuard<'a, Option<Agent>>;
 
-/// The agent, for a thread that has waited for it.
+/// The agent, for a thread that may wait for it.
 pub(crate) struct Waited<'a> {
     turnstile: &'a Turnstile,
     /// There until it is dropped.
@@ -79,7 +79,7 @@ impl Turnstile {
         })
     }
 
-    /// Readable once a thread that had waited has let go.
+    /// Readable once another thread has let go.
     pub(crate) fn bell(&self) -> RawFd {
         self.bell.fd()
     }

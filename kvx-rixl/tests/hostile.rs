@@ -18,7 +18,7 @@ const LEN: usize = BLOCK as usize * BLOCKS as usize;
 const CONTENT: u8 = 7;
 /// Set in a process that serves until its standard input ends: its agent's name.
 const SERVES: &str = "KVX_RIXL_TEST_SERVES";
-/// Where an agent's name, a list of descriptors, and the kind of memory in it stand in NIXL's descriptions.
+/// What stands before the kind of memory in one of NIXL's lists of descriptors.
 const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
 
 type Outcome = Result<(), Failed>;

@@ -44,7 +44,7 @@ pub(crate) struct Driver {
     worker: Option<Worker>,
     fds: [RawFd; 1],
     inbox: Rc<Inbox>,
-    /// By the numbers of their jobs.
+    /// By the numbers of their jobs. UCX has their addresses, which must stay while this grows.
     tallies: Vec<Rc<Tally>>,
     peers: Peers,
     keys: Keys,

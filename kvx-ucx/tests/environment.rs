@@ -11,6 +11,8 @@ use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry};
 use versions::{VERSIONS, Version};
 
 const PATIENCE: Duration = Duration::from_secs(10);
+/// For a whole child, each of whose waits has its own end.
+const LIMIT: Duration = Duration::from_secs(60);
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 16;
 /// In a child: the options.
@@ -87,7 +89,7 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
 fn told(mut child: Command, variables: &[(&str, &str)], options: &str) -> (Told, String) {
     child.args(["--exact", "tell", "--nocapture", "--test-threads=1"]);
     child.env(TELLS, options).envs(variables.iter().copied());
-    let output = versions::output(&mut child, PATIENCE);
+    let output = versions::output(&mut child, LIMIT);
     let streams = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     let said = streams.concat();
     assert!(output.status.success() && said.contains("1 passed"), "{variables:?} {options}: {said}");
@@ -181,7 +183,13 @@ fn an_option_wins_over_the_variable() {
 fn a_setting_that_ucx_does_not_know_is_told() {
     const NAME: &str = "a_setting_that_ucx_does_not_know_is_told";
     for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
-        let Ok(child) = version.command() else { return kvx_testkit::skip(NAME, "no UCX", "install it") };
+        let child = match version.command() {
+            Ok(child) => child,
+            Err((reason, cure)) => {
+                kvx_testkit::skip(NAME, &reason, cure);
+                continue;
+            }
+        };
         let (told, said) = told(child, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
             assert!(told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"), "{told:?}");

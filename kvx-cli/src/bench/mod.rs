@@ -103,7 +103,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "readers", "idle"])]
     beside_bulk: Option<u64>,
     /// Instead of points: notifications after quiet, and beside transfers of so many bytes between the same two agents.
-    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle"])]
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle", "op", "pattern", "memory"])]
     notices_beside: Option<u64>,
     /// Instead of points: so many agents read from the target at once.
     #[arg(long, value_name = "N", conflicts_with_all = ["beside", "idle"])]

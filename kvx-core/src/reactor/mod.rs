@@ -149,7 +149,8 @@ struct Shared<P: Progress> {
     machine: Mutex<Option<Driven<P>>>,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
-    /// Whether something lies in it: looking into an empty one costs next to nothing.
+    /// Whether something lies in it: looking into an empty one costs next to nothing. Before it sleeps, the reactor looks into the
+    /// queue itself: this alone could be seen too late.
     has_queued: AtomicBool,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,

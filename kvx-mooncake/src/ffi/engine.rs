@@ -175,9 +175,9 @@ impl Engine {
         if transport.is_null() {
             return Ok(None);
         }
-        let listens_at = engine.own_name()?;
-        engine.port = listens_at.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-        engine.name = if peer_to_peer { listens_at } else { name.to_string_lossy().into_owned() };
+        let listens_at = engine.own_name();
+        engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
+        engine.name = if peer_to_peer { listens_at? } else { name.to_string_lossy().into_owned() };
         Ok(Some(engine))
     }
 

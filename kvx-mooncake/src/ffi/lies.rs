@@ -10,8 +10,8 @@ use super::library::{Library, Wanted};
 use super::{adapter_bindings, self_test};
 
 const TEST: &str = "an_engine_that_lies_is_refused_with_the_reason";
-/// What a notification that never comes is waited for here.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a notification that never comes is waited for here.
+const MUTE: Duration = Duration::from_secs(2);
 
 /// What the liars pass most of their calls on to.
 static HONEST: OnceLock<Functions> = OnceLock::new();
@@ -155,10 +155,12 @@ fn an_engine_that_lies_is_refused_with_the_reason() {
         Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
     let functions = *HONEST.get_or_init(|| *real.functions());
     let of_adapter = *real.adapter().expect("that is the adapter");
-    let refused = |lie: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
-        let why = self_test::run(&real.with(lie, Some(of_adapter)), PATIENCE).expect_err(said[0]);
-        assert!(said.iter().all(|part| why.contains(part)), "{said:?} is not in: {why}");
-    };
+    let refused_within =
+        |patience, lie: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
+            let why = self_test::run(&real.with(lie, Some(of_adapter)), patience).expect_err(said[0]);
+            assert!(said.iter().all(|part| why.contains(part)), "{said:?} is not in: {why}");
+        };
+    let refused = |lie, of_adapter, said: &[&str]| refused_within(self_test::PATIENCE, lie, of_adapter, said);
     let ask = |ask: Ask, said: &[&str]| {
         refused(Functions { getTransferStatus: ask, ..functions }, of_adapter, said);
     };
@@ -178,9 +180,9 @@ fn an_engine_that_lies_is_refused_with_the_reason() {
     let unregistered = Functions { registerLocalMemory: no_registration, ..functions };
     refused(unregistered, of_adapter, &["reading", "Failed"]);
     let mute = Functions { genNotifyInEngine: sent_nothing, ..functions };
-    refused(mute, of_adapter, &["notifying: [] arrived"]);
+    refused_within(MUTE, mute, of_adapter, &["notifying: [] arrived"]);
     let another = Functions { genNotifyInEngine: sent_another, ..functions };
     refused(another, of_adapter, &["notifying", "hullo"]);
     // Nothing of this spoils the real one.
-    self_test::run(real, PATIENCE).expect("the real one passes again");
+    self_test::run(real, self_test::PATIENCE).expect("the real one passes again");
 }

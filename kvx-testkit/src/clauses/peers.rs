@@ -354,6 +354,9 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     const MUCH: usize = 12 << 20;
     const ROUNDS: usize = 16;
     const DEADLINE: Duration = Duration::from_secs(3);
+    /// For what waits until the peer goes on, behind all rounds: it neither ends by itself, nor is the peer lost.
+    const HELD: Duration = Duration::from_secs(60);
+    let setup = &Setup { peer_timeout: HELD, ..setup.clone() };
     let mut pair = setup.pair()?;
     let (read, write) = (Traffic::new(&mut pair, "read", MUCH)?, Traffic::new(&mut pair, "write", MUCH)?);
     let peer = pair.connect().await?;
@@ -369,9 +372,9 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
 
     let (came, went) = (read.fill_far(&mut pair.far)?, write.fill_near()?);
     pair.far.process()?.stop()?;
-    let mut reading = read.post(Op::Read, &peer, CUT_OFF)?;
-    let writing = write.post(Op::Write, &peer, CUT_OFF)?;
-    let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", CUT_OFF)).collect();
+    let mut reading = read.post(Op::Read, &peer, HELD)?;
+    let writing = write.post(Op::Write, &peer, HELD)?;
+    let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", HELD)).collect();
     // The more rounds, the more of the others' turns: in the last ones all that has room is under way to the stopped peer.
     for round in 0..ROUNDS {
         for op in OPS {

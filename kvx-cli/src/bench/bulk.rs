@@ -22,7 +22,7 @@ use crate::{Result, bytes};
 /// Bytes of a small read.
 const SMALL: u64 = 4096;
 /// Bytes of a block of the large transfer.
-const BLOCK: u64 = 1 << 20;
+pub(crate) const BLOCK: u64 = 1 << 20;
 /// The most memory that the target has: the large transfer reads it again and again.
 const SOURCE: u64 = 256 << 20;
 /// Turns of small reads alone and beside the large transfer.
@@ -65,6 +65,15 @@ impl Pair {
     }
 }
 
+/// How many blocks the large transfer of so many bytes has that `flag` asks for.
+pub(crate) fn blocks_of(flag: &str, bulk: u64) -> Result<u32> {
+    match u32::try_from(bulk / BLOCK) {
+        Ok(0) => Err(format!("{flag} {bulk}: write at least {}", bytes::show(BLOCK)).into()),
+        Ok(blocks) => Ok(blocks),
+        Err(_) => Err(format!("{flag} {bulk}: write fewer bytes").into()),
+    }
+}
+
 /// Measures one backend.
 pub(crate) fn run(
     arguments: &Arguments,
@@ -73,10 +82,7 @@ pub(crate) fn run(
     bulk: u64,
     output: &mut Output<'_>,
 ) -> Result<()> {
-    let blocks = u32::try_from(bulk / BLOCK).map_err(|_| "--beside-bulk: write fewer bytes")?;
-    if blocks == 0 {
-        return Err(format!("--beside-bulk {bulk}: write at least {}", bytes::show(BLOCK)).into());
-    }
+    let blocks = blocks_of("--beside-bulk", bulk)?;
     let ours = u64::from(blocks) * BLOCK + SMALL;
     let theirs = SOURCE.min(u64::from(blocks) * BLOCK);
     let about = Duration::from_secs_f64(2.0 * arguments.seconds + 3.0 * bulk as f64 / 1e9);

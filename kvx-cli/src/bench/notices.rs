@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvx::{Agent, Grid, Options, Peer, Plan, Registry};
 use serde::Serialize;
 
+use super::bulk::{BLOCK, blocks_of};
 use super::figures::Output;
 use super::initiator::block_on;
 use super::points::Wait;
@@ -15,8 +16,6 @@ use super::rounds::quantile;
 use super::{Arguments, PATIENCE, content};
 use crate::{Result, bytes};
 
-/// Bytes of a block of the large transfers.
-const BLOCK: u64 = 1 << 20;
 /// What a notification says.
 const SAID: &[u8] = b"moved";
 /// How long nothing happens before a notification that is alone.
@@ -66,10 +65,7 @@ pub(crate) fn run(
     bulk: u64,
     output: &mut Output<'_>,
 ) -> Result<()> {
-    let blocks = u32::try_from(bulk / BLOCK).map_err(|_| "--notices-beside: write fewer bytes")?;
-    if blocks == 0 {
-        return Err(format!("--notices-beside {bulk}: write at least {}", bytes::show(BLOCK)).into());
-    }
+    let blocks = blocks_of("--notices-beside", bulk)?;
     let bulk = u64::from(blocks) * BLOCK;
     let often = |gap: Duration| ((arguments.seconds / gap.as_secs_f64()) as usize).max(LEAST);
     let (alone, beside) = (often(QUIET), often(GAP));

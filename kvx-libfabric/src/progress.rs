@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
 use kvx_core::reactor::{Armed, SLICE};
 use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
@@ -442,9 +442,9 @@ unsafe impl Fabric for Driver {
         (self.description.clone(), self.capabilities.clone())
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<()> {
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
         local.unmap();
-        Ok(())
+        Ok(LetGo::Now)
     }
 
     fn stop(&mut self) -> bool {

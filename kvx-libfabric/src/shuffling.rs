@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, Parts, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
@@ -143,7 +143,7 @@ unsafe impl Fabric for Shuffling {
         self.inner.describe(endpoint)
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<()> {
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
         self.inner.unregister(local)
     }
 

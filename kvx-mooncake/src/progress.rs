@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
@@ -409,9 +409,10 @@ unsafe impl Fabric for Mooncake {
         (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<()> {
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
         let engine = self.engine()?;
-        self.ranges.remove(local, |address| engine.unregister(address))
+        self.ranges.remove(local, |address| engine.unregister(address))?;
+        Ok(LetGo::Now)
     }
 
     fn stop(&mut self) -> bool {

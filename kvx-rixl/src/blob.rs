@@ -6,6 +6,8 @@
 use kvx_core::wire::Reader;
 use kvx_core::{Error, MAX_NAME, Result};
 
+use crate::ffi::{Range, Segment};
+
 /// The longest blob that is read; 44 bytes a region are usual.
 pub(crate) const MAX_BLOB: usize = 16 << 20;
 /// The longest name: kvx's own are a name, `@` and 32 digits.
@@ -35,6 +37,14 @@ pub(crate) struct Described<'a> {
     pub(crate) len: u64,
     pub(crate) device: u64,
     pub(crate) key: &'a [u8],
+}
+
+impl Described<'_> {
+    /// Where it lies, if that is memory.
+    pub(crate) fn range(&self) -> Option<Range> {
+        let segment = [Segment::Host, Segment::Device].into_iter().find(|kind| kind.number() == self.kind)?;
+        Some(Range { segment, address: self.address, len: self.len, device: self.device })
+    }
 }
 
 struct Fields<'a>(Reader<'a>);

@@ -6,19 +6,22 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 
-use crate::ffi::{Agent, Range, Request, Segment, State, TransferList, Unreleased};
+use crate::ffi::{Agent, Range, Segment, State, TransferList, Unreleased};
 use crate::memory::{self, Local, Ranges};
 use crate::pace::Pace;
-use crate::peers::{Address, Export, Name, Peers, Way};
+use crate::peers::{Address, Export, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
 use crate::reach::{self, Trials};
 use crate::turnstile::Turnstile;
 use crate::wakes::Wakes;
+use flights::{Flight, For};
+
+mod flights;
 
 /// What notifications between kvx agents begin with: all others come from, or go to, somebody else.
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
@@ -32,16 +35,10 @@ const SLICE_PIECES: usize = 64;
 /// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
 /// each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
+/// Where the system lists devices for RDMA.
+const RDMA: &str = "/sys/class/infiniband";
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
-
-/// A request in progress.
-struct Flight {
-    /// `None`: it tries the link out.
-    job: Option<JobId>,
-    request: Arc<Request>,
-    peer: Name,
-}
 
 /// What NIXL needs for each transfer.
 #[derive(Default)]
@@ -103,6 +100,8 @@ pub(crate) struct Nixl {
     fds: [RawFd; 1],
     capabilities: Capabilities,
     description: String,
+    /// Devices move what peers ask for.
+    has_rdma: bool,
 }
 
 /// Sends, if that is possible now. Errors: `PeerLost`.
@@ -146,6 +145,7 @@ impl Nixl {
             turned_away: None,
             capabilities,
             description,
+            has_rdma: std::fs::read_dir(RDMA).is_ok_and(|mut devices| devices.next().is_some()),
         })
     }
 
@@ -186,60 +186,6 @@ impl Nixl {
         };
         let request = Arc::new(agent.request(job.op(), local, remote, name)?);
         Ok(Some(Made { slice: Slice { request, bytes }, pieces, last }))
-    }
-
-    /// What failed at a peer: `PeerLost`, if NIXL has dropped the peer over it.
-    fn blame(&mut self, agent: &Agent, name: &CStr, why: Error) -> Error {
-        if name == self.peers.me() || agent.knows(name) {
-            return why;
-        }
-        let mut happened = Vec::new();
-        self.peers.lose(name, &mut happened);
-        self.news.extend(happened);
-        why.kind_is(Kind::PeerLost)
-    }
-
-    /// Asks after the requests in progress.
-    fn look_at_flights(&mut self, agent: &Agent) {
-        let (mut at, mut happened) = (0, Vec::new());
-        while let Some(Flight { job, request, peer }) = self.flights.get(at) {
-            if !self.peers.can_be_asked(peer) {
-                at += 1;
-                continue;
-            }
-            let result = match agent.state(request) {
-                State::InProgress => {
-                    at += 1;
-                    continue;
-                }
-                State::Done => Ok(()),
-                // It was not asked after: NIXL does not know the peer any more.
-                State::Failed(status) if status.is_not_found() && self.peers.dropped(peer, &mut happened) => {
-                    at += 1;
-                    continue;
-                }
-                State::Failed(status) => Err(status.error("a transfer")),
-            };
-            let (job, peer) = (*job, Arc::clone(peer));
-            self.flights.swap_remove(at);
-            let result = result.map_err(|why| self.blame(agent, &peer, why));
-            self.peers.landed(&peer);
-            match job {
-                Some(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
-                None => self.trials.landed(&mut self.peers, &peer, result.is_err()),
-            }
-        }
-        self.news.extend(happened);
-    }
-
-    /// Goes on with finding out what peers can do.
-    fn try_out(&mut self, agent: &Agent) {
-        for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
-            self.peers.flies(&peer);
-            self.turnstile.note_in_progress(true);
-            self.flights.push(Flight { job: None, request, peer });
-        }
-        self.news.extend(self.trials.take_over().map(Happened::Ready));
     }
 }
 
@@ -347,9 +293,7 @@ unsafe impl Fabric for Nixl {
         match state {
             State::Done => {}
             State::InProgress => {
-                self.peers.flies(&name);
-                turnstile.note_in_progress(true);
-                self.flights.push(Flight { job: Some(job.id()), request: slice.request, peer: name });
+                self.fly(For::Job(job.id()), slice.request, &name);
                 job.posted(1);
             }
             State::Failed(status) => return Err(self.blame(agent, &name, status.error("a transfer"))),
@@ -416,6 +360,11 @@ unsafe impl Fabric for Nixl {
         self.pace.patience()
     }
 
+    /// UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
+    fn takes_guests(&self) -> bool {
+        self.has_rdma || !(self.peers.converse || self.ranges.any_told())
+    }
+
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
         if !self.peers.is_foreign(endpoint) {
             let target_cpu = self.peers.reach(endpoint).unwrap_or(PerOp::BOTH);
@@ -437,7 +386,7 @@ unsafe impl Fabric for Nixl {
         )
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<()> {
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
         self.ranges.remove(&local.range)
     }
 

@@ -6,6 +6,7 @@ mod config;
 mod fabric;
 mod ffi;
 mod loads;
+mod loss;
 mod memory;
 mod pace;
 mod peers;

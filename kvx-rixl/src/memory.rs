@@ -1,9 +1,10 @@
 //! Memory that is registered with NIXL.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::fabric::Registrar;
+use kvx_core::fabric::{LetGo, Registrar};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, RegionId, Result};
 
@@ -15,7 +16,10 @@ use crate::turnstile::Turnstile;
 /// overlap otherwise are refused, because it could not tell them apart.
 pub(crate) struct Ranges {
     turnstile: Arc<Turnstile>,
+    /// Locked by those who have passed the turnstile, so that nobody waits for it.
     registered: Mutex<HashMap<Range, Uses>>,
+    /// Foreign agents may know some of it, for ever.
+    any_told: AtomicBool,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -40,10 +44,11 @@ pub(crate) fn range_of(memory: &Memory) -> Range {
 
 impl Ranges {
     pub(crate) fn new(turnstile: Arc<Turnstile>) -> Self {
-        Ranges { turnstile, registered: Mutex::default() }
+        Ranges { turnstile, registered: Mutex::default(), any_told: AtomicBool::new(false) }
     }
 
     fn add(&self, range: Range) -> Result<Vec<u8>> {
+        let passed = self.turnstile.pass();
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         if !registered.contains_key(&range)
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
@@ -57,7 +62,6 @@ impl Ranges {
                 ),
             ));
         }
-        let passed = self.turnstile.pass();
         let agent = passed.as_ref().ok_or_else(closed)?;
         if !registered.contains_key(&range) {
             agent.register(&range).map_err(|why| match range.segment {
@@ -69,10 +73,12 @@ impl Ranges {
         agent.export(&range)
     }
 
-    /// A region ends. Errors: `StillShared`, if foreign agents may know it; what NIXL answers.
-    pub(crate) fn remove(&self, range: &Range) -> Result<()> {
+    /// A region ends, unless somebody else has NIXL: then the turnstile's bell tells when to come again. Errors: `StillShared`,
+    /// if foreign agents may know it; what NIXL answers.
+    pub(crate) fn remove(&self, range: &Range) -> Result<LetGo> {
+        let Some(passed) = self.turnstile.try_pass() else { return Ok(LetGo::Later) };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(uses) = registered.get_mut(range) else { return Ok(()) };
+        let Some(uses) = registered.get_mut(range) else { return Ok(LetGo::Now) };
         if uses.told {
             return Err(Error::new(
                 Kind::StillShared,
@@ -80,17 +86,16 @@ impl Ranges {
             ));
         }
         uses.regions -= 1;
-        if uses.regions > 0 {
-            return Ok(());
+        if uses.regions == 0 {
+            registered.remove(range);
+            passed.as_ref().ok_or_else(closed)?.deregister(range)?;
         }
-        registered.remove(range);
-        let passed = self.turnstile.pass();
-        passed.as_ref().ok_or_else(closed)?.deregister(range)
+        Ok(LetGo::Now)
     }
 
     /// Whether foreign agents may know some of it.
     pub(crate) fn any_told(&self) -> bool {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner).values().any(|uses| uses.told)
+        self.any_told.load(Ordering::Acquire)
     }
 }
 
@@ -107,10 +112,11 @@ unsafe impl Registrar<Local> for Ranges {
     }
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let passed = self.turnstile.pass();
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let blob = passed.as_ref().ok_or_else(closed)?.whole()?;
         registered.values_mut().for_each(|uses| uses.told = true);
+        self.any_told.fetch_or(!registered.is_empty(), Ordering::AcqRel);
         Ok(blob)
     }
 }
@@ -156,11 +162,8 @@ impl Export {
     /// Whether NIXL may be shown it: it speaks of this range of this agent's memory, and of nothing else. What contradicts
     /// what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
     pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
-        let Range { segment, address, len, device } = self.range;
         let said = Blob::read(&self.blob)?;
-        let is_it = |there: &Described<'_>| {
-            (there.kind, there.address, there.len, there.device) == (segment.number(), address, len, device)
-        };
+        let is_it = |there: &Described<'_>| there.range() == Some(self.range);
         match &said.memory[..] {
             [one] if said.agent == agent && said.connections.is_empty() && is_it(one) => Ok(()),
             _ => Err(malformed("it speaks of something else than the region")),
@@ -234,6 +237,25 @@ mod tests {
             !range(0, 10).overlaps(&range(10, 1)) && range(u64::MAX - 1, 9).overlaps(&range(0, u64::MAX))
         );
         assert!(!range(0, 10).overlaps(&Range { device: 1, ..range(0, 10) }));
+    }
+
+    #[test]
+    fn nobody_is_kept_waiting_by_the_end_of_a_region() {
+        let turnstile = Arc::new(Turnstile::around(None).unwrap());
+        let ranges = Ranges::new(Arc::clone(&turnstile));
+        let range = Range { segment: Segment::Host, address: 4096, len: 64, device: 0 };
+        ranges.registered.lock().unwrap().insert(range, Uses { regions: 2, told: false });
+        let passed = turnstile.pass();
+        for _ in 0..3 {
+            assert_eq!(ranges.remove(&range).unwrap(), LetGo::Later, "somebody else has NIXL");
+        }
+        drop(passed);
+        assert_eq!(ranges.remove(&range).unwrap(), LetGo::Now);
+        assert_eq!(
+            ranges.registered.lock().unwrap()[&range].regions,
+            1,
+            "what came to nothing has not counted"
+        );
     }
 
     #[test]

@@ -9,7 +9,7 @@ use kvx_core::fabric::{EndpointId, Happened};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, MAX_NAME, PerOp, Result};
 
-use crate::blob::{Blob, malformed};
+use crate::blob::{Blob, Described, malformed};
 use crate::ffi::Range;
 use crate::loads::{Loaded, Loads, Task};
 use crate::memory::{self, checked, unchecked, version};
@@ -134,6 +134,8 @@ pub(crate) struct Peers {
     me: Name,
     /// As for a peer: this agent itself.
     my_reach: Option<PerOp>,
+    /// Some of them need a CPU for what they move, as over TCP.
+    pub(crate) converse: bool,
     loads: Loads,
     next_load: u64,
     by_name: BTreeMap<Name, Peer>,
@@ -149,6 +151,7 @@ impl Peers {
         Peers {
             me: me.into(),
             my_reach: None,
+            converse: false,
             loads,
             next_load: 0,
             by_name: BTreeMap::new(),
@@ -219,6 +222,12 @@ impl Peers {
             Some(Some(peer)) if peer.endpoints.contains(&endpoint) => peer.reach = Some(reach),
             Some(_) => {}
         }
+        self.note_reach();
+    }
+
+    fn note_reach(&mut self) {
+        let mut all = self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]);
+        self.converse = all.any(|reach| reach.is_some_and(|reach| reach != PerOp::NEITHER));
     }
 
     /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
@@ -362,7 +371,7 @@ impl Peers {
                 peer.state = State::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
             }
-            _ => self.lose(name, happened),
+            _ => self.lose(name, false, happened),
         }
         true
     }
@@ -379,13 +388,24 @@ impl Peers {
         }
     }
 
-    /// NIXL has dropped a peer: it is lost, with all its endpoints.
-    pub(crate) fn lose(&mut self, name: &CStr, happened: &mut Vec<Happened>) {
-        let Some(peer) = self.by_name.get(name) else { return };
+    /// Some memory of a peer's that NIXL knows.
+    pub(crate) fn somewhere(&self, name: &CStr) -> Option<Range> {
+        let peer = self.by_name.get(name)?;
+        let told = peer.exports.first().map(|export| export.range);
+        told.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(Described::range))
+    }
+
+    /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
+    pub(crate) fn lose(&mut self, name: &CStr, known: bool, happened: &mut Vec<Happened>) {
+        let Some(peer) = self.by_name.get_mut(name) else { return };
         if matches!(peer.state, State::Lost { .. }) {
             return;
         }
-        self.watch(name);
+        if known {
+            peer.state = State::Lost { watched: true };
+        } else {
+            self.watch(name);
+        }
         let Some(peer) = self.by_name.get(name) else { return };
         let why = "the connection broke: the peer's process has ended, or the network between has";
         happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
@@ -444,6 +464,7 @@ impl Peers {
             return;
         }
         let next = self.by_name.remove(&name).and_then(|peer| peer.next);
+        self.note_reach();
         self.loads.ask(Task::Forget { peer: name.clone() });
         if let Some((blob, waiting)) = next
             && !waiting.is_empty()
@@ -466,24 +487,4 @@ fn connections_of(said: &Blob<'_>) -> Vec<u8> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::turnstile::Turnstile;
-
-    #[test]
-    fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
-        let nobody = Arc::new(Turnstile::around(None).unwrap());
-        let loads = Loads::start("loads".to_owned(), nobody).unwrap();
-        let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
-        let name = Name::from(c"far");
-        peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
-        peers.by_name.get_mut(&name).unwrap().state = State::Ready;
-        peers.flies(&name);
-        assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
-        assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.next_load == 2);
-        assert!(!peers.can_be_asked(&name), "not before it is loaded");
-        peers.by_name.get_mut(&name).unwrap().state = State::Lost { watched: true };
-        assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
-        assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
-    }
-}
+mod tests;

@@ -4,7 +4,7 @@ mod python;
 mod wheel;
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::{
     Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Registry, Report,
@@ -140,8 +140,9 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     // What lies outside of what Python registered is refused by NIXL, and the link works on.
     let beyond = peer.foreign(python.at[0] ^ 1 << 45, BLOCK, MemoryKind::Host, 0)?;
     let one = Grid::packed(BLOCK, 1);
-    let refused = moved(Op::Read, &peer, (&ours[0], one, &[0]), (&beyond, one, &[0]), None);
-    assert!(refused.is_err());
+    let plan = Plan::read(ours[0].grid(one)?.blocks(&[0][..]), beyond.grid(one)?.blocks(&[0][..]))?;
+    let refused = run(peer.transfer(&plan).deadline(CUT_OFF).post()?);
+    assert_eq!(refused.map(drop).map_err(|why| why.kind()), Err(Kind::Native));
     moved(Op::Read, &peer, (&ours[0], one, &[0]), (&remote, one, &[0]), None)?;
     agent.shutdown(CUT_OFF).wait(CUT_OFF)?;
     Ok(())
@@ -304,7 +305,7 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let post = |plan| peer.transfer(plan).deadline(CUT_OFF).post();
     let flying: Vec<_> = plans.iter().map(post).collect::<kvx_core::Result<_>>()?;
     python.kill();
-    let right = |error: &kvx_core::Error| matches!(error.kind(), Kind::PeerLost | Kind::Native);
+    let right = |error: &kvx_core::Error| error.kind() == Kind::PeerLost;
     for (region, flying) in regions.iter().zip(flying) {
         match run(flying) {
             Ok(_) => assert!(holds(region, 21)?, "what ended well is there"),
@@ -329,7 +330,7 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
 }
 
 /// Over TCP nothing ends without Python's help: all that flies while it does not help fails when it is killed, and settles. NIXL's
-/// C interface does not say why, nor does it forget the agent over it: `Native` is what is known.
+/// C interface does not say why, nor does it forget the agent over it; kvx finds out.
 fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     let agent = agent_over(",TLS=tcp", "kvx-loses");
     let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
@@ -344,15 +345,59 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     assert!(got == bytes(41, 0, 256 * BLOCK), "it works as long as Python does");
 
     assert_eq!(python.ask(json!({"do": "stall"})), json!({"stalled": true}));
-    let plan = Plan::read(near.grid(grid)?.blocks(&order[..]), remote.grid(grid)?.blocks(&order[..]))?;
-    let flying: Vec<_> =
-        (0..8).map(|_| peer.transfer(&plan).deadline(CUT_OFF).post()).collect::<kvx_core::Result<_>>()?;
+    let (ours, theirs) = (near.grid(grid)?, remote.grid(grid)?);
+    let read = Plan::read(ours.blocks(&order[..]), theirs.blocks(&order[..]))?;
+    let write = Plan::write(ours.blocks(&order[..]), theirs.blocks(&order[..]))?;
+    let post = |plan| peer.transfer(plan).deadline(CUT_OFF).post();
+    let flying: Vec<_> = [&read, &write].repeat(4).into_iter().map(post).collect::<kvx_core::Result<_>>()?;
     python.kill();
     let settled: Vec<_> = flying.iter().map(|flying| flying.settled()).collect();
     let kinds: Vec<_> =
         flying.into_iter().map(|flying| run(flying).map(drop).map_err(|why| why.kind())).collect();
-    assert!(kinds.iter().all(|kind| matches!(kind, Err(Kind::PeerLost | Kind::Native))), "{kinds:?}");
+    assert_eq!(kinds, vec![Err(Kind::PeerLost); 8]);
     settled.into_iter().try_for_each(|settled| settled.wait(CUT_OFF))?;
+    let late = post(&write).and_then(run);
+    assert_eq!(late.map(drop).map_err(|why| why.kind()), Err(Kind::PeerLost), "it stays lost");
+    Ok(())
+}
+
+/// While Python moves all it can to and from kvx's memory over TCP, which needs kvx's own CPU, kvx's callers work on with somebody
+/// else.
+fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
+    const LARGE: usize = 64 << 20;
+    const AT_A_TIME: u32 = 4;
+    let (agent, other) = (agent_over(",TLS=tcp", "kvx-busy"), agent_over(",TLS=tcp", "kvx-other"));
+    let served = agent.register("served", Memory::owned(vec![0; LARGE]))?;
+    let near = agent.register("near", Memory::owned(vec![0; 4 * BLOCK as usize]))?;
+    let _far = other.register("far", filled(4 * BLOCK as usize, 3))?;
+    let peer = agent.connect(&other.metadata()?)?;
+    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    let (grid, remote) = (Grid::packed(BLOCK, 4), peer.region("far")?);
+    let plan = Plan::read(near.grid(grid)?.blocks(&[1][..]), remote.grid(grid)?.blocks(&[2][..]))?;
+    let mut python = Python::start(&interpreter, "python-streams", &[LARGE]);
+    let name = python.ask(json!({"do": "load", "metadata": hex(&agent.foreign_metadata("RIXL")?)}));
+    for op in ["READ", "WRITE"] {
+        python.tell(json!({
+            "do": "pour", "op": op, "peer": name["name"], "local": python.at[0], "remote": served.memory().address(),
+            "length": LARGE, "depth": AT_A_TIME, "seconds": 0.5,
+        }));
+        assert_eq!(python.hear(), json!({"begun": true}));
+        let until = Instant::now() + Duration::from_millis(400);
+        while Instant::now() < until {
+            near.copy_in(0, &[0; 4 * BLOCK as usize])?;
+            peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)?;
+            let mut got = vec![0; BLOCK as usize];
+            near.copy_out(BLOCK as usize, &mut got)?;
+            assert!(got == bytes(3, 2 * BLOCK, BLOCK), "the block is there");
+            let cancelled = peer.transfer(&plan).deadline(CUT_OFF).post()?;
+            cancelled.cancel();
+            let end = cancelled.wait(CUT_OFF).map(drop).map_err(|why| why.kind());
+            assert!(matches!(end, Ok(()) | Err(Kind::Cancelled)), "{end:?}");
+            agent.register("more", Memory::owned(vec![0; 64]))?.revoke(CUT_OFF).wait(CUT_OFF)?;
+        }
+        let end = python.hear();
+        assert_eq!(end["states"], json!(vec!["DONE"; AT_A_TIME as usize]), "{op}: {end}");
+    }
     Ok(())
 }
 
@@ -452,6 +497,7 @@ fn main() -> std::process::ExitCode {
         test("python_is_killed_and_starts_again", python_is_killed_and_starts_again),
         test("what_flies_when_python_is_killed_fails", what_flies_when_python_is_killed_fails),
         test("the_latest_of_a_name_takes_its_place", the_latest_of_a_name_takes_its_place),
+        test("callers_work_on_while_python_streams", callers_work_on_while_python_streams),
         test("kvx_is_killed_and_starts_again", kvx_is_killed_and_starts_again),
     ];
     let mut arguments = Arguments::from_args();

@@ -122,7 +122,7 @@ impl Inbox {
                 None => Ok(()),
                 Some(status) => Err(error::of_piece(status)),
             };
-            into.push(Happened::Moved { job, pieces: tally.ended.take(), result });
+            into.push(Happened::Moved { job, pieces: tally.take_pieces(), result });
         }
     }
 }
@@ -160,10 +160,8 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
 pub(crate) struct Tally {
     job: JobId,
     inbox: Rc<Inbox>,
-    /// Pieces that UCX has for the peer of this job.
+    /// Pieces of all jobs that are under way to this one's peer: posted, and not taken as ended.
     to_peer: RefCell<Rc<Cell<usize>>>,
-    /// Pieces that UCX has.
-    posted: Cell<u32>,
     /// Pieces that have ended since the machine took the notes.
     ended: Cell<u32>,
     failed: Cell<Option<Status>>,
@@ -177,7 +175,6 @@ impl Tally {
             job,
             inbox: Rc::clone(inbox),
             to_peer: RefCell::default(),
-            posted: Cell::new(0),
             ended: Cell::new(0),
             failed: Cell::new(None),
             noted: Cell::new(false),
@@ -189,19 +186,18 @@ impl Tally {
         NonNull::from(self)
     }
 
-    /// The job's pieces go to the peer for which UCX has so many.
-    pub(crate) fn leads_to(&self, peer: &Rc<Cell<usize>>) {
-        if self.posted.get() == 0 && !Rc::ptr_eq(&self.to_peer.borrow(), peer) {
-            *self.to_peer.borrow_mut() = Rc::clone(peer);
+    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks will come, but not
+    /// before this, and `done` ones, which have ended.
+    pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
+        to_peer.set(to_peer.get() + (pending + done) as usize);
+        // A job has one peer: with another, this is another job, and nothing of the one before it is under way.
+        if !Rc::ptr_eq(&self.to_peer.borrow(), to_peer) {
+            *self.to_peer.borrow_mut() = Rc::clone(to_peer);
         }
-    }
-
-    /// UCX has a piece whose callback will come, but not before this.
-    pub(crate) fn posted(&self) {
-        let to_peer = self.to_peer.borrow();
-        to_peer.set(to_peer.get() + 1);
-        self.posted.set(self.posted.get() + 1);
-        self.inbox.pieces.set(self.inbox.pieces.get() + 1);
+        self.inbox.pieces.set(self.inbox.pieces.get() + pending as usize);
+        if done > 0 {
+            self.ended(done);
+        }
     }
 
     /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not told
@@ -209,19 +205,27 @@ impl Tally {
     pub(crate) fn take_back(&self, pieces: u32) -> bool {
         let inbox = &*self.inbox;
         let alone = inbox.ended.borrow().len() == 1 && self.noted.get() && inbox.has_only_ended();
-        let all = self.posted.get() == 0 && self.ended.get() == pieces;
+        let all = inbox.pieces() == 0 && self.ended.get() == pieces;
         if !(alone && all) || self.failed.get().is_some() {
             return false;
         }
-        self.ended.set(0);
+        self.take_pieces();
         self.noted.set(false);
         inbox.ended.borrow_mut().clear();
         true
     }
 
-    /// A piece has ended.
-    pub(crate) fn piece_ended(&self) {
-        self.ended.set(self.ended.get() + 1);
+    /// Takes the pieces that have ended.
+    fn take_pieces(&self) -> u32 {
+        let ended = self.ended.take();
+        let to_peer = self.to_peer.borrow();
+        to_peer.set(to_peer.get() - ended as usize);
+        ended
+    }
+
+    /// Pieces have ended.
+    fn ended(&self, pieces: u32) {
+        self.ended.set(self.ended.get() + pieces);
         if !self.noted.replace(true) {
             self.inbox.ended.borrow_mut().push(self.job);
         }
@@ -232,14 +236,11 @@ impl Completed for Tally {
     unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: the driver keeps it longer than its worker.
         let tally = unsafe { this.as_ref() };
-        let to_peer = tally.to_peer.borrow();
-        to_peer.set(to_peer.get() - 1);
-        tally.posted.set(tally.posted.get() - 1);
         tally.inbox.pieces.set(tally.inbox.pieces.get() - 1);
         if let Err(status) = outcome {
             tally.failed.set(tally.failed.get().or(Some(status)));
         }
-        tally.piece_ended();
+        tally.ended(1);
     }
 }
 
@@ -332,40 +333,53 @@ mod tests {
     #[test]
     fn pieces_are_counted_once() {
         let (inbox, tallies) = tallies();
-        let tally = &tallies[1];
+        let (tally, to_peer) = (&tallies[1], Rc::default());
         let target = tally.target();
-        for _ in 0..3 {
-            tally.posted();
-        }
-        tally.piece_ended();
+        tally.posted(&to_peer, 3, 1);
+        assert_eq!(to_peer.get(), 4);
         assert_eq!((moved(&inbox, &tallies), inbox.pieces()), (vec![(1, 1, true)], 3));
         // SAFETY: three callbacks are due, and the tally is alive.
         unsafe {
             Tally::completed(target, Ok(()));
             Tally::completed(target, Err(Status(UCS_ERR_CANCELED)));
         }
-        assert_eq!(moved(&inbox, &tallies), [(1, 2, false)]);
+        assert_eq!((to_peer.get(), moved(&inbox, &tallies)), (3, vec![(1, 2, false)]));
         // SAFETY: as above.
         unsafe { Tally::completed(target, Ok(())) };
         assert_eq!(moved(&inbox, &tallies), [(1, 1, true)]);
-        assert!(inbox.is_quiet() && inbox.is_empty());
+        assert!(inbox.is_quiet() && inbox.is_empty() && to_peer.get() == 0);
+    }
+
+    #[test]
+    fn each_peer_has_its_own_pieces() {
+        let (inbox, tallies) = tallies();
+        let (one, other) = (Rc::default(), Rc::default());
+        tallies[0].posted(&one, 0, 3);
+        tallies[1].posted(&other, 0, 5);
+        tallies[2].posted(&one, 0, 7);
+        assert_eq!((one.get(), other.get()), (10, 5));
+        moved(&inbox, &tallies);
+        assert_eq!((one.get(), other.get()), (0, 0));
+        // Another job of the same number.
+        tallies[0].posted(&other, 0, 2);
+        assert_eq!((one.get(), other.get()), (0, 2));
+        assert!(tallies[0].take_back(2) && other.get() == 0);
     }
 
     #[test]
     fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
         let (inbox, tallies) = tallies();
-        let [_, tally, other] = &tallies;
+        let ([_, tally, other], to_peer) = (&tallies, Rc::default());
         let post = |tally: &Rc<Tally>, outcome| {
-            tally.posted();
+            tally.posted(&to_peer, 1, 0);
             // SAFETY: its one callback.
             unsafe { Tally::completed(tally.target(), outcome) };
         };
         assert!(!tally.take_back(0), "nothing has ended");
         post(tally, Ok(()));
-        tally.piece_ended();
+        tally.posted(&to_peer, 0, 1);
         assert!(!tally.take_back(1) && tally.take_back(2) && inbox.is_empty());
-        tally.posted();
-        tally.piece_ended();
+        tally.posted(&to_peer, 1, 1);
         assert!(!tally.take_back(1), "one has not ended");
         // SAFETY: its callback.
         unsafe { Tally::completed(tally.target(), Ok(())) };

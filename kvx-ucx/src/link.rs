@@ -35,7 +35,7 @@ pub(crate) struct Peer {
     links: Vec<EndpointId>,
     /// Messages that UCX has not sent yet.
     pub(crate) unsent: Rc<Cell<usize>>,
-    /// Pieces that UCX has for it.
+    /// Pieces that are under way to it.
     pub(crate) pieces: Rc<Cell<usize>>,
     /// Operations that have been posted: UCX chooses how to do them when the first comes.
     moved: Vec<Op>,

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, LetGo, Sent};
 use kvx_core::reactor::{self, SLICE};
 use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
@@ -21,7 +21,7 @@ use crate::route;
 /// The number of kvx's active messages.
 const MESSAGE: u32 = 0;
 /// The most pieces that UCX has for one peer: those of a stopped one must not keep others waiting.
-const WINDOW: usize = 1024;
+const WINDOW: usize = 512;
 /// The most pieces that are posted in a turn.
 const TURN: u32 = 64;
 /// The most bytes that are moved within the turn that posts them, if UCX can.
@@ -252,11 +252,10 @@ unsafe impl Fabric for Driver {
             self.tallies.push(Tally::new(JobId::from_number(next), &self.inbox));
         }
         let tally = &self.tallies[number];
-        tally.leads_to(&peer.pieces);
-        let (mut bytes, mut pieces, mut pending) = (0, 0, 0);
+        let room = TURN.min(WINDOW.saturating_sub(peer.pieces.get()) as u32);
+        let (mut bytes, mut pending, mut done, mut failed) = (0, 0, 0, None);
         while bytes < SLICE
-            && pieces < TURN
-            && peer.pieces.get() < WINDOW
+            && pending + done < room
             && let Some(piece) = job.next_piece()
         {
             let memory = Some(job.local(piece.local_region).handle());
@@ -273,21 +272,23 @@ unsafe impl Fabric for Driver {
                 }
             };
             match posted {
-                Posted::Pending => {
-                    tally.posted();
-                    pending += 1;
-                }
-                Posted::Done => tally.piece_ended(),
+                Posted::Pending => pending += 1,
+                Posted::Done => done += 1,
                 Posted::Failed(status) => {
-                    job.posted(pieces);
-                    return Err(error::of_piece(status));
+                    failed = Some(error::of_piece(status));
+                    break;
                 }
             }
-            pieces += 1;
             bytes += piece.len;
         }
+        tally.posted(&peer.pieces, pending, done);
+        let pieces = pending + done;
+        if let Some(error) = failed {
+            job.posted(pieces);
+            return Err(error);
+        }
         let small = bytes <= SMALL && pieces < TURN;
-        let ended = small && self.end_now(pending) && tally.take_back(pieces);
+        let ended = small && self.end_now(pending as usize) && tally.take_back(pieces);
         job.posted(if ended { 0 } else { pieces });
         if is_first {
             self.peers.note_moved(job.endpoint(), op);
@@ -371,9 +372,9 @@ unsafe impl Fabric for Driver {
         })
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<()> {
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
         local.unmap();
-        Ok(())
+        Ok(LetGo::Now)
     }
 
     fn stop(&mut self) -> bool {

@@ -270,9 +270,9 @@ impl<F: Fabric> Machine<F> {
             }
         }
         let until = Instant::now() + LAST_PATIENCE;
-        while !self.sessions.is_empty() && Instant::now() < until {
+        while !(self.sessions.is_empty() && self.released.is_empty()) && Instant::now() < until {
             self.see_ends();
-            if self.poll(out) + self.send_waiting(out) + self.take_ends(out) == 0 {
+            if self.poll(out) + self.send_waiting(out) + self.take_ends(out) + self.unregister(out) == 0 {
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
@@ -303,6 +303,15 @@ impl<F: Fabric> Machine<F> {
             let id = recall.region.id;
             recall.region.quarantine();
             out.settle(recall.done, Err(still_shared(id)));
+        }
+        for (region, done) in self.released.drain(..) {
+            let result = if quiet { Ok(()) } else { Err(still_shared(region.id)) };
+            if quiet {
+                region.give_back();
+            } else {
+                region.quarantine();
+            }
+            out.settle(done, result);
         }
         for region in self.regions.close() {
             if !quiet || shared.contains(&region.id) {

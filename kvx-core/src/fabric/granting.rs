@@ -12,7 +12,7 @@ use super::machine::Machine;
 use super::messages::{Key, Message};
 use super::regions::{Registered, revoked};
 use super::session::Imported;
-use super::{EndpointId, Fabric};
+use super::{EndpointId, Fabric, LetGo};
 
 /// A region that is being revoked.
 pub(super) struct Recall<L> {
@@ -113,15 +113,37 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
         for Recall { region, done, .. } in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
             // The last lane does it for all.
-            let last = region.let_go();
-            let result = if last { self.fabric.unregister(&region.local) } else { Ok(()) };
-            match &result {
-                Ok(()) if last => region.give_back(),
-                Ok(()) => {}
-                Err(_) => region.quarantine(),
+            if region.let_go() {
+                self.released.push((region, done));
+            } else {
+                out.settle(done, Ok(()));
             }
-            out.settle(done, result.map_err(|why| why.backend(self.name)));
         }
+        self.unregister(out);
+    }
+
+    /// Has the library end remote access to what every peer has let go of. Says to how much it has.
+    pub(super) fn unregister(&mut self, out: &mut Outbox) -> usize {
+        let released = std::mem::take(&mut self.released);
+        let count = released.len();
+        for (region, done) in released {
+            let result = match self.fabric.unregister(&region.local) {
+                Ok(LetGo::Later) => {
+                    self.released.push((region, done));
+                    continue;
+                }
+                Ok(LetGo::Now) => {
+                    region.give_back();
+                    Ok(())
+                }
+                Err(why) => {
+                    region.quarantine();
+                    Err(why.backend(self.name))
+                }
+            };
+            out.settle(done, result);
+        }
+        count - self.released.len()
     }
 
     /// The owner takes a region back that we were granted.
@@ -149,6 +171,76 @@ impl<F: Fabric> Machine<F> {
         let released: Vec<RegionId> = session.recalled.extract_if(.., |id| !used(*id)).collect();
         for id in released {
             self.send(number, &Message::Released { id }, out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Weak;
+    use std::time::Duration;
+
+    use super::super::hostile::{Quiet, machine};
+    use super::*;
+    use crate::completion::Completion;
+    use crate::reactor::{Armed, Progress as _};
+    use crate::transport::RegionSpec;
+    use crate::{Memory, RegionKey};
+
+    /// A machine with a region that the library does not let go of yet; the region's memory, and the recall's end.
+    fn busy() -> (Machine<Quiet>, Weak<Memory>, Completion<()>) {
+        let mut machine = machine();
+        let memory = Arc::new(Memory::owned(vec![0; 64]));
+        let kept = Arc::downgrade(&memory);
+        let region = RegionSpec { id: RegionId(2), key: RegionKey([2; 16]), memory };
+        let (end, done) = Completion::with_ticket();
+        machine.fabric.busy = true;
+        let mut out = Outbox::default();
+        machine.revoke(Arc::new(Registered::new(region, (), 1)), done, &mut out);
+        assert_eq!(machine.progress(&mut out), 0, "nothing is done");
+        assert!(matches!(machine.arm(), Ok(Armed::Sleep(None))), "it sleeps until it is woken");
+        assert_eq!(kept.strong_count(), 1);
+        (machine, kept, end)
+    }
+
+    /// What is left of the region's memory, and how the recall has ended.
+    fn after(
+        machine: &Machine<Quiet>,
+        mut out: Outbox,
+        kept: &Weak<Memory>,
+        end: Completion<()>,
+    ) -> (usize, Result<(), Kind>) {
+        out.deliver(&*machine.events);
+        (kept.strong_count(), end.wait(Duration::ZERO).map_err(|why| why.kind()))
+    }
+
+    #[test]
+    fn a_region_is_given_back_in_the_turn_in_which_the_library_lets_go() {
+        let (mut machine, kept, end) = busy();
+        machine.fabric.busy = false;
+        let mut out = Outbox::default();
+        assert_eq!(machine.progress(&mut out), 1);
+        assert_eq!(after(&machine, out, &kept, end), (0, Ok(())));
+        assert_eq!(machine.progress(&mut Outbox::default()), 0);
+    }
+
+    #[test]
+    fn a_library_that_lets_go_while_the_machine_ends_gives_the_region_back() {
+        let (mut machine, kept, end) = busy();
+        (machine.fabric.busy, machine.fabric.kept) = (false, true);
+        let mut out = Outbox::default();
+        machine.stop(&mut out);
+        assert_eq!(after(&machine, out, &kept, end), (0, Ok(())));
+    }
+
+    #[test]
+    fn what_the_library_never_lets_go_of_ends_with_it_or_is_kept() {
+        for (kept_by_it, left) in [(false, (0, Ok(()))), (true, (1, Err(Kind::StillShared)))] {
+            let (mut machine, kept, end) = busy();
+            machine.fabric.kept = kept_by_it;
+            let mut out = Outbox::default();
+            machine.stop(&mut out);
+            assert_eq!(after(&machine, out, &kept, end), left);
         }
     }
 }

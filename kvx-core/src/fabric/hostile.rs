@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::machine::Machine;
 use super::messages::{Header, Key, Message, VERSIONS};
 use super::regions::{Regions, Registered};
-use super::{EndpointId, Fabric, Happened, Job, Sent};
+use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use crate::identity::Sender;
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress};
@@ -23,6 +23,10 @@ pub(super) struct Quiet {
     sent: Vec<Vec<u8>>,
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
+    /// It lets go of no region now.
+    pub(super) busy: bool,
+    /// It does not say that it has ended.
+    pub(super) kept: bool,
 }
 
 // SAFETY: it touches no memory.
@@ -69,11 +73,11 @@ unsafe impl Fabric for Quiet {
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
         unreachable!("nobody links from here")
     }
-    fn unregister(&mut self, (): &()) -> Result<()> {
-        Ok(())
+    fn unregister(&mut self, (): &()) -> Result<LetGo> {
+        Ok(if self.busy { LetGo::Later } else { LetGo::Now })
     }
     fn stop(&mut self) -> bool {
-        true
+        !self.kept
     }
 }
 
@@ -92,7 +96,7 @@ pub(super) fn identity(name: &str) -> Identity {
 
 const KEY: RegionKey = RegionKey([8; 16]);
 
-fn machine() -> Machine<Quiet> {
+pub(super) fn machine() -> Machine<Quiet> {
     let context = Context {
         agent: identity("owner"),
         options: Options::new(),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use slab::Slab;
 
-use crate::reactor::{Armed, Outbox, Progress, SLICE, Turns};
+use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turns};
 use crate::transport::{Context, Events};
 use crate::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 
@@ -29,6 +29,13 @@ use crate::process::ProcessId;
 const WORKS: usize = 32;
 /// How long jobs have a turn before messages get theirs: some libraries copy within a post.
 const TURN: Duration = Duration::from_micros(50);
+/// After so many bytes commands wait no longer, for a notification may be among them: some 20 microseconds of such a library.
+const MUCH: u64 = 256 << 10;
+
+/// Whether one more job has a turn, after so many that took so long. `queued`: commands wait.
+fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
+    moved < SLICE && works < WORKS && time < TURN && !(queued && moved >= MUCH)
+}
 
 /// What other threads ask of the machine.
 pub(super) enum Command<L> {
@@ -98,6 +105,8 @@ pub(super) struct Machine<F: Fabric> {
     /// Sessions with something to be sent.
     pub(super) sending: Vec<u64>,
     pub(super) recalls: Vec<Recall<F::Local>>,
+    /// Regions that every peer has let go of, and the library has not.
+    pub(super) released: Vec<(Arc<Registered<F::Local>>, Ticket)>,
     /// By the number of the session that was lost.
     pub(super) unproven: HashMap<u64, Unproven>,
     /// Notifications of foreign agents that found no room.
@@ -113,6 +122,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) lent_turn: bool,
     /// Since [`Progress::left_nothing`] was asked, something else was done than transfers that ended as they were posted.
     pub(super) left_something: bool,
+    queued: Queued,
     shutdown: Vec<Ticket>,
 }
 
@@ -151,6 +161,7 @@ impl<F: Fabric> Machine<F> {
             stalled: Vec::new(),
             sending: Vec::new(),
             recalls: Vec::new(),
+            released: Vec::new(),
             unproven: HashMap::new(),
             held: Held::default(),
             happened: Vec::new(),
@@ -160,6 +171,7 @@ impl<F: Fabric> Machine<F> {
             ended: Vec::new(),
             lent_turn: false,
             left_something: true,
+            queued: Queued::default(),
             shutdown: Vec::new(),
         })
     }
@@ -265,7 +277,7 @@ impl<F: Fabric> Machine<F> {
             return 0;
         }
         let (mut moved, mut works, begun) = (0, 0, Instant::now());
-        while moved < SLICE && works < WORKS && (works == 0 || begun.elapsed() < TURN) {
+        while works == 0 || goes_on(moved, works, begun.elapsed(), self.queued.any()) {
             let Some(key) = self.turns.next_turn() else { break };
             works += 1;
             moved += self.advance(key, out);
@@ -295,6 +307,10 @@ impl<F: Fabric> Machine<F> {
 
 impl<F: Fabric> Progress for Machine<F> {
     type Command = Command<F::Local>;
+
+    fn begins(&mut self, queued: Queued) {
+        self.queued = queued;
+    }
 
     #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
@@ -337,7 +353,8 @@ impl<F: Fabric> Progress for Machine<F> {
             return 0;
         }
         self.left_something = true;
-        self.poll(out) + self.take_ends(out) + self.send_waiting(out) + self.look(out) + self.work(out)
+        let done = self.poll(out) + self.take_ends(out) + self.send_waiting(out) + self.look(out);
+        done + self.unregister(out) + self.work(out)
     }
 
     fn arm(&mut self) -> Result<Armed> {
@@ -367,6 +384,10 @@ impl<F: Fabric> Progress for Machine<F> {
 
     fn patience(&self) -> Duration {
         self.fabric.patience()
+    }
+
+    fn takes_guests(&self) -> bool {
+        self.fabric.takes_guests()
     }
 
     fn left_nothing(&mut self) -> bool {
@@ -400,5 +421,19 @@ impl<F: Fabric> Progress for Machine<F> {
             }
             _ => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_that_moved_much_ends_for_a_command_and_any_turn_ends() {
+        let goes_on =
+            |moved, works, micros, queued| goes_on(moved, works, Duration::from_micros(micros), queued);
+        assert!(goes_on(MUCH, 1, 20, false) && !goes_on(MUCH, 1, 20, true));
+        assert!(goes_on(MUCH - 1, 8, 20, true), "small ones cost too little to take a turn each");
+        assert!(!goes_on(SLICE, 1, 20, false) && !goes_on(0, WORKS, 20, false) && !goes_on(0, 1, 50, false));
     }
 }

@@ -152,6 +152,11 @@ pub unsafe trait Fabric: Send + 'static {
         Duration::from_micros(20)
     }
 
+    /// As [`Progress::takes_guests`](crate::reactor::Progress::takes_guests): whether threads that post and wait may lend a hand.
+    fn takes_guests(&self) -> bool {
+        true
+    }
+
     /// What is known of an endpoint once its handshake is done: what the route says, and what it promises.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);
 
@@ -160,12 +165,14 @@ pub unsafe trait Fabric: Send + 'static {
         None
     }
 
-    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when this has returned.
+    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done. After
+    /// [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine for the one
+    /// that counts.
     /// Errors: it cannot be known that no peer reaches it, and it stays quarantined.
-    fn unregister(&mut self, local: &Self::Local) -> Result<()>;
+    fn unregister(&mut self, local: &Self::Local) -> Result<LetGo>;
 
-    /// The last call. Says whether it is certain that the library touches no memory of ours any more; false
-    /// quarantines what was in flight and registered.
+    /// The last call. Says whether it is certain that the library touches no memory of ours any more, and that peers do not
+    /// through it; false quarantines what was in flight and registered.
     fn stop(&mut self) -> bool;
 
     /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It is up when
@@ -207,6 +214,15 @@ pub enum Sent {
     /// The library has it.
     Taken,
     /// There is no room now, or no connection yet: it is tried again.
+    Later,
+}
+
+/// Whether the library has let go of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LetGo {
+    /// Nobody reaches it any more.
+    Now,
+    /// It is busy, and would have kept the machine waiting.
     Later,
 }
 

@@ -31,6 +31,9 @@ pub trait Progress: Send + 'static {
     /// What other threads ask of it.
     type Command: Send + 'static;
 
+    /// Called once, before the first turn: where a turn can see whether commands wait for its end.
+    fn begins(&mut self, _queued: Queued) {}
+
     /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
     fn command(&mut self, command: Self::Command, out: &mut Outbox);
 
@@ -58,6 +61,12 @@ pub trait Progress: Send + 'static {
         false
     }
 
+    /// Whether other threads may have a turn. Where a turn can last as long as a peer likes, they would miss their deadlines in it:
+    /// only the reactor's own thread works then. Asked after each turn.
+    fn takes_guests(&self) -> bool {
+        true
+    }
+
     /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
     /// own shows one epoll descriptor.
     fn fds(&self) -> &[RawFd];
@@ -68,6 +77,21 @@ pub trait Progress: Send + 'static {
     /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets them.
     fn late(command: Self::Command) {
         drop(command);
+    }
+}
+
+/// Whether commands wait for the end of a turn: one that has done much may end early for them.
+#[derive(Clone, Debug, Default)]
+pub struct Queued(Arc<AtomicBool>);
+
+impl Queued {
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    fn set(&self, any: bool) {
+        self.0.store(any, Ordering::Release);
     }
 }
 
@@ -116,7 +140,7 @@ impl Outbox {
         self.first.is_none() && self.links.is_empty()
     }
 
-    fn deliver(&mut self, events: &dyn Events) {
+    pub(crate) fn deliver(&mut self, events: &dyn Events) {
         if let Some((ticket, result)) = self.first.take() {
             contained(|| ticket.settle(result));
         }
@@ -151,7 +175,7 @@ struct Shared<P: Progress> {
     queue: Mutex<Option<Vec<P::Command>>>,
     /// Whether something lies in it: looking into an empty one costs next to nothing. Before it sleeps, the reactor looks into the
     /// queue itself: this alone could be seen too late.
-    has_queued: AtomicBool,
+    queued: Queued,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,
     /// Asleep only for [`NAP`], because somebody else drives the machine.
@@ -162,6 +186,8 @@ struct Shared<P: Progress> {
     driving: AtomicU64,
     /// When another thread last had a turn, likewise.
     driven_at: AtomicU64,
+    /// The machine takes guests.
+    is_open: AtomicBool,
     started: Instant,
     stopping: AtomicBool,
     /// The process ends: nobody goes into the machine any more.
@@ -172,13 +198,16 @@ struct Shared<P: Progress> {
 
 impl<P: Progress> Reactor<P> {
     /// Starts the thread `name` around `machine`.
-    pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
+    pub fn start(name: String, mut machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        let queued = Queued::default();
+        machine.begins(queued.clone());
         let shared = Arc::new(Shared {
+            is_open: AtomicBool::new(machine.takes_guests()),
             machine: Mutex::new(Some(Driven { machine, taken: Vec::new() })),
             queue: Mutex::new(Some(Vec::new())),
-            has_queued: AtomicBool::new(false),
+            queued,
             asleep: AtomicBool::new(false),
             napping: AtomicBool::new(false),
             wakes_at: AtomicU64::new(0),
@@ -218,6 +247,9 @@ impl<P: Progress> Reactor<P> {
     /// what they wait for has happened: meanwhile the reactor's own thread stays out of their way.
     pub fn drive(&self) -> bool {
         let shared = &*self.shared;
+        if !shared.is_open.load(Ordering::Relaxed) {
+            return false;
+        }
         shared.driving.fetch_add(1, Ordering::Relaxed);
         let done = self.turn_here(&mut None);
         shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
@@ -239,6 +271,9 @@ impl<P: Progress> Reactor<P> {
     /// the addresses to return to, so that each call around one costs some 12 ns.
     #[inline(always)]
     fn turn_here(&self, command: &mut Option<P::Command>) -> bool {
+        if !self.shared.is_open.load(Ordering::Relaxed) {
+            return false;
+        }
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
         let Some(driven) = machine.as_mut().filter(|_| !self.shared.is_halted()) else { return false };
         let mut out = Outbox::default();
@@ -325,7 +360,7 @@ impl<P: Progress> Shared<P> {
         match queue.as_mut() {
             Some(commands) if !self.is_halted() => {
                 commands.push(command);
-                self.has_queued.store(true, Ordering::Release);
+                self.queued.set(true);
             }
             _ => {
                 drop(queue);
@@ -348,9 +383,9 @@ impl<P: Progress> Shared<P> {
         out: &mut Outbox,
     ) -> usize {
         let mut count = usize::from(last.is_some());
-        if self.has_queued.load(Ordering::Acquire) {
+        if self.queued.any() {
             if let Some(commands) = self.queue.lock().as_mut() {
-                self.has_queued.store(false, Ordering::Relaxed);
+                self.queued.set(false);
                 std::mem::swap(commands, taken);
             }
             count += taken.len();
@@ -360,7 +395,12 @@ impl<P: Progress> Shared<P> {
         if let Some(command) = last {
             machine.command(command, out);
         }
-        count + machine.progress(out)
+        count += machine.progress(out);
+        let is_open = machine.takes_guests();
+        if is_open != self.is_open.load(Ordering::Relaxed) {
+            self.is_open.store(is_open, Ordering::Relaxed);
+        }
+        count
     }
 }
 
@@ -453,6 +493,108 @@ mod tests {
             reactor.submit(ticket);
             done.wait(Duration::from_secs(10)).unwrap();
         }
+        reactor.stop();
+    }
+
+    /// Settles what it is given, and counts the turns of threads that are not its own. Takes no guests from its first ticket on.
+    struct Alone {
+        echo: Echo,
+        guests: Arc<AtomicU64>,
+        met: bool,
+    }
+
+    impl Progress for Alone {
+        type Command = Ticket;
+        fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+            self.met = true;
+            self.echo.command(ticket, out);
+        }
+        fn progress(&mut self, out: &mut Outbox) -> usize {
+            let own = std::thread::current().name() == Some("alone");
+            self.guests.fetch_add(u64::from(!own), Ordering::Relaxed);
+            self.echo.progress(out)
+        }
+        fn takes_guests(&self) -> bool {
+            !self.met
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            self.echo.arm()
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, _: &mut Outbox) {}
+    }
+
+    #[test]
+    fn a_machine_that_takes_no_guests_has_none() {
+        let guests = Arc::new(AtomicU64::new(0));
+        let machine = Alone { echo: Echo::default(), guests: Arc::clone(&guests), met: false };
+        let reactor = Reactor::start("alone".into(), machine, Arc::new(Nobody)).unwrap();
+        let ask = |submit: fn(&Reactor<Alone>, Ticket)| {
+            let (done, ticket) = Completion::with_ticket();
+            submit(&reactor, ticket);
+            done
+        };
+        reactor.drive();
+        ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
+        drop(reactor.shared.machine.lock()); // its turn has ended
+        let seen = || (guests.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
+        let before = seen();
+        for _ in 0..50 {
+            let done = ask(Reactor::submit_here);
+            assert!(!reactor.drive());
+            done.wait(Duration::from_secs(10)).unwrap();
+        }
+        assert_eq!(seen(), before, "nor does its thread wait for any");
+        reactor.stop();
+    }
+
+    /// As [`Echo`], and its turns end when a command waits.
+    #[derive(Default)]
+    struct Attentive(Echo, Queued);
+
+    impl Progress for Attentive {
+        type Command = Ticket;
+        fn begins(&mut self, queued: Queued) {
+            self.1 = queued;
+        }
+        fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+            self.0.command(ticket, out);
+        }
+        fn progress(&mut self, out: &mut Outbox) -> usize {
+            let until = Instant::now() + Duration::from_secs(9);
+            while !self.0.0.is_empty() && !self.1.any() {
+                assert!(Instant::now() < until, "nobody says that one waits");
+                std::thread::yield_now();
+            }
+            self.0.progress(out)
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            self.0.arm()
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, out: &mut Outbox) {
+            self.0.stop(out);
+        }
+    }
+
+    #[test]
+    fn a_turn_sees_that_a_command_waits() {
+        let reactor = Reactor::start("attentive".into(), Attentive::default(), Arc::new(Nobody)).unwrap();
+        let (first, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        while reactor.shared.queued.any() {
+            std::thread::yield_now();
+        }
+        let (_second, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        first.wait(Duration::from_secs(10)).unwrap();
+        reactor.ask_to_stop();
+        let (_last, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
         reactor.stop();
     }
 

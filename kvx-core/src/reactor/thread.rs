@@ -144,7 +144,9 @@ impl<P: Progress> Shared<P> {
             tracing::error!(%error, fd = self.wake.as_raw_fd(), "a reactor could not sleep; trying again in 10 ms");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let mut count = [0; 8];
-        rustix::io::read(&self.wake, &mut count).ok(); // empty after a wake-up by another descriptor
+        // Empty after a wake-up by another descriptor.
+        if fds.first().is_some_and(|wake| !wake.revents().is_empty()) {
+            rustix::io::read(&self.wake, &mut [0; 8]).ok();
+        }
     }
 }

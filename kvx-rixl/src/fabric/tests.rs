@@ -2,12 +2,15 @@
 
 use std::time::Instant;
 
+use kvx_core::fabric::{JobId, Registrar as _};
 use kvx_core::transport::Factory as _;
-use kvx_core::{Op, Options};
+use kvx_core::{Memory, Op, Options, RegionId};
 
 use super::*;
 use crate::ffi::{Library, Settings};
 use crate::loads::Loads;
+use crate::loss::{self, Connection};
+use crate::peers::Name;
 use crate::{Rixl, wheel};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -23,7 +26,9 @@ fn opened(name: &str) -> Agent {
 
 fn near() -> Nixl {
     let capabilities = Rixl.available(&Options::default()).expect("the wheel").capabilities;
-    let turnstile = Turnstile::new(opened("near")).expect("a turnstile");
+    let agent = opened("near");
+    agent.register(&reach::page()).expect("registered");
+    let turnstile = Turnstile::new(agent).expect("a turnstile");
     let loads = Loads::start("loads".to_owned(), Arc::clone(&turnstile)).expect("a thread");
     let wakes = Wakes::new(&[loads.fd(), turnstile.bell()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
@@ -50,6 +55,29 @@ fn until(near: &mut Nixl, mut done: impl FnMut(&Nixl, &[Happened]) -> bool) -> V
     happened
 }
 
+/// Connects kvx's end with whom the blob describes.
+fn connected(near: &mut Nixl, far: &mut Agent, blob: &[u8]) {
+    near.connect_foreign(EndpointId::from_number(1), blob).expect("well formed");
+    until(near, |_, happened| {
+        far.notifications(|_, _| {});
+        happened.iter().any(|happened| matches!(happened, Happened::Ready(_)))
+    });
+}
+
+/// Has a request in progress, which ends when the far agent works. `here` outlives the process's use of NIXL.
+fn flies(op: Op, near: &mut Nixl, agent: &Agent, name: &Name, here: &[u8], there: &[u8]) {
+    agent.register(&range(here)).expect("registered");
+    let list = |memory: &[u8]| {
+        let mut list = agent.list(Segment::Host).expect("a list");
+        list.add(memory.as_ptr().addr() as u64, LEN as u64, 0);
+        list
+    };
+    let request = agent.request(op, &list(here), &list(there), name).expect("a request");
+    // SAFETY: the caller's promise.
+    assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
+    near.fly(For::Job(JobId::from_number(0)), Arc::new(request), name);
+}
+
 fn moved(happened: &[Happened]) -> bool {
     happened.iter().any(|happened| matches!(happened, Happened::Moved { .. }))
 }
@@ -60,30 +88,15 @@ fn dropped_while_in_progress() {
     let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
     far.register(&range(&there)).expect("registered");
-    let (endpoint, name) = (EndpointId::from_number(1), Name::from(c"far"));
-    let mut region = far.export(&range(&there)).expect("a blob");
-    near.connect_foreign(endpoint, &far.connection().expect("a blob")).expect("well formed");
-    until(&mut near, |_, happened| {
-        far.notifications(|_, _| {});
-        happened.iter().any(|happened| matches!(happened, Happened::Ready(_)))
-    });
+    let (name, mut region) = (Name::from(c"far"), far.export(&range(&there)).expect("a blob"));
+    let blob = far.connection().expect("a blob");
+    connected(&mut near, &mut far, &blob);
 
     let turnstile = Arc::clone(&near.turnstile);
     let passed = turnstile.pass();
     let agent = passed.as_ref().expect("it is open");
-    agent.register(&range(&here)).expect("registered");
     agent.load(&region).expect("the far region");
-    let list = |memory: &[u8]| {
-        let mut list = agent.list(Segment::Host).expect("a list");
-        list.add(memory.as_ptr().addr() as u64, LEN as u64, 0);
-        list
-    };
-    let request = agent.request(Op::Read, &list(&here), &list(&there), &name).expect("a request");
-    // SAFETY: `here` outlives the process's use of NIXL.
-    assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
-    near.peers.flies(&name);
-    let job = Some(JobId::from_number(0));
-    near.flights.push(Flight { job, request: Arc::new(request), peer: Arc::clone(&name) });
+    flies(Op::Read, &mut near, agent, &name, &here, &there);
     let key = region.len() - 2; // a bar ends the field, and the blob
     region[key] ^= 0x55;
     assert!(agent.load(&region).is_err() && !agent.knows(&name));
@@ -107,4 +120,79 @@ fn dropped_while_in_progress() {
 #[test]
 fn a_request_goes_on_when_nixl_drops_its_agent() {
     wheel::alone("fabric::tests::a_request_goes_on_when_nixl_drops_its_agent", dropped_while_in_progress);
+}
+
+/// What failed says nothing of a connection that works, whether or not something else is in progress on it; and all of one whose peer
+/// has ended.
+fn found_out() {
+    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (mut near, mut far) = (near(), opened("far"));
+    far.register(&range(&there)).expect("registered");
+    let (name, blob) = (Name::from(c"far"), far.whole().expect("a blob"));
+    connected(&mut near, &mut far, &blob);
+    let turnstile = Arc::clone(&near.turnstile);
+    let failed = |near: &mut Nixl| {
+        let passed = turnstile.pass();
+        let agent = passed.as_ref().expect("it is open");
+        near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
+    };
+    let mut landed = |near: &mut Nixl| {
+        until(near, |near, _| {
+            far.notifications(|_, _| {});
+            near.flights.is_empty()
+        })
+    };
+    assert_eq!(failed(&mut near), Kind::Native);
+    assert!(landed(&mut near).is_empty());
+    assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 0), "it works");
+
+    {
+        let passed = turnstile.pass();
+        flies(Op::Write, &mut near, passed.as_ref().expect("it is open"), &name, &here, &there);
+    }
+    assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 2), "it is answered after the write");
+    let happened = landed(&mut near);
+    assert!(matches!(happened[..], [Happened::Moved { result: Ok(()), .. }]), "{happened:?}");
+    assert!(matches!(near.peers.way(EndpointId::from_number(1)), Ok(Way::Open(_, _, 0))));
+
+    drop(far);
+    let there = near.peers.somewhere(&name).expect("the blob says");
+    until(&mut near, |near, _| {
+        let passed = near.turnstile.pass();
+        matches!(loss::look(passed.as_ref().expect("it is open"), &name, &there), Connection::Broken)
+    });
+    assert_eq!(failed(&mut near), Kind::PeerLost);
+    assert!(near.peers.way(EndpointId::from_number(1)).is_err(), "it stays lost");
+    let happened = until(&mut near, |_, happened| !happened.is_empty());
+    assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
+    assert_eq!(failed(&mut near), Kind::PeerLost, "and is reported once");
+    std::mem::forget((near, here));
+}
+
+#[test]
+fn a_peer_whose_connection_is_broken_is_lost() {
+    wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
+}
+
+/// What peers move with this side's CPU would hold a caller up within NIXL.
+fn guests() {
+    let mut near = near();
+    near.has_rdma = false;
+    assert!(near.takes_guests());
+    near.peers.converse = true;
+    assert!(!near.takes_guests());
+    near.peers.converse = false;
+    near.ranges.foreign_metadata().expect("a blob");
+    assert!(near.takes_guests(), "nothing was told of");
+    let memory = Arc::new(Memory::owned(vec![0; 64]));
+    near.ranges.register(RegionId(1), &memory).expect("registered");
+    near.ranges.foreign_metadata().expect("a blob");
+    assert!(!near.takes_guests(), "whoever was told of memory may use it");
+    near.has_rdma = true;
+    assert!(near.takes_guests());
+}
+
+#[test]
+fn nobody_but_the_reactor_meets_what_comes_over_tcp() {
+    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", guests);
 }

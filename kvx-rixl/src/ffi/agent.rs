@@ -17,6 +17,9 @@ use super::lists::{Range, RegistrationList, Segment, TransferList};
 use super::request::{Request, Unreleased};
 use super::status::{State, Status};
 
+/// NIXL's plugin over UCX.
+const UCX: &str = "UCX";
+
 /// What an agent is made with.
 pub(crate) struct Settings<'a> {
     pub(crate) name: &'a str,
@@ -35,6 +38,7 @@ pub(crate) struct Agent {
     backend: nixl_backend,
     notifications: nixl_notif_map,
     unreleased: Arc<Unreleased>,
+    over_ucx: bool,
 }
 
 // SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
@@ -67,6 +71,7 @@ impl Agent {
             backend: ptr::null_mut(),
             notifications: ptr::null_mut(),
             unreleased: Arc::default(),
+            over_ucx: settings.plugin == UCX,
         };
         // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
         // is destroyed by `Drop`, whatever fails.
@@ -120,6 +125,11 @@ impl Agent {
         // SAFETY: as above; nobody refers to it any more.
         unsafe { libc::free(data) };
         bytes
+    }
+
+    /// Whether its plugin is UCX.
+    pub(crate) fn is_over_ucx(&self) -> bool {
+        self.over_ucx
     }
 
     /// How this agent is reached, without its memory.

@@ -97,6 +97,20 @@ class Agent:
             times += 1
         return {"times": times, "state": "DONE"}
 
+    def pour(self, op, peer, local, remote, length, depth, seconds):
+        """So many writes at a time, each posted again when it has ended."""
+        lists = [self.agent.get_xfer_descs([(address, length, 0)], "DRAM") for address in (local, remote)]
+        handles = [self.agent.initialize_xfer(op, *lists, peer, b"") for _ in range(depth)]
+        states, until, times = [self.agent.transfer(handle) for handle in handles], time.monotonic() + seconds, 0
+        print(json.dumps({"begun": True}), flush=True)
+        while "PROC" in states:
+            for at, handle in enumerate(handles):
+                if states[at] == "PROC":
+                    states[at] = self.agent.check_xfer_state(handle)
+                if states[at] == "DONE" and time.monotonic() < until:
+                    states[at], times = self.agent.transfer(handle), times + 1
+        return {"times": times, "states": states}
+
     def notify(self, peer, message):
         self.agent.send_notif(peer, bytes.fromhex(message))
         return {}

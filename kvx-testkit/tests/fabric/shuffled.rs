@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, Parts, Registrar, Sent};
+use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
@@ -258,8 +258,8 @@ unsafe impl Fabric for Socket {
         ("shuffled datagrams".into(), capabilities())
     }
 
-    fn unregister(&mut self, (): &()) -> Result<()> {
-        Ok(())
+    fn unregister(&mut self, (): &()) -> Result<LetGo> {
+        Ok(LetGo::Now)
     }
 
     fn stop(&mut self) -> bool {

@@ -1,0 +1,102 @@
+//! Requests in progress, and what their end says of the peer.
+
+use std::sync::Arc;
+
+use kvx_core::fabric::{Happened, JobId};
+use kvx_core::{Error, Kind};
+
+use super::Nixl;
+use crate::ffi::{Agent, Request, State};
+use crate::loss::{self, Connection};
+use crate::peers::Name;
+
+/// What a request in progress is for.
+#[derive(Clone, Copy)]
+pub(super) enum For {
+    Job(JobId),
+    /// It tries the link out.
+    Trial,
+    /// It asked whether the peer can be reached.
+    Nobody,
+}
+
+/// A request in progress.
+pub(super) struct Flight {
+    pub(super) what_for: For,
+    pub(super) request: Arc<Request>,
+    pub(super) peer: Name,
+}
+
+impl Nixl {
+    /// What failed at a peer: `PeerLost`, if NIXL has dropped the peer over it, or does not reach it any more.
+    pub(super) fn blame(&mut self, agent: &Agent, name: &Name, why: Error) -> Error {
+        if **name == *self.peers.me() {
+            return why;
+        }
+        let known = agent.knows(name);
+        if known {
+            let Some(there) = self.peers.somewhere(name) else { return why };
+            match loss::look(agent, name, &there) {
+                Connection::Broken => {}
+                Connection::Works => return why,
+                Connection::Flies(request) => {
+                    self.fly(For::Nobody, Arc::new(request), name);
+                    return why;
+                }
+            }
+        }
+        let mut happened = Vec::new();
+        self.peers.lose(name, known, &mut happened);
+        self.news.extend(happened);
+        why.kind_is(Kind::PeerLost)
+    }
+
+    /// A request is in progress.
+    pub(super) fn fly(&mut self, what_for: For, request: Arc<Request>, peer: &Name) {
+        self.peers.flies(peer);
+        self.turnstile.note_in_progress(true);
+        self.flights.push(Flight { what_for, request, peer: Arc::clone(peer) });
+    }
+
+    /// Asks after the requests in progress.
+    pub(super) fn look_at_flights(&mut self, agent: &Agent) {
+        let (mut at, mut happened) = (0, Vec::new());
+        while let Some(Flight { what_for, request, peer }) = self.flights.get(at) {
+            if !self.peers.can_be_asked(peer) {
+                at += 1;
+                continue;
+            }
+            let result = match agent.state(request) {
+                State::InProgress => {
+                    at += 1;
+                    continue;
+                }
+                State::Done => Ok(()),
+                // It was not asked after: NIXL does not know the peer any more.
+                State::Failed(status) if status.is_not_found() && self.peers.dropped(peer, &mut happened) => {
+                    at += 1;
+                    continue;
+                }
+                State::Failed(status) => Err(status.error("a transfer")),
+            };
+            let (what_for, peer) = (*what_for, Arc::clone(peer));
+            self.flights.swap_remove(at);
+            let result = result.map_err(|why| self.blame(agent, &peer, why));
+            self.peers.landed(&peer);
+            match what_for {
+                For::Job(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
+                For::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
+                For::Nobody => {}
+            }
+        }
+        self.news.extend(happened);
+    }
+
+    /// Goes on with finding out what peers can do.
+    pub(super) fn try_out(&mut self, agent: &Agent) {
+        for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
+            self.fly(For::Trial, request, &peer);
+        }
+        self.news.extend(self.trials.take_over().map(Happened::Ready));
+    }
+}

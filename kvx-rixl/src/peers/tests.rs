@@ -1,0 +1,61 @@
+//! What is kept of peers, without NIXL.
+
+use super::*;
+use crate::turnstile::Turnstile;
+
+#[test]
+fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
+    let nobody = Arc::new(Turnstile::around(None).unwrap());
+    let loads = Loads::start("loads".to_owned(), nobody).unwrap();
+    let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
+    let name = Name::from(c"far");
+    peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
+    peers.by_name.get_mut(&name).unwrap().state = State::Ready;
+    peers.flies(&name);
+    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
+    assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.next_load == 2);
+    assert!(!peers.can_be_asked(&name), "not before it is loaded");
+    peers.by_name.get_mut(&name).unwrap().state = State::Lost { watched: true };
+    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
+    assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
+}
+
+#[test]
+fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
+    let nobody = Arc::new(Turnstile::around(None).unwrap());
+    let mut peers = Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), nobody).unwrap());
+    let endpoints = [1, 2].map(EndpointId::from_number);
+    for (endpoint, name) in endpoints.into_iter().zip([c"over-tcp", c"by-the-kernel"]) {
+        let name = Name::from(name);
+        peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
+        peers.endpoints.insert(endpoint, Endpoint { peer: Some(name), foreign: false, severed: false });
+    }
+    peers.set_reach(endpoints[1], PerOp::NEITHER);
+    assert!(!peers.converse);
+    peers.set_reach(endpoints[0], PerOp::BOTH);
+    assert!(peers.converse);
+    peers.set_reach(endpoints[1], PerOp::NEITHER);
+    assert!(peers.converse, "another does not change that");
+    peers.disconnect(endpoints[0]);
+    assert!(!peers.converse);
+}
+
+#[test]
+fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
+    let nobody = Arc::new(Turnstile::around(None).unwrap());
+    let mut peers = Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), nobody).unwrap());
+    let (endpoint, name, mut happened) = (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
+    peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
+    peers.endpoints.insert(endpoint, Endpoint { peer: Some(name.clone()), foreign: false, severed: false });
+    peers.by_name.get_mut(&name).unwrap().state = State::Ready;
+    assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
+    let range = Range { segment: crate::ffi::Segment::Host, address: 4096, len: 64, device: 0 };
+    peers.told(endpoint, &Arc::new(Export::new(range, Box::default())));
+    assert_eq!(peers.somewhere(&name), Some(range));
+    peers.flies(&name);
+    for _ in 0..2 {
+        peers.lose(&name, true, &mut happened);
+        assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.way(endpoint).is_err());
+        assert!(peers.can_be_asked(&name) && peers.next_load == 1);
+    }
+}

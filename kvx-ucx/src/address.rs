@@ -65,8 +65,10 @@ mod tests {
         assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), Kind::Malformed);
         let other = sealed::seal(vec![9]);
         assert_eq!(Address::decode(&other).unwrap_err().kind(), Kind::Incompatible);
-        let nobody = Address { worker: Box::default(), ..address }.encode();
-        assert_eq!(Address::decode(&nobody).unwrap_err().kind(), Kind::Malformed);
+        for none in [0, MAX_WORKER + 1] {
+            let nobody = Address { worker: vec![1; none].into(), version }.encode();
+            assert_eq!(Address::decode(&nobody).unwrap_err().kind(), Kind::Malformed);
+        }
     }
 
     #[test]

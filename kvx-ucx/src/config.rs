@@ -218,10 +218,18 @@ mod tests {
         for (json, name) in [
             (r#"{"tls": []}"#, "ucx.tls"),
             (r#"{"tls": ["rc", ""]}"#, "ucx.tls"),
+            (r#"{"tls": {"rc": true}}"#, "ucx.tls"),
             (r#"{"net_devices": 3}"#, "ucx.net_devices"),
+            (r#"{"net_devices": ["mlx5_0:1", 1]}"#, "ucx.net_devices"),
+            (r#"{"net_devices": " "}"#, "ucx.net_devices"),
             (r#"{"set": ["UCX_TLS"]}"#, "ucx.set"),
             (r#"{"set": ["=1"]}"#, "ucx.set"),
+            (r#"{"set": ["TLS MODE=1"]}"#, "ucx.set"),
+            (r#"{"set": ["TLS=\u0000"]}"#, "ucx.set"),
+            (r#"{"set": {"TLS": "all"}}"#, "ucx.set"),
             (r#"{"TLS": "all"}"#, "ucx.tls"),
+            (r#"{"net_device": "lo"}"#, "ucx.net_devices"),
+            (r#"["all"]"#, "ucx"),
         ] {
             let error = read(&format!(r#"{{"ucx": {json}}}"#)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid);
@@ -233,7 +241,11 @@ mod tests {
     fn threads_are_counted_beside_the_table() {
         assert_eq!(read("{}").unwrap().num_threads, 1);
         assert_eq!(read(r#"{"num_threads": 4}"#).unwrap().num_threads, 4);
-        assert!(read(r#"{"num_threads": 0}"#).unwrap_err().sentence().contains("num_threads"));
+        assert_eq!(read(r#"{"num_threads": 64}"#).unwrap().num_threads, 64);
+        for wrong in ["0", "65", "-1", "1.5", r#""two""#, "[2]"] {
+            let error = read(&format!(r#"{{"num_threads": {wrong}}}"#)).unwrap_err();
+            assert!(error.kind() == Kind::Invalid && error.sentence().contains("num_threads"), "{error}");
+        }
     }
 
     #[test]

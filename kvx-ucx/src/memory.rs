@@ -10,11 +10,14 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{Context, Endpoint, MappedMemory, Mapping, RemoteKey};
+use crate::ffi::{Context, Endpoint, Library, MappedMemory, Mapping, RemoteKey, Version};
 use crate::sealed;
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
+/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all versions from 1.13 to this one.
+const KIND_AT: usize = 8;
+const KIND_KNOWN: Version = Version { major: 1, minor: 23, release: u32::MAX };
 
 /// UCX's word for a kind of memory.
 fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
@@ -180,9 +183,14 @@ impl Keys {
         if base.checked_add(region.len).is_none() || reader.left() > MAX_KEY {
             return Err(reader.malformed("no such region can be"));
         }
-        let packed = sealed::with_margin(reader.bytes(reader.left())?);
+        let packed = reader.bytes(reader.left())?;
+        // UCX takes the kind for an index, and looks nowhere whether it is one.
+        let is_known = Library::opened().is_some_and(|library| library.version() <= KIND_KNOWN);
+        if is_known && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind)) {
+            return Err(reader.malformed("it is for another kind of memory"));
+        }
         // SAFETY: the caller's promise.
-        let key = unsafe { endpoint.unpack(&packed) }.map_err(|status| {
+        let key = unsafe { endpoint.unpack(&sealed::with_margin(packed)) }.map_err(|status| {
             error::native("UCX reaches this region of the peer by none of its lanes", status)
                 .kind_is(Kind::Unsupported)
         })?;
@@ -205,9 +213,14 @@ impl Keys {
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::{Options, RegionKey};
     use kvx_testkit::TestDevice;
 
     use super::*;
+    use crate::callbacks::{Inbox, endpoint_failed};
+    use crate::config::Config;
+    use crate::ffi::Worker;
+    use crate::versions;
 
     #[test]
     fn ucx_is_told_where_a_devices_memory_is_and_of_which_kind() {
@@ -231,5 +244,66 @@ mod tests {
         let cuda = kinds(1 << UCS_MEMORY_TYPE_CUDA);
         assert!(cuda.contains(MemoryKind::Cuda) && !cuda.contains(MemoryKind::Rocm));
         assert!(kinds(1 << UCS_MEMORY_TYPE_ROCM).contains(MemoryKind::Rocm));
+    }
+
+    const PAGE: u64 = 4096;
+
+    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an export that is unpacked for a
+    /// region of so many bytes and of this kind.
+    fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
+        let library = Library::open().expect("the parent has found it");
+        let settings = Config::read(&Options::new()).unwrap().settings(library.path());
+        let context = Context::new(library, &settings).expect("a context");
+        let (near, far) = (Worker::new(&context).unwrap(), Worker::new(&context).unwrap());
+        let inbox = Box::<Inbox>::default();
+        let target = (&raw const *inbox).cast_mut().cast();
+        let address = far.address().unwrap();
+        // SAFETY: the inbox outlives the worker, which destroys its endpoints.
+        let endpoint = unsafe { near.connect(&address, endpoint_failed, target) }.unwrap();
+        let (mut keys, registrations) = (Keys::default(), Registrations::new(context, 1));
+        let memory = Arc::new(Memory::owned(vec![0; PAGE as usize]));
+        let (_local, export) = registrations.register(RegionId(1), &memory).unwrap();
+        body(&export, &mut |export, len, kind| {
+            let region = RemoteSpec { id: RegionId(1), key: RegionKey([0; 16]), len, kind, export };
+            // SAFETY: one thread, and the endpoint is open.
+            unsafe { keys.unpack(&endpoint, &region) }.map(drop)
+        });
+        keys.clear();
+        drop((near, far));
+        registrations.worker_ended();
+    }
+
+    #[test]
+    fn ucx_is_shown_no_key_that_was_altered_or_is_none() {
+        versions::on_each("memory::tests::ucx_is_shown_no_key_that_was_altered_or_is_none", |_| {
+            exported(|export, unpack| {
+                let mut refused = |export: &[u8], len, kind| {
+                    assert_eq!(unpack(export, len, kind).map_err(|why| why.kind()), Err(Kind::Malformed));
+                };
+                let bytes = export.len() - 8;
+                for at in 0..export.len() {
+                    refused(&export[..at], PAGE, MemoryKind::Host);
+                    let mut altered = export.to_vec();
+                    altered[at] ^= 0x80;
+                    refused(&altered, PAGE, MemoryKind::Host);
+                }
+                // Who makes the checksum again is refused what no key can be.
+                let resealed = |alter: &dyn Fn(&mut Vec<u8>)| {
+                    let mut bytes = export[..bytes].to_vec();
+                    alter(&mut bytes);
+                    sealed::seal(bytes)
+                };
+                for kind in 1..=u8::MAX {
+                    refused(&resealed(&|bytes| bytes[8 + KIND_AT] = kind), PAGE, MemoryKind::Host);
+                }
+                refused(&resealed(&|bytes| bytes.truncate(8 + KIND_AT)), PAGE, MemoryKind::Host);
+                refused(&resealed(&|bytes| bytes.resize(8 + MAX_KEY + 1, 0)), PAGE, MemoryKind::Host);
+                refused(&resealed(&|bytes| bytes[..8].fill(0xff)), PAGE, MemoryKind::Host);
+                refused(export, PAGE, MemoryKind::Cuda);
+                for kind in [MemoryKind::Host, MemoryKind::Pinned] {
+                    assert_eq!(unpack(export, PAGE, kind).map_err(|why| why.to_string()), Ok(()));
+                }
+            });
+        });
     }
 }

@@ -60,4 +60,11 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn zeros_follow_what_ucx_is_shown() {
+        let shown = with_margin(b"key");
+        assert_eq!((&shown[..3], shown.len()), (b"key".as_slice(), 3 + MARGIN));
+        assert!(shown[3..].iter().all(|byte| *byte == 0));
+    }
 }

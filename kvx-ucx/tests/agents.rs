@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, Peer, Plan, Region, Registry};
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Registry};
 use versions::{VERSIONS, Version};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -17,28 +17,31 @@ type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
 /// An agent with a region whose blocks hold `content`.
 fn agent(name: &str, content: u8) -> Outcome<(Agent, Region)> {
+    agent_with(name, "{}", vec![content; BLOCK as usize * BLOCKS as usize])
+}
+
+fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Region)> {
     let mut registry = Registry::new();
     registry.add(kvx_ucx::Ucx)?;
-    let agent = Agent::builder(name).backends(["UCX"]).build(&registry)?;
-    let memory = Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]);
-    let region = agent.register("kv", memory)?;
+    let agent = Agent::builder(name).backends(["UCX"]).options(Options::parse(options)?).build(&registry)?;
+    let region = agent.register("kv", Memory::owned(memory))?;
     Ok((agent, region))
 }
 
 /// Reads the first half of the peer's region into the first half of ours, and writes our second half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
+    half_each_way(near, peer, Grid::packed(BLOCK, BLOCKS))
+}
+
+fn half_each_way(near: &Region, peer: &Peer, grid: Grid) -> kvx_core::Result<()> {
     peer.ready(PATIENCE).wait(PATIENCE)?;
-    let (ours, theirs) = (near.grid(grid())?, peer.region("kv")?.grid(grid())?);
+    let (ours, theirs) = (near.grid(grid)?, peer.region("kv")?.grid(grid)?);
     let (first, second) = (0..BLOCKS / 2, BLOCKS / 2..BLOCKS);
     let read = Plan::read(ours.blocks(first.clone()), theirs.blocks(first))?;
     peer.post(&read)?.wait(PATIENCE)?;
     let write = Plan::write(ours.blocks(second.clone()), theirs.blocks(second))?;
     peer.post(&write)?.wait(PATIENCE)?;
     Ok(())
-}
-
-fn grid() -> Grid {
-    Grid::packed(BLOCK, BLOCKS)
 }
 
 /// The first byte of the first and of the last block.
@@ -74,6 +77,46 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
         }
         near.shutdown(PATIENCE).wait(PATIENCE).unwrap();
         far.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+    });
+}
+
+/// How many threads of an agent make progress: each sets its name when it first runs.
+fn threads_of(agent: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("kvx-ucx") && name.trim_end().ends_with(agent)).count()
+}
+
+#[test]
+fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
+    const NAME: &str = "as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
+    /// So large that each thread moves a part of every transfer.
+    const LARGE: usize = 64 << 10;
+    let content = |first: u8| (0..BLOCKS as u8).flat_map(|block| [first + block; LARGE]).collect();
+    let with = |threads: usize| format!(r#"{{"num_threads": {threads}}}"#);
+    versions::on_each(NAME, |_| {
+        for (ours, theirs) in [(3, 1), (1, 3), (3, 2)] {
+            let (near, local) = agent_with("near", &with(ours), content(0)).unwrap();
+            let (far, remote) = agent_with("far", &with(theirs), content(100)).unwrap();
+            let until = Instant::now() + PATIENCE;
+            while (threads_of("near"), threads_of("far")) != (ours, theirs) {
+                assert!(Instant::now() < until, "{} and {}", threads_of("near"), threads_of("far"));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let peer = near.connect(&far.metadata().unwrap()).unwrap();
+            half_each_way(&local, &peer, Grid::packed(LARGE as u64, BLOCKS)).unwrap();
+            let mut block = [0; LARGE];
+            for number in 0..BLOCKS as u8 {
+                let (region, first) = if number < BLOCKS as u8 / 2 { (&local, 100) } else { (&remote, 0) };
+                region.copy_out(usize::from(number) * LARGE, &mut block).unwrap();
+                assert!(
+                    block.iter().all(|byte| *byte == first + number),
+                    "{ours} to {theirs}: block {number}"
+                );
+            }
+            near.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+            far.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+        }
     });
 }
 

@@ -6,7 +6,7 @@ mod versions;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_core::transport::Factory as _;
+use kvx_core::transport::{Factory as _, MAX_NOTIFICATION};
 use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry};
 use versions::{VERSIONS, Version};
 
@@ -72,6 +72,10 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
         Ok((bytes[0], bytes[bytes.len() - 1]))
     };
     assert_eq!((ends(&ours)?, ends(&theirs)?), ((7, 4), (7, 4)), "the bytes are there");
+    // kvx's messages are sent eagerly, whatever the user sets: their receivers refuse others.
+    let long = vec![7; MAX_NOTIFICATION];
+    peer.notify(&long, PATIENCE).wait(PATIENCE)?;
+    assert!(*distant.notification(PATIENCE).wait()?.bytes == *long, "it came");
     let until = Instant::now() + PATIENCE;
     // 1.13 has no tables of what it chose.
     let complete =
@@ -198,5 +202,24 @@ fn a_setting_that_ucx_does_not_know_is_told() {
                 said.lines().find(|line| line.contains("WARN") && line.contains("NO_SUCH_SETTING=1"));
             assert!(warning.is_some(), "{said}");
         }
+    }
+}
+
+/// Old versions have some under other names, which kvx translates.
+#[test]
+fn settings_bear_the_names_of_their_variables_on_every_version() {
+    const NAME: &str = "settings_bear_the_names_of_their_variables_on_every_version";
+    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
+        let child = match version.command() {
+            Ok(child) => child,
+            Err((reason, cure)) => {
+                kvx_testkit::skip(NAME, &reason, cure);
+                continue;
+            }
+        };
+        let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
+        let (told, said) = told(child, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
+        assert!(told.route.contains("lanes sysv/memory"), "{told:?}");
+        assert!(!said.contains("WARN"), "{}: {said}", version.label);
     }
 }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use kvx_core::Options;
 
-use super::bindings_1_13::{UCS_ERR_CANCELED, ucp_ep_h, ucs_status_t};
+use super::bindings_1_13::{
+    UCP_AM_SEND_FLAG_RNDV, UCP_OP_ATTR_FIELD_FLAGS, UCS_ERR_CANCELED, ucp_ep_h, ucs_status_t,
+};
 use super::lists::{self, Sgl};
 use super::*;
 use crate::config::{Config, Setting};
@@ -212,6 +214,42 @@ fn operations_reach_the_other_worker_over_shared_memory() {
 fn operations_reach_the_other_worker_by_default() {
     on_every_version("ffi::tests::operations_reach_the_other_worker_by_default", |library| {
         everything_over(library, "all");
+    });
+}
+
+#[test]
+fn messages_that_a_worker_would_have_to_fetch_are_refused() {
+    on_every_version("ffi::tests::messages_that_a_worker_would_have_to_fetch_are_refused", |library| {
+        let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+        let (near, far) =
+            (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
+        let workers = [&near, &far];
+        let (ends, mail) = (Ends::default(), Mail::default());
+        // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
+        unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
+        let address = far.address().expect("an address");
+        // SAFETY: closed below.
+        let endpoint = unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }.expect("an endpoint");
+        let long = vec![1_u8; 100_000];
+        let mut param = request::with_callback(ends.target());
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+        param.flags = UCP_AM_SEND_FLAG_RNDV;
+        let send = library.functions().ucp_am_send_nbx;
+        // SAFETY: one thread, the endpoint is open, and the bytes stay until the end.
+        let posted = Posted::read(unsafe {
+            send(endpoint.raw(), 7, std::ptr::null(), 0, long.as_ptr().cast(), long.len(), &param)
+        });
+        ending(workers, &ends, posted).ok(); // some versions tell the sender
+        // SAFETY: both texts are constants.
+        finish(workers, &ends, unsafe { endpoint.send(7, b"", b"eager", ends.target()) });
+        let mut letters = Vec::new();
+        until(workers, || {
+            letters.append(&mut mail.0.take());
+            !letters.is_empty()
+        });
+        assert_eq!(letters, [(Vec::new(), b"eager".to_vec())]);
+        // SAFETY: nothing is in flight.
+        finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
     });
 }
 

@@ -8,6 +8,7 @@
 
 #include <dirent.h>
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -163,6 +164,19 @@ void listen_to_log(void *engine) {
     if (add) add(new Listener); // for the life of the process, as the engine
 }
 
+// Where glog keeps how grave a line has to be: the engine has set it when it is loaded. Null when it is not ours to change.
+int *log_level = nullptr;
+
+// Whether the environment says how the engine logs, by its own variables or by glog's.
+bool chosen_by_environment() {
+    for (char **variable = environ; *variable; ++variable) {
+        for (const char *begin : {"MC_LOG_LEVEL=", "MC_LOG_DIR=", "GLOG_"}) {
+            if (!std::strncmp(*variable, begin, std::strlen(begin))) return true;
+        }
+    }
+    return false;
+}
+
 string engine_file() {
     const char *chosen = std::getenv("KVX_MOONCAKE_ENGINE");
     if (chosen && *chosen) return chosen;
@@ -219,6 +233,7 @@ string load(bool etcd) {
     // the same name for the dynamic linker, which therefore does not look for another.
     const string stand_in = own_folder() + "/libetcd_wrapper.so";
     if (!etcd && !dlopen(stand_in.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return linker_says();
+    const bool is_theirs = dlopen(file.c_str(), RTLD_NOW | RTLD_NOLOAD) != nullptr;
     void *engine = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (!engine) return linker_says();
     for (const Symbol &symbol : symbols) {
@@ -227,6 +242,9 @@ string load(bool etcd) {
         std::memcpy(symbol.slot, &found, sizeof found);
     }
     listen_to_log(engine);
+    if (!is_theirs && !chosen_by_environment()) {
+        log_level = static_cast<int *>(dlsym(engine, "_ZN3fLI17FLAGS_minloglevelE"));
+    }
     return "";
 }
 
@@ -279,6 +297,10 @@ EXPORT const char *kvx_mooncake_load(int etcd) {
     if (!last_error.empty()) return last_error.c_str();
     loaded = true;
     return nullptr;
+}
+
+EXPORT void kvx_mooncake_log_from(int severity) {
+    if (log_level) *log_level = severity;
 }
 
 EXPORT void *kvx_mooncake_create(const char *metadata, const char *local_name, const char *ip, uint64_t rpc_port,

@@ -13,6 +13,9 @@ const char *kvx_mooncake_version(void);
 /* Loads the engine, once in a process; null, or why not. With `etcd`, also its client for etcd, which starts threads and
  * signal handlers that stay. */
 const char *kvx_mooncake_load(int etcd);
+/* From here on the engine logs what is at least so grave, to standard error and for kvx_mooncake_log: 2 errors, 3 what ends the
+ * process. Without effect where the environment says how it logs, or where the program had loaded it before. */
+void kvx_mooncake_log_from(int severity);
 /* As createTransferEngine, for these network devices only. */
 void *kvx_mooncake_create(const char *metadata, const char *local_name, const char *ip, uint64_t rpc_port,
                           int auto_discover, const char *const *devices, size_t count);

@@ -259,6 +259,44 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     assert_eq!(pair.block(1), content_of(2));
 }
 
+/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which nobody else may be given a byte.
+#[test]
+fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
+    const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    const DEADLINE: Duration = Duration::from_millis(300);
+    let pair = pair("deserter", &adapter, LEN);
+    let memory = Arc::downgrade(pair.region.memory());
+    let name = String::from_utf8(pair.agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let plan = pair.plan(false, &[0, 2, 4, 6], &[1, 3, 5, 7]);
+    pair.run(&plan, CUT_OFF).unwrap();
+    pair.region.copy_in(0, &[0; LEN]).unwrap();
+    pair.python.stop();
+    let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
+    let settled = transfer.settled();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    let Pair { agent, region, python, peer } = pair;
+    agent.shutdown(DEADLINE).wait(CUT_OFF).ok(); // the peer was told of the region: it says so
+    assert_eq!(settled.wait(CUT_OFF).unwrap_err().kind(), Kind::Forgotten);
+    drop((region, peer, plan, agent));
+    let memory = memory.upgrade().expect("the engine may write to it");
+    assert!(TcpStream::connect(name).is_ok(), "the engine ended while pieces were under way");
+    python.go_on();
+    // What comes now lands where it was asked for.
+    let until = Instant::now() + CUT_OFF;
+    for (local, remote) in [(0, 1), (2, 3), (4, 5), (6, 7)] {
+        loop {
+            let mut bytes = vec![0; BLOCK];
+            memory.copy_out(local * BLOCK, &mut bytes).unwrap();
+            if bytes == content_of(remote) {
+                break;
+            }
+            assert!(Instant::now() < until, "block {local} does not come");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 #[test]
 fn a_stopped_python_keeps_no_other_waiting() {
     let Some(adapter) = adapter_or_skip("a_stopped_python_keeps_no_other_waiting") else { return };

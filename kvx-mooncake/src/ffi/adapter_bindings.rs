@@ -8,6 +8,7 @@ pub struct Functions {
     pub kvx_mooncake_load: unsafe extern "C" fn(
         etcd: ::core::ffi::c_int,
     ) -> *const ::core::ffi::c_char,
+    pub kvx_mooncake_log_from: unsafe extern "C" fn(severity: ::core::ffi::c_int),
     pub kvx_mooncake_create: unsafe extern "C" fn(
         metadata: *const ::core::ffi::c_char,
         local_name: *const ::core::ffi::c_char,
@@ -37,6 +38,9 @@ impl Functions {
                     symbol(c"kvx_mooncake_version")?,
                 ),
                 kvx_mooncake_load: ::core::mem::transmute(symbol(c"kvx_mooncake_load")?),
+                kvx_mooncake_log_from: ::core::mem::transmute(
+                    symbol(c"kvx_mooncake_log_from")?,
+                ),
                 kvx_mooncake_create: ::core::mem::transmute(
                     symbol(c"kvx_mooncake_create")?,
                 ),

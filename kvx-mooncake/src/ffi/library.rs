@@ -1,6 +1,6 @@
 //! The Mooncake that this process has opened.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -20,6 +20,9 @@ const CURE: &str = "install Mooncake's libtransfer_engine.so, or, for the wheel 
                     mooncake-transfer-engine-non-cuda, run `cargo xtask peers mooncake` and set KVX_MOONCAKE_LIB to \
                     target/peers/mooncake/libkvx_mooncake_adapter.so";
 const INHERITED: &str = "start them before agents, or with all other files closed";
+/// How grave the lines of the engine's log are.
+const ERRORS: c_int = 2;
+const FATAL: c_int = 3;
 /// Wheels that the adapter's layouts were tried with.
 const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
 
@@ -117,10 +120,25 @@ impl Library {
     }
 
     fn try_it(&self, patience: Duration) -> Result<(), Unavailable> {
-        self_test::run(self, patience).map_err(|why| {
+        // It makes mistakes on purpose, of which the engine would complain. Later, errors concern the user.
+        self.log_from(FATAL);
+        let tried = self_test::run(self, patience);
+        self.log_from(ERRORS);
+        tried.map_err(|why| {
             let path = self.path.display();
-            Unavailable::because(format!("the engine of {path} failed its self-test: {why}"), CURE)
+            let missing = format!(
+                "the engine of {path} failed its self-test: {why}; MC_LOG_LEVEL=INFO shows what it logs meanwhile"
+            );
+            Unavailable::because(missing, CURE)
         })
+    }
+
+    /// How grave a line of the engine's has to be from now on, unless the environment says it.
+    fn log_from(&self, severity: c_int) {
+        if let Some(adapter) = &self.adapter {
+            // SAFETY: it may be called at any time.
+            unsafe { (adapter.kvx_mooncake_log_from)(severity) };
+        }
     }
 
     fn has_etcd(&self, wanted: bool) -> Result<(), Unavailable> {

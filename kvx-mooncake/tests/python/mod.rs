@@ -40,6 +40,7 @@ impl Python {
             .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/agent.py"))
             .arg(bytes.to_string())
             .args(more)
+            .env("MC_LOG_LEVEL", "ERROR")
             // What it tells a metadata server of itself.
             .env("MC_TCP_BIND_ADDRESS", "127.0.0.1")
             .stdin(Stdio::piped())

@@ -6,8 +6,8 @@ use clap::Args;
 use kvx::{Options, Registry, Standing};
 use serde_json::{Map, Value, json};
 
-use crate::Result;
 use crate::wheels::{self, Found};
+use crate::{Result, routes};
 
 /// What stands behind `backends` on the command line.
 #[derive(Args, Default)]
@@ -18,6 +18,9 @@ pub(crate) struct Arguments {
     /// Look for native libraries in Python environments, and print the variables to set.
     #[arg(long)]
     find: bool,
+    /// Start a second process with each available backend, move a block each way, and say how that was done.
+    #[arg(long)]
+    routes: bool,
     /// List this backend only; exit with 1 and the reason if it cannot be used.
     #[arg(long, value_name = "NAME")]
     require: Option<String>,
@@ -32,7 +35,12 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
     };
     let found = if arguments.find { wheels::find(&wheels::Environments::of_process()) } else { Vec::new() };
     let rows = names.into_iter().map(|name| Row::of(name, registry, &options));
-    let rows = rows.map(|row| Ok(row?.with(&found))).collect::<Result<Vec<_>>>()?;
+    let mut rows = rows.map(|row| Ok(row?.with(&found))).collect::<Result<Vec<_>>>()?;
+    if arguments.routes {
+        for row in rows.iter_mut().filter(|row| row.available) {
+            row.route(registry, arguments.require.is_some())?;
+        }
+    }
     if arguments.json {
         let rows: Value = rows.iter().map(Row::to_json).collect();
         writeln!(out, "{rows:#}")?;
@@ -51,6 +59,8 @@ struct Row {
     library: Option<String>,
     /// What it can use here, each with what that can do.
     devices: Vec<String>,
+    /// How it reaches a second process of this host, if that was asked.
+    route: Option<String>,
     reason: Option<String>,
     next_step: Option<String>,
     capabilities: Option<Map<String, Value>>,
@@ -65,6 +75,7 @@ impl Row {
             version: None,
             library: None,
             devices: Vec::new(),
+            route: None,
             reason: None,
             next_step: None,
             capabilities: None,
@@ -98,6 +109,21 @@ impl Row {
         Ok(row)
     }
 
+    /// Links to a second process. A backend that cannot do so says why; that is an error if it is `required`.
+    fn route(&mut self, registry: &Registry, required: bool) -> Result<()> {
+        match routes::of(self.name, registry) {
+            Ok(route) => self.route = Some(route),
+            Err(why) => {
+                let why = format!("no link to a second process of this host: {why}");
+                if required {
+                    return Err(format!("backend {}: {why}", self.name).into());
+                }
+                self.reason = Some(why);
+            }
+        }
+        Ok(())
+    }
+
     /// A library that was found is the next step of a backend that lacks it.
     fn with(mut self, found: &[Found]) -> Self {
         if let Some(found) = found.iter().find(|found| found.backend == self.name && !self.available) {
@@ -119,6 +145,7 @@ impl Row {
             "version": self.version,
             "library": self.library,
             "devices": self.devices,
+            "route": self.route,
             "reason": self.reason,
             "next_step": self.next_step,
             "capabilities": self.capabilities,
@@ -142,16 +169,19 @@ impl Row {
 const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
 
 fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
-    let heading = (HEADINGS.map(str::to_owned), &[][..]);
+    let heading = (HEADINGS.map(str::to_owned), None);
     let lines: Vec<_> =
-        std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), &row.devices[..]))).collect();
+        std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), Some(row)))).collect();
     let width =
         |column: usize| lines.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or(0);
     let widths = [width(0), width(1), width(2)];
-    for ([name, available, version, why], devices) in &lines {
+    for ([name, available, version, why], row) in &lines {
         writeln!(out, "{name:<0$}  {available:<1$}  {version:<2$}  {why}", widths[0], widths[1], widths[2])?;
-        for device in *devices {
+        for device in row.iter().flat_map(|row| &row.devices) {
             writeln!(out, "  - {device}")?;
+        }
+        if let Some(route) = row.and_then(|row| row.route.as_ref()) {
+            writeln!(out, "  - to a second process: {route}")?;
         }
     }
     Ok(())
@@ -279,6 +309,7 @@ mod tests {
             "version",
             "library",
             "devices",
+            "route",
             "reason",
             "next_step",
             "capabilities",
@@ -293,7 +324,7 @@ mod tests {
             Value::Object(rows[0].clone()),
             json!({
                 "name": "UCX", "compiled": true, "available": false, "version": null, "library": null,
-                "devices": [], "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
+                "devices": [], "route": null, "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
                 "next_step": "apt install libucx0", "capabilities": null,
             })
         );

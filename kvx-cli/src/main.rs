@@ -3,9 +3,11 @@
 mod backends;
 mod bench;
 mod bytes;
+mod child;
 mod config;
 mod demo;
 mod devices;
+mod routes;
 mod wheels;
 
 use std::io::Write;

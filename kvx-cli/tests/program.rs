@@ -1,7 +1,7 @@
 //! The program as operators run it.
 
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -51,6 +51,67 @@ fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
     let output = kvx(&["backends", "--require", "UXC"]);
     assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN));
     assert!(output.stdout.is_empty());
+}
+
+/// The rows of `kvx backends --routes --json` with UCX from this file, or from where the system has it.
+fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
+    let mut command = program(&["backends", "--routes", "--json"]);
+    command.envs(ucx.map(|file| ("KVX_UCX_LIB", file))).envs(settings.iter().copied());
+    let output = command.output().expect("the program starts");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("the program prints JSON")
+}
+
+/// The UCX that the tests install beside the system's.
+fn installed_ucx() -> Option<PathBuf> {
+    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/ucx/venv/lib");
+    let mut versions = std::fs::read_dir(venv).ok()?.flatten();
+    versions.find_map(|python| {
+        let file = python.path().join("site-packages/libucx/lib/libucp.so.0");
+        file.exists().then_some(file)
+    })
+}
+
+#[test]
+fn routes_say_how_each_backend_that_is_here_reaches_a_second_process() {
+    let installed = installed_ucx();
+    for ucx in [None, installed.as_deref()] {
+        let rows = routes(ucx, &[]);
+        for row in rows.iter().filter(|row| row["available"] == true) {
+            let route = row["route"].as_str().unwrap_or_else(|| panic!("{row:#}"));
+            let expected: &[&str] = match row["name"].as_str().unwrap() {
+                "UCX" if ucx.is_some() => {
+                    &["UCX 1.22", "cma/memory", "gets: 0..inf zero-copy", "puts: 0..inf zero-copy"]
+                }
+                "UCX" => &["UCX 1.", "lanes sysv/memory (", "gets and puts by "],
+                "SHM" => &["shared memory"],
+                "TCP" => &["TCP to "],
+                _ => &[],
+            };
+            assert!(expected.iter().all(|part| route.contains(part)), "{route}");
+        }
+        let served = rows.iter().filter(|row| row["route"].is_string()).count();
+        assert!(served >= 2 + usize::from(ucx.is_some()), "{rows:#?}");
+    }
+}
+
+#[test]
+fn a_backend_that_reaches_no_second_process_says_why() {
+    // What UCX logs goes to standard output.
+    let rows = routes(None, &[("UCX_TLS", "self"), ("UCX_LOG_LEVEL", "fatal")]);
+    let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
+    assert!(row("TCP")["route"].is_string(), "the others go on");
+    if row("UCX")["available"] == true {
+        let why = row("UCX")["reason"].as_str().unwrap();
+        assert!(
+            why.starts_with("no link to a second process of this host: ") && why.contains("UCX_TLS"),
+            "{why}"
+        );
+        let output =
+            program(&["backends", "--routes", "--require", "UCX"]).env("UCX_TLS", "self").output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains("no link to a second process of this host"));
+    }
 }
 
 #[test]

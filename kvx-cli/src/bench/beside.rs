@@ -3,11 +3,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::child::Child;
 use super::points::{Point, Shape, name};
 use super::rounds::Round;
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
+use crate::child::Child;
 
 /// Such a program.
 pub(crate) struct Beside {

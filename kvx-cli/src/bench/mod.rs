@@ -8,7 +8,6 @@ mod answers;
 mod bare;
 mod beside;
 mod bulk;
-mod child;
 mod content;
 mod cpu;
 mod device_limits;

@@ -12,13 +12,13 @@ use kvx::{Options, Registry};
 use serde::{Deserialize, Serialize};
 
 use super::bare::{once, share};
-use super::child::Child;
 use super::content::{self, Blocks};
 use super::limit;
 use super::points::{Op, Shape};
 use super::pools::{Place, Pool, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
+use crate::child::Child;
 
 /// What stands behind `bench-target` on the command line.
 #[derive(Args)]

@@ -9,7 +9,7 @@ const IN_POOL: u32 = 4096;
 /// Blocks that are read.
 const READ: u32 = 1024;
 /// The pool's size is a multiple of this, so that blocks are whole words.
-const STEP: u64 = 1 << 20;
+pub(crate) const STEP: u64 = 1 << 20;
 
 /// The blocks of a pool of a certain size, and the scattered ones that are read.
 pub(crate) struct Blocks {

@@ -9,16 +9,19 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use kvx::{Agent, Kind, Memory, Options, Peer, Plan, Registry};
 
-pub(crate) use self::owner::{OwnerArguments, own};
+pub(crate) use self::blocks::STEP;
+pub(crate) use self::owner::{Owner, OwnerArguments, own};
 
 use self::blocks::Blocks;
-use self::owner::Owner;
 use crate::{Result, bytes};
 
 /// How often everything is timed, in turn.
 const ROUNDS: usize = 5;
 /// How long a link may take to come up, and a transfer or a shutdown to end.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long the owner may take to fill and publish its pool.
+const START: Duration = Duration::from_secs(60);
 
 /// What stands behind `demo` on the command line.
 #[derive(Args)]
@@ -43,7 +46,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
     let blocks = Blocks::of(arguments.size)?;
     let (count, length) = (blocks.from.len(), bytes::show(blocks.length()));
     let start = Instant::now();
-    let mut owner = Owner::start(&backends, arguments.size)?;
+    let mut owner = Owner::start(&backends, arguments.size, START)?;
     writeln!(
         out,
         "Process {} owns a pool of {}; process {} reads {count} scattered blocks of {length} of it.",

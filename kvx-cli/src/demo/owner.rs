@@ -1,18 +1,17 @@
-//! The process that owns the pool: what it does, and how the reader holds it.
+//! The process that owns the pool: what it does, and how the reader holds it. `kvx backends` asks such a process too.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::io::{Read, Write};
+use std::process::Command;
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::Args;
 use kvx::{Agent, Registry};
 
 use super::blocks::Blocks;
 use crate::Result;
+use crate::child::Child;
 
-/// How long the owner may take to fill and publish its pool.
-const START: Duration = Duration::from_secs(60);
 /// The longest life of an owner, should it not see that its reader has ended.
 const LIFE: Duration = Duration::from_secs(600);
 
@@ -50,59 +49,28 @@ pub(crate) struct Owner {
 
 impl Owner {
     /// Starts one, and waits until it has published its pool.
-    pub(crate) fn start(backends: &[&str], size: u64) -> Result<Self> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(["demo-owner", "--backend", &backends.join(","), "--size", &size.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let stdout = child.stdout.take();
-        let mut owner = Owner { child, metadata: Vec::new() };
-        let stdout = stdout.ok_or("the owner's process has no output")?;
-        let (send, line) = mpsc::channel();
-        std::thread::spawn(move || {
-            let mut text = String::new();
-            send.send(BufReader::new(stdout).read_line(&mut text).map(|_| text)).ok();
-        });
-        let text = line
-            .recv_timeout(START)
-            .map_err(|_| format!("the owner did not publish its pool within {START:?}"))??;
-        if text.is_empty() {
-            let status = owner.ended(Duration::from_secs(5))?;
-            return Err(format!("the owner ended before it had published its pool: {status}").into());
-        }
-        owner.metadata = from_hex(text.trim_end()).ok_or("the owner's metadata is not hexadecimal")?;
-        Ok(owner)
+    pub(crate) fn start(backends: &[&str], size: u64, patience: Duration) -> Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["demo-owner", "--backend", &backends.join(","), "--size", &size.to_string()]);
+        let mut child = Child::start("the owner of the pool", command)?;
+        let line = child.hear(patience)?;
+        let metadata = from_hex(line.trim_end()).ok_or("the owner's metadata is not hexadecimal")?;
+        Ok(Owner { child, metadata })
     }
 
     /// Its process.
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.pid()
     }
 
     /// Kills it by its process number.
     pub(crate) fn kill(&mut self) -> Result<()> {
-        self.child.kill()?;
-        self.ended(Duration::from_secs(10)).map(drop)
+        self.child.kill()
     }
 
-    fn ended(&mut self, within: Duration) -> Result<ExitStatus> {
-        let until = Instant::now() + within;
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                return Ok(status);
-            }
-            if Instant::now() >= until {
-                return Err(format!("process {} did not end within {within:?}", self.pid()).into());
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.kill().ok();
+    /// Lets it end by itself.
+    pub(crate) fn end(self) {
+        self.child.end();
     }
 }
 

@@ -75,6 +75,15 @@ impl Child {
         }
     }
 
+    /// Kills it, by its process number, and waits until it has ended.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.process.kill()?;
+        let within = Duration::from_secs(10);
+        self.ended(within)
+            .map(drop)
+            .ok_or_else(|| format!("{} did not end within {within:?} of being killed", self.name).into())
+    }
+
     /// Says that there will be no more lines, and gives it a moment to end by itself.
     pub(crate) fn end(mut self) {
         self.asked = None;

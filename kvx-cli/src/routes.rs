@@ -1,0 +1,63 @@
+//! How a backend reaches a second process of this host, found out by a link to one and a block each way.
+
+use std::time::{Duration, Instant};
+
+use kvx::{Agent, Grid, Memory, Peer, Plan, Registry, Verdict};
+
+use crate::Result;
+use crate::demo::{Owner, STEP};
+
+/// How long the other process may take to start, a link to come up, and a transfer or a shutdown to end.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old versions never say.
+const CHOICE: Duration = Duration::from_secs(1);
+/// One block is read and written.
+const BLOCK: u64 = 256;
+
+/// What the backend says of a link to a second process of this program. Errors: why there is none, or what did not move.
+pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
+    let agent = Agent::builder("routes").backends([backend]).build(registry)?;
+    let route = Owner::start(&[backend], STEP, PATIENCE).and_then(|owner| {
+        let route = through(&agent, &owner.metadata);
+        // The link goes before the process that it leads to.
+        let ended = agent.shutdown(PATIENCE).wait(PATIENCE);
+        owner.end();
+        let route = route?;
+        ended?;
+        Ok(route)
+    })?;
+    Ok(route)
+}
+
+fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
+    let grid = Grid::packed(BLOCK, 1);
+    let room = agent.register("room", Memory::pool(BLOCK as usize).build()?)?;
+    let peer = agent.connect(metadata)?;
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    let (ours, theirs) = (room.grid(grid)?, peer.region("pool")?.grid(grid)?);
+    for plan in [
+        Plan::read(ours.blocks([0]), theirs.blocks([0]))?,
+        Plan::write(ours.blocks([0]), theirs.blocks([0]))?,
+    ] {
+        peer.transfer(&plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+    }
+    settled(&peer)
+}
+
+/// The link's own words, once there is nothing to be added to them or no time is left.
+fn settled(peer: &Peer) -> Result<String> {
+    let until = Instant::now() + CHOICE;
+    loop {
+        let route = peer.route();
+        let up = route.considered.iter().find_map(|considered| match &considered.verdict {
+            Verdict::Up(how) => Some((considered.backend, how)),
+            _ => None,
+        });
+        let (backend, how) = up.ok_or_else(|| route.to_string())?;
+        let complete = backend != "UCX" || how.contains("gets: ") && how.contains("puts: ");
+        if complete || Instant::now() >= until {
+            return Ok(how.clone());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

@@ -54,10 +54,23 @@ enum Command {
     DemoOwner(demo::OwnerArguments),
 }
 
+/// UCX logs to standard output unless it is told otherwise, which is where JSON and figures go.
+fn keep_output_clean() {
+    const VARIABLE: &str = "UCX_LOG_FILE";
+    if std::env::var_os(VARIABLE).is_none() {
+        // SAFETY: the program has one thread so far.
+        unsafe { std::env::set_var(VARIABLE, "stderr") };
+    }
+}
+
 fn main() -> ExitCode {
+    let command = Program::parse().command;
+    if !matches!(command, Command::Config { .. }) {
+        keep_output_clean();
+    }
     let registry = kvx::registry();
     let out = &mut std::io::stdout().lock();
-    let done = match Program::parse().command {
+    let done = match command {
         Command::Backends(arguments) => backends::run(&arguments, &registry, out),
         Command::Bench(arguments) => bench::run(&arguments, &registry, out),
         Command::BenchBeside(arguments) => bench::answer(&arguments, &registry, out),

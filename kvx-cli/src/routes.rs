@@ -8,7 +8,7 @@ use crate::Result;
 use crate::demo::{Owner, STEP};
 
 /// How long the other process may take to start, a link to come up, and a transfer or a shutdown to end.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(10);
 /// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old versions never say.
 const CHOICE: Duration = Duration::from_secs(1);
 /// One block is read and written.
@@ -17,16 +17,12 @@ const BLOCK: u64 = 256;
 /// What the backend says of a link to a second process of this program. Errors: why there is none, or what did not move.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).build(registry)?;
-    let route = Owner::start(&[backend], STEP, PATIENCE).and_then(|owner| {
-        let route = through(&agent, &owner.metadata);
-        // The link goes before the process that it leads to.
-        let ended = agent.shutdown(PATIENCE).wait(PATIENCE);
-        owner.end();
-        let route = route?;
-        ended?;
-        Ok(route)
-    })?;
-    Ok(route)
+    let owner = Owner::start(&[backend], STEP, PATIENCE)?;
+    let route = through(&agent, &owner.metadata);
+    // The link goes before the process that it leads to. How it ends says nothing of the route.
+    agent.shutdown(PATIENCE).wait(PATIENCE).ok();
+    owner.end();
+    route
 }
 
 fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {

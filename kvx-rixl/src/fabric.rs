@@ -208,8 +208,7 @@ unsafe impl Fabric for Nixl {
 
     fn accept(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, .. } = Address::decode(address)?;
-        self.peers.connect(endpoint, &blob, false)?;
-        Ok(())
+        self.peers.accept(endpoint, &blob)
     }
 
     fn sets_up_within(&self) -> Duration {

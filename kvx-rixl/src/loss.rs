@@ -1,7 +1,7 @@
 //! Whether a peer can still be reached after something failed, which NIXL's C interface does not tell.
 //!
 //! UCX gives a connection up over the first error on it, whether the peer has ended or memory that it named is gone, and
-//! refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for nobody, but
+//! refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for no answer of the peer's, but
 //! it is refused all the same. Other plugins may refuse it for reasons of their own: they are not asked.
 
 use std::ffi::CStr;

@@ -115,6 +115,8 @@ struct Endpoint {
     /// `None`: this agent itself.
     peer: Option<Name>,
     foreign: bool,
+    /// The peer has opened it, and may move bytes over it before anything is found out.
+    accepted: bool,
     severed: bool,
 }
 
@@ -134,7 +136,7 @@ pub(crate) struct Peers {
     me: Name,
     /// As for a peer: this agent itself.
     my_reach: Option<PerOp>,
-    /// Some of them need a CPU for what they move, as over TCP.
+    /// Some of them need a CPU for what they move, as over TCP, or may need this one's: nobody has found out.
     pub(crate) converse: bool,
     loads: Loads,
     next_load: u64,
@@ -174,14 +176,15 @@ impl Peers {
                 let why = "this is the blob of the agent itself: connect with its metadata";
                 return Err(Error::new(Kind::Invalid, why));
             }
-            self.endpoints.insert(endpoint, Endpoint { peer: None, foreign, severed: false });
+            self.endpoints
+                .insert(endpoint, Endpoint { peer: None, foreign, accepted: false, severed: false });
             return Ok(true);
         }
         if said.connections.is_empty() {
             return Err(malformed("it does not say how the agent is reached"));
         }
         let connections = connections_of(&said);
-        let found = Endpoint { peer: Some(name.clone()), foreign, severed: false };
+        let found = Endpoint { peer: Some(name.clone()), foreign, accepted: false, severed: false };
         self.endpoints.insert(endpoint, found);
         match self.by_name.get_mut(&name) {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
@@ -198,6 +201,16 @@ impl Peers {
             }
         }
         Ok(false)
+    }
+
+    /// An endpoint that a peer has opened.
+    pub(crate) fn accept(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
+        self.connect(endpoint, blob, false)?;
+        if let Some(endpoint) = self.endpoints.get_mut(&endpoint) {
+            endpoint.accepted = true;
+        }
+        self.note_reach();
+        Ok(())
     }
 
     /// Whom an endpoint leads to.
@@ -226,8 +239,10 @@ impl Peers {
     }
 
     fn note_reach(&mut self) {
-        let mut all = self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]);
-        self.converse = all.any(|reach| reach.is_some_and(|reach| reach != PerOp::NEITHER));
+        let mut known = self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]).flatten();
+        let mut accepted = self.endpoints.iter().filter(|(_, found)| found.accepted && found.peer.is_some());
+        self.converse = known.any(|reach| reach != PerOp::NEITHER)
+            || accepted.any(|(endpoint, _)| self.reach(*endpoint) != Some(PerOp::NEITHER));
     }
 
     /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
@@ -461,7 +476,7 @@ impl Peers {
             waiting.retain(|other| *other != endpoint);
         }
         if !peer.endpoints.is_empty() {
-            return;
+            return self.note_reach();
         }
         let next = self.by_name.remove(&name).and_then(|peer| peer.next);
         self.note_reach();

@@ -20,7 +20,7 @@ use crate::route;
 
 /// The number of kvx's active messages.
 const MESSAGE: u32 = 0;
-/// The most pieces that UCX has for one peer: those of a stopped one must not keep others waiting.
+/// The most pieces under way to one peer: those of a stopped one must not keep others waiting.
 const WINDOW: usize = 512;
 /// The most pieces that are posted in a turn.
 const TURN: u32 = 64;

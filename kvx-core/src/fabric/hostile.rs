@@ -27,6 +27,8 @@ pub(super) struct Quiet {
     pub(super) busy: bool,
     /// It does not say that it has ended.
     pub(super) kept: bool,
+    /// It takes no guests.
+    pub(super) alone: bool,
 }
 
 // SAFETY: it touches no memory.
@@ -75,6 +77,9 @@ unsafe impl Fabric for Quiet {
     }
     fn unregister(&mut self, (): &()) -> Result<LetGo> {
         Ok(if self.busy { LetGo::Later } else { LetGo::Now })
+    }
+    fn takes_guests(&self) -> bool {
+        !self.alone
     }
     fn stop(&mut self) -> bool {
         !self.kept

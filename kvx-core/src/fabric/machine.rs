@@ -426,7 +426,18 @@ impl<F: Fabric> Progress for Machine<F> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::hostile::machine;
     use super::*;
+
+    #[test]
+    fn the_library_says_who_may_work_and_the_reactor_whether_commands_wait() {
+        let (mut machine, queued) = (machine(), Queued::default());
+        assert!(machine.takes_guests() && !machine.queued.any());
+        machine.fabric.alone = true;
+        machine.begins(queued.clone());
+        queued.set(true);
+        assert!(!machine.takes_guests() && machine.queued.any());
+    }
 
     #[test]
     fn a_turn_that_moved_much_ends_for_a_command_and_any_turn_ends() {

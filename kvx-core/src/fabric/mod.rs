@@ -166,8 +166,8 @@ pub unsafe trait Fabric: Send + 'static {
     }
 
     /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done. After
-    /// [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine for the one
-    /// that counts.
+    /// [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine when asking
+    /// is worth it.
     /// Errors: it cannot be known that no peer reaches it, and it stays quarantined.
     fn unregister(&mut self, local: &Self::Local) -> Result<LetGo>;
 

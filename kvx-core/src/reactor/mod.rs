@@ -90,7 +90,7 @@ impl Queued {
         self.0.load(Ordering::Acquire)
     }
 
-    fn set(&self, any: bool) {
+    pub(crate) fn set(&self, any: bool) {
         self.0.store(any, Ordering::Release);
     }
 }
@@ -275,7 +275,8 @@ impl<P: Progress> Reactor<P> {
             return false;
         }
         let Some(mut machine) = self.shared.machine.try_lock() else { return false };
-        let Some(driven) = machine.as_mut().filter(|_| !self.shared.is_halted()) else { return false };
+        let open = |driven: &&mut Driven<P>| !self.shared.is_halted() && driven.machine.takes_guests();
+        let Some(driven) = machine.as_mut().filter(open) else { return false };
         let mut out = Outbox::default();
         let done = self.shared.turn(driven, command.take(), &mut out);
         let running = &mut driven.machine;

@@ -16,8 +16,8 @@ pub(super) enum For {
     Job(JobId),
     /// It tries the link out.
     Trial,
-    /// It asked whether the peer can be reached.
-    Nobody,
+    /// It looks whether the peer can be reached.
+    Look,
 }
 
 /// A request in progress.
@@ -33,20 +33,20 @@ impl Nixl {
         if **name == *self.peers.me() {
             return why;
         }
-        let known = agent.knows(name);
-        if known {
+        if agent.knows(name) {
             let Some(there) = self.peers.somewhere(name) else { return why };
             match loss::look(agent, name, &there) {
                 Connection::Broken => {}
                 Connection::Works => return why,
                 Connection::Flies(request) => {
-                    self.fly(For::Nobody, Arc::new(request), name);
+                    self.fly(For::Look, Arc::new(request), name);
                     return why;
                 }
             }
         }
         let mut happened = Vec::new();
-        self.peers.lose(name, known, &mut happened);
+        // Asked once more: NIXL may have dropped the peer over the look.
+        self.peers.lose(name, agent.knows(name), &mut happened);
         self.news.extend(happened);
         why.kind_is(Kind::PeerLost)
     }
@@ -86,7 +86,7 @@ impl Nixl {
             match what_for {
                 For::Job(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
                 For::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
-                For::Nobody => {}
+                For::Look => {}
             }
         }
         self.news.extend(happened);

@@ -157,16 +157,22 @@ fn found_out() {
 
     drop(far);
     let there = near.peers.somewhere(&name).expect("the blob says");
+    let mut looks = Vec::new(); // they end with the connection
     until(&mut near, |near, _| {
         let passed = near.turnstile.pass();
-        matches!(loss::look(passed.as_ref().expect("it is open"), &name, &there), Connection::Broken)
+        match loss::look(passed.as_ref().expect("it is open"), &name, &there) {
+            Connection::Flies(request) => looks.push(request),
+            Connection::Works => {}
+            Connection::Broken => return true,
+        }
+        false
     });
     assert_eq!(failed(&mut near), Kind::PeerLost);
     assert!(near.peers.way(EndpointId::from_number(1)).is_err(), "it stays lost");
     let happened = until(&mut near, |_, happened| !happened.is_empty());
     assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
     assert_eq!(failed(&mut near), Kind::PeerLost, "and is reported once");
-    std::mem::forget((near, here));
+    std::mem::forget((near, here, looks));
 }
 
 #[test]

@@ -28,7 +28,9 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     for (endpoint, name) in endpoints.into_iter().zip([c"over-tcp", c"by-the-kernel"]) {
         let name = Name::from(name);
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
-        peers.endpoints.insert(endpoint, Endpoint { peer: Some(name), foreign: false, severed: false });
+        peers
+            .endpoints
+            .insert(endpoint, Endpoint { peer: Some(name), foreign: false, accepted: false, severed: false });
     }
     peers.set_reach(endpoints[1], PerOp::NEITHER);
     assert!(!peers.converse);
@@ -38,6 +40,17 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     assert!(peers.converse, "another does not change that");
     peers.disconnect(endpoints[0]);
     assert!(!peers.converse);
+    // Who has come may read and write before anything is found out of the way.
+    let third = EndpointId::from_number(3);
+    peers.endpoints.insert(
+        third,
+        Endpoint { peer: Some(Name::from(c"comes")), foreign: false, accepted: true, severed: false },
+    );
+    peers.begin(Name::from(c"comes"), Vec::new(), Vec::new(), vec![third]);
+    peers.note_reach();
+    assert!(peers.converse);
+    peers.set_reach(third, PerOp::NEITHER);
+    assert!(!peers.converse);
 }
 
 #[test]
@@ -46,7 +59,10 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     let mut peers = Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), nobody).unwrap());
     let (endpoint, name, mut happened) = (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
-    peers.endpoints.insert(endpoint, Endpoint { peer: Some(name.clone()), foreign: false, severed: false });
+    peers.endpoints.insert(
+        endpoint,
+        Endpoint { peer: Some(name.clone()), foreign: false, accepted: false, severed: false },
+    );
     peers.by_name.get_mut(&name).unwrap().state = State::Ready;
     assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
     let range = Range { segment: crate::ffi::Segment::Host, address: 4096, len: 64, device: 0 };

@@ -5,7 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use kvx_testkit::output;
 use serde_json::Value;
+
+/// The program is killed after it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn program(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
@@ -14,7 +18,7 @@ fn program(arguments: &[&str]) -> Command {
 }
 
 fn kvx(arguments: &[&str]) -> Output {
-    program(arguments).output().expect("the program starts")
+    output(&mut program(arguments), LIMIT)
 }
 
 fn text(bytes: &[u8]) -> &str {
@@ -57,7 +61,7 @@ fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
 fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
     let mut command = program(&["backends", "--routes", "--json"]);
     command.envs(ucx.map(|file| ("KVX_UCX_LIB", file))).envs(settings.iter().copied());
-    let output = command.output().expect("the program starts");
+    let output = output(&mut command, LIMIT);
     assert!(output.status.success(), "{}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("the program prints JSON")
 }
@@ -106,8 +110,8 @@ fn a_backend_that_reaches_no_second_process_says_why() {
             why.starts_with("no link to a second process of this host: ") && why.contains("UCX_TLS"),
             "{why}"
         );
-        let output =
-            program(&["backends", "--routes", "--require", "UCX"]).env("UCX_TLS", "self").output().unwrap();
+        let mut required = program(&["backends", "--routes", "--require", "UCX"]);
+        let output = output(required.env("UCX_TLS", "self"), LIMIT);
         assert_eq!(output.status.code(), Some(1));
         assert!(text(&output.stderr).contains("no link to a second process of this host"));
     }
@@ -127,7 +131,7 @@ fn find_prints_the_variable_of_what_a_python_environment_has() {
     let library = environment.join("lib/python3.11/site-packages/libucx/lib/libucp.so.0");
     std::fs::create_dir_all(library.parent().unwrap()).unwrap();
     std::fs::write(&library, "").unwrap();
-    let output = program(&["backends", "--find"]).env("VIRTUAL_ENV", &environment).output().unwrap();
+    let output = output(program(&["backends", "--find"]).env("VIRTUAL_ENV", &environment), LIMIT);
     std::fs::remove_dir_all(&environment).unwrap();
     let line = format!("export KVX_UCX_LIB={}", library.display());
     assert!(text(&output.stdout).lines().any(|found| found.starts_with(&line)), "{}", text(&output.stdout));

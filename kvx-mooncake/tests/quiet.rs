@@ -25,7 +25,7 @@ fn said(name: &str, logging: &[(&str, &str)]) -> String {
             command.env_remove(&variable);
         }
     }
-    let output = command.envs(logging.iter().copied()).output().unwrap();
+    let output = kvx_testkit::output(command.envs(logging.iter().copied()), 6 * CUT_OFF);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     String::from_utf8(output.stderr).unwrap()
 }

@@ -9,14 +9,16 @@
 
 use kvx_core::{Error, Kind, Options, Result};
 
+use crate::ffi::UCX;
+
 const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread"];
 /// Backends of kvx that are plugins of NIXL as well, and NIXL's own name.
 pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
 /// The plugin that needs no thread of NIXL's: the sockets that it has wake kvx's own. NIXL's would read what has come before
 /// kvx sees why it was woken; others, such as `LIBFABRIC`, move nothing without it.
-const WITHOUT_THREAD: &str = "UCX";
+const WITHOUT_THREAD: &str = UCX;
 /// Those that are plugins.
-const PLUGINS: &[&str] = &["UCX", "LIBFABRIC"];
+const PLUGINS: &[&str] = &[UCX, "LIBFABRIC"];
 
 /// The parsed options.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,7 +38,7 @@ impl Config {
             None => {
                 let named = options.backends()?.unwrap_or_default();
                 let known = |name: &&str| named.iter().any(|named| named.eq_ignore_ascii_case(name));
-                PLUGINS.iter().copied().find(known).unwrap_or("UCX").to_owned()
+                PLUGINS.iter().copied().find(known).unwrap_or(UCX).to_owned()
             }
         };
         if plugin.is_empty() || !plugin.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,27 @@ use rustix::process::{Pid, Signal};
 
 use crate::check::Failure;
 use crate::setup::CUT_OFF;
+
+/// How long a program is waited for between two looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Runs a program that is asked nothing: its status and what it said, of which its pipes hold some 64 KiB. It is killed after `limit`.
+///
+/// # Panics
+/// When it cannot be started, or be asked about.
+#[expect(clippy::expect_used, reason = "a test that cannot start its program is at its end")]
+pub fn output(command: &mut Command, limit: Duration) -> Output {
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    let until = Instant::now() + limit;
+    while child.try_wait().expect("a child can be asked").is_none() {
+        if Instant::now() > until {
+            child.kill().ok();
+        }
+        std::thread::sleep(LOOK);
+    }
+    child.wait_with_output().expect("its output can be read")
+}
 
 /// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.
 pub struct Child {

@@ -151,7 +151,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
         let mut owner = owner.spawn().unwrap();
         let mut lines = BufReader::new(owner.stdout.take().unwrap()).lines().map_while(Result::ok);
         let metadata = lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
-        let output = versions::output(reader.env(OWNER, metadata), 3 * PATIENCE);
+        let output = kvx_testkit::output(reader.env(OWNER, metadata), 3 * PATIENCE);
         drop(owner.stdin.take()); // the owner looks at its memory and ends
         let told: Vec<String> = lines.collect();
         let (read, wrong) =

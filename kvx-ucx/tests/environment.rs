@@ -3,12 +3,11 @@
 
 mod versions;
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use kvx_core::transport::{Factory as _, MAX_NOTIFICATION};
 use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry};
-use versions::{VERSIONS, Version};
+use versions::Version;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// For a whole child, each of whose waits has its own end.
@@ -90,10 +89,11 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
 }
 
 /// What a child with these variables and options tells, and all that it printed.
-fn told(mut child: Command, variables: &[(&str, &str)], options: &str) -> (Told, String) {
+fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, String) {
+    let mut child = version.command().expect("it is there");
     child.args(["--exact", "tell", "--nocapture", "--test-threads=1"]);
     child.env(TELLS, options).envs(variables.iter().copied());
-    let output = versions::output(&mut child, LIMIT);
+    let output = kvx_testkit::output(&mut child, LIMIT);
     let streams = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     let said = streams.concat();
     assert!(output.status.success() && said.contains("1 passed"), "{variables:?} {options}: {said}");
@@ -107,15 +107,9 @@ fn told(mut child: Command, variables: &[(&str, &str)], options: &str) -> (Told,
 
 /// Calls `body` for each version with what asks a child of that version.
 fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> Told)) {
-    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
-        if let Err((reason, cure)) = version.command() {
-            kvx_testkit::skip(test, &reason, cure);
-            continue;
-        }
-        body(version, &|variables, options| {
-            told(version.command().expect("it was there"), variables, options).0
-        });
-    }
+    versions::each_here(test, |version| {
+        body(version, &|variables, options| told(version, variables, options).0);
+    });
 }
 
 #[test]
@@ -185,16 +179,8 @@ fn an_option_wins_over_the_variable() {
 /// New versions refuse a name that they do not know; old ones warn of it, once they know what nothing has used.
 #[test]
 fn a_setting_that_ucx_does_not_know_is_told() {
-    const NAME: &str = "a_setting_that_ucx_does_not_know_is_told";
-    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
-        let child = match version.command() {
-            Ok(child) => child,
-            Err((reason, cure)) => {
-                kvx_testkit::skip(NAME, &reason, cure);
-                continue;
-            }
-        };
-        let (told, said) = told(child, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
+    versions::each_here("a_setting_that_ucx_does_not_know_is_told", |version| {
+        let (told, said) = told(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
             assert!(told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"), "{told:?}");
         } else {
@@ -202,24 +188,16 @@ fn a_setting_that_ucx_does_not_know_is_told() {
                 said.lines().find(|line| line.contains("WARN") && line.contains("NO_SUCH_SETTING=1"));
             assert!(warning.is_some(), "{said}");
         }
-    }
+    });
 }
 
 /// Old versions have some under other names, which kvx translates.
 #[test]
 fn settings_bear_the_names_of_their_variables_on_every_version() {
-    const NAME: &str = "settings_bear_the_names_of_their_variables_on_every_version";
-    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
-        let child = match version.command() {
-            Ok(child) => child,
-            Err((reason, cure)) => {
-                kvx_testkit::skip(NAME, &reason, cure);
-                continue;
-            }
-        };
+    versions::each_here("settings_bear_the_names_of_their_variables_on_every_version", |version| {
         let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
-        let (told, said) = told(child, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
+        let (told, said) = told(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
         assert!(told.route.contains("lanes sysv/memory"), "{told:?}");
         assert!(!said.contains("WARN"), "{}: {said}", version.label);
-    }
+    });
 }

@@ -18,7 +18,7 @@ use super::request::{Request, Unreleased};
 use super::status::{State, Status};
 
 /// NIXL's plugin over UCX.
-const UCX: &str = "UCX";
+pub(crate) const UCX: &str = "UCX";
 
 /// What an agent is made with.
 pub(crate) struct Settings<'a> {

@@ -14,7 +14,7 @@ mod request;
 mod status;
 mod version;
 
-pub(crate) use agent::{Agent, Settings};
+pub(crate) use agent::{Agent, Settings, UCX};
 pub(crate) use library::Library;
 pub(crate) use lists::{Range, Segment, TransferList};
 pub(crate) use plugins::Plugin;

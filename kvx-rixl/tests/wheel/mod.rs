@@ -3,8 +3,8 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 /// Why nothing runs without it, and what to do.
 pub(crate) const ABSENT: (&str, &str) =
@@ -62,17 +62,7 @@ pub(crate) fn alone(test: &str, body: impl FnOnce()) {
     again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
     again.env(ALONE, "1").env("KVX_RIXL_LIB", library);
     again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
-    again.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = again.spawn().expect("this program starts again");
-    let until = Instant::now() + LIMIT;
-    // Little is said: the pipes hold it.
-    while child.try_wait().expect("a child can be asked").is_none() {
-        if Instant::now() > until {
-            child.kill().ok();
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let output = child.wait_with_output().expect("its output can be read");
+    let output = kvx_testkit::output(&mut again, LIMIT);
     let (told, wrong) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && told.contains("1 passed"), "{test}:\n{told}\n{wrong}");
 }

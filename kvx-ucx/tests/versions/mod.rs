@@ -6,8 +6,8 @@
 #![allow(dead_code, reason = "each program that shares this uses a part of it")]
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 /// Set in a child: the version's label.
 const CHILD: &str = "KVX_UCX_TEST_VERSION";
@@ -53,6 +53,16 @@ impl Version {
     }
 }
 
+/// Calls `body` for each version that is there and ends well; names the others as parts of `test` that are skipped.
+pub(crate) fn each_here(test: &str, body: impl Fn(&Version)) {
+    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
+        match version.command() {
+            Ok(_) => body(version),
+            Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
+        }
+    }
+}
+
 /// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
 pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
     if let Some(version) = chosen() {
@@ -62,7 +72,7 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
         match version.command() {
             Ok(mut command) => {
                 let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-                let output = output(child, Duration::from_secs(60));
+                let output = kvx_testkit::output(child, Duration::from_secs(60));
                 let told = String::from_utf8_lossy(&output.stdout);
                 let wrong = String::from_utf8_lossy(&output.stderr);
                 let ended = output.status.success() || version.ends_badly;
@@ -71,25 +81,6 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
             Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
         }
     }
-}
-
-/// What a child says, which is killed after `limit`.
-pub(crate) fn output(command: &mut Command, limit: Duration) -> Output {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the test program starts");
-    let until = Instant::now() + limit;
-    // Little is said: the pipes hold it.
-    while child.try_wait().expect("a child can be asked").is_none() {
-        if Instant::now() > until {
-            child.kill().ok();
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    child.wait_with_output().expect("its output can be read")
 }
 
 /// The system's library, which Debian 12 has as 1.13: other versions are other systems' business.

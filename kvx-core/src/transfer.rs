@@ -13,10 +13,31 @@ use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
 use crate::peer::{Job, PeerInner};
 use crate::plan::{Bound, Plan, Size};
-use crate::sync::{Condvar, Mutex, MutexGuard, breathe};
+use crate::sync::{Condvar, Mutex, MutexGuard, breathe, glance};
 use crate::ticket::Settle;
-use crate::transport::Link;
+use crate::transport::{INLINE_SEGMENTS, Link};
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
+
+/// How a caller that waits looks for the end of a transfer before it sleeps. A wake-up costs as much as moving a few blocks.
+struct Looks {
+    /// For how long while nothing moves.
+    patience: Duration,
+    /// What it does after so many in a row found nothing.
+    between: fn(u32),
+}
+
+impl Looks {
+    /// `unannounced`: [`Link::ends_unannounced`].
+    fn after(size: &Size, unannounced: bool) -> Self {
+        if unannounced && size.segments <= INLINE_SEGMENTS {
+            // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
+            return Looks { patience: Duration::from_millis(1), between: glance };
+        }
+        // About as long as a few blocks take at 2 GB/s: where others move many, looking on slows them down.
+        let expected = Duration::from_nanos(size.bytes / 2).min(Duration::from_micros(100));
+        Looks { patience: Duration::from_micros(100) + expected, between: breathe }
+    }
+}
 
 /// What a transfer did.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -482,10 +503,10 @@ impl Transfer {
             state.on.as_ref().map(|(link, _)| Arc::clone(link))
         };
         let until = deadline.into();
-        // A blocking wake-up costs as much as moving a few blocks: lend a hand first, for about as long as a few blocks take
-        // at 2 GB/s. Longer only while there is something to do: where others move the bytes, looking on slows them down.
-        let expected = Duration::from_nanos(self.0.plan.size().bytes / 2).min(Duration::from_micros(100));
-        let patience = Instant::now() + Duration::from_micros(100) + expected;
+        // Lends a hand first.
+        let unannounced = link.as_ref().is_some_and(|link| link.ends_unannounced());
+        let Looks { patience, between } = Looks::after(&self.0.plan.size(), unannounced);
+        let patience = Instant::now() + patience;
         let mut looks = 0;
         while let Some(link) = &link {
             let moved = link.drive();
@@ -498,7 +519,7 @@ impl Transfer {
                 break;
             }
             if !moved {
-                breathe(looks);
+                between(looks);
             }
         }
         if let Some(link) = &link {
@@ -580,5 +601,23 @@ impl Drop for Transfer {
 impl fmt::Debug for Transfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Transfer({}, {:?})", self.0.id.0, self.0.plan)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_transfer_whose_end_nobody_tells_is_looked_for_until_it_can_have_ended() {
+        let of = |segments, unannounced| {
+            Looks::after(
+                &Size { bytes: segments << 12, blocks: segments, segments, description: 0 },
+                unannounced,
+            )
+            .patience
+        };
+        assert!(of(INLINE_SEGMENTS, true) > 4 * of(INLINE_SEGMENTS, false));
+        assert_eq!(of(INLINE_SEGMENTS + 1, true), of(INLINE_SEGMENTS + 1, false));
     }
 }

@@ -214,6 +214,12 @@ pub unsafe trait Link: Send + Sync {
         false
     }
 
+    /// Whether others move what is posted, slowly, and nothing announces its end: a caller that waits for a few blocks then looks on
+    /// for as long as they take.
+    fn ends_unannounced(&self) -> bool {
+        false
+    }
+
     /// The calling thread, which drove, goes to sleep: whatever comes now is the transport's own thread's to see to.
     fn hand_over(&self) {}
 

@@ -347,6 +347,10 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         lanes[lanes::own(lanes.len())].drive()
     }
 
+    fn ends_unannounced(&self) -> bool {
+        F::ENDS_UNANNOUNCED
+    }
+
     fn hand_over(&self) {
         let lanes = self.lanes();
         lanes[lanes::own(lanes.len())].hand_over();

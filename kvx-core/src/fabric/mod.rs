@@ -83,6 +83,9 @@ pub unsafe trait Fabric: Send + 'static {
     /// What it keeps for each [`Job`].
     type State: Default + Send + 'static;
 
+    /// As [`Link::ends_unannounced`](crate::transport::Link::ends_unannounced).
+    const ENDS_UNANNOUNCED: bool = false;
+
     /// Makes an endpoint that leads to `address`; returns at once. Until it is ready, [`send`](Fabric::send) says
     /// [`Sent::Later`]; if it never is, [`Happened::Broken`] follows. Errors: `Malformed` for an address that makes no
     /// sense, `PeerLost` where nobody is there.

@@ -259,6 +259,10 @@ unsafe impl Link for ChaosLink {
         self.inner.get().drive()
     }
 
+    fn ends_unannounced(&self) -> bool {
+        self.inner.get().ends_unannounced()
+    }
+
     fn hand_over(&self) {
         self.inner.get().hand_over();
     }

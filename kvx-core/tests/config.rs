@@ -2,7 +2,8 @@
 
 use kvx_core::Kind;
 use kvx_core::config::{
-    BufferDevice, Compat, Concern, Connector, KvTransferConfig, LoadFailurePolicy, Role, Surroundings,
+    BufferDevice, Compat, Concern, Connector, KvTransferConfig, LoadFailurePolicy, NUM_THREADS, Role,
+    Surroundings,
 };
 use serde_json::json;
 
@@ -397,10 +398,10 @@ fn keys_of_another_version_are_ignored_and_warned_about() {
 }
 
 #[test]
-fn nixl_settings_have_vllms_defaults_and_types() {
+fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
     let defaults = config(&nixl(""));
     let nixl_settings = defaults.nixl();
-    assert_eq!(nixl_settings.num_threads, 4);
+    assert_eq!(nixl_settings.num_threads, NUM_THREADS, "what is in force in kvx");
     assert_eq!(nixl_settings.kv_lease_duration.as_secs(), 30);
     assert_eq!(nixl_settings.decoder_kv_blocks_ttl.as_secs(), 480);
     assert_eq!(nixl_settings.push_registration_timeout.as_secs(), 480);

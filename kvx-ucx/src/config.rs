@@ -20,6 +20,7 @@
 
 use std::path::{Path, PathBuf};
 
+use kvx_core::config::NUM_THREADS;
 use kvx_core::{Error, Kind, Options, Result, Table};
 
 /// What kvx sets unless the user did. The last column: further variables that say the same.
@@ -31,8 +32,6 @@ const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("TCP_RX_SEG_SIZE", "256k", &[]),
 ];
 
-/// Progress threads, unless `num_threads` says otherwise.
-const NUM_THREADS: u64 = 1;
 /// A configuration file of UCX is not read further than this.
 const MAX_FILE: usize = 1 << 20;
 
@@ -68,7 +67,7 @@ impl Config {
         for text in table.texts("set")?.unwrap_or_default() {
             chosen.push(assignment(&text)?);
         }
-        let num_threads = options.top().number("num_threads", 1..=64)?.unwrap_or(NUM_THREADS) as usize;
+        let num_threads = options.top().number("num_threads", 1..=64)?.unwrap_or(NUM_THREADS.into()) as usize;
         Ok(Config { chosen, num_threads })
     }
 

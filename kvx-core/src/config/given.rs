@@ -23,6 +23,8 @@ pub enum Source {
     Environment(String),
     /// Not written: the default of that version.
     Default(Compat),
+    /// Not written: kvx's own default. That version has this one.
+    Own(Compat, &'static str),
     /// Not written: drawn at random.
     Random,
 }
@@ -34,6 +36,7 @@ impl fmt::Display for Source {
             Source::Argument(written) => f.write_str(written),
             Source::Environment(name) => write!(f, "environment {name}"),
             Source::Default(compat) => write!(f, "default of {compat}"),
+            Source::Own(compat, other) => write!(f, "kvx's own default; {compat} has {other}"),
             Source::Random => f.write_str("drawn at random"),
         }
     }

@@ -31,6 +31,6 @@ pub use given::{Given, Source};
 pub use ranks::{BlockRelease, Lease, Rank};
 pub use report::{Opening, Report};
 pub use surroundings::{Environment, Surroundings};
-pub use tables::{MooncakeSettings, NixlSettings, OPTION_TABLES, OptionTable};
+pub use tables::{MooncakeSettings, NUM_THREADS, NixlSettings, OPTION_TABLES, OptionTable};
 pub use transfer_config::KvTransferConfig;
 pub use warning::{Concern, Warning};

@@ -8,7 +8,7 @@ use super::compat::Compat;
 use super::connectors::Connector;
 use super::given::Source;
 use super::ranks::{BlockRelease, Rank};
-use super::tables::{MooncakeSettings, NixlSettings};
+use super::tables::{DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
 use super::transfer_config::KvTransferConfig;
 use super::warning::Warning;
 
@@ -185,7 +185,9 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
         for (key, value) in settings(config).into_iter().filter(|_| field == EXTRA) {
             if !config.extra().contains_key(key) {
                 let name = format!("{EXTRA}.{key}");
-                lines.push(Line { name, value: value.to_string(), sources: vec![Source::Default(compat)] });
+                let other = DEFAULTS_OF_VLLM.iter().find(|(other, _)| *other == key);
+                let source = other.map_or(Source::Default(compat), |(_, value)| Source::Own(compat, value));
+                lines.push(Line { name, value: value.to_string(), sources: vec![source] });
             }
         }
     }

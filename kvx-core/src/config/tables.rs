@@ -178,11 +178,18 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
     ))
 }
 
+/// Threads that make progress, of a backend that reads `num_threads`, unless it is written. vLLM's default is 4: in kvx each is a
+/// worker with connections of its own, for whoever asks for it.
+pub const NUM_THREADS: u32 = 1;
+
+/// The keys whose default is not vLLM's, with vLLM's.
+pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] = &[("num_threads", "4")];
+
 /// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NixlSettings {
-    /// `num_threads`: threads of a UCX backend, 4.
+    /// `num_threads`: threads of a UCX backend, [`NUM_THREADS`]; 4 to vLLM.
     pub num_threads: u32,
     /// `kv_lease_duration`: how long a prefill keeps blocks that nobody has asked for, 30 s.
     pub kv_lease_duration: Duration,
@@ -253,7 +260,7 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         seconds => Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
     };
     Ok(NixlSettings {
-        num_threads: reader.whole("num_threads", 4)?,
+        num_threads: reader.whole("num_threads", NUM_THREADS)?,
         kv_lease_duration: reader.seconds("kv_lease_duration", Duration::from_secs(30))?,
         decoder_kv_blocks_ttl,
         push_registration_timeout: reader.seconds("push_registration_timeout", decoder_kv_blocks_ttl)?,

@@ -3,7 +3,11 @@
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use kvx_testkit::output;
 use serde_json::Value;
+
+/// The program is killed after it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn bench(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
@@ -13,8 +17,11 @@ fn bench(arguments: &[&str]) -> Command {
             command.args([option, value]);
         }
     }
-    command.stdin(Stdio::null());
     command
+}
+
+fn measured(arguments: &[&str]) -> Output {
+    output(&mut bench(arguments), LIMIT)
 }
 
 /// Its JSON lines; it must have succeeded.
@@ -31,7 +38,7 @@ fn stderr(output: &Output) -> &str {
 #[test]
 fn a_sweep_has_a_line_for_every_point_with_every_field_in_order() {
     let sweep = ["--block", "4K,64K", "--count", "1,16", "--memory", "kvx,foreign", "--seconds", "0.05"];
-    let output = bench(&sweep).output().unwrap();
+    let output = measured(&sweep);
     let lines = lines(&output);
     assert_eq!(lines.len(), 2 * 2 * 2 * 2 * 2);
     for line in &lines {
@@ -63,10 +70,9 @@ fn a_sweep_has_a_line_for_every_point_with_every_field_in_order() {
 
 #[test]
 fn both_ways_to_wait_and_both_patterns_are_measured() {
-    let output = bench(&["--block", "4K", "--count", "64", "--op", "read", "--backend", "shm,SHM"])
-        .args(["--wait", "block,async", "--pattern", "adjacent,scattered"])
-        .output()
-        .unwrap();
+    let sweep = ["--block", "4K", "--count", "64", "--op", "read", "--backend", "shm,SHM"];
+    let both = ["--wait", "block,async", "--pattern", "adjacent,scattered"];
+    let output = measured(&[&sweep[..], &both].concat());
     let lines = lines(&output);
     let points: Vec<_> = lines.iter().map(|line| (line["wait"].as_str(), line["pattern"].as_str())).collect();
     let (block, wait) = (Some("block"), Some("async"));
@@ -79,12 +85,12 @@ fn both_ways_to_wait_and_both_patterns_are_measured() {
 fn what_is_larger_than_allowed_is_left_out_by_name() {
     let sweep =
         ["--backend", "TCP", "--op", "write", "--block", "4K,1M", "--count", "4", "--max-total", "1M"];
-    let output = bench(&sweep).output().unwrap();
+    let output = measured(&sweep);
     assert_eq!(lines(&output).len(), 1);
     let told = stderr(&output);
     assert!(told.contains("left out: TCP write 1 MiB x4 scattered kvx block moves 4 MiB"), "{told}");
     assert!(told.contains("1 points, 2 MiB of memory a side, about 1 s"), "{told}");
-    let output = bench(&["--block", "1M", "--count", "4", "--max-total", "1M"]).output().unwrap();
+    let output = measured(&["--block", "1M", "--count", "4", "--max-total", "1M"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).ends_with("kvx: no point is left to be measured\n"), "{}", stderr(&output));
 }
@@ -100,11 +106,11 @@ fn arguments_that_make_no_sense_are_refused() {
         (["--op", "swap"], 2),
         (["--memory", "gpu"], 2),
     ] {
-        let output = bench(&arguments).output().unwrap();
+        let output = measured(&arguments);
         assert_eq!(output.status.code(), Some(code), "{arguments:?}");
         assert!(!output.stderr.is_empty() && output.stdout.is_empty());
     }
-    let output = bench(&["--backend", "UXC"]).output().unwrap();
+    let output = measured(&["--backend", "UXC"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
         stderr(&output).starts_with("backend \"UXC\" is unknown; did you mean UCX?"),
@@ -123,8 +129,7 @@ fn a_program_beside_is_asked_as_documented() {
          esac; done'",
         told = told.display()
     );
-    let output =
-        bench(&["--backend", "SHM", "--block", "4K", "--count", "8", "--beside", &program]).output().unwrap();
+    let output = measured(&["--backend", "SHM", "--block", "4K", "--count", "8", "--beside", &program]);
     let heard = std::fs::read_to_string(&told).unwrap();
     std::fs::remove_file(&told).unwrap();
     let lines = lines(&output);
@@ -150,7 +155,7 @@ fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
         ("sh -c 'read a; echo ready x; read b; echo moved 1 100; read c'", "reports 100 s for a round of"),
         ("true", "the program beside"),
     ] {
-        let output = bench(&[&point[..], &[program]].concat()).output().unwrap();
+        let output = measured(&[&point[..], &[program]].concat());
         assert_eq!(output.status.code(), Some(1), "{program}");
         assert!(stderr(&output).contains(why), "{program}: {}", stderr(&output));
     }
@@ -159,7 +164,8 @@ fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
 /// The example of `BESIDE.md`, as it stands there.
 #[test]
 fn the_documented_program_works() {
-    if Command::new("python3").arg("--version").output().is_err() {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    if !std::env::split_paths(&path).any(|folder| folder.join("python3").is_file()) {
         return kvx_testkit::skip("the_documented_program_works", "no python3", "install Debian's python3");
     }
     let document = include_str!("../BESIDE.md");
@@ -171,8 +177,7 @@ fn the_documented_program_works() {
     let program = std::env::temp_dir().join(format!("kvx-beside-{}.py", std::process::id()));
     std::fs::write(&program, code("def shuffled(count, seed):") + &code("import sys, time")).unwrap();
     let beside = format!("python3 {}", program.display());
-    let output =
-        bench(&["--backend", "SHM", "--block", "4K", "--count", "8", "--beside", &beside]).output().unwrap();
+    let output = measured(&["--backend", "SHM", "--block", "4K", "--count", "8", "--beside", &beside]);
     std::fs::remove_file(&program).unwrap();
     let lines = lines(&output);
     assert!(
@@ -183,7 +188,7 @@ fn the_documented_program_works() {
 #[test]
 fn the_other_measurements_have_their_figures() {
     let one = |arguments: &[&str]| {
-        let output = bench(&["--backend", "TCP"]).args(arguments).output().unwrap();
+        let output = measured(&[&["--backend", "TCP"], arguments].concat());
         let [line] = &lines(&output)[..] else { panic!("one line of {arguments:?}") };
         line.clone()
     };
@@ -211,6 +216,7 @@ fn the_other_measurements_have_their_figures() {
 fn the_target_does_not_outlive_a_bench_that_is_killed() {
     let mut bench =
         bench(&["--backend", "SHM", "--block", "4K", "--count", "8", "--op", "read", "--seconds", "60"])
+            .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -253,7 +259,7 @@ fn the_limits_stay_small_and_know_nothing_of_kvx() {
 
 /// `kvx` over a GPU that is made of host memory.
 fn on_the_stand_in(mut command: Command) -> Output {
-    command.env("KVX_CUDA_LIB", kvx_stand_in::library()).output().expect("the program starts")
+    output(command.env("KVX_CUDA_LIB", kvx_stand_in::library()), LIMIT)
 }
 
 #[test]
@@ -300,17 +306,17 @@ fn kernels_are_measured_beside_one_copy() {
 fn devices_are_listed_or_it_is_said_why_there_are_none() {
     let kvx = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-        command.args(arguments).stdin(Stdio::null());
+        command.args(arguments);
         command
     };
-    let output = on_the_stand_in(kvx(&["devices", "--json"]));
-    let listed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let listed = on_the_stand_in(kvx(&["devices", "--json"]));
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((&listed[0]["kind"], &listed[0]["ordinal"]), (&"cuda".into(), &0.into()), "{listed}");
-    let output = on_the_stand_in(kvx(&["devices"]));
-    assert!(output.status.success() && output.stdout.starts_with(b"cuda 0: "));
+    let listed = on_the_stand_in(kvx(&["devices"]));
+    assert!(listed.status.success() && listed.stdout.starts_with(b"cuda 0: "));
     for arguments in [&["devices"][..], &["bench", "--memory", "device"], &["bench", "--kernels"]] {
         let nowhere = [("KVX_CUDA_LIB", "/nowhere/libcuda.so.1"), ("KVX_HIP_LIB", "/nowhere/libamdhip64.so")];
-        let output = kvx(arguments).envs(nowhere).output().unwrap();
+        let output = output(kvx(arguments).envs(nowhere), LIMIT);
         assert_eq!(output.status.code(), Some(1), "{arguments:?}");
         let told = stderr(&output);
         assert!(

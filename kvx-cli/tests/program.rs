@@ -3,9 +3,9 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvx_testkit::output;
+use kvx_testkit::{kill_after, output};
 use serde_json::Value;
 
 /// The program is killed after it.
@@ -186,8 +186,10 @@ fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
     // Nobody reads its output, so it ends at its first line, when its owner has just been started.
     let mut demo =
         program(&["demo", "--backend", "TCP", "--size", "3M"]).stdout(Stdio::piped()).spawn().unwrap();
+    kill_after(&demo, LIMIT);
     drop(demo.stdout.take());
-    demo.wait().unwrap();
+    let status = demo.wait().unwrap();
+    assert!(status.success(), "{status}");
     let size = (3 << 20).to_string();
     for process in std::fs::read_dir("/proc").unwrap().flatten() {
         let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
@@ -204,21 +206,11 @@ fn the_owner_of_the_demo_ends_with_its_reader() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
+    kill_after(&owner, LIMIT / 3);
     let mut metadata = String::new();
     BufReader::new(owner.stdout.take().unwrap()).read_line(&mut metadata).unwrap();
     assert!(metadata.len() > 100, "{metadata:?}");
     drop(owner.stdin.take()); // what the kernel does when the reader dies
-    let until = Instant::now() + Duration::from_secs(20);
-    let status = loop {
-        match owner.try_wait().unwrap() {
-            Some(status) => break status,
-            None if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
-            None => {
-                owner.kill().unwrap();
-                owner.wait().unwrap();
-                panic!("the owner outlived its reader");
-            }
-        }
-    };
-    assert!(status.success());
+    let status = owner.wait().unwrap();
+    assert!(status.success(), "the owner outlived its reader, or failed: {status}");
 }

@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use kvx_core::Unavailable;
 use kvx_core::loader::{self, Library, Search};
+
+/// The compiler is killed after it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Signal handlers belong to the process, and the tests are threads of one.
 static PROCESS: Mutex<()> = Mutex::new(());
@@ -52,13 +56,9 @@ fn build(name: &str, source: &str, extra: &[&str]) -> PathBuf {
     let (file, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so.1")));
     std::fs::write(&file, source).unwrap();
     let soname = format!("-Wl,-soname,lib{name}.so.1");
-    let built = Command::new("cc")
-        .args(["-shared", "-fPIC", &soname, "-o"])
-        .args([&library, &file])
-        .args(extra)
-        .current_dir(&folder)
-        .output()
-        .expect("Rust needs cc to link, so it is here");
+    let mut compile = Command::new("cc"); // Rust needs it to link, so it is here
+    compile.args(["-shared", "-fPIC", &soname, "-o"]).args([&library, &file]).args(extra);
+    let built = kvx_testkit::output(compile.current_dir(&folder), LIMIT);
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     library
 }

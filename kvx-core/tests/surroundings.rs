@@ -1,10 +1,14 @@
 //! What depends on the process: limits and the environment. Each test runs itself again as a child that it prepares.
+#![cfg(target_os = "linux")]
 
 use std::process::{Command, Output};
+use std::time::Duration;
 
 use kvx_core::{Kind, Memory, Secret};
 
 const CHILD: &str = "KVX_TEST_CHILD";
+/// A child is killed after it.
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// Runs the test `name` again in a child, with these variables.
 fn child(name: &str, variables: &[(&str, &str)]) -> Output {
@@ -14,8 +18,7 @@ fn child(name: &str, variables: &[(&str, &str)]) -> Output {
         .env(CHILD, "1")
         .env_remove("KVX_SECRET")
         .env_remove("KVX_SECRET_FILE");
-    command.envs(variables.iter().copied());
-    let output = command.output().expect("the child runs");
+    let output = kvx_testkit::output(command.envs(variables.iter().copied()), LIMIT);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     output
 }
@@ -25,7 +28,6 @@ fn is_child() -> bool {
 }
 
 #[test]
-#[cfg(target_os = "linux")]
 fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
     if !is_child() {
         child("a_pool_that_cannot_be_locked_names_the_limit_and_the_cure", &[]);

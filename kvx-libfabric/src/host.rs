@@ -122,6 +122,14 @@ mod tests {
     use super::*;
     use crate::ffi::{Address, Remote};
 
+    /// The number of a process that has ended.
+    fn ended() -> u32 {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        child.id()
+    }
+
     #[test]
     fn a_process_is_known_by_what_stands_in_it() {
         check(std::process::id(), probe()).unwrap();
@@ -129,9 +137,7 @@ mod tests {
         let elsewhere = (&raw const other).addr() as u64;
         assert_eq!(check(std::process::id(), elsewhere).unwrap_err().kind(), Kind::Unsupported);
         assert_eq!(check(std::process::id(), 8).unwrap_err().kind(), Kind::Unsupported);
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        child.wait().unwrap();
-        assert_eq!(check(child.id(), probe()).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(check(ended(), probe()).unwrap_err().kind(), Kind::PeerLost);
     }
 
     #[test]
@@ -155,9 +161,7 @@ mod tests {
         // What lies before a place that is not there is copied all the same.
         let error = copy(Op::Write, here, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
         assert_eq!(error.kind(), Kind::Native);
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        child.wait().unwrap();
-        assert_eq!(copy(Op::Write, child.id(), &[range(0, 9, theirs)]).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(copy(Op::Write, ended(), &[range(0, 9, theirs)]).unwrap_err().kind(), Kind::PeerLost);
         let wanted = |from: usize, to: usize, of: u8| near[from..to].iter().all(|byte| *byte == of);
         assert!(wanted(0, 20, 2) && wanted(20, 40, 1) && wanted(40, 60, 2) && wanted(60, 100, 1));
         assert_eq!(far[..60], near[20..80]);

@@ -4,7 +4,7 @@
 
 mod adapter;
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,8 +51,8 @@ fn children_inherit_no_socket_of_the_engine() {
 /// Sockets that a process has which is started now: this one may have been given some.
 fn sockets_of_a_child() -> Vec<String> {
     let mut child = Command::new("ls");
-    child.args(["-l", "/proc/self/fd"]).stdin(Stdio::null()).stderr(Stdio::null());
-    let listed = String::from_utf8(child.output().unwrap().stdout).unwrap();
+    let output = kvx_testkit::output(child.args(["-l", "/proc/self/fd"]), CUT_OFF);
+    let listed = String::from_utf8(output.stdout).unwrap();
     assert!(listed.contains("/dev/null"), "the child lists its files: {listed}");
     listed
         .lines()

@@ -4,8 +4,8 @@ mod wheel;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 use kvx_core::transport::Factory as _;
 use kvx_core::{Agent, Options, Registry};
@@ -52,15 +52,7 @@ fn tell(options: &str) -> String {
 /// What a process of its own, which opens another library, tells.
 fn told(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
     let mut again = Command::new(std::env::current_exe()?);
-    let mut child = again.env(TELLS, options).env(variable, value).stdout(Stdio::piped()).spawn()?;
-    let until = Instant::now() + CUT_OFF;
-    while child.try_wait()?.is_none() {
-        if Instant::now() > until {
-            child.kill()?;
-        }
-        std::thread::sleep(Duration::from_millis(5)); // little is said: the pipe holds it
-    }
-    let output = child.wait_with_output()?;
+    let output = kvx_testkit::output(again.env(TELLS, options).env(variable, value), CUT_OFF);
     assert!(output.status.success(), "{output:?}");
     Ok(String::from_utf8(output.stdout)?)
 }

@@ -22,7 +22,7 @@ pub use device::{Device, TestDevice};
 pub use executor::run;
 pub use far::{Far, PostSpec, Sent};
 pub use pattern::{byte_at, checksum, fill};
-pub use process::{Child, output};
+pub use process::{Child, kill_after, output};
 pub use setup::{Backing, DeviceSource, Mode, Pair, Setup};
 pub use skip::skip;
 pub use suite::{Gap, Suite, conformance_main, serve_if_asked};

@@ -6,30 +6,49 @@ use std::process::{ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::check::Failure;
 use crate::setup::CUT_OFF;
 
-/// How long a program is waited for between two looks.
-const LOOK: Duration = Duration::from_millis(5);
-
-/// Runs a program that is asked nothing: its status and what it said, of which its pipes hold some 64 KiB. It is killed after `limit`.
+/// Has a child killed that has not ended after `limit`: whoever waits for it, or reads what it says, comes back then.
 ///
 /// # Panics
-/// When it cannot be started, or be asked about.
-#[expect(clippy::expect_used, reason = "a test that cannot start its program is at its end")]
+/// When it cannot be watched, as it has been waited for already.
+#[expect(clippy::expect_used, reason = "a test that cannot watch its child must not go on to wait for it")]
+pub fn kill_after(child: &std::process::Child, limit: Duration) {
+    let life = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).expect("it has not been waited for");
+    let until = Instant::now() + limit;
+    std::thread::spawn(move || {
+        let ended = loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).expect("a limit is no age of the world");
+            match poll(&mut [PollFd::new(&life, PollFlags::IN)], Some(&left)) {
+                Err(Errno::INTR) if Instant::now() < until => {}
+                outcome => break outcome == Ok(1),
+            }
+        };
+        if !ended {
+            pidfd_send_signal(&life, Signal::KILL).ok(); // an error: it has ended meanwhile
+        }
+    });
+}
+
+/// Runs a program that is asked nothing: its status and what it said. It is killed after `limit`.
+///
+/// # Panics
+/// When it cannot be started, or what it has started itself holds its output long after it.
+#[expect(clippy::expect_used, reason = "a test that cannot run its program is at its end")]
 pub fn output(command: &mut Command, limit: Duration) -> Output {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("the program starts");
-    let until = Instant::now() + limit;
-    while child.try_wait().expect("a child can be asked").is_none() {
-        if Instant::now() > until {
-            child.kill().ok();
-        }
-        std::thread::sleep(LOOK);
-    }
-    child.wait_with_output().expect("its output can be read")
+    let child = command.spawn().expect("the program starts");
+    kill_after(&child, limit);
+    let (sender, output) = channel();
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    let output = output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output");
+    output.expect("its output can be read")
 }
 
 /// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.
@@ -147,5 +166,28 @@ impl Drop for Child {
         // Errors: it has been killed already.
         self.process.kill().ok();
         self.process.wait().ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
+    use super::*;
+
+    fn shell(script: &str, limit: Duration) -> Output {
+        output(Command::new("sh").args(["-c", script]), limit)
+    }
+
+    #[test]
+    fn a_program_that_does_not_end_is_killed() {
+        let killed = shell("exec sleep 60", Duration::from_millis(100));
+        assert_eq!(killed.status.signal(), Some(libc::SIGKILL));
+    }
+
+    #[test]
+    fn all_that_a_program_says_is_heard() {
+        let said = shell("head -c 300000 /dev/zero; head -c 200000 /dev/zero >&2; exit 3", CUT_OFF);
+        assert_eq!((said.status.code(), said.stdout.len(), said.stderr.len()), (Some(3), 300_000, 200_000));
     }
 }

@@ -149,6 +149,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
         };
         let owner = owner.env(OWNER, "").stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut owner = owner.spawn().unwrap();
+        kvx_testkit::kill_after(&owner, 5 * PATIENCE);
         let mut lines = BufReader::new(owner.stdout.take().unwrap()).lines().map_while(Result::ok);
         let metadata = lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
         let output = kvx_testkit::output(reader.env(OWNER, metadata), 3 * PATIENCE);

@@ -5,9 +5,10 @@ mod versions;
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvx_core::Registry;
-use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device, serve_if_asked, skip};
+use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device, kill_after, serve_if_asked, skip};
 use versions::{VERSIONS, Version};
 
 fn registry(_: &str) -> Registry {
@@ -20,6 +21,8 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
+/// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process ends.
+const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 const fn suite(label: &'static str, options: &'static str) -> Suite {
     Suite { label, options, gaps: GAPS, ..Suite::over("UCX") }
@@ -69,8 +72,10 @@ fn main() -> ExitCode {
         };
         // One clause at a time: two of them, with what UCX's threads spin, are too much for two cores.
         command.arg("--test-threads=1");
-        let status = command.args(std::env::args_os().skip(1)).status().expect("this program starts again");
-        if !status.success() {
+        let mut suites =
+            command.args(std::env::args_os().skip(1)).spawn().expect("this program starts again");
+        kill_after(&suites, LIMIT);
+        if !suites.wait().expect("it is our child").success() {
             all = ExitCode::FAILURE;
         }
     }

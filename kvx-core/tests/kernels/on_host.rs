@@ -3,9 +3,13 @@
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use kvx_core::gpu::kernels::{ENTRIES, Launch};
 use libloading::{Library, Symbol};
+
+/// The compiler is killed after it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 type Run = unsafe extern "C" fn(kernel: u32, grid: *const u32, parameters: *const u64);
 
@@ -37,7 +41,6 @@ impl OnHost {
 }
 
 fn compile() -> Option<OnHost> {
-    Command::new("c++").arg("--version").output().ok()?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernels-{}.so", std::process::id()));
     let mut compile = Command::new("c++");
@@ -45,7 +48,9 @@ fn compile() -> Option<OnHost> {
     // A unit wider than an address is aligned to, which this processor would let pass, ends the test.
     compile.args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
     compile.arg("-I").arg(root.join("src/gpu/kernels")).arg(root.join("tests/kernels/on_host.cpp"));
-    let status = compile.arg("-o").arg(&library).status().expect("the compiler starts");
+    let mut compiler = compile.arg("-o").arg(&library).spawn().ok()?;
+    kvx_testkit::kill_after(&compiler, LIMIT);
+    let status = compiler.wait().expect("it is our child");
     assert!(status.success(), "{compile:?}: {status}");
     // SAFETY: the library is the one just made and runs nothing when it is opened.
     let opened = unsafe { Library::new(&library) }.expect("what was just compiled");

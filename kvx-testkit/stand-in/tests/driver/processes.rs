@@ -2,12 +2,16 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::{Opened, call};
 
 /// Says to this program what it is to be: the name of a test below.
 const ROLE: &str = "KVX_STAND_IN_TEST_ROLE";
+
+/// The other process is killed after it.
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// Another process, which does what its lines say.
 struct Other {
@@ -24,6 +28,7 @@ impl Other {
         command.env(ROLE, role).envs(variables.iter().copied());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("this program starts");
+        kvx_testkit::kill_after(&child, LIMIT);
         let (to, from) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
         Other { child, to, from: BufReader::new(from) }
     }

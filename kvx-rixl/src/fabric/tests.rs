@@ -1,5 +1,7 @@
 //! kvx's end of NIXL, and a bare agent that works only when the test lets it.
 
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use kvx_core::fabric::{JobId, Registrar as _};
@@ -17,16 +19,24 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 256 << 10;
 const CONTENT: u8 = 7;
 
-/// Over TCP the peer has its part in all that is moved.
 fn opened(name: &str) -> Agent {
+    opened_over("UCX", name)
+}
+
+/// Over TCP the peer has its part in all that is moved.
+fn opened_over(plugin: &str, name: &str) -> Agent {
     let params = [("engine_config".to_owned(), "NET_DEVICES=lo,TLS=tcp".to_owned())];
-    let settings = Settings { name, plugin: "UCX", params: &params, progress_thread: None };
+    let settings = Settings { name, plugin, params: &params, progress_thread: None };
     Agent::open(Library::open(false).expect("the wheel"), &settings).expect("an agent")
 }
 
 fn near() -> Nixl {
+    near_over("UCX")
+}
+
+fn near_over(plugin: &str) -> Nixl {
     let capabilities = Rixl.available(&Options::default()).expect("the wheel").capabilities;
-    let agent = opened("near");
+    let agent = opened_over(plugin, "near");
     agent.register(&reach::page()).expect("registered");
     let turnstile = Turnstile::new(agent).expect("a turnstile");
     let loads = Loads::start("loads".to_owned(), Arc::clone(&turnstile)).expect("a thread");
@@ -178,6 +188,102 @@ fn found_out() {
 #[test]
 fn a_peer_whose_connection_is_broken_is_lost() {
     wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
+}
+
+/// Whether NIXL can still be asked about what is in progress to a peer that it was blamed on: it has dropped the peer, or reaches it
+/// no more and knows it.
+fn asked_after_the_blame(dropped: bool) -> bool {
+    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (mut near, mut far) = (near(), opened("far"));
+    far.register(&range(&there)).expect("registered");
+    let (name, mut region) = (Name::from(c"far"), far.export(&range(&there)).expect("a blob"));
+    let blob = far.whole().expect("a blob");
+    connected(&mut near, &mut far, &blob);
+    let turnstile = Arc::clone(&near.turnstile);
+    let passed = turnstile.pass();
+    let agent = passed.as_ref().expect("it is open");
+    flies(Op::Read, &mut near, agent, &name, &here, &there);
+    if dropped {
+        let key = region.len() - 2; // a bar ends the field, and the blob
+        region[key] ^= 0x55;
+        assert!(agent.load(&region).is_err());
+    } else {
+        drop(far);
+    }
+    let end = Instant::now() + PATIENCE;
+    while near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind() != Kind::PeerLost {
+        assert!(Instant::now() < end, "it is lost");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(agent.knows(&name), !dropped);
+    let asked = near.peers.can_be_asked(&name);
+    std::mem::forget((near, here, there));
+    asked
+}
+
+#[test]
+fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
+    let body = || {
+        assert!(!asked_after_the_blame(true), "not before it is told");
+        assert!(asked_after_the_blame(false), "it knows the peer");
+    };
+    wheel::alone("fabric::tests::of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more", body);
+}
+
+const OTHER: &str = "OTHER";
+
+/// A folder of plugins with UCX under its name and another one. Removed when dropped.
+struct Plugins(PathBuf);
+
+impl Plugins {
+    fn beside(library: &Path) -> std::io::Result<Self> {
+        let plugins = Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
+        std::fs::create_dir_all(plugins.folder())?;
+        let wheel = library.parent().expect("a folder");
+        for name in ["UCX", OTHER] {
+            let file = plugins.folder().join(format!("libplugin_{name}.so"));
+            symlink(wheel.join("plugins/libplugin_UCX.so"), file)?;
+        }
+        // Where a plugin looks for what it needs.
+        symlink(wheel.with_file_name("nixl_cu12.libs"), plugins.0.join("nixl_cu12.libs"))?;
+        Ok(plugins)
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.0.join("wheel/plugins")
+    }
+}
+
+impl Drop for Plugins {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes means is told from UCX.
+fn unasked() {
+    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));
+    far.register(&range(&there)).expect("registered");
+    let (name, blob) = (Name::from(c"far"), far.whole().expect("a blob"));
+    connected(&mut near, &mut far, &blob);
+    let turnstile = Arc::clone(&near.turnstile);
+    let passed = turnstile.pass();
+    let agent = passed.as_ref().expect("it is open");
+    flies(Op::Write, &mut near, agent, &name, &here, &there);
+    assert_eq!(near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind(), Kind::Native);
+    assert_eq!(near.flights.len(), 1, "no read waits for the write");
+    std::mem::forget((near, here, there));
+}
+
+#[test]
+fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
+    const NAME: &str = "fabric::tests::a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes";
+    let Some(library) = wheel::library() else {
+        return kvx_testkit::skip(NAME, wheel::ABSENT.0, wheel::ABSENT.1);
+    };
+    let plugins = Plugins::beside(&library).expect("a new folder takes new names");
+    wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 
 /// What peers move with this side's CPU would hold a caller up within NIXL.

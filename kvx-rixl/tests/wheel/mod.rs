@@ -53,6 +53,11 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs `body`, that of the test of this full name, with NIXL in a process of its own.
 pub(crate) fn alone(test: &str, body: impl FnOnce()) {
+    alone_with(test, &[], body);
+}
+
+/// The same with these variables.
+pub(crate) fn alone_with(test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {
     if std::env::var_os(ALONE).is_some() {
         return body();
     }
@@ -60,7 +65,7 @@ pub(crate) fn alone(test: &str, body: impl FnOnce()) {
     let program = std::env::current_exe().expect("the running program has a path");
     let mut again = Command::new(program);
     again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    again.env(ALONE, "1").env("KVX_RIXL_LIB", library);
+    again.env(ALONE, "1").env("KVX_RIXL_LIB", library).envs(variables.iter().copied());
     again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
     let output = kvx_testkit::output(&mut again, LIMIT);
     let (told, wrong) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -1,0 +1,123 @@
+//! An engine that is started again under the name of the one before has other ports for its bytes: it is asked for them anew.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+mod python;
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use python::{Python, content};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const BLOCK: usize = 4096;
+const LEN: usize = 1 << 16;
+
+/// The name of an engine that is started again. Mooncake names an engine after the port at which it is asked what it is, which it
+/// takes at random, and one that was asked cannot have it again for a minute. So that port is one of this process, which asks
+/// whichever engine there is now.
+struct Name {
+    text: String,
+    engine: Arc<Mutex<String>>,
+}
+
+impl Name {
+    fn of(python: &Python) -> Self {
+        // As long as the engine's own, in whose place it is put.
+        let mut listeners = (0..100).map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let listener = listeners.find(|at| at.local_addr().unwrap().port() >= 10_000).unwrap();
+        let text = listener.local_addr().unwrap().to_string();
+        let name = Name { text: text.clone(), engine: Arc::default() };
+        name.leads_to(python);
+        let engine = Arc::clone(&name.engine);
+        std::thread::spawn(move || {
+            for asking in listener.incoming() {
+                let (asking, name, engine) = (asking.unwrap(), text.clone(), engine.lock().unwrap().clone());
+                // An error: that engine has ended, or nothing was asked.
+                std::thread::spawn(move || ask(asking, &name, &engine).ok());
+            }
+        });
+        name
+    }
+
+    fn leads_to(&self, python: &Python) {
+        assert_eq!(python.name.len(), self.text.len(), "an engine takes a port of 15000 to 17000");
+        python.name.clone_into(&mut self.engine.lock().unwrap());
+    }
+}
+
+/// Passes a question on to an engine, and gives its answer in the name of `name`.
+fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
+    let mut there = TcpStream::connect(engine)?;
+    let (mut from, mut to) = (asking.try_clone()?, there.try_clone()?);
+    std::thread::spawn(move || {
+        std::io::copy(&mut from, &mut to).ok();
+        to.shutdown(std::net::Shutdown::Write).ok();
+    });
+    let mut answer = Vec::new();
+    there.set_read_timeout(Some(CUT_OFF))?;
+    there.read_to_end(&mut answer)?; // it answers once, and hangs up
+    for at in 0..answer.len().saturating_sub(name.len()) {
+        if answer[at..].starts_with(engine.as_bytes()) {
+            answer[at..at + name.len()].copy_from_slice(name.as_bytes());
+        }
+    }
+    asking.write_all(&answer)
+}
+
+/// Moves the fourth block of the memory of `python` to the first one of a region, or the other way.
+fn moves(write: bool, peer: &Peer, python: &Python, region: &Region) -> kvx_core::Result<()> {
+    let grid = Grid::packed(BLOCK as u64, (LEN / BLOCK) as u32);
+    let there = peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
+    let here = region.grid(grid)?.blocks([0]);
+    let plan = if write { Plan::write(here, there) } else { Plan::read(here, there) }?;
+    peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF).map(drop)
+}
+
+fn reads(peer: &Peer, python: &Python, region: &Region) {
+    region.copy_in(0, &[0; BLOCK]).unwrap();
+    moves(false, peer, python, region).unwrap();
+    let mut bytes = vec![0; BLOCK];
+    region.copy_out(0, &mut bytes).unwrap();
+    assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == content(3 * BLOCK + at)));
+}
+
+fn reached_again(adapter: &Path) {
+    let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
+    let builder = Agent::builder("decode").backends(["MOONCAKE"]).options(options);
+    let agent = builder.build(&adapter::registry("")).unwrap();
+    let region = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
+    let mut first = Python::start(adapter, LEN);
+    let name = Name::of(&first);
+    let peer = agent.connect_foreign("MOONCAKE", name.text.as_bytes()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    reads(&peer, &first, &region);
+
+    let mut second = Python::start(adapter, LEN); // while the other has its ports
+    name.leads_to(&second);
+    first.kill();
+    let why = moves(false, &peer, &second, &region).unwrap_err();
+    assert_eq!(why.kind(), Kind::Native, "what is under way fails, and somebody is there: {why}");
+    reads(&peer, &second, &region);
+    region.copy_in(0, &[0xC3; BLOCK]).unwrap();
+    moves(true, &peer, &second, &region).unwrap();
+    assert_eq!(second.get(3 * BLOCK, BLOCK), [0xC3; BLOCK]);
+    agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn an_engine_started_again_under_the_same_name_is_reached_again() {
+    const NAME: &str = "an_engine_started_again_under_the_same_name_is_reached_again";
+    match adapter::adapter() {
+        Some(adapter) => reached_again(&adapter),
+        None => {
+            let why = "Mooncake's wheel and the adapter are not there";
+            kvx_testkit::skip(NAME, why, "cargo xtask peers mooncake");
+        }
+    }
+}

@@ -17,6 +17,7 @@ use crate::pace::Pace;
 use crate::peers::{Address, Export, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
 use crate::reach::{self, Trials};
+use crate::slicing::{self, Slicing};
 use crate::turnstile::Turnstile;
 use crate::wakes::Wakes;
 use flights::{Flight, For};
@@ -25,11 +26,6 @@ mod flights;
 
 /// What notifications between kvx agents begin with: all others come from, or go to, somebody else.
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
-/// The most bytes of a piece, and of a slice of a transfer that has several. A post over shared memory copies before it
-/// returns, and a notification waits for its end; shorter ones cost throughput, for UCX copies as much at a time.
-const SLICE_BYTES: u64 = 512 << 10;
-/// The most bytes of a transfer that may be one slice.
-const WHOLE_BYTES: u64 = 1 << 20;
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
 /// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
@@ -95,6 +91,7 @@ pub(crate) struct Nixl {
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
+    slicing: Slicing,
     pace: Pace,
     wakes: Wakes,
     fds: [RawFd; 1],
@@ -104,19 +101,31 @@ pub(crate) struct Nixl {
     has_rdma: bool,
 }
 
-/// Sends, if that is possible now. Errors: `PeerLost`.
-fn notify(turnstile: &Turnstile, peers: &mut Peers, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
-    let Way::Open(name, ..) = peers.way(endpoint)? else { return Ok(Sent::Later) };
-    let Some(passed) = turnstile.try_pass() else { return Ok(Sent::Later) };
-    match agent(&passed)?.notify(name, bytes) {
-        Ok(()) => Ok(Sent::Taken),
-        // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
-        Err(status) => Err(status.error("sending to the peer").kind_is(Kind::PeerLost)),
+fn agent(passed: &Option<Agent>) -> Result<&Agent> {
+    passed.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+}
+
+/// Leaves at most so many bytes of a piece, and the rest to the next one.
+fn cut(job: &mut Job<'_, Nixl>, piece: &mut kvx_core::Segment, most: u64) {
+    if piece.len > most {
+        job.put_back(kvx_core::Segment {
+            local_offset: piece.local_offset + most,
+            remote_offset: piece.remote_offset + most,
+            len: piece.len - most,
+            ..*piece
+        });
+        piece.len = most;
     }
 }
 
-fn agent(passed: &Option<Agent>) -> Result<&Agent> {
-    passed.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+/// Passes over so many bytes, which were posted by kept slices.
+fn skip(job: &mut Job<'_, Nixl>, mut bytes: u64) {
+    while bytes > 0
+        && let Some(mut piece) = job.next_piece()
+    {
+        cut(job, &mut piece, bytes);
+        bytes -= piece.len;
+    }
 }
 
 impl Nixl {
@@ -143,10 +152,25 @@ impl Nixl {
             trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
+            slicing: Slicing::default(),
             capabilities,
             description,
             has_rdma: std::fs::read_dir(RDMA).is_ok_and(|mut devices| devices.next().is_some()),
         })
+    }
+
+    /// Sends, if that is possible now. Errors: `PeerLost`.
+    fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return Ok(Sent::Later) };
+        let Some(passed) = self.turnstile.try_pass() else { return Ok(Sent::Later) };
+        match agent(&passed)?.notify(name, bytes) {
+            Ok(()) => {
+                self.slicing.told();
+                Ok(Sent::Taken)
+            }
+            // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
+            Err(status) => Err(status.error("sending to the peer").kind_is(Kind::PeerLost)),
+        }
     }
 
     /// Tells NIXL of the peer's regions that a transfer names. Says whether all of them are known now.
@@ -161,13 +185,19 @@ impl Nixl {
         Ok(true)
     }
 
-    /// Makes the next slice of a transfer; `None`: there is none.
-    fn make(lists: &mut Lists, agent: &Agent, name: &CStr, job: &mut Job<'_, Self>) -> Result<Option<Made>> {
+    /// Makes the next slice of a transfer, of at most so many bytes; `None`: there is none.
+    fn make(
+        lists: &mut Lists,
+        agent: &Agent,
+        name: &CStr,
+        job: &mut Job<'_, Self>,
+        most: u64,
+    ) -> Result<Option<Made>> {
         let Some(mut piece) = job.next_piece() else { return Ok(None) };
         let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
         let local = list(&mut lists.local, agent, ours.segment)?;
         let remote = list(&mut lists.remote, agent, theirs.segment)?;
-        let most = if job.plan().size().bytes <= WHOLE_BYTES { WHOLE_BYTES } else { SLICE_BYTES };
+        cut(job, &mut piece, most);
         let (mut bytes, mut pieces) = (0, 0);
         let last = loop {
             let (ours, theirs) =
@@ -220,7 +250,7 @@ unsafe impl Fabric for Nixl {
             return Ok(Sent::Later);
         }
         let framed = [MAGIC, message].concat();
-        notify(&self.turnstile, &mut self.peers, endpoint, &framed)
+        self.notify(endpoint, &framed)
     }
 
     fn max_message(&self) -> usize {
@@ -240,7 +270,7 @@ unsafe impl Fabric for Nixl {
     }
 
     fn max_piece(&self) -> u64 {
-        SLICE_BYTES
+        slicing::LONG
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
@@ -265,16 +295,21 @@ unsafe impl Fabric for Nixl {
             let prepared = job.plan().native(|| Ok(Prepared::default()))?;
             job.state().lease = Some(Lease::take(&prepared, load, &self.kept));
         }
+        let most = self.slicing.most(job.plan().size().bytes);
+        if most == slicing::SHORT {
+            let from_lease = job.state().lease.as_mut().map_or(0, Lease::leave);
+            skip(job, from_lease);
+        }
         let next = job.state().lease.as_mut().and_then(Lease::next);
-        let slice = match next {
+        let (slice, last) = match next {
             Some((slice, last)) => {
                 if last {
                     job.all_posted();
                 }
-                slice
+                (slice, last)
             }
             None => {
-                let made = Self::make(&mut self.lists, agent, &name, job);
+                let made = Self::make(&mut self.lists, agent, &name, job, most);
                 let made = made.map_err(|why| self.blame(agent, &name, why))?;
                 let Some(Made { slice, pieces, last }) = made else { return Ok(0) };
                 if let Some(lease) = &mut job.state().lease {
@@ -283,12 +318,15 @@ unsafe impl Fabric for Nixl {
                         lease.complete();
                     }
                 }
-                slice
+                (slice, last)
             }
         };
         // SAFETY: core keeps the local memory and has checked its bounds until the slice is reported; the request
         // is not in progress, because a lease has it to itself and its last transfer has ended.
         let state = unsafe { agent.post(&slice.request) };
+        self.slicing.posted(state == State::Done, last);
+        #[cfg(test)]
+        slicing::tests::note(slice.bytes);
         match state {
             State::Done => {}
             State::InProgress => {
@@ -427,7 +465,7 @@ unsafe impl Fabric for Nixl {
     }
 
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
-        notify(&self.turnstile, &mut self.peers, endpoint, bytes)
+        self.notify(endpoint, bytes)
     }
 }
 

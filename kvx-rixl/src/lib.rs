@@ -12,6 +12,7 @@ mod pace;
 mod peers;
 mod prepared;
 mod reach;
+mod slicing;
 mod threads;
 mod transport;
 mod turnstile;

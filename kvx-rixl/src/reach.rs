@@ -41,7 +41,7 @@ pub(crate) fn page() -> Range {
 
 /// How long the kernel takes at best to move as many bytes from a process to another. `None`: it refuses, and so
 /// nothing reaches a peer by that way.
-fn kernel_takes() -> Option<Duration> {
+pub(crate) fn kernel_takes() -> Option<Duration> {
     let own = page().address;
     let from = libc::iovec { iov_base: own as *mut libc::c_void, iov_len: LEN as usize };
     let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };

@@ -49,10 +49,13 @@ impl Condvar {
         Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    pub(crate) fn notify_all(&self) {
-        if self.waiting.load(Ordering::Relaxed) > 0 {
+    /// Says whether anybody waits.
+    pub(crate) fn notify_all(&self) -> bool {
+        let awaited = self.waiting.load(Ordering::Relaxed) > 0;
+        if awaited {
             self.inner.notify_all();
         }
+        awaited
     }
 
     /// Waits for a notification, or until `until`; spurious wake-ups happen.

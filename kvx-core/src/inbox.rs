@@ -37,6 +37,8 @@ pub(crate) struct Inbox {
     limits: Limits,
     state: Mutex<State>,
     arrived: Condvar,
+    /// Whoever delivers gives nobody way before.
+    keeps_core_until: Mutex<Instant>,
 }
 
 #[derive(Default)]
@@ -92,7 +94,12 @@ impl State {
 
 impl Inbox {
     pub(crate) fn new(limits: Limits) -> Self {
-        Inbox { limits, state: Mutex::default(), arrived: Condvar::new() }
+        Inbox {
+            limits,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            keeps_core_until: Mutex::new(Instant::now()),
+        }
     }
 
     /// Takes a notification in. [`Full`]: the sender's transport keeps it and stops reading.
@@ -110,8 +117,9 @@ impl Inbox {
             if state.expected[at].is_met() {
                 let met = state.expected.swap_remove(at);
                 drop(state);
-                met.finish();
-                std::thread::yield_now(); // as below
+                if met.finish() {
+                    self.give_way();
+                }
             }
             return Ok(());
         }
@@ -130,10 +138,21 @@ impl Inbox {
         let awaited = self.arrived.notify_all() || !wakers.is_empty();
         wakers.into_iter().for_each(Waker::wake);
         if awaited {
-            // Who waits goes first on this core: the transport acknowledges next, which takes some libraries longer than a wake-up.
-            std::thread::yield_now();
+            self.give_way();
         }
         Ok(())
+    }
+
+    /// Lets who waits go first on this core: the transport acknowledges next, which takes some libraries longer than a wake-up. Where
+    /// others take the core instead, for milliseconds, it is kept for sixteen times as long.
+    fn give_way(&self) {
+        let now = Instant::now();
+        if now < *self.keeps_core_until.lock() {
+            return;
+        }
+        std::thread::yield_now();
+        let after = Instant::now();
+        *self.keeps_core_until.lock() = after + 16 * (after - now);
     }
 
     /// The oldest notification. The flag says that the queue has room again after a `Full`.
@@ -211,10 +230,11 @@ impl Inbox {
 }
 
 impl Expectation {
-    fn finish(self) {
-        if let Some(shot) = self.shot.upgrade() {
-            shot.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));
-        }
+    /// Says whether anybody waits for it still.
+    fn finish(self) -> bool {
+        let Some(shot) = self.shot.upgrade() else { return false };
+        shot.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));
+        true
     }
 }
 

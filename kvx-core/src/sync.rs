@@ -84,8 +84,8 @@ const QUICK_LOOKS: u32 = 32;
 /// A pause between later ones, in the processor's own: about a microsecond.
 const PAUSES: u32 = 32;
 
-/// Between two looks for the end of what others move in some ten microseconds, of which the last so many in a row found nothing: they take this core
-/// when they need it, so it is let go of now and then only, and the next look is soon.
+/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing. Those threads
+/// take this core when they need it, so it is let go of at every sixteenth look only.
 pub(crate) fn glance(looks: u32) {
     if looks.is_multiple_of(GLANCES) {
         std::thread::yield_now();

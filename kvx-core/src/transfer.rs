@@ -29,7 +29,7 @@ struct Looks {
 impl Looks {
     /// `unannounced`: [`Link::ends_unannounced`].
     fn after(size: &Size, unannounced: bool) -> Self {
-        if unannounced && size.segments <= INLINE_SEGMENTS {
+        if unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
             // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
             return Looks { patience: Duration::from_millis(1), between: glance };
         }

@@ -214,8 +214,8 @@ pub unsafe trait Link: Send + Sync {
         false
     }
 
-    /// Whether others move what is posted, slowly, and nothing announces its end: a caller that waits for a few blocks then looks on
-    /// for as long as they take.
+    /// Whether threads of the library move what is posted, and its end is only found by asking. A caller that waits for at most
+    /// [`INLINE_SEGMENTS`] pieces then calls [`drive`](Link::drive) for up to a millisecond before it sleeps.
     fn ends_unannounced(&self) -> bool {
         false
     }
@@ -235,7 +235,7 @@ pub const INLINE_SEGMENTS: u64 = 16;
 /// Where a transport reports. Called without locks of the transport but the one that makes it the only one to make
 /// progress; may call wakers.
 pub trait Events: Send + Sync {
-    /// A peer sent `bytes`. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
+    /// A peer sent `bytes`. May let go of the core for whoever waits for them. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
     /// [`Transport::resume`].
     fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full>;
 

@@ -82,7 +82,7 @@ impl Lease {
     }
 
     /// Nothing more comes from here, nor is kept: shorter slices are made instead. Says how many bytes those have that came from
-    /// here; 0 when it had been left before.
+    /// here; 0 when none has, or it had been left before.
     pub(crate) fn leave(&mut self) -> u64 {
         let Some(slices) = self.slices.as_ref().filter(|_| self.whole) else {
             self.slices = None;

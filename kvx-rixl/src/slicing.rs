@@ -11,15 +11,14 @@ pub(crate) const LONG: u64 = 512 << 10;
 pub(crate) const SHORT: u64 = 128 << 10;
 /// The most bytes of a transfer that may be one slice.
 const WHOLE: u64 = 1 << 20;
-/// Messages that follow each other within this time flow, until none has come for as long: so that one of them now and
-/// then costs no throughput, and the second of many waits for long slices the last.
+/// A message within this time of the last one: they flow, until none has come for as long. One now and then costs no throughput.
 const FLOWS_WITHIN: Duration = Duration::from_millis(20);
 
 /// Whether messages flow beside slices that copy within their post. None goes beside those of a transfer that its poster
 /// awaits before it speaks.
 #[derive(Default)]
 pub(crate) struct Slicing {
-    /// The last slice has copied, and its transfer goes on.
+    /// The last slice has copied, and its transfer goes on, unless it has failed since.
     copies: bool,
     /// When a message last went after such a one.
     told: Option<Instant>,

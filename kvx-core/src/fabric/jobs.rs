@@ -53,13 +53,14 @@ impl<F: Fabric> Job<'_, F> {
         next
     }
 
-    /// The library had no room for this one: it comes next, before others that were put back.
+    /// No room for this one, or for the rest of it: it comes next, before others that were put back.
     pub fn put_back(&mut self, piece: Segment) {
         self.running.put_back.push(piece);
         self.running.all_posted = false;
     }
 
-    /// A library that posts the plan by its own prepared lists has posted the last piece.
+    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with pieces after some lists,
+    /// it passes over those that the lists have posted.
     pub fn all_posted(&mut self) {
         self.running.all_posted = true;
     }

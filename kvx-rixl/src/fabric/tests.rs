@@ -238,6 +238,7 @@ struct Plugins(PathBuf);
 impl Plugins {
     fn beside(library: &Path) -> std::io::Result<Self> {
         let plugins = Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
+        std::fs::remove_dir_all(&plugins.0).ok(); // of a process with the same number that was killed
         std::fs::create_dir_all(plugins.folder())?;
         let wheel = library.parent().expect("a folder");
         for name in ["UCX", OTHER] {

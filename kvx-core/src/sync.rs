@@ -77,22 +77,10 @@ impl Condvar {
     }
 }
 
-/// Glances from one letting-go of the core to the next.
-const GLANCES: u32 = 16;
 /// Looks in a row without a pause: about as many as fit into a round trip.
 const QUICK_LOOKS: u32 = 32;
 /// A pause between later ones, in the processor's own: about a microsecond.
 const PAUSES: u32 = 32;
-
-/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing. Those threads
-/// take this core when they need it, so it is let go of at every sixteenth look only.
-pub(crate) fn glance(looks: u32) {
-    if looks.is_multiple_of(GLANCES) {
-        std::thread::yield_now();
-    } else {
-        std::hint::spin_loop();
-    }
-}
 
 /// Between two looks for work, of which the last so many in a row found none: whoever moves the bytes may need this
 /// core, or be the other half of it.

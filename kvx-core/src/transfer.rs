@@ -13,31 +13,14 @@ use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
 use crate::peer::{Job, PeerInner};
 use crate::plan::{Bound, Plan, Size};
-use crate::sync::{Condvar, Mutex, MutexGuard, breathe, glance};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Settle;
-use crate::transport::{INLINE_SEGMENTS, Link};
+use crate::transport::Link;
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
 
-/// How a caller that waits looks for the end of a transfer before it sleeps. A wake-up costs as much as moving a few blocks.
-struct Looks {
-    /// For how long while nothing moves.
-    patience: Duration,
-    /// What it does after so many in a row found nothing.
-    between: fn(u32),
-}
+use looks::Looks;
 
-impl Looks {
-    /// `unannounced`: [`Link::ends_unannounced`].
-    fn after(size: &Size, unannounced: bool) -> Self {
-        if unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
-            // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
-            return Looks { patience: Duration::from_millis(1), between: glance };
-        }
-        // About as long as a few blocks take at 2 GB/s: where others move many, looking on slows them down.
-        let expected = Duration::from_nanos(size.bytes / 2).min(Duration::from_micros(100));
-        Looks { patience: Duration::from_micros(100) + expected, between: breathe }
-    }
-}
+mod looks;
 
 /// What a transfer did.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -601,23 +584,5 @@ impl Drop for Transfer {
 impl fmt::Debug for Transfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Transfer({}, {:?})", self.0.id.0, self.0.plan)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_small_transfer_whose_end_nobody_tells_is_looked_for_until_it_can_have_ended() {
-        let of = |segments, unannounced| {
-            Looks::after(
-                &Size { bytes: segments << 12, blocks: segments, segments, description: 0 },
-                unannounced,
-            )
-            .patience
-        };
-        assert!(of(INLINE_SEGMENTS, true) > 4 * of(INLINE_SEGMENTS, false));
-        assert_eq!(of(INLINE_SEGMENTS + 1, true), of(INLINE_SEGMENTS + 1, false));
     }
 }

@@ -1,0 +1,59 @@
+//! How a caller that waits for a transfer looks for its end.
+
+use std::time::Duration;
+
+use crate::plan::Size;
+use crate::sync::breathe;
+use crate::transport::INLINE_SEGMENTS;
+
+/// Glances from one letting-go of the core to the next.
+const GLANCES: u32 = 16;
+
+/// How a caller that waits looks for the end of a transfer before it sleeps. A wake-up costs as much as moving a few blocks.
+pub(super) struct Looks {
+    /// For how long while nothing moves.
+    pub(super) patience: Duration,
+    /// What it does after so many in a row found nothing.
+    pub(super) between: fn(u32),
+}
+
+impl Looks {
+    /// `unannounced`: [`Link::ends_unannounced`](crate::transport::Link::ends_unannounced).
+    pub(super) fn after(size: &Size, unannounced: bool) -> Self {
+        if unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
+            // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
+            return Looks { patience: Duration::from_millis(1), between: glance };
+        }
+        // About as long as a few blocks take at 2 GB/s: where others move many, looking on slows them down.
+        let expected = Duration::from_nanos(size.bytes / 2).min(Duration::from_micros(100));
+        Looks { patience: Duration::from_micros(100) + expected, between: breathe }
+    }
+}
+
+/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing. Those threads
+/// take this core when they need it, so it is let go of at every sixteenth look only.
+fn glance(looks: u32) {
+    if looks.is_multiple_of(GLANCES) {
+        std::thread::yield_now();
+    } else {
+        std::hint::spin_loop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_transfer_whose_end_nobody_tells_is_looked_for_until_it_can_have_ended() {
+        let of = |segments, unannounced| {
+            Looks::after(
+                &Size { bytes: segments << 12, blocks: segments, segments, description: 0 },
+                unannounced,
+            )
+            .patience
+        };
+        assert!(of(INLINE_SEGMENTS, true) > 4 * of(INLINE_SEGMENTS, false));
+        assert_eq!(of(INLINE_SEGMENTS + 1, true), of(INLINE_SEGMENTS + 1, false));
+    }
+}

@@ -64,8 +64,9 @@ pub(crate) struct Inbox {
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
     ended: RefCell<Vec<JobId>>,
-    /// Pieces that UCX has.
-    pieces: Cell<usize>,
+    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the connection broken ends
+    /// those before it.
+    pieces: Cell<isize>,
     /// Operations of other kinds that UCX has.
     others: Cell<usize>,
 }
@@ -88,7 +89,7 @@ impl Inbox {
     }
 
     /// Pieces that UCX has.
-    pub(crate) fn pieces(&self) -> usize {
+    pub(crate) fn pieces(&self) -> isize {
         self.pieces.get()
     }
 
@@ -186,15 +187,15 @@ impl Tally {
         NonNull::from(self)
     }
 
-    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks will come, but not
-    /// before this, and `done` ones, which have ended.
+    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have come if one failed after
+    /// them, and `done` ones, which have ended.
     pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
         to_peer.set(to_peer.get() + (pending + done) as usize);
         // A job has one peer: with another, this is another job, and nothing of the one before it is under way.
         if !Rc::ptr_eq(&self.to_peer.borrow(), to_peer) {
             *self.to_peer.borrow_mut() = Rc::clone(to_peer);
         }
-        self.inbox.pieces.set(self.inbox.pieces.get() + pending as usize);
+        self.inbox.pieces.set(self.inbox.pieces.get() + pending as isize);
         if done > 0 {
             self.ended(done);
         }
@@ -347,6 +348,21 @@ mod tests {
         // SAFETY: as above.
         unsafe { Tally::completed(target, Ok(())) };
         assert_eq!(moved(&inbox, &tallies), [(1, 1, true)]);
+        assert!(inbox.is_quiet() && inbox.is_empty() && to_peer.get() == 0);
+    }
+
+    #[test]
+    fn pieces_may_end_while_their_turn_goes_on() {
+        let (inbox, tallies) = tallies();
+        let (tally, to_peer) = (&tallies[1], Rc::default());
+        // SAFETY: the callback of the first of two pieces, which the post of the second has ended.
+        unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
+        tally.posted(&to_peer, 2, 0);
+        assert_eq!((inbox.pieces(), to_peer.get()), (1, 2));
+        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
+        // SAFETY: the other's.
+        unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
+        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
         assert!(inbox.is_quiet() && inbox.is_empty() && to_peer.get() == 0);
     }
 

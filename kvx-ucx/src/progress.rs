@@ -120,7 +120,9 @@ impl Driver {
     /// turn. Says whether so many pieces, all that UCX has, have ended in as many steps: if something else has made a step as
     /// well, somebody must look for what is to be done next.
     fn end_now(&self, pieces: usize) -> bool {
-        let (Some(worker), true) = (&self.worker, self.inbox.pieces() == pieces) else { return false };
+        let (Some(worker), true) = (&self.worker, self.inbox.pieces() == pieces as isize) else {
+            return false;
+        };
         let mut steps = 0;
         while self.inbox.pieces() > 0 && steps < pieces {
             match worker.progress() as usize {

@@ -235,8 +235,8 @@ pub const INLINE_SEGMENTS: u64 = 16;
 /// Where a transport reports. Called without locks of the transport but the one that makes it the only one to make
 /// progress; may call wakers.
 pub trait Events: Send + Sync {
-    /// A peer sent `bytes`. May let go of the core for whoever waits for them. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
-    /// [`Transport::resume`].
+    /// A peer sent `bytes`. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
+    /// [`Transport::resume`]. May let go of the core for whoever waits for them.
     fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full>;
 
     /// A link changed.

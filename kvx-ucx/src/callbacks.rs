@@ -64,8 +64,8 @@ pub(crate) struct Inbox {
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
     ended: RefCell<Vec<JobId>>,
-    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the connection broken ends
-    /// those before it.
+    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the connection
+    /// broken ends those before it.
     pieces: Cell<isize>,
     /// Operations of other kinds that UCX has.
     others: Cell<usize>,
@@ -187,8 +187,8 @@ impl Tally {
         NonNull::from(self)
     }
 
-    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have come if one failed after
-    /// them, and `done` ones, which have ended.
+    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have come
+    /// if one failed after them, and `done` ones, which have ended.
     pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
         to_peer.set(to_peer.get() + (pending + done) as usize);
         // A job has one peer: with another, this is another job, and nothing of the one before it is under way.

@@ -39,6 +39,15 @@ impl Progress for Echo {
     }
 }
 
+/// Waits until something is so that no lock or ticket tells of.
+fn until(so: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !so() {
+        assert!(Instant::now() < end, "it is not so");
+        std::thread::yield_now();
+    }
+}
+
 fn echo() -> Reactor<Echo> {
     Reactor::start("echo".into(), Echo::default(), Arc::new(Nobody)).unwrap()
 }
@@ -68,9 +77,7 @@ fn commands_from_many_threads_are_all_done() {
 #[test]
 fn a_sleeping_reactor_wakes_for_a_command() {
     let reactor = echo();
-    while !reactor.shared.asleep.load(Ordering::SeqCst) {
-        std::thread::yield_now();
-    }
+    until(|| reactor.shared.asleep.load(Ordering::SeqCst));
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
@@ -180,9 +187,7 @@ fn a_turn_sees_that_a_command_waits() {
     let reactor = Reactor::start("attentive".into(), Attentive::default(), Arc::new(Nobody)).unwrap();
     let (first, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
-    while reactor.shared.queued.any() {
-        std::thread::yield_now();
-    }
+    until(|| !reactor.shared.queued.any());
     let (_second, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     first.wait(Duration::from_secs(10)).unwrap();

@@ -74,6 +74,14 @@ fn connected(near: &mut Nixl, far: &mut Agent, blob: &[u8]) {
     });
 }
 
+/// Connects kvx's end with the far agent, which tells of its memory.
+fn linked(near: &mut Nixl, far: &mut Agent, there: &[u8]) -> Name {
+    far.register(&range(there)).expect("registered");
+    let blob = far.whole().expect("a blob");
+    connected(near, far, &blob);
+    Name::from(c"far")
+}
+
 /// Has a request in progress, which ends when the far agent works. `here` outlives the process's use of NIXL.
 fn flies(op: Op, near: &mut Nixl, agent: &Agent, name: &Name, here: &[u8], there: &[u8]) {
     agent.register(&range(here)).expect("registered");
@@ -137,9 +145,7 @@ fn a_request_goes_on_when_nixl_drops_its_agent() {
 fn found_out() {
     let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
-    far.register(&range(&there)).expect("registered");
-    let (name, blob) = (Name::from(c"far"), far.whole().expect("a blob"));
-    connected(&mut near, &mut far, &blob);
+    let name = linked(&mut near, &mut far, &there);
     let turnstile = Arc::clone(&near.turnstile);
     let failed = |near: &mut Nixl| {
         let passed = turnstile.pass();
@@ -195,15 +201,13 @@ fn a_peer_whose_connection_is_broken_is_lost() {
 fn asked_after_the_blame(dropped: bool) -> bool {
     let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
-    far.register(&range(&there)).expect("registered");
-    let (name, mut region) = (Name::from(c"far"), far.export(&range(&there)).expect("a blob"));
-    let blob = far.whole().expect("a blob");
-    connected(&mut near, &mut far, &blob);
+    let name = linked(&mut near, &mut far, &there);
     let turnstile = Arc::clone(&near.turnstile);
     let passed = turnstile.pass();
     let agent = passed.as_ref().expect("it is open");
     flies(Op::Read, &mut near, agent, &name, &here, &there);
     if dropped {
+        let mut region = far.export(&range(&there)).expect("a blob");
         let key = region.len() - 2; // a bar ends the field, and the blob
         region[key] ^= 0x55;
         assert!(agent.load(&region).is_err());
@@ -265,9 +269,7 @@ impl Drop for Plugins {
 fn unasked() {
     let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));
-    far.register(&range(&there)).expect("registered");
-    let (name, blob) = (Name::from(c"far"), far.whole().expect("a blob"));
-    connected(&mut near, &mut far, &blob);
+    let name = linked(&mut near, &mut far, &there);
     let turnstile = Arc::clone(&near.turnstile);
     let passed = turnstile.pass();
     let agent = passed.as_ref().expect("it is open");

@@ -326,7 +326,7 @@ unsafe impl Fabric for Nixl {
         let state = unsafe { agent.post(&slice.request) };
         self.slicing.posted(state == State::Done, last);
         #[cfg(test)]
-        slicing::tests::note(slice.bytes);
+        slicing::tests::posted(&mut self.slicing, slice.bytes);
         match state {
             State::Done => {}
             State::InProgress => {

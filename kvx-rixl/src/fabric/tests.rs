@@ -56,7 +56,7 @@ fn range(memory: &[u8]) -> Range {
 }
 
 /// Lets kvx's end work until `done` says that it has, by itself and what has happened so far.
-fn until(near: &mut Nixl, mut done: impl FnMut(&Nixl, &[Happened]) -> bool) -> Vec<Happened> {
+fn until(near: &mut Nixl, mut done: impl FnMut(&mut Nixl, &[Happened]) -> bool) -> Vec<Happened> {
     let (mut happened, end) = (Vec::new(), Instant::now() + PATIENCE);
     while !done(near, &happened) {
         near.poll(&mut happened);
@@ -287,6 +287,27 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     };
     let plugins = Plugins::beside(&library).expect("a new folder takes new names");
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
+}
+
+/// Messages that go between the slices of a transfer make the next ones short.
+fn shortened() {
+    let there = vec![CONTENT; LEN];
+    let (mut near, mut far) = (near(), opened("far"));
+    linked(&mut near, &mut far, &there);
+    near.slicing.posted(true, false);
+    until(&mut near, |near, _| {
+        // Until two have gone soon enough after each other, however this is kept from its core.
+        let tells = |near: &mut Nixl| near.notify(EndpointId::from_number(1), b"moved").expect("it lives");
+        let sent = [tells(near), tells(near)];
+        far.notifications(|_, _| {});
+        sent == [Sent::Taken, Sent::Taken] && near.slicing.most(u64::MAX) == slicing::SHORT
+    });
+    std::mem::forget((near, there));
+}
+
+#[test]
+fn messages_beside_a_transfer_shorten_its_slices() {
+    wheel::alone("fabric::tests::messages_beside_a_transfer_shorten_its_slices", shortened);
 }
 
 /// What peers move with this side's CPU would hold a caller up within NIXL.

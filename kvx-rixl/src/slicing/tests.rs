@@ -1,12 +1,12 @@
 //! What decides, and what two agents of kvx post in fact.
 
+use std::ops::Range;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvx_core::{Agent, Grid, Memory, Options, Plan, Registry};
 
 use super::*;
-use crate::{Rixl, reach, wheel};
+use crate::{Rixl, wheel};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -60,11 +60,18 @@ fn messages_that_wait_for_no_slice_change_nothing() {
     }
 }
 
-/// The slices that this process has posted.
-static POSTED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+/// What this process has posted of one transfer, and beside which of its slices messages flow.
+static POSTED: Mutex<(Vec<u64>, Range<usize>)> = Mutex::new((Vec::new(), 0..0));
 
-pub(crate) fn note(bytes: u64) {
-    POSTED.lock().unwrap().push(bytes);
+/// A slice of so many bytes was posted. Whatever has happened before, messages flow beside the next one, or none do.
+pub(crate) fn posted(slicing: &mut Slicing, bytes: u64) {
+    let (slices, beside) = &mut *POSTED.lock().unwrap();
+    slices.push(bytes);
+    *slicing = Slicing::default();
+    if beside.contains(&slices.len()) {
+        *slicing = Slicing { told: Some(Instant::now()), flows: true, ..Slicing::default() };
+        just_gone(slicing);
+    }
 }
 
 /// Longer than any slice, and of no whole number of them.
@@ -80,12 +87,9 @@ fn agent(name: &str) -> Agent {
     builder.build(&registry).expect("the wheel")
 }
 
-/// Transfers of one plan, whose slices it keeps: beside messages they go on in short ones, from wherever they are, and
+/// Transfers of plans that keep their slices: beside messages they go on in short ones, from wherever they are, and
 /// afterwards the kept ones are back. Each byte is moved once all the while.
 fn beside_messages() {
-    if reach::kernel_takes().is_none() {
-        return kvx_testkit::skip(BESIDE, "the kernel copies between no processes", "allow process_vm_readv");
-    }
     let (near, far) = (agent("near"), agent("far"));
     let content: Vec<u8> = (0..LEN as u64 / 8).flat_map(u64::to_le_bytes).collect();
     let blank = vec![0; LEN];
@@ -101,7 +105,9 @@ fn beside_messages() {
     let order: Vec<u32> = (0..BLOCKS).collect();
     let planned = || Plan::read(local.blocks(&order[..]), remote.blocks(&scattered[..])).expect("a plan");
 
-    let mut moves = |plan: &Plan| {
+    // What begins in short slices is moved after what has ended in them.
+    let mut moves = |plan: &Plan, beside: Range<usize>| {
+        *POSTED.lock().unwrap() = (Vec::new(), beside);
         ours.copy_in(0, &blank).expect("it fits");
         let transfer = peer.transfer(plan).deadline(PATIENCE).post().expect("posted");
         transfer.wait(PATIENCE).expect("moved");
@@ -109,49 +115,35 @@ fn beside_messages() {
         for (here, there) in found.chunks(BLOCK).zip(&scattered) {
             assert!(here == &content[*there as usize * BLOCK..][..BLOCK], "wrong bytes");
         }
-        let slices = std::mem::take(&mut *POSTED.lock().unwrap());
+        let slices = std::mem::take(&mut POSTED.lock().unwrap().0);
         assert_eq!(slices.iter().sum::<u64>(), LEN as u64, "{slices:?}");
         slices
     };
-    let (plan, mut fresh) = (planned(), planned());
-    let quiet = moves(&plan);
+    let none = || 0..0;
+    let plan = planned();
+    let quiet = moves(&plan, none());
     assert_eq!(quiet.iter().max(), Some(&LONG));
-    assert_eq!(moves(&plan), quiet, "those that were kept");
+    assert_eq!(moves(&plan, none()), quiet, "those that were kept");
 
-    let (end, enough) = (Instant::now() + PATIENCE, AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !enough.load(Ordering::Relaxed) && Instant::now() < end {
-                let acknowledged = [(); 4].map(|()| peer.notify(b"moved", PATIENCE));
-                for acknowledged in acknowledged {
-                    far.notification(PATIENCE).wait().expect("it arrives");
-                    acknowledged.wait(PATIENCE).expect("it has arrived");
-                }
-            }
-        });
-        let (mut turned, mut short) = (false, false);
-        while !(turned && short) && Instant::now() < end {
-            fresh = planned();
-            moves(&fresh); // whose first slices are short, or turn so while they are made
-            let slices = moves(&plan);
-            let has_long = slices.contains(&LONG);
-            turned |= has_long && slices.len() > quiet.len();
-            short |= !has_long;
+    for from in 1..quiet.len() {
+        let fresh = planned();
+        for plan in [&plan, &fresh] {
+            let slices = moves(plan, from..usize::MAX);
+            assert_eq!(slices[..from], quiet[..from]);
+            assert!(slices[from..].iter().all(|slice| *slice <= SHORT), "{from}: {slices:?}");
+            let slices = moves(plan, 0..from);
+            assert!(slices[..from].iter().all(|slice| *slice <= SHORT), "{from}: {slices:?}");
+            assert!(slices[from..].contains(&LONG), "{from}: {slices:?}");
         }
-        enough.store(true, Ordering::Relaxed);
-        assert!(turned, "a transfer under way goes on in short slices");
-        assert!(short, "and the next has no others");
-    });
-    for plan in [&plan, &fresh, &fresh] {
-        while moves(plan) != quiet {
-            assert!(Instant::now() < end + PATIENCE, "they stay short");
+        for plan in [&plan, &fresh, &fresh] {
+            assert_eq!(moves(plan, none()), quiet, "{from}");
         }
     }
 }
 
-const BESIDE: &str = "slicing::tests::slices_are_short_beside_messages_and_long_again_after";
-
 #[test]
-fn slices_are_short_beside_messages_and_long_again_after() {
-    wheel::alone(BESIDE, beside_messages);
+fn a_transfer_goes_on_in_short_slices_beside_messages_and_in_long_ones_after() {
+    const NAME: &str =
+        "slicing::tests::a_transfer_goes_on_in_short_slices_beside_messages_and_in_long_ones_after";
+    wheel::alone(NAME, beside_messages);
 }

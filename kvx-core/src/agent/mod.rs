@@ -106,11 +106,11 @@ impl Events for Sink {
 impl AgentInner {
     /// The position of the open backend that speaks to foreign agents of this kind. Errors: `NoRoute`.
     fn speaks(&self, backend: &str) -> Result<usize> {
-        let speaks = |open: &Open| {
-            open.name.eq_ignore_ascii_case(backend)
-                || open.speaks_for.iter().any(|name| name.eq_ignore_ascii_case(backend))
-        };
-        self.transports.iter().position(speaks).ok_or_else(|| {
+        let is = |name: &&str| name.eq_ignore_ascii_case(backend);
+        let position = |speaks: &dyn Fn(&Open) -> bool| self.transports.iter().position(speaks);
+        // Whoever speaks for others does so because they cannot themselves.
+        let speaker = position(&|open| open.speaks_for.iter().any(is));
+        speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
             let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
             Error::new(
                 Kind::NoRoute,

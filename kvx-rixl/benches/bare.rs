@@ -18,7 +18,7 @@ use std::time::Instant;
 /// How often a target without an order lets NIXL work, in milliseconds: the first request waits until both ends have answered each other.
 const LOOKS: c_int = 20;
 
-/// An agent with the plug-in UCX.
+/// An agent with the plugin UCX.
 struct Agent {
     nixl: Functions,
     raw: nixl_agent,

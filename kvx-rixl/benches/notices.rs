@@ -2,7 +2,7 @@
 //!
 //! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own, and sends what another
 //! thread has asked for between two of them: NIXL has no other place for it. The target is a process that asks
-//! NIXL all the time (`polls`), or one that sleeps until the plug-in's descriptors wake it (`sleeps`).
+//! NIXL all the time (`polls`), or one that sleeps until the plugin's descriptors wake it (`sleeps`).
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;

@@ -3,6 +3,8 @@
 //! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
 //! tags is fixed, lengths and numbers are little-endian.
 
+use std::ffi::CStr;
+
 use kvx_core::wire::Reader;
 use kvx_core::{Error, MAX_NAME, Result};
 
@@ -141,6 +143,23 @@ impl<'a> Blob<'a> {
     }
 }
 
+fn put(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
+    out.extend(tag.bytes());
+    out.extend((data.len() as u64).to_le_bytes());
+    out.extend(data);
+    out.push(b'|');
+}
+
+/// The blob of an agent of which it tells the name alone: no way to it, and no memory.
+pub(crate) fn of_name(agent: &CStr) -> Vec<u8> {
+    let mut out = MAGIC.to_vec();
+    put(&mut out, "Agent", agent.to_bytes());
+    put(&mut out, "Conns", &0_u64.to_le_bytes());
+    put(&mut out, "", b"MemSection");
+    put(&mut out, "nixlSecElms", &0_u64.to_le_bytes());
+    out
+}
+
 /// For errors about blobs.
 pub(crate) fn malformed(why: &'static str) -> Error {
     Reader::new("NIXL blob", &[]).malformed(why)
@@ -150,32 +169,25 @@ pub(crate) fn malformed(why: &'static str) -> Error {
 mod tests {
     use super::*;
 
-    fn field(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
-        out.extend(tag.bytes());
-        out.extend((data.len() as u64).to_le_bytes());
-        out.extend(data);
-        out.push(b'|');
-    }
-
     fn blob() -> Vec<u8> {
         let mut out = MAGIC.to_vec();
-        field(&mut out, "Agent", b"prefill");
-        field(&mut out, "Conns", &1_u64.to_le_bytes());
-        field(&mut out, "t", b"UCX");
-        field(&mut out, "c", b"|address\0|");
-        field(&mut out, "", b"MemSection");
-        field(&mut out, "nixlSecElms", &1_u64.to_le_bytes());
-        field(&mut out, "bknd", b"UCX");
-        field(&mut out, "nixlDList", b"nixlSDList");
-        field(&mut out, "t", &0_i32.to_le_bytes());
-        field(&mut out, "n", &2_u64.to_le_bytes());
+        put(&mut out, "Agent", b"prefill");
+        put(&mut out, "Conns", &1_u64.to_le_bytes());
+        put(&mut out, "t", b"UCX");
+        put(&mut out, "c", b"|address\0|");
+        put(&mut out, "", b"MemSection");
+        put(&mut out, "nixlSecElms", &1_u64.to_le_bytes());
+        put(&mut out, "bknd", b"UCX");
+        put(&mut out, "nixlDList", b"nixlSDList");
+        put(&mut out, "t", &0_i32.to_le_bytes());
+        put(&mut out, "n", &2_u64.to_le_bytes());
         for at in [1_u64, 2] {
             let mut descriptor = Vec::new();
             descriptor.extend((at << 20).to_le_bytes());
             descriptor.extend(4096_u64.to_le_bytes());
             descriptor.extend(at.to_le_bytes());
             descriptor.extend(b"key");
-            field(&mut out, "", &descriptor);
+            put(&mut out, "", &descriptor);
         }
         out
     }
@@ -191,6 +203,12 @@ mod tests {
             assert!(Blob::read(&bytes[..len]).is_err(), "{len}");
         }
         assert!(Blob::read(&[&bytes[..], b"x"].concat()).is_err());
+    }
+
+    #[test]
+    fn a_name_alone_is_a_blob() {
+        let nothing = Blob { agent: "prefill", connections: Vec::new(), memory: Vec::new() };
+        assert_eq!(Blob::read(&of_name(c"prefill")).unwrap(), nothing);
     }
 
     #[test]

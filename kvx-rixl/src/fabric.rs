@@ -44,15 +44,6 @@ pub(crate) struct Transfer {
     told: bool,
 }
 
-/// A slice that was made.
-struct Made {
-    slice: Slice,
-    /// How many descriptors it has.
-    pieces: usize,
-    /// Whether the transfer has no other after it.
-    last: bool,
-}
-
 /// A region of a peer.
 pub(crate) struct Remote(Arc<Export>);
 
@@ -86,8 +77,10 @@ pub(crate) struct Nixl {
     lists: Lists,
     kept: Arc<Kept>,
     flights: Vec<Flight>,
+    /// Others were given up: nothing tells of their end.
+    gave_up: bool,
     trials: Trials,
-    /// What has ended within the post, and other news.
+    /// What is to be told next.
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
@@ -149,6 +142,7 @@ impl Nixl {
             lists: Lists::default(),
             kept: Arc::default(),
             flights: Vec::new(),
+            gave_up: false,
             trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
@@ -185,14 +179,14 @@ impl Nixl {
         Ok(true)
     }
 
-    /// Makes the next slice of a transfer, of at most so many bytes; `None`: there is none.
+    /// Makes the next slice of a transfer, of at most so many bytes, and says whether it is the last; `None`: there is none.
     fn make(
         lists: &mut Lists,
         agent: &Agent,
         name: &CStr,
         job: &mut Job<'_, Self>,
         most: u64,
-    ) -> Result<Option<Made>> {
+    ) -> Result<Option<(Slice, bool)>> {
         let Some(mut piece) = job.next_piece() else { return Ok(None) };
         let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
         let local = list(&mut lists.local, agent, ours.segment)?;
@@ -215,7 +209,7 @@ impl Nixl {
             piece = next;
         };
         let request = Arc::new(agent.request(job.op(), local, remote, name)?);
-        Ok(Some(Made { slice: Slice { request, bytes }, pieces, last }))
+        Ok(Some((Slice { request, bytes, pieces }, last)))
     }
 }
 
@@ -311,9 +305,9 @@ unsafe impl Fabric for Nixl {
             None => {
                 let made = Self::make(&mut self.lists, agent, &name, job, most);
                 let made = made.map_err(|why| self.blame(agent, &name, why))?;
-                let Some(Made { slice, pieces, last }) = made else { return Ok(0) };
+                let Some((slice, last)) = made else { return Ok(0) };
                 if let Some(lease) = &mut job.state().lease {
-                    lease.keep(&slice, pieces);
+                    lease.keep(&slice);
                     if last {
                         lease.complete();
                     }
@@ -333,7 +327,14 @@ unsafe impl Fabric for Nixl {
                 self.fly(For::Job(job.id()), slice.request, &name);
                 job.posted(1);
             }
-            State::Failed(status) => return Err(self.blame(agent, &name, status.error("a transfer"))),
+            State::Failed(status) => {
+                let why = self.blame(agent, &name, status.error("a transfer"));
+                if Self::flies_on(slice.pieces, &why) {
+                    self.give_up(slice.request);
+                    job.posted(1); // which is never reported
+                }
+                return Err(why);
+            }
         }
         Ok(slice.bytes)
     }
@@ -345,7 +346,9 @@ unsafe impl Fabric for Nixl {
 
     fn disconnect(&mut self, endpoint: EndpointId) {
         self.trials.forget(endpoint);
-        self.peers.disconnect(endpoint);
+        if let Some(gone) = self.peers.disconnect(endpoint) {
+            self.abandon(&gone);
+        }
     }
 
     fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
@@ -428,7 +431,7 @@ unsafe impl Fabric for Nixl {
     }
 
     fn stop(&mut self) -> bool {
-        let in_flight = !self.flights.is_empty();
+        let in_flight = self.gave_up || !self.flights.is_empty();
         // What is in progress is never released, nor its agent destroyed: that would be a use after free.
         std::mem::forget(std::mem::take(&mut self.flights));
         let gone = self.turnstile.pass().take();

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use kvx_core::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
 
+use crate::blob;
 use crate::peers::Name;
 use crate::turnstile::Turnstile;
 
@@ -15,11 +16,13 @@ use crate::turnstile::Turnstile;
 pub(crate) enum Task {
     /// Loads a blob and connects; the answer is a [`Loaded`].
     Load { peer: Name, load: u64, blob: Vec<u8> },
+    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more; the answer is a [`Loaded`].
+    Name { peer: Name, load: u64 },
     /// Forgets a peer.
     Forget { peer: Name },
 }
 
-/// A [`Task::Load`] has ended.
+/// A [`Task::Load`] or [`Task::Name`] has ended.
 pub(crate) struct Loaded {
     pub(crate) peer: Name,
     /// Its number.
@@ -77,18 +80,26 @@ fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Mailbox<Loaded>
     for task in todo {
         let passed = turnstile.pass();
         let Some(agent) = passed.as_ref() else { continue };
-        match task {
-            Task::Forget { peer } => agent.forget(&peer),
+        let (peer, load, result) = match task {
+            Task::Forget { peer } => {
+                agent.forget(&peer);
+                continue;
+            }
+            Task::Name { peer, load } => {
+                let result = agent.load(&blob::of_name(&peer)).map(drop);
+                (peer, load, result)
+            }
             Task::Load { peer, load, blob } => {
                 let result = agent.load(&blob).and_then(|name| {
                     if name.as_bytes() != peer.to_bytes() {
-                        return Err(crate::blob::malformed("it names another agent than it seemed to"));
+                        return Err(blob::malformed("it names another agent than it seemed to"));
                     }
                     agent.connect(&peer)
                 });
-                drop(passed);
-                answers.put(Loaded { peer, load, result });
+                (peer, load, result)
             }
-        }
+        };
+        drop(passed);
+        answers.put(Loaded { peer, load, result });
     }
 }

@@ -63,14 +63,20 @@ impl Ranges {
             ));
         }
         let agent = passed.as_ref().ok_or_else(closed)?;
-        if !registered.contains_key(&range) {
+        let is_new = !registered.contains_key(&range);
+        if is_new {
             agent.register(&range).map_err(|why| match range.segment {
                 Segment::Host => why,
                 Segment::Device => why.kind_is(Kind::Unsupported),
             })?;
         }
+        let blob = agent.export(&range).inspect_err(|_| {
+            if is_new && let Err(why) = agent.deregister(&range) {
+                tracing::warn!(%why, "NIXL keeps what it knows of memory that came to no region");
+            }
+        })?;
         registered.entry(range).or_default().regions += 1;
-        agent.export(&range)
+        Ok(blob)
     }
 
     /// A region ends, unless somebody else has NIXL: then the turnstile's bell tells when to come again. Errors: `StillShared`,

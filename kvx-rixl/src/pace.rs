@@ -92,15 +92,31 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
+    /// However long this test is kept from its core, something has only just come.
+    fn just_heard() -> Pace {
+        Pace { heard: Instant::now() + LONG, ..Pace::new(true) }
+    }
+
     #[test]
     fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
-        assert_eq!(Pace::new(true).sleep(false, false), SHORTEST);
+        assert_eq!(just_heard().sleep(false, false), SHORTEST);
         assert!(quiet_for(Duration::from_millis(8), &WOKEN).sleep(false, false) >= Duration::from_millis(2));
         for longest in [&UNPROVEN, &WOKEN, &BY_THE_CLOCK] {
             let pace = quiet_for(LONG, longest);
             assert_eq!(pace.sleep(false, false), longest.alone);
             assert_eq!(pace.sleep(false, true), longest.waiting);
             assert_eq!(pace.sleep(true, true), IN_FLIGHT);
+        }
+    }
+
+    #[test]
+    fn whoever_has_just_heard_something_goes_on_looking() {
+        let idle = quiet_for(BUSY, &WOKEN);
+        assert!(!just_heard().patience().is_zero() && idle.patience().is_zero());
+        for (woken, came) in [(false, false), (true, false), (false, true)] {
+            let (mut pace, now) = (quiet_for(LONG, &WOKEN), Instant::now());
+            pace.looked(woken, false, came);
+            assert_eq!(pace.heard >= now, woken || came, "{woken} {came}");
         }
     }
 

@@ -105,6 +105,8 @@ struct Peer {
     exports: Vec<Arc<Export>>,
     /// Requests in progress.
     flights: usize,
+    /// The same when it was lost, or NIXL last told of it after that.
+    flights_when_told: usize,
     /// Which operations need its CPU, once that is known.
     reach: Option<PerOp>,
     /// Another life of the same name, or a new connection after this one was lost; begins when this one is gone.
@@ -267,6 +269,7 @@ impl Peers {
             endpoints,
             exports: Vec::new(),
             flights: 0,
+            flights_when_told: 0,
             reach: None,
             next: None,
         };
@@ -381,7 +384,9 @@ impl Peers {
     pub(crate) fn dropped(&mut self, name: &CStr, happened: &mut Vec<Happened>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            // It was told of the peer once more, and says so again: NIXL 1.5 never answers after that.
+            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request whose failure it
+            // finds out; where none has ended since, it never answers.
+            State::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
             State::Lost { watched: true } => {
                 peer.state = State::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
@@ -396,11 +401,17 @@ impl Peers {
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
         peer.state = State::Lost { watched: peer.flights == 0 };
+        peer.flights_when_told = peer.flights;
         if peer.flights > 0 {
             self.next_load += 1;
             peer.load = self.next_load;
-            self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
+            self.loads.ask(Task::Name { peer: name.into(), load: peer.load });
         }
+    }
+
+    /// Whether a peer was lost, and is remembered for the sake of what is in progress to it.
+    pub(crate) fn is_lost(&self, name: &CStr) -> bool {
+        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, State::Lost { .. }))
     }
 
     /// Some memory of a peer's that NIXL knows.
@@ -418,6 +429,7 @@ impl Peers {
         }
         if known {
             peer.state = State::Lost { watched: true };
+            peer.flights_when_told = peer.flights;
         } else {
             self.watch(name);
         }
@@ -431,10 +443,8 @@ impl Peers {
     }
 
     /// Takes what the thread has done.
-    pub(crate) fn take_loaded(&mut self, happened: &mut Vec<Happened>) -> usize {
-        let loaded = self.loads.take();
-        let count = loaded.len();
-        for Loaded { peer: name, load, result } in loaded {
+    pub(crate) fn take_loaded(&mut self, happened: &mut Vec<Happened>) {
+        for Loaded { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else { continue };
             match (peer.state, result) {
                 (State::Lost { .. }, Ok(())) => peer.state = State::Lost { watched: true },
@@ -458,7 +468,6 @@ impl Peers {
                 }
             }
         }
-        count
     }
 
     pub(crate) fn sever(&mut self, endpoint: EndpointId) {
@@ -467,16 +476,17 @@ impl Peers {
         }
     }
 
-    /// An endpoint goes. With its last one, the peer is forgotten.
-    pub(crate) fn disconnect(&mut self, endpoint: EndpointId) {
-        let Some(Endpoint { peer: Some(name), .. }) = self.endpoints.remove(&endpoint) else { return };
-        let Some(peer) = self.by_name.get_mut(&name) else { return };
+    /// An endpoint goes. With its last one, the peer is forgotten: says which.
+    pub(crate) fn disconnect(&mut self, endpoint: EndpointId) -> Option<Name> {
+        let name = self.endpoints.remove(&endpoint)?.peer?;
+        let peer = self.by_name.get_mut(&name)?;
         peer.endpoints.retain(|other| *other != endpoint);
         if let Some((_, waiting)) = &mut peer.next {
             waiting.retain(|other| *other != endpoint);
         }
         if !peer.endpoints.is_empty() {
-            return self.note_reach();
+            self.note_reach();
+            return None;
         }
         let next = self.by_name.remove(&name).and_then(|peer| peer.next);
         self.note_reach();
@@ -486,8 +496,9 @@ impl Peers {
             && let Ok(said) = Blob::read(&blob)
         {
             let connections = connections_of(&said);
-            self.begin(name, blob.clone(), connections, waiting);
+            self.begin(name.clone(), blob.clone(), connections, waiting);
         }
+        Some(name)
     }
 }
 

@@ -43,6 +43,8 @@ impl Drop for Slices {
 pub(crate) struct Slice {
     pub(crate) request: Arc<Request>,
     pub(crate) bytes: u64,
+    /// How many descriptors it has.
+    pub(crate) pieces: usize,
 }
 
 /// A transfer's part in them, until all its pieces have ended.
@@ -95,18 +97,18 @@ impl Lease {
         }
     }
 
-    /// A slice was made, of so many descriptors.
-    pub(crate) fn keep(&mut self, slice: &Slice, descriptors: usize) {
+    /// A slice was made.
+    pub(crate) fn keep(&mut self, slice: &Slice) {
         if self.whole {
             return;
         }
         let Some(slices) = &mut self.slices else { return };
-        if slices.kept.0.fetch_add(descriptors, Ordering::Relaxed) + descriptors > MOST_KEPT {
-            slices.kept.0.fetch_sub(descriptors, Ordering::Relaxed);
+        if slices.kept.0.fetch_add(slice.pieces, Ordering::Relaxed) + slice.pieces > MOST_KEPT {
+            slices.kept.0.fetch_sub(slice.pieces, Ordering::Relaxed);
             self.slices = None;
             return;
         }
-        slices.descriptors += descriptors;
+        slices.descriptors += slice.pieces;
         slices.slices.push(slice.clone());
     }
 

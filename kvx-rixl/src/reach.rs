@@ -41,7 +41,7 @@ pub(crate) fn page() -> Range {
 
 /// How long the kernel takes at best to move as many bytes from a process to another. `None`: it refuses, and so
 /// nothing reaches a peer by that way.
-pub(crate) fn kernel_takes() -> Option<Duration> {
+fn kernel_takes() -> Option<Duration> {
     let own = page().address;
     let from = libc::iovec { iov_base: own as *mut libc::c_void, iov_len: LEN as usize };
     let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };
@@ -54,6 +54,44 @@ pub(crate) fn kernel_takes() -> Option<Duration> {
     (0..TIMES).map(|_| once()).min().flatten()
 }
 
+/// How the posts of a trial have gone.
+struct Tally {
+    posted: usize,
+    /// How many of them took their time.
+    late: usize,
+    /// How long the fastest of the others took.
+    fastest: Duration,
+}
+
+impl Tally {
+    const NEW: Self = Tally { posted: 0, late: 0, fastest: Duration::MAX };
+
+    /// Which of the two operations is posted next; `None`: enough is known.
+    fn next(&self) -> Option<usize> {
+        let operation = self.posted / (1 + TIMES);
+        (self.late <= MOST_LATE && operation < 2).then_some(operation)
+    }
+
+    /// One was posted. `took`: how long, if it had ended then.
+    fn note(&mut self, took: Option<Duration>) {
+        let is_first = self.posted.is_multiple_of(1 + TIMES);
+        self.posted += 1;
+        match took {
+            _ if is_first => {}
+            Some(took) => self.fastest = self.fastest.min(took),
+            None => self.late += 1,
+        }
+    }
+
+    /// Which operations need the peer's CPU, where the kernel takes so long for as many bytes. The same path carries both: one
+    /// that needs the peer speaks for the other.
+    fn verdict(&self, kernel_takes: Option<Duration>) -> PerOp {
+        let by_the_kernel = self.late <= MOST_LATE
+            && kernel_takes.is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
+        PerOp::same(!by_the_kernel)
+    }
+}
+
 /// A peer that is being tried out.
 struct Trial {
     /// Its page.
@@ -62,13 +100,8 @@ struct Trial {
     endpoints: Vec<EndpointId>,
     /// A read and a write; made when NIXL knows the page.
     requests: Option<[Arc<Request>; 2]>,
-    /// How many posts there were.
-    posted: usize,
-    /// How many of them took their time.
-    late: usize,
-    /// How long the fastest of the others took.
-    fastest: Duration,
-    /// The last of them is in progress.
+    tally: Tally,
+    /// The last post is in progress.
     flies: bool,
 }
 
@@ -86,29 +119,21 @@ impl Trial {
             Some(requests) => requests,
             None => self.requests.insert(requests(agent, peer, &self.page.range)?),
         };
-        while self.late <= MOST_LATE {
-            let (operation, time) = (self.posted / (1 + TIMES), self.posted % (1 + TIMES));
-            let Some(request) = requests.get(operation) else {
-                let by_the_kernel =
-                    kernel_takes().is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
-                return Ok(Step::Over(PerOp::same(!by_the_kernel)));
-            };
-            self.posted += 1;
+        while let Some(operation) = self.tally.next() {
+            let request = &requests[operation];
             let begun = Instant::now();
             // SAFETY: the page is never freed, and the request is not in progress.
             match unsafe { agent.post(request) } {
-                State::Done if time > 0 => self.fastest = self.fastest.min(begun.elapsed()),
-                State::Done => {}
+                State::Done => self.tally.note(Some(begun.elapsed())),
                 State::InProgress => {
-                    self.late += usize::from(time > 0);
+                    self.tally.note(None);
                     self.flies = true;
                     return Ok(Step::Flies(Arc::clone(request)));
                 }
                 State::Failed(status) => return Err(status.error("trying a link out")),
             }
         }
-        // The same path carries both operations: one that needs the peer speaks for the other.
-        Ok(Step::Over(PerOp::BOTH))
+        Ok(Step::Over(self.tally.verdict(kernel_takes())))
     }
 }
 
@@ -132,21 +157,13 @@ pub(crate) struct Trials {
 }
 
 impl Trials {
-    /// An endpoint wants to know what its peer can do. `page`: the peer's; where there is none, the peer is this agent.
+    /// An endpoint wants to know what its peer can do. `page`: the peer's.
     pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<Export>) {
         if peers.reach(endpoint).is_some() {
             return;
         }
         let Some(name) = peers.name(endpoint) else { return };
-        let new = || Trial {
-            page,
-            endpoints: Vec::new(),
-            requests: None,
-            posted: 0,
-            late: 0,
-            fastest: Duration::MAX,
-            flies: false,
-        };
+        let new = || Trial { page, endpoints: Vec::new(), requests: None, tally: Tally::NEW, flies: false };
         self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
     }
 
@@ -234,4 +251,64 @@ pub(crate) fn tell(
         peers.told(endpoint, region);
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn us(us: u64) -> Option<Duration> {
+        Some(Duration::from_micros(us))
+    }
+
+    /// A trial whose posts take so long, by their number.
+    fn tried(took: impl Fn(usize) -> Option<Duration>) -> Tally {
+        let mut tally = Tally::NEW;
+        while tally.next().is_some() {
+            tally.note(took(tally.posted));
+        }
+        tally
+    }
+
+    /// The first read and the first write, which wait until both ends have found each other.
+    fn is_first(at: usize) -> bool {
+        [0, 17].contains(&at)
+    }
+
+    #[test]
+    fn sixteen_reads_and_sixteen_writes_are_tried_after_the_first_of_each() {
+        let mut tally = Tally::NEW;
+        for at in 0..34 {
+            assert_eq!(tally.next(), Some(usize::from(at >= 17)), "{at}");
+            tally.note(us(10));
+        }
+        assert_eq!(tally.next(), None);
+        assert_eq!((tried(|_| None).posted, tried(|at| us(10).filter(|_| at < 20)).posted), (6, 25));
+    }
+
+    /// Late posts among 34, the fastest of the others, the kernel's own time; whether the peer's CPU was in the way.
+    #[test]
+    fn the_peers_cpu_is_in_the_way_of_what_is_slow_or_late() {
+        let rows = [
+            (0, us(10), us(10), false),
+            (0, us(30), us(10), false),
+            (0, us(31), us(10), true),
+            (4, us(30), us(10), false),
+            (5, us(10), us(10), true),
+            (0, us(10), None, true),
+        ];
+        for (late, fastest, kernel_takes, in_the_way) in rows {
+            for rest in [us(1000), fastest] {
+                // The first of either operation counts for nothing, and some writes are late.
+                let took = |at| match at {
+                    _ if is_first(at) => us(1).filter(|_| late == 0),
+                    18.. if at < 18 + late => None,
+                    16 => fastest,
+                    _ => rest,
+                };
+                let verdict = tried(took).verdict(kernel_takes);
+                assert_eq!(verdict, PerOp::same(in_the_way), "{late} late, {fastest:?} of {kernel_takes:?}");
+            }
+        }
+    }
 }

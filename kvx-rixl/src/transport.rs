@@ -4,6 +4,7 @@ use std::ffi::CString;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use kvx_core::fabric::{self, Parts};
@@ -28,10 +29,12 @@ use crate::wakes::{self, Wakes};
 const NAME: &str = "RIXL";
 /// The longest that NIXL's thread sleeps; it wakes when something comes.
 const THREAD_SLEEPS: Duration = Duration::from_secs(1);
+/// How long it may take to open: half a second with UCX, and some more with cards for RDMA.
+const OPENS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Makes transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
 ///
-/// Opened only when it is named, or when a NIXL agent that is not kvx is to be reached.
+/// Opened only when it is named.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rixl;
 
@@ -105,8 +108,8 @@ impl Factory for Rixl {
         let name = name_of(&context.agent);
         let me = CString::new(name.as_str())
             .map_err(|_| Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME))?;
-        let (agent, watchers) = opened(library, &config, &name, &context.agent.name);
-        let agent = agent.map_err(|why| why.backend(NAME))?;
+        let opened = opened(library, &config, &name, &context.agent.name);
+        let (agent, watchers) = opened.map_err(|why| why.backend(NAME))?;
         let blob = agent.connection().map_err(|why| why.backend(NAME))?;
         agent.register(&reach::page()).map_err(|why| why.backend(NAME))?;
         let page = agent.export(&reach::page()).map_err(|why| why.backend(NAME))?;
@@ -140,24 +143,67 @@ fn opened(
     config: &Config,
     name: &str,
     agent: &str,
-) -> (Result<Agent>, Vec<RawFd>) {
-    let settings = Settings {
-        name,
-        plugin: &config.plugin,
-        params: &config.params,
-        progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
-    };
-    let open =
-        || loader::with_signals_kept(|| wakes::of(|| threads::named(|| Agent::open(library, &settings))));
-    std::thread::scope(|scope| {
-        match std::thread::Builder::new().name(format!("kvx-rixl. {agent}")).spawn_scoped(scope, open) {
-            Ok(thread) => thread.join().unwrap_or_else(|_| {
-                (Err(Error::new(Kind::Native, "opening NIXL panicked")), Vec::new()) // the panic hook has told why
-            }),
-            Err(error) => {
-                let why = Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted);
-                (Err(why), Vec::new())
-            }
-        }
+) -> Result<(Agent, Vec<RawFd>)> {
+    let (config, name) = (config.clone(), name.to_owned());
+    within(OPENS_WITHIN, format!("kvx-rixl. {agent}"), move || {
+        let settings = Settings {
+            name: &name,
+            plugin: &config.plugin,
+            params: &config.params,
+            progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
+        };
+        let open = || wakes::of(|| threads::named(|| Agent::open(library, &settings)));
+        let (agent, watchers) = loader::with_signals_kept(open);
+        Ok((agent?, watchers))
     })
+}
+
+/// Runs `open` on a thread of this name, which is left to itself after `limit`.
+///
+/// Errors: its own; `TimedOut`.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    name: String,
+    open: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, opened) = channel();
+    let thread = std::thread::Builder::new().name(name).spawn(move || sender.send(open()).is_ok());
+    let thread = thread.map_err(|error| {
+        Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
+    })?;
+    match opened.recv_timeout(limit) {
+        Err(RecvTimeoutError::Timeout) => Err(Error::new(
+            Kind::TimedOut,
+            format!(
+                "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug tells what it waits for"
+            ),
+        )),
+        Ok(opened) => {
+            thread.join().ok(); // it has nothing more to do
+            opened
+        }
+        Err(RecvTimeoutError::Disconnected) => {
+            Err(Error::new(Kind::Native, "opening NIXL panicked")) // the panic hook has told why
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_waits_for_ever_until_nixl_has_opened() {
+        let name = || "opens".to_owned();
+        let opened = within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
+        assert_eq!(opened.unwrap(), Some(name()));
+        let refused = || Err::<(), _>(Error::new(Kind::Invalid, "refused"));
+        assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), Kind::Invalid);
+        let panicked = within(Duration::MAX, name(), || -> Result<()> { panic!("NIXL's own") });
+        assert_eq!(panicked.unwrap_err().kind(), Kind::Native);
+        let (_never, opens) = channel::<()>();
+        let open = move || Ok(opens.recv_timeout(Duration::from_secs(10)).is_ok());
+        let late = within(Duration::from_millis(1), name(), open);
+        assert_eq!(late.unwrap_err().kind(), Kind::TimedOut);
+    }
 }

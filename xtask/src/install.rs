@@ -59,6 +59,7 @@ const WHEELS: &[Wheel] = &[
     NVRTC,
     Wheel { peer: "ucx", name: "libucx-cu12", version: "1.22.0", why: "a recent UCX, and its headers" },
     Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
+    Wheel { peer: "nixl-1.1", name: "nixl-cu12", version: "1.1.0", why: "the C interface that RIXL has" },
     Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
 ];
 
@@ -193,10 +194,10 @@ mod tests {
     #[test]
     fn every_row_says_why_and_is_there_once() {
         let mut seen = std::collections::BTreeSet::new();
-        let packages = DEBIAN_PACKAGES.iter().map(|row| (row.name, row.why));
-        for (name, why) in packages.chain(WHEELS.iter().map(|row| (row.name, row.why))) {
+        let packages = DEBIAN_PACKAGES.iter().map(|row| ("the machine", row.name, row.why));
+        for (place, name, why) in packages.chain(WHEELS.iter().map(|row| (row.peer, row.name, row.why))) {
             assert!(!why.is_empty(), "{name}");
-            assert!(seen.insert(name), "{name} is there twice");
+            assert!(seen.insert((place, name)), "{name} is there twice in {place}");
         }
     }
 

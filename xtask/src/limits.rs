@@ -2,6 +2,7 @@
 //!
 //! Not part of the tests: it takes minutes, 5 GiB of memory, and a machine that is quiet meanwhile.
 
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use serde_json::Value;
 use crate::Result;
 use crate::arguments::LimitsOptions;
 use crate::bars::{Asked, BARS, Bar, Figure, Program, RUNS, Run};
+use crate::install::site_packages;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
@@ -17,18 +19,28 @@ use crate::process::{self, Output};
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long one run may take.
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
+/// The variable that names NIXL's library.
+const NIXL: &str = "KVX_RIXL_LIB";
+/// The same below the folder of the wheel.
+const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 
 /// Runs everything as often as the options say, prints the table, and says whether every bar holds.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let chosen =
         |run: &str| options.only.is_empty() || options.only.iter().any(|only| run.contains(only.as_str()));
-    let runs: Vec<_> = RUNS.iter().filter(|run| chosen(run.name)).collect();
+    let nixl = nixl()?;
+    let (runs, without): (Vec<_>, Vec<_>) =
+        RUNS.iter().filter(|run| chosen(run.name)).partition(|run| nixl.is_some() || !is_over_nixl(run));
+    for run in without {
+        eprintln!("{} is left out: NIXL's wheel is not installed (cargo xtask test --install)", run.name);
+    }
+    let chosen = |name: &str| runs.iter().any(|run| run.name == name);
     let bars: Vec<_> = BARS.iter().filter(|bar| needs(bar).iter().all(|run| chosen(run))).collect();
     if bars.is_empty() {
         let names: Vec<_> = RUNS.iter().map(|run| run.name).collect();
         return Err(format!("no bar comes from these runs alone; the runs are: {}", names.join(", ")).into());
     }
-    let programs = Programs::build()?;
+    let programs = Programs::build(nixl)?;
     let mut figures = vec![Vec::new(); bars.len()];
     for time in 0..options.times {
         let mut lines = Vec::new();
@@ -55,11 +67,27 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
 /// What was built.
 struct Programs {
     /// The program `kvx`.
-    kvx: std::path::PathBuf,
+    kvx: PathBuf,
+    /// See [`nixl`].
+    nixl: Option<PathBuf>,
+}
+
+/// NIXL's library: that which the variable names, or the wheel's.
+fn nixl() -> Result<Option<PathBuf>> {
+    if let Some(named) = std::env::var_os(NIXL) {
+        return Ok(Some(named.into()));
+    }
+    let environment = Metadata::of_members()?.target_directory()?.join("peers/nixl/venv");
+    let mut libraries = site_packages(&environment).map(|folder| folder.join(NIXL_LIBRARY));
+    Ok(libraries.find(|library| library.is_file()))
+}
+
+fn is_over_nixl(run: &Run) -> bool {
+    matches!(run.program, Program::Bench(arguments) if arguments.contains("--backend RIXL"))
 }
 
 impl Programs {
-    fn build() -> Result<Self> {
+    fn build(nixl: Option<PathBuf>) -> Result<Self> {
         let metadata = Metadata::of_members()?;
         let mut builds = vec![vec!["build", "--release", "-p", "kvx-cli"]];
         builds.extend(RUNS.iter().filter_map(|run| match run.program {
@@ -74,12 +102,12 @@ impl Programs {
                 return Err(format!("cargo {}: {}", arguments.join(" "), built.end).into());
             }
         }
-        Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx") })
+        Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx"), nixl })
     }
 
     /// The lines of one run, each with the run's name in it.
     fn run(&self, run: &Run) -> Result<Vec<Value>> {
-        let command = match run.program {
+        let mut command = match run.program {
             Program::Bench(arguments) => {
                 let mut command = Command::new(&self.kvx);
                 command.args(["bench", "--json"]).args(arguments.split(' '));
@@ -95,6 +123,9 @@ impl Programs {
                 process::cargo(["bench", "-p", package, "--bench", bench, "--", "--bars"])
             }
         };
+        if let Some(nixl) = &self.nixl {
+            command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"); // it listens on all of them otherwise
+        }
         let finished = process::run(command, RUN_LIMIT, Output::Kept)?;
         if !finished.succeeded() {
             return Err(format!("{}: {}", run.name, finished.end).into());

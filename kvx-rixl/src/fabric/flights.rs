@@ -33,7 +33,7 @@ impl Nixl {
         if **name == *self.peers.me() {
             return why;
         }
-        if agent.knows(name) {
+        if !self.peers.is_lost(name) && agent.knows(name) {
             let Some(there) = self.peers.somewhere(name) else { return why };
             match loss::look(agent, name, &there) {
                 Connection::Broken => {}
@@ -51,6 +51,26 @@ impl Nixl {
         why.kind_is(Kind::PeerLost)
     }
 
+    /// Whether some of so many pieces may be under way after their post has failed: over the first one that it refuses a plugin
+    /// forgets those before it, without an end to them. A connection that is broken carries none.
+    pub(super) fn flies_on(pieces: usize, why: &Error) -> bool {
+        pieces > 1 && why.kind() != Kind::PeerLost
+    }
+
+    /// A request is in progress, and nobody will say when it has ended: it is never released.
+    pub(super) fn give_up(&mut self, request: Arc<Request>) {
+        std::mem::forget(request);
+        self.gave_up = true;
+    }
+
+    /// A peer's last endpoint has gone. NIXL answers nothing more of what is in progress to try the link out or to look
+    /// after it, which reads and writes pages that are never freed.
+    pub(super) fn abandon(&mut self, peer: &Name) {
+        let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
+        gone.into_iter().for_each(|flight| self.give_up(flight.request));
+        self.turnstile.note_in_progress(!self.flights.is_empty());
+    }
+
     /// A request is in progress.
     pub(super) fn fly(&mut self, what_for: For, request: Arc<Request>, peer: &Name) {
         self.peers.flies(peer);
@@ -66,6 +86,8 @@ impl Nixl {
                 at += 1;
                 continue;
             }
+            // Before 1.5 all refusals are alike, and so is the failure by which NIXL finds out that the peer is gone.
+            let known = agent.names_refusals() || agent.knows(peer);
             let result = match agent.state(request) {
                 State::InProgress => {
                     at += 1;
@@ -73,7 +95,9 @@ impl Nixl {
                 }
                 State::Done => Ok(()),
                 // It was not asked after: NIXL does not know the peer any more.
-                State::Failed(status) if status.is_not_found() && self.peers.dropped(peer, &mut happened) => {
+                State::Failed(status)
+                    if (!known || status.is_not_found()) && self.peers.dropped(peer, &mut happened) =>
+                {
                     at += 1;
                     continue;
                 }

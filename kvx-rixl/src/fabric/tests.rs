@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvx_core::fabric::{JobId, Registrar as _};
 use kvx_core::transport::Factory as _;
-use kvx_core::{Memory, Op, Options, RegionId};
+use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;
 use crate::ffi::{Library, Settings};
@@ -137,7 +137,51 @@ fn dropped_while_in_progress() {
 
 #[test]
 fn a_request_goes_on_when_nixl_drops_its_agent() {
-    wheel::alone("fabric::tests::a_request_goes_on_when_nixl_drops_its_agent", dropped_while_in_progress);
+    wheel::alone_on_each(
+        "fabric::tests::a_request_goes_on_when_nixl_drops_its_agent",
+        dropped_while_in_progress,
+    );
+}
+
+/// A link that goes while it is tried out leaves a request in progress: it is neither released nor asked after again, not even when
+/// another agent of that name comes.
+fn gone_while_tried_out() {
+    let (mut near, far) = (near(), opened("far"));
+    far.register(&reach::page()).expect("registered");
+    let page =
+        memory::Export { range: reach::page(), blob: far.export(&reach::page()).expect("a blob").into() };
+    let address = Address { name: "far".to_owned(), blob: far.connection().expect("a blob"), page }.encode();
+    let identity = Identity { name: "far".into(), incarnation: Incarnation([0; 16]) };
+    let endpoint = EndpointId::from_number(1);
+    near.connect(endpoint, &identity, &address).expect("well formed");
+    until(&mut near, |near, _| !near.flights.is_empty()); // the far end does not work
+    let request = Arc::clone(&near.flights[0].request);
+    near.disconnect(endpoint);
+    let again = EndpointId::from_number(2);
+    near.connect(again, &identity, &address).expect("well formed");
+    until(&mut near, |near, _| matches!(near.peers.way(again), Ok(Way::Open(_, _, 1))));
+    assert_eq!(near.flights.len(), 1, "the earlier one does not count");
+    assert!(Arc::strong_count(&request) > 1, "nobody releases it");
+    near.disconnect(again);
+    assert!(!near.stop(), "its agent is kept");
+    std::mem::forget((near, far));
+}
+
+#[test]
+fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
+    wheel::alone(
+        "fabric::tests::a_request_of_a_link_that_is_gone_is_not_released_in_progress",
+        gone_while_tried_out,
+    );
+}
+
+#[test]
+fn only_a_broken_connection_ends_the_pieces_before_one_that_was_refused() {
+    for (pieces, kind, flies_on) in
+        [(1, Kind::Native, false), (2, Kind::Native, true), (2, Kind::PeerLost, false)]
+    {
+        assert_eq!(Nixl::flies_on(pieces, &Error::new(kind, "refused")), flies_on);
+    }
 }
 
 /// What failed says nothing of a connection that works, whether or not something else is in progress on it; and all of one whose peer
@@ -232,6 +276,33 @@ fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
         assert!(asked_after_the_blame(false), "it knows the peer");
     };
     wheel::alone("fabric::tests::of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more", body);
+}
+
+/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first end that it finds out, and nobody
+/// answers at its address any more.
+fn ended_with_the_peer() {
+    let (there, here) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
+    let (mut near, mut far) = (near(), opened("far"));
+    let name = linked(&mut near, &mut far, &there);
+    let turnstile = Arc::clone(&near.turnstile);
+    {
+        let passed = turnstile.pass();
+        let agent = passed.as_ref().expect("it is open");
+        for (op, here) in [Op::Read, Op::Write, Op::Read].into_iter().zip(&here) {
+            flies(op, &mut near, agent, &name, here, &there);
+        }
+    }
+    drop(far);
+    let happened = until(&mut near, |near, _| near.flights.is_empty());
+    let lost = |happened: &&Happened| matches!(happened, Happened::Moved { result: Err(why), .. } if why.kind() == Kind::PeerLost);
+    assert_eq!(happened.iter().filter(lost).count(), 3, "{happened:?}");
+    assert!(near.stop(), "nothing is in progress");
+    std::mem::forget(here);
+}
+
+#[test]
+fn what_is_in_progress_to_a_peer_ends_with_it() {
+    wheel::alone_on_each("fabric::tests::what_is_in_progress_to_a_peer_ends_with_it", ended_with_the_peer);
 }
 
 const OTHER: &str = "OTHER";

@@ -39,6 +39,7 @@ pub(crate) struct Agent {
     notifications: nixl_notif_map,
     unreleased: Arc<Unreleased>,
     over_ucx: bool,
+    names_refusals: bool,
 }
 
 // SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
@@ -72,6 +73,7 @@ impl Agent {
             notifications: ptr::null_mut(),
             unreleased: Arc::default(),
             over_ucx: settings.plugin == UCX,
+            names_refusals: false,
         };
         // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
         // is destroyed by `Drop`, whatever fails.
@@ -105,6 +107,7 @@ impl Agent {
             )?;
             check("making a map", (functions.nixl_capi_create_notif_map)(&mut agent.notifications))?;
         }
+        agent.names_refusals = agent.look_up(c"").is_err_and(Status::is_not_found);
         Ok(agent)
     }
 
@@ -130,6 +133,11 @@ impl Agent {
     /// Whether its plugin is UCX.
     pub(crate) fn is_over_ucx(&self) -> bool {
         self.over_ucx
+    }
+
+    /// Whether it tells that it does not know an agent from what else it refuses: NIXL 1.5 does.
+    pub(crate) fn names_refusals(&self) -> bool {
+        self.names_refusals
     }
 
     /// How this agent is reached, without its memory.
@@ -198,11 +206,14 @@ impl Agent {
 
     /// Whether a peer's metadata is there. NIXL drops it when the plugin finds the peer disconnected.
     pub(crate) fn knows(&self, peer: &CStr) -> bool {
-        let Ok(nothing) = TransferList::new(self.functions, Segment::Host) else { return true };
-        // SAFETY: live handles and a C string.
-        let status =
-            unsafe { (self.functions.nixl_capi_check_remote_md)(self.raw, peer.as_ptr(), nothing.raw) };
-        status == NIXL_CAPI_SUCCESS
+        self.look_up(peer).is_ok()
+    }
+
+    fn look_up(&self, peer: &CStr) -> Result<(), Status> {
+        // SAFETY: a live handle and a C string; without a list nothing of the peer's memory is asked for.
+        Status::check(unsafe {
+            (self.functions.nixl_capi_check_remote_md)(self.raw, peer.as_ptr(), ptr::null_mut())
+        })
     }
 
     /// Registers memory with the plugin.

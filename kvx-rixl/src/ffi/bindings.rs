@@ -48,12 +48,6 @@ pub struct nixl_opt_args_s {
 pub type nixl_opt_args = *mut nixl_opt_args_s;
 #[repr(C)]
 #[derive(Copy, Clone)]
-pub struct nixl_strings_s {
-    _unused: [u8; 0],
-}
-pub type nixl_strings = *mut nixl_strings_s;
-#[repr(C)]
-#[derive(Copy, Clone)]
 pub struct nixl_xfer_dlist_s {
     _unused: [u8; 0],
 }
@@ -127,22 +121,6 @@ pub struct Functions {
         agent: *mut nixl_agent,
     ) -> nixl_status,
     pub nixl_capi_destroy_agent: unsafe extern "C" fn(agent: nixl_agent) -> nixl_status,
-    pub nixl_capi_get_available_plugins: unsafe extern "C" fn(
-        agent: nixl_agent,
-        plugins: *mut nixl_strings,
-    ) -> nixl_status,
-    pub nixl_capi_string_list_size: unsafe extern "C" fn(
-        list: nixl_strings,
-        size: *mut usize,
-    ) -> nixl_status,
-    pub nixl_capi_string_list_get: unsafe extern "C" fn(
-        list: nixl_strings,
-        index: usize,
-        string: *mut *const ::core::ffi::c_char,
-    ) -> nixl_status,
-    pub nixl_capi_destroy_string_list: unsafe extern "C" fn(
-        list: nixl_strings,
-    ) -> nixl_status,
     pub nixl_capi_create_params: unsafe extern "C" fn(
         params: *mut nixl_params,
     ) -> nixl_status,
@@ -327,18 +305,6 @@ impl Functions {
                 ),
                 nixl_capi_destroy_agent: ::core::mem::transmute(
                     symbol(c"nixl_capi_destroy_agent")?,
-                ),
-                nixl_capi_get_available_plugins: ::core::mem::transmute(
-                    symbol(c"nixl_capi_get_available_plugins")?,
-                ),
-                nixl_capi_string_list_size: ::core::mem::transmute(
-                    symbol(c"nixl_capi_string_list_size")?,
-                ),
-                nixl_capi_string_list_get: ::core::mem::transmute(
-                    symbol(c"nixl_capi_string_list_get")?,
-                ),
-                nixl_capi_destroy_string_list: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_string_list")?,
                 ),
                 nixl_capi_create_params: ::core::mem::transmute(
                     symbol(c"nixl_capi_create_params")?,

@@ -17,19 +17,26 @@ pub(crate) const VARIABLE: &str = "KVX_RIXL_LIB";
 const NAMES: &[&str] = &["libnixl_capi.so"];
 pub(crate) const CURE: &str = "install NIXL 1.x (from PyPI: nixl-cu12, without its dependencies) and set KVX_RIXL_LIB to its \
      libnixl_capi.so, which `kvx backends --find` finds; the package called rixl there is another product";
-/// Where the images of ROCm and NVIDIA have it.
+/// Where the images of ROCm and NVIDIA have it, below the root of the file system.
 const PREFIXES: &[&str] = &[
-    "/usr/local/rixl",
-    "/opt/rixl",
-    "/sgl-workspace/rixl",
-    "/usr/local/nixl",
-    "/opt/nixl",
-    "/opt/nvidia/nvda_nixl",
+    "usr/local/rixl",
+    "opt/rixl",
+    "sgl-workspace/rixl",
+    "usr/local/nixl",
+    "opt/nixl",
+    "opt/nvidia/nvda_nixl",
 ];
 #[cfg(target_arch = "x86_64")]
-const FOLDERS: &[&str] = &["lib/x86_64-linux-gnu", "lib64", "lib"];
+const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
 #[cfg(not(target_arch = "x86_64"))]
-const FOLDERS: &[&str] = &["lib/aarch64-linux-gnu", "lib64", "lib"];
+const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
+
+/// The libraries of images, those that are there.
+fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
+    let folders =
+        PREFIXES.iter().flat_map(move |prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
+    folders.map(|folder| folder.join(NAMES[0])).filter(|file| file.exists())
+}
 
 /// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads the system's beside
 /// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its own.
@@ -60,7 +67,7 @@ impl Library {
         let library = match OPENED.get() {
             Some(library) => library,
             None => {
-                let library = Library::load()?;
+                let library = Library::load(Path::new("/"))?;
                 OPENED.get_or_init(|| library)
             }
         };
@@ -73,13 +80,10 @@ impl Library {
         }
     }
 
-    fn load() -> Result<Library, Unavailable> {
-        let files = PREFIXES.iter().flat_map(|prefix| FOLDERS.iter().map(move |folder| (prefix, folder)));
-        let files = files.map(|(prefix, folder)| Path::new(prefix).join(folder).join(NAMES[0]));
+    fn load(root: &Path) -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             load_the_systems_own();
-            let library =
-                Search::new(VARIABLE, NAMES, CURE).files(files.filter(|file| file.exists())).open()?;
+            let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
             let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
                 // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
                 unsafe { library.symbol::<NonNull<c_void>>(name) }
@@ -105,5 +109,38 @@ impl Library {
     /// The file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+    use crate::wheel;
+
+    /// An image with libraries in several places: the first is opened.
+    fn of_an_image() {
+        let ours = wheel::library().expect("this process was started because it is there");
+        let root = std::env::temp_dir().join(format!("kvx-rixl-image-{}", std::process::id()));
+        let places = ["usr/local/rixl/lib64", "usr/local/nixl/lib", "opt/nvidia/nvda_nixl/lib64"];
+        let places = places.map(|place| root.join(place));
+        for place in &places {
+            std::fs::create_dir_all(place.parent().expect("below the root")).expect("a new folder");
+            symlink(ours.parent().expect("a folder"), place).expect("a new name");
+        }
+        let found: Vec<_> = in_images(&root).collect();
+        let opened = Library::load(&root);
+        std::fs::remove_dir_all(&root).expect("it was made here");
+        assert_eq!(found, places.map(|place| place.join(NAMES[0])));
+        let opened = opened.map(|library| library.path).map_err(|why| why.to_string());
+        assert_eq!(opened.as_ref(), Ok(&found[0]));
+    }
+
+    #[test]
+    fn the_library_of_an_image_is_found_in_its_place() {
+        const NAME: &str = "ffi::library::tests::the_library_of_an_image_is_found_in_its_place";
+        // An empty value counts as none.
+        wheel::alone_with(NAME, &[(VARIABLE, Path::new(""))], of_an_image);
     }
 }

@@ -1,7 +1,7 @@
 /* The part of NIXL's C API that kvx calls. Bindings are generated from this file.
  *
- * `libnixl_capi.so` of NIXL 1.x has it, for CUDA and for ROCm, and so has RIXL's, which is a fork. None of what RIXL lacks
- * (memory views, lists that name an agent for each entry, custom parameters) is used here. */
+ * `libnixl_capi.so` of NIXL 1.x has it, for CUDA and for ROCm, and so has that of RIXL, whose sources of this interface are those of
+ * NIXL 1.0 and 1.1. None of what came later (memory views, lists that name an agent for each entry, custom parameters) is here. */
 #ifndef KVX_NIXL_CAPI_H
 #define KVX_NIXL_CAPI_H
 
@@ -9,7 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Every function answers with one of these. The codes of the C++ API are folded into them: a lost peer is BACKEND. */
+/* Every function answers with one of these. The codes of the C++ API are folded into them: a lost peer is BACKEND. Before 1.5
+ * all of them are BACKEND. */
 enum {
     NIXL_CAPI_SUCCESS = 0,
     NIXL_CAPI_IN_PROG = 1,
@@ -18,7 +19,7 @@ enum {
     NIXL_CAPI_ERROR_INVALID_STATE = -3,
     NIXL_CAPI_ERROR_EXCEPTION = -4,
     NIXL_CAPI_ERROR_NO_TELEMETRY = -5,
-    NIXL_CAPI_ERROR_NOT_FOUND = -6 /* RIXL says BACKEND instead */
+    NIXL_CAPI_ERROR_NOT_FOUND = -6 /* since 1.5; before, and in RIXL, it is BACKEND */
 };
 typedef int nixl_status;
 
@@ -30,7 +31,6 @@ typedef struct nixl_agent_s *nixl_agent;
 typedef struct nixl_params_s *nixl_params;
 typedef struct nixl_backend_s *nixl_backend;
 typedef struct nixl_opt_args_s *nixl_opt_args;
-typedef struct nixl_strings_s *nixl_strings;
 typedef struct nixl_xfer_dlist_s *nixl_xfer_dlist;
 typedef struct nixl_reg_dlist_s *nixl_reg_dlist;
 typedef struct nixl_xfer_req_s *nixl_xfer_req;
@@ -50,10 +50,6 @@ struct nixl_agent_config {
 /* Agents and backends. */
 nixl_status nixl_capi_create_configured_agent(const char *name, const struct nixl_agent_config *config, nixl_agent *agent);
 nixl_status nixl_capi_destroy_agent(nixl_agent agent);
-nixl_status nixl_capi_get_available_plugins(nixl_agent agent, nixl_strings *plugins);
-nixl_status nixl_capi_string_list_size(nixl_strings list, size_t *size);
-nixl_status nixl_capi_string_list_get(nixl_strings list, size_t index, const char **string);
-nixl_status nixl_capi_destroy_string_list(nixl_strings list);
 nixl_status nixl_capi_create_params(nixl_params *params);
 nixl_status nixl_capi_params_add(nixl_params params, const char *key, const char *value);
 nixl_status nixl_capi_destroy_params(nixl_params params);

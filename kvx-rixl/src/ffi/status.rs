@@ -26,7 +26,7 @@ impl Status {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }
     }
 
-    /// Whether nothing was done, because NIXL knows no such agent. RIXL does not tell it from other errors.
+    /// Whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and RIXL, do not tell it from other errors.
     pub(crate) fn is_not_found(self) -> bool {
         self.0 == NIXL_CAPI_ERROR_NOT_FOUND
     }
@@ -35,7 +35,7 @@ impl Status {
         match self.0 {
             NIXL_CAPI_IN_PROG => "in progress",
             NIXL_CAPI_ERROR_INVALID_PARAM => "an invalid parameter",
-            NIXL_CAPI_ERROR_BACKEND => "an error of its plugin, which its C interface does not name",
+            NIXL_CAPI_ERROR_BACKEND => "an error that its C interface does not name",
             NIXL_CAPI_ERROR_INVALID_STATE => "an invalid state",
             NIXL_CAPI_ERROR_EXCEPTION => "an exception",
             NIXL_CAPI_ERROR_NO_TELEMETRY => "no telemetry",

@@ -20,6 +20,35 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
     assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
 }
 
+/// Before 1.5, NIXL drops a peer anew over each request whose failure it finds out.
+#[test]
+fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
+    for known in [false, true] {
+        let nobody = Arc::new(Turnstile::around(None).unwrap());
+        let loads = Loads::start("loads".to_owned(), nobody).unwrap();
+        let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
+        let name = Name::from(c"far");
+        peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
+        peers.by_name.get_mut(&name).unwrap().state = State::Ready;
+        (0..3).for_each(|_| peers.flies(&name));
+        peers.lose(&name, known, &mut happened);
+        for _ in 0..2 {
+            peers.by_name.get_mut(&name).unwrap().state = State::Lost { watched: true };
+            peers.landed(&name);
+            let loads = peers.next_load;
+            assert!(peers.dropped(&name, &mut happened));
+            assert!(
+                !peers.can_be_asked(&name) && peers.next_load == loads + 1,
+                "the others are asked after again"
+            );
+        }
+        peers.by_name.get_mut(&name).unwrap().state = State::Lost { watched: true };
+        let loads = peers.next_load;
+        assert!(peers.dropped(&name, &mut happened) && !peers.can_be_asked(&name));
+        assert_eq!(peers.next_load, loads, "none has ended: not for ever");
+    }
+}
+
 #[test]
 fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     let nobody = Arc::new(Turnstile::around(None).unwrap());

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -69,6 +69,15 @@ impl Python {
     pub(crate) fn hear(&mut self) -> Value {
         let answer = self.answers.recv_timeout(PATIENCE).expect("the agent answers");
         serde_json::from_str(&answer).expect("the agent answers in JSON")
+    }
+
+    /// What it has said by now.
+    pub(crate) fn heard(&mut self) -> Option<Value> {
+        match self.answers.try_recv() {
+            Ok(answer) => Some(serde_json::from_str(&answer).expect("the agent answers in JSON")),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => panic!("the agent has ended"),
+        }
     }
 
     pub(crate) fn ask(&mut self, order: Value) -> Value {

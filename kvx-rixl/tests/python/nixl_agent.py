@@ -57,13 +57,14 @@ class Agent:
                 return {"right": False, "at": to}
         return {"right": True}
 
-    def transfer(self, op, peer, local, remote, length, notify=None, patience=10.0):
+    def transfer(self, op, peer, local, remote, length, notify=None, patience=10.0, posted=lambda state: None):
         def rows(addresses):
             return np.array([[address, length, 0] for address in addresses], dtype=np.uint64)
         lists = [self.agent.get_xfer_descs(rows(side), "DRAM") for side in (local, remote)]
         try:
             handle = self.agent.initialize_xfer(op, lists[0], lists[1], peer, bytes.fromhex(notify or ""))
             state, until = self.agent.transfer(handle), time.monotonic() + patience
+            posted(state)
             while state == "PROC" and time.monotonic() < until:
                 state = self.agent.check_xfer_state(handle)
         except Exception as error:
@@ -85,20 +86,12 @@ class Agent:
             state = self.agent.check_xfer_state(handle)
         return {"state": state}
 
-    def again(self, op, peer, local, remote, length, seconds):
-        """Transfer after transfer until one fails."""
-        until, times = time.monotonic() + seconds, 0
-        while time.monotonic() < until:
-            answer = self.transfer(op, peer, local, remote, length)
-            if answer["state"] != "DONE":
-                return {"times": times, **answer}
-            if times == 0:
-                print(json.dumps({"begun": True}), flush=True)
-            times += 1
-        return {"times": times, "state": "DONE"}
+    def fly(self, op, peer, local, remote, length):
+        """A transfer that says when it is posted, and how it ends."""
+        return self.transfer(op, peer, local, remote, length, posted=lambda state: print(json.dumps({"posted": state}), flush=True))
 
     def pour(self, op, peer, local, remote, length, depth, seconds):
-        """So many writes at a time, each posted again when it has ended."""
+        """So many transfers at a time, each posted again when it has ended."""
         lists = [self.agent.get_xfer_descs([(address, length, 0)], "DRAM") for address in (local, remote)]
         handles = [self.agent.initialize_xfer(op, *lists, peer, b"") for _ in range(depth)]
         states, until, times = [self.agent.transfer(handle) for handle in handles], time.monotonic() + seconds, 0

@@ -1,25 +1,37 @@
-//! The NIXL that tests run on: the wheel below the folder that cargo builds in.
+//! The releases of NIXL that tests run on: wheels below the folder that cargo builds in.
+//!
+//! A process opens one of them, which `KVX_RIXL_LIB` names: so tests start their program again with that variable set.
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 /// Why nothing runs without it, and what to do.
 pub(crate) const ABSENT: (&str, &str) =
-    ("the wheel nixl-cu12 is not installed", "cargo xtask test --install");
+    ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
-fn environments() -> impl Iterator<Item = PathBuf> {
+/// The release that most tests run on, and whose Python is the other end of some: the folder of its environment, as
+/// `cargo xtask test --install` names it.
+pub(crate) const NEWEST: &str = "nixl";
+/// One with the C interface that RIXL has, to the letter: refusals of all kinds are one.
+pub(crate) const AS_RIXL: &str = "nixl-1.1";
+
+fn environments(release: &str) -> impl Iterator<Item = PathBuf> {
     let program = std::env::current_exe().expect("the running program has a path");
     let usual = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
     let targets: Vec<PathBuf> = program.ancestors().map(Path::to_owned).chain([usual]).collect();
-    targets.into_iter().map(|target| target.join("peers/nixl/venv"))
+    targets.into_iter().map(move |target| target.join("peers").join(release).join("venv"))
 }
 
 /// Its `libnixl_capi.so`.
 pub(crate) fn library() -> Option<PathBuf> {
-    environments().find_map(|environment| {
+    library_of(NEWEST)
+}
+
+fn library_of(release: &str) -> Option<PathBuf> {
+    environments(release).find_map(|environment| {
         let pythons = std::fs::read_dir(environment.join("lib")).ok()?.flatten();
         let mut files =
             pythons.map(|python| python.path().join("site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so"));
@@ -29,7 +41,15 @@ pub(crate) fn library() -> Option<PathBuf> {
 
 /// Its Python.
 pub(crate) fn python() -> Option<PathBuf> {
-    environments().map(|environment| environment.join("bin/python")).find(|python| python.exists())
+    environments(NEWEST).map(|environment| environment.join("bin/python")).find(|python| python.exists())
+}
+
+/// This program, over a library.
+fn again(library: &Path) -> Command {
+    let mut again = Command::new(std::env::current_exe().expect("the running program has a path"));
+    // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
+    again.env("KVX_RIXL_LIB", library).env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
+    again
 }
 
 /// Starts this program again with `KVX_RIXL_LIB` set, unless it is. Call it first in `main`. `false`: there is no wheel.
@@ -38,12 +58,35 @@ pub(crate) fn chosen() -> bool {
         return true;
     }
     let Some(library) = library() else { return false };
-    let program = std::env::current_exe().expect("the running program has a path");
-    let mut again = Command::new(program);
-    again.args(std::env::args_os().skip(1)).env("KVX_RIXL_LIB", library);
-    // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
-    again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
-    panic!("this program cannot be started again: {}", again.exec());
+    let mut again = again(&library);
+    panic!("this program cannot be started again: {}", again.args(std::env::args_os().skip(1)).exec());
+}
+
+/// Set in a process that [`on_each`] has started: the release.
+const RELEASE: &str = "KVX_RIXL_TEST_RELEASE";
+
+/// Whether this process was started for this release.
+pub(crate) fn is_for(release: &str) -> bool {
+    std::env::var(RELEASE).is_ok_and(|chosen| chosen == release)
+}
+
+/// Starts this program again over each release, with the arguments that it was given; one that hangs is killed after `limit`.
+pub(crate) fn on_each(program: &str, limit: Duration) -> ExitCode {
+    let mut all = ExitCode::SUCCESS;
+    for release in [NEWEST, AS_RIXL] {
+        let Some(library) = library_of(release) else {
+            kvx_testkit::skip(&format!("{program} over {release}"), ABSENT.0, ABSENT.1);
+            continue;
+        };
+        let mut again = again(&library);
+        again.args(std::env::args_os().skip(1)).env(RELEASE, release);
+        let mut child = again.spawn().expect("this program starts again");
+        kvx_testkit::kill_after(&child, limit);
+        if !child.wait().expect("it is our child").success() {
+            all = ExitCode::FAILURE;
+        }
+    }
+    all
 }
 
 /// Set in a process that [`alone`] has started.
@@ -58,16 +101,29 @@ pub(crate) fn alone(test: &str, body: impl FnOnce()) {
 
 /// The same with these variables.
 pub(crate) fn alone_with(test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {
+    alone_over(&[NEWEST], test, variables, body);
+}
+
+/// The same over each release.
+pub(crate) fn alone_on_each(test: &str, body: impl FnOnce()) {
+    alone_over(&[NEWEST, AS_RIXL], test, &[], body);
+}
+
+fn alone_over(releases: &[&str], test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {
     if std::env::var_os(ALONE).is_some() {
         return body();
     }
-    let Some(library) = library() else { return kvx_testkit::skip(test, ABSENT.0, ABSENT.1) };
-    let program = std::env::current_exe().expect("the running program has a path");
-    let mut again = Command::new(program);
-    again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    again.env(ALONE, "1").env("KVX_RIXL_LIB", library).envs(variables.iter().copied());
-    again.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
-    let output = kvx_testkit::output(&mut again, LIMIT);
-    let (told, wrong) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && told.contains("1 passed"), "{test}:\n{told}\n{wrong}");
+    for release in releases {
+        let Some(library) = library_of(release) else {
+            kvx_testkit::skip(test, ABSENT.0, ABSENT.1);
+            continue;
+        };
+        let mut again = again(&library);
+        again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+        again.env(ALONE, "1").envs(variables.iter().copied());
+        let output = kvx_testkit::output(&mut again, LIMIT);
+        let [told, wrong] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
+        let passed = output.status.success() && told.contains("1 passed");
+        assert!(passed, "{test} over {release}:\n{told}\n{wrong}");
+    }
 }

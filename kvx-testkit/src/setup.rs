@@ -1,5 +1,7 @@
 //! A pair of agents over one backend, in one process or in two.
 
+use std::net::{Ipv4Addr, TcpListener};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -195,9 +197,17 @@ pub(crate) fn unique(name: &str) -> String {
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A port that nobody listens on.
+/// A port that nobody listens on, and that nobody gets who does not ask for it: who comes back to it finds it free.
 pub(crate) fn free_port() -> Result<u16, Failure> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    /// Below those that the system gives away, and above those from which Mooncake draws its own.
+    const PORTS: Range<u16> = 18_000..32_000;
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    // Processes that look at one time begin apart from each other.
+    let first = u64::from(std::process::id()) * 97;
+    let next = || PORTS.start + ((first + NEXT.fetch_add(1, Ordering::Relaxed)) % PORTS.len() as u64) as u16;
+    let free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
+    let found = PORTS.map(|_| next()).find(free);
+    found.ok_or_else(|| Failure::new(format!("each port of {PORTS:?} is in use")))
 }
 
 /// Two agents that may talk.

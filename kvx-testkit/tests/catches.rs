@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io::Read as _;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ use kvx_testkit::{Breaker, CLAUSES, Chaos, Clause, Fault, Mode, Runs, Setup, run
 
 /// Tells a process which run it is: clause, backend, mode, variant.
 const VARIABLE: &str = "KVX_TESTKIT_CATCH";
-/// A broken clause that takes longer hangs, and so is caught.
-const BROKEN: Duration = Duration::from_secs(12);
+/// A broken clause that takes longer hangs, and so is caught: if unbroken it takes a quarter of that at most.
+const BROKEN: Duration = Duration::from_secs(24);
 /// An unbroken one that takes longer fails.
 const UNBROKEN: Duration = Duration::from_secs(60);
 /// Runs at a time: broken clauses mostly wait, but unbroken ones measure time.
@@ -117,8 +117,8 @@ fn jobs(chosen: &[String], exact: bool) -> Vec<Job> {
 struct Done {
     /// Titles, and why they failed.
     failures: Mutex<Vec<(String, String)>>,
-    /// Unbroken runs: clause and ground, and whether it held.
-    unbroken: Mutex<HashMap<(&'static str, String), Result<(), String>>>,
+    /// Unbroken runs: clause and ground, and how long it took, or why it did not hold.
+    unbroken: Mutex<HashMap<(&'static str, String), Result<Duration, String>>>,
 }
 
 impl Done {
@@ -137,15 +137,16 @@ impl Done {
         }
     }
 
-    /// Requires that the clause holds when nothing is broken.
-    fn holds(&self, clause: &'static Clause, ground: Ground) -> Result<(), String> {
+    /// Requires that the clause holds when nothing is broken. Gives how long that takes.
+    fn holds(&self, clause: &'static Clause, ground: Ground) -> Result<Duration, String> {
         let key = (clause.id, ground.to_string());
         if let Some(known) = self.unbroken.lock().expect("no thread panicked").get(&key) {
             return known.clone();
         }
-        let held = match Outcome::of(clause, ground, "", UNBROKEN) {
-            Outcome::Holds => Ok(()),
-            Outcome::Fails(why) => Err(format!("it does not hold when nothing is broken: {why}")),
+        let begun = Instant::now();
+        let held = match Outcome::of(clause, ground, "", UNBROKEN).failure() {
+            None => Ok(begun.elapsed()),
+            Some(why) => Err(format!("it does not hold when nothing is broken: {why}")),
         };
         self.unbroken.lock().expect("no thread panicked").insert(key, held.clone());
         held
@@ -178,10 +179,8 @@ impl Job {
             Trial::Broken(breaker) => self.fails(&variant(breaker), done),
             Trial::Harmless(fault) => {
                 let ground = self.grounds().next().ok_or("there is nothing to run it on")?;
-                match Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN) {
-                    Outcome::Holds => Ok(ground.to_string()),
-                    Outcome::Fails(why) => Err(why),
-                }
+                let outcome = Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN);
+                outcome.failure().map_or_else(|| Ok(ground.to_string()), Err)
             }
         }
     }
@@ -189,10 +188,17 @@ impl Job {
     /// Whether the clause fails when it is broken, and holds on the same ground when it is not.
     fn fails(&self, variant: &str, done: &Done) -> Result<String, String> {
         for ground in self.grounds() {
-            if let Outcome::Fails(why) = Outcome::of(self.clause, ground, variant, BROKEN) {
-                done.holds(self.clause, ground)?;
+            let outcome = Outcome::of(self.clause, ground, variant, BROKEN);
+            let hangs = matches!(outcome, Outcome::Hangs(_));
+            if let Some(why) = outcome.failure() {
+                let unbroken = done.holds(self.clause, ground)?;
+                if hangs && unbroken > BROKEN / 4 {
+                    return Err(format!(
+                        "{why}, and it takes {unbroken:?} when nothing is broken: is that a hang?"
+                    ));
+                }
                 if std::env::args().any(|argument| argument == "--nocapture") {
-                    println!("  {}: {why}", self.title());
+                    println!("  {}: {why}; unbroken it takes {unbroken:?}", self.title());
                 }
                 return Ok(ground.to_string());
             }
@@ -240,6 +246,8 @@ fn variant(breaker: &Breaker) -> String {
 enum Outcome {
     Holds,
     Fails(String),
+    /// It did not end within this time.
+    Hangs(Duration),
 }
 
 impl Outcome {
@@ -254,7 +262,11 @@ impl Outcome {
         let status = loop {
             match child.try_wait().expect("a child can be waited for") {
                 Some(status) => break status,
-                None if Instant::now() >= end => return Outcome::Fails(cut_off(child, patience)),
+                None if Instant::now() >= end => {
+                    child.kill().ok();
+                    child.wait().ok();
+                    return Outcome::Hangs(patience);
+                }
                 None => std::thread::sleep(Duration::from_millis(5)),
             }
         };
@@ -266,12 +278,15 @@ impl Outcome {
             None => Outcome::Fails(format!("its process ended with {status}")),
         }
     }
-}
 
-fn cut_off(mut child: Child, patience: Duration) -> String {
-    child.kill().ok();
-    child.wait().ok();
-    format!("it did not end within {patience:?}")
+    /// Why the clause did not hold, unless it did.
+    fn failure(self) -> Option<String> {
+        match self {
+            Outcome::Holds => None,
+            Outcome::Fails(why) => Some(why),
+            Outcome::Hangs(patience) => Some(format!("it did not end within {patience:?}")),
+        }
+    }
 }
 
 /// Runs the clause that this process was started for.

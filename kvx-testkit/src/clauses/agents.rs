@@ -1,6 +1,7 @@
 //! A: agents in a host process.
 
 use std::io::{Read as _, Write as _};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{
@@ -8,7 +9,7 @@ use kvx_core::{
     Transfer, quarantined_bytes,
 };
 
-use super::traffic::{GRACE, OPS, Traffic, exchange, promised_by, until};
+use super::traffic::{GRACE, OPS, Traffic, exchange, is_kept, promised_by, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -330,13 +331,13 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     ensure_kind!(waiting.await, Closed);
     ensure_kind!(expecting.await, Closed);
     // A thread that has been joined is gone from the list of tasks a moment later.
-    until("its threads end", GRACE, || Ok(threads_of(&tag).is_empty()))?;
+    until("its threads end", CUT_OFF, || Ok(threads_of(&tag).is_empty()))?;
     is_closed(&pair.near, &blocks, &peer, &plan).await?;
     ensure_kind!(pair.far.notify(back, b"anybody?", CUT_OFF)?, PeerLost);
 
     if setup.mode == Mode::TwoProcesses {
         pair.far.shutdown(0, CUT_OFF)??;
-        until("the far end's threads end", GRACE, || Ok(pair.far.surroundings()?.threads.is_empty()))?;
+        until("the far end's threads end", CUT_OFF, || Ok(pair.far.surroundings()?.threads.is_empty()))?;
         shutdown_beside_a_stopped_peer(setup).await?;
     }
     Ok(())
@@ -353,14 +354,17 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         blocks.works(&mut pair.far, &peer, "before the stop").await?;
         let plan = blocks.plan(op, &peer)?;
         pair.far.process()?.stop()?;
-        let quarantined = quarantined_bytes();
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
         let begun = Stopwatch::start()?;
         let ended = pair.near.shutdown(DEADLINE).await;
         let result = transfer.await;
         let took = begun.read();
-        let kept = quarantined_bytes() - quarantined.min(quarantined_bytes());
-        pair.far.process()?.go_on()?;
+        // Whoever still has the memory once all handles are gone keeps it as long as it is shared.
+        let memory = Arc::downgrade(blocks.near.memory());
+        let Pair { near, mut far, .. } = pair;
+        drop((blocks, plan, peer, near));
+        let (kept, counted) = (is_kept(&memory), quarantined_bytes());
+        far.process()?.go_on()?;
         // A transport that cannot end gets a moment more to say so.
         ensure!(
             took.within(DEADLINE + 5 * GRACE),
@@ -380,8 +384,9 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
             Err(error) => {
                 ensure_kind!(Err::<(), _>(error), StillShared | TimedOut);
                 ensure!(
-                    kept >= LEN as u64,
-                    "memory that is still shared is not in quarantine: {kept} bytes are"
+                    kept && counted >= LEN as u64,
+                    "memory that is still shared is not in quarantine: it is {}, and {counted} bytes are",
+                    if kept { "kept" } else { "freed" }
                 );
             }
         }
@@ -424,12 +429,12 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     far.take(CUT_OFF)??;
     // A thread has its name once it has run.
     let mut foreign = Vec::new();
-    let named = until("the names of its threads begin with kvx", GRACE, || {
+    let named = until("the names of its threads begin with kvx", CUT_OFF, || {
         foreign = compare(&mut far, "with an agent")?;
         foreign.retain(|name| !name.starts_with("kvx"));
         Ok(foreign.is_empty())
     });
     named.map_err(|why| Failure::new(format!("{why}: others are {foreign:?}")))?;
     far.shutdown(0, CUT_OFF)??;
-    until("all threads end with the agent", GRACE, || Ok(compare(&mut far, "after an agent")?.is_empty()))
+    until("all threads end with the agent", CUT_OFF, || Ok(compare(&mut far, "after an agent")?.is_empty()))
 }

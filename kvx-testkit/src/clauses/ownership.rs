@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Kind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes};
 
-use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
+use super::traffic::{GRACE, OPS, Traffic, is_kept, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::{Chaos, Fault};
 use crate::check::{Check, Failure, ensure, ensure_kind};
@@ -40,11 +40,6 @@ pub async fn a_ticket_settles_only_once(_: &Setup) -> Check {
     let calls = calls.load(Ordering::SeqCst);
     ensure!(calls == 1, "a settled ticket and a dropped one made {calls} calls");
     Ok(())
-}
-
-/// Whether memory is still there.
-fn is_kept(memory: &Weak<Memory>) -> bool {
-    memory.strong_count() > 0
 }
 
 /// O2: `settled` comes when the ticket is back and not before, and then nothing touches the memory.
@@ -203,10 +198,14 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
     traffic.works(&mut pair.far, &peer, "after reads that were given up").await
 }
 
-/// Posts reads and writes of slices of 64 KiB and returns while they are in flight.
-fn in_flight(traffic: &Traffic, peer: &Peer) -> Result<Vec<Transfer>, Failure> {
+/// How many reads and writes of 2 MiB O6 posts so that some are in flight at a revoke: where those were too few, as the
+/// machine was fast or the revoke late, the next number.
+const ENOUGH: [usize; 4] = [16, 64, 256, 1024];
+
+/// Posts so many reads and so many writes, and returns while they are in flight.
+fn in_flight(traffic: &Traffic, peer: &Peer, count: usize) -> Result<Vec<Transfer>, Failure> {
     let mut transfers = Vec::new();
-    for _ in 0..16 {
+    for _ in 0..count {
         for op in OPS {
             transfers.push(traffic.post(op, peer, CUT_OFF)?);
         }
@@ -214,55 +213,80 @@ fn in_flight(traffic: &Traffic, peer: &Peer) -> Result<Vec<Transfer>, Failure> {
     Ok(transfers)
 }
 
-/// O6: after a revoke no remote operation reaches the memory, and peers are told so.
-pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
-    let mut pair = setup.pair()?;
-    let theirs = Traffic::new(&mut pair, "theirs", 2 << 20)?;
-    let ours = Traffic::new(&mut pair, "ours", 2 << 20)?;
-    let peer = pair.connect().await?;
-    theirs.works(&mut pair.far, &peer, "before a revoke").await?;
-    // The peer revokes, with transfers of this agent in flight.
-    let transfers = in_flight(&theirs, &peer)?;
-    let revoked = pair.far.revoke(theirs.far, CUT_OFF)?;
-    if setup.capabilities()?.revocation == Revocation::Never {
-        ensure_kind!(revoked, StillShared);
-        return Ok(());
-    }
-    revoked?;
+/// The peer revokes a region with transfers of this agent in flight. Says whether some were.
+async fn revoked_by_the_peer(pair: &mut Pair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+    let theirs = Traffic::new(pair, &format!("theirs-{count}"), 2 << 20)?;
+    peer.update(&pair.far.metadata()?)?;
+    theirs.works(&mut pair.far, peer, "before a revoke").await?;
+    let transfers = in_flight(&theirs, peer, count)?;
+    pair.far.revoke(theirs.far, CUT_OFF)??;
     let content = theirs.fill_far(&mut pair.far)?;
+    let mut failed = false;
     for transfer in transfers {
         if let Err(error) = transfer.await {
             ensure!(error.kind() == Kind::Revoked, "a transfer whose region was revoked says {error:?}");
+            failed = true;
         }
     }
     theirs.check_far(&mut pair.far, content, "after the revoke")?;
     for op in OPS {
         let mine = theirs.fill_near()?;
-        ensure_kind!(theirs.run(op, &peer, CUT_OFF).await, Revoked);
+        ensure_kind!(theirs.run(op, peer, CUT_OFF).await, Revoked);
         theirs.check_near(mine, "after a transfer with a revoked region")?;
         theirs.check_far(&mut pair.far, content, "after a transfer with a revoked region")?;
     }
-    // This agent revokes, with its own transfers in flight.
-    let transfers = in_flight(&ours, &peer)?;
+    Ok(failed)
+}
+
+/// This agent revokes a region with its own transfers in flight. Says whether some were.
+async fn revoked_by_its_owner(pair: &mut Pair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+    let ours = Traffic::new(pair, &format!("ours-{count}"), 2 << 20)?;
+    peer.update(&pair.far.metadata()?)?;
+    ours.works(&mut pair.far, peer, "before the own revoke").await?;
+    let transfers = in_flight(&ours, peer, count)?;
     let memory = ours.near.revoke(CUT_OFF).await?;
     ensure!(Arc::ptr_eq(&memory, ours.near.memory()), "another memory was given back");
     let mine = ours.fill_near()?;
+    let mut failed = false;
     for transfer in transfers {
         if let Err(error) = transfer.await {
-            let kind = error.kind();
-            ensure!(
-                matches!(kind, Kind::Revoked | Kind::Cancelled),
-                "a transfer of a revoked region says {error:?}"
-            );
+            let fits = matches!(error.kind(), Kind::Revoked | Kind::Cancelled);
+            ensure!(fits, "a transfer of a revoked region says {error:?}");
+            failed = true;
         }
     }
-    ensure_kind!(ours.post(Op::Read, &peer, CUT_OFF), Revoked);
+    ensure_kind!(ours.post(Op::Read, peer, CUT_OFF), Revoked);
     ours.check_near(mine, "after the own revoke")?;
-    // Other regions of the pair work on, and the memory can be registered again.
-    let again = pair.near.register("again", memory)?;
-    let other = Traffic { near: again, ..Traffic::new(&mut pair, "other", 2 << 20)? };
+    // The memory can be registered again.
+    let again = pair.near.register(&format!("again-{count}"), memory)?;
+    let other = Traffic { near: again, ..Traffic::new(pair, &format!("other-{count}"), 2 << 20)? };
     peer.update(&pair.far.metadata()?)?;
-    other.works(&mut pair.far, &peer, "after revokes").await
+    other.works(&mut pair.far, peer, "after revokes").await?;
+    Ok(failed)
+}
+
+/// O6: after a revoke no remote operation reaches the memory, and peers are told so.
+pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
+    let mut pair = setup.pair()?;
+    let beside = Traffic::new(&mut pair, "beside", 2 << 20)?;
+    let peer = pair.connect().await?;
+    if setup.capabilities()?.revocation == Revocation::Never {
+        let _transfers = in_flight(&beside, &peer, ENOUGH[0])?;
+        ensure_kind!(pair.far.revoke(beside.far, CUT_OFF)?, StillShared);
+        return Ok(());
+    }
+    let mut some = [false; 2];
+    for count in ENOUGH {
+        if !some[0] {
+            some[0] = revoked_by_the_peer(&mut pair, &peer, count).await?;
+        }
+        if !some[1] {
+            some[1] = revoked_by_its_owner(&mut pair, &peer, count).await?;
+        }
+    }
+    ensure!(some == [true; 2], "no transfer was in flight at a revoke: {some:?} of the peer's and the own");
+    // Other regions of the pair work on.
+    beside.works(&mut pair.far, &peer, "beside regions that were revoked").await
 }
 
 /// A region of this agent that the far end has read over its link.
@@ -320,10 +344,9 @@ pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
     if setup.mode == Mode::TwoProcesses {
         let region = known_to_the_peer(&mut pair, "stopped")?;
         pair.far.process()?.stop()?;
-        let revoked = region.revoke(Duration::from_millis(300)).await;
         match revocation {
-            Revocation::Owner => drop(revoked?),
-            _ => ensure_kind!(revoked, StillShared),
+            Revocation::Owner => drop(region.revoke(CUT_OFF).await?),
+            _ => ensure_kind!(region.revoke(Duration::from_millis(300)).await, StillShared),
         }
         pair.far.process()?.go_on()?;
         if revocation != Revocation::Never {

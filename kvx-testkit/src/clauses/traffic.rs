@@ -2,12 +2,14 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Capabilities, Grid, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer};
+use kvx_core::{
+    Capabilities, Grid, Memory, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer,
+};
 
 use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
@@ -146,6 +148,11 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
 /// What the link to a peer promises, which may be more than its backend does.
 pub(crate) fn promised_by(peer: &Peer) -> Result<Arc<Capabilities>, Failure> {
     peer.capabilities().ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
+}
+
+/// Whether memory is still there.
+pub(crate) fn is_kept(memory: &Weak<Memory>) -> bool {
+    memory.strong_count() > 0
 }
 
 /// Metadata in which one region is described otherwise.

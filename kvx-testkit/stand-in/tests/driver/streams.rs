@@ -48,9 +48,11 @@ fn an_event_is_late_when_a_test_wants_that() {
     cuda.control.command("late 100000");
     let start = std::time::Instant::now();
     record(&cuda, mark);
-    assert_eq!(query(&cuda, mark), 600);
-    wait_for("the event", || query(&cuda, mark) == 0);
-    assert!(start.elapsed().as_millis() >= 100);
+    wait_for("the event", || {
+        let (answer, time) = (query(&cuda, mark), start.elapsed().as_millis());
+        assert!(answer == 600 || answer == 0 && time >= 100, "{answer} after {time} ms");
+        answer == 0
+    });
     call!(cuda.library, cuEventDestroy_v2(mark => Handle));
 }
 

@@ -1,5 +1,5 @@
-//! Threads for the engine's calls that block: opening segments and sending notifications. Toward a stopped peer each takes
-//! a minute.
+//! Threads for the engine's calls that block: opening segments, sending notifications, unregistering memory. Toward a
+//! stopped peer the first two take a minute each.
 //!
 //! Errands to one destination are run in order, by one courier at a time. A courier that waits for a destination keeps
 //! nobody else waiting: others are started beside it.
@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use kvx_core::fabric::EndpointId;
 use kvx_core::reactor::Mailbox;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, Kind, RegionId, Result};
 
 use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
+use crate::memory::{Leaving, Local, Ranges};
 
 /// What tells the notifications of kvx's own links from others.
 pub(crate) const TAG: &CStr = c"kvx-link-1";
@@ -31,6 +32,12 @@ const IDLE: Duration = Duration::from_secs(10);
 /// The most couriers: each may be held by another stopped peer.
 const MAX_COURIERS: usize = 1024;
 const STACK: usize = 256 << 10;
+/// How often it is looked whether what comes in is over.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+/// Where errands are run that lead to nobody. No peer has an address like that.
+const HOME: &str = "";
+/// Part of a destination that is none: what is run there waits for nothing that leads to the same peer.
+const BESIDE: &str = "beside";
 /// How long the last errands may take when the fabric ends.
 const LAST_ERRANDS: Duration = Duration::from_millis(300);
 
@@ -40,21 +47,41 @@ enum Errand {
     Open {
         asks: bool,
     },
-    Probe,
+    Probe(Arc<str>),
     Frame(EndpointId, Box<[u8]>),
     Foreign(EndpointId, CString, CString),
+    LetGo(Arc<Ranges>, Local),
 }
 
 /// What came of it.
 pub(crate) enum Report {
-    Opened { to: Arc<str>, result: Result<SegmentId> },
-    Probed { to: Arc<str>, alive: Option<bool> },
-    Unsent { endpoint: EndpointId, why: Error },
-    ForeignSent { endpoint: EndpointId, result: Result<()> },
+    Opened {
+        to: Arc<str>,
+        result: Result<SegmentId>,
+    },
+    Probed {
+        to: Arc<str>,
+        alive: Option<bool>,
+    },
+    Unsent {
+        endpoint: EndpointId,
+        why: Error,
+    },
+    ForeignSent {
+        endpoint: EndpointId,
+        result: Result<()>,
+    },
+    /// A region is not registered any more. `dead`: an error, if it could not be told whether the dead are done with it.
+    LetGo {
+        region: RegionId,
+        left: Result<Leaving>,
+        dead: Result<()>,
+    },
 }
 
 pub(crate) struct Couriers {
     shared: Arc<Shared>,
+    home: Arc<str>,
 }
 
 struct Shared {
@@ -101,6 +128,7 @@ impl Couriers {
                 short: AtomicBool::new(false),
                 wanted,
             }),
+            home: HOME.into(),
         })
     }
 
@@ -109,8 +137,12 @@ impl Couriers {
         self.send_out(engine, to, Errand::Open { asks }, 0).map(|_| ())
     }
 
+    /// Asks whether somebody is there, beside all other errands: a peer that is stopped holds those for a minute.
     pub(crate) fn probe(&self, engine: &Arc<Engine>, to: &Arc<str>) -> Result<()> {
-        self.send_out(engine, to, Errand::Probe, 0).map(|_| ())
+        let beside = Arc::from(format!("{to} {BESIDE}"));
+        self.send_out(engine, &beside, Errand::Probe(Arc::clone(to)), 0)?;
+        self.leave(&beside);
+        Ok(())
     }
 
     /// Says whether there was room for it.
@@ -134,6 +166,12 @@ impl Couriers {
     ) -> Result<bool> {
         let len = text.as_bytes().len();
         self.send_out(engine, to, Errand::Foreign(from, name, text), len)
+    }
+
+    /// Unregisters a region, and waits until nobody who has died reaches it any more.
+    pub(crate) fn let_go(&self, engine: &Arc<Engine>, ranges: &Arc<Ranges>, local: &Local) -> Result<()> {
+        let errand = Errand::LetGo(Arc::clone(ranges), *local);
+        self.send_out(engine, &self.home, errand, 0).map(|_| ())
     }
 
     fn send_out(&self, engine: &Arc<Engine>, to: &Arc<str>, errand: Errand, bytes: usize) -> Result<bool> {
@@ -320,18 +358,14 @@ impl Shared {
                 Errand::Open { asks } => {
                     let nobody = asks && engine.probe(to) == Some(false);
                     let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
-                    segment = result.as_ref().ok().copied();
+                    segment = result.as_ref().ok().copied().or(segment);
                     self.reports.put(Report::Opened { to: Arc::clone(to), result });
                 }
-                Errand::Probe => {
-                    let alive = engine.probe(to);
-                    // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes
-                    // a minute.
-                    if alive == Some(true) || engine.asks_a_server() {
-                        segment = engine.open_segment(to).ok().or(segment);
-                    }
-                    self.reports.put(Report::Probed { to: Arc::clone(to), alive });
+                Errand::Probe(to) => {
+                    let alive = engine.probe(&to);
+                    self.reports.put(Report::Probed { to, alive });
                 }
+                Errand::LetGo(ranges, local) => self.let_go(engine, &ranges, &local),
                 Errand::Frame(endpoint, frame) => {
                     let (mut text, mut senders) = (Vec::new(), HashSet::from([endpoint]));
                     frames::append(&mut text, &frame);
@@ -355,6 +389,25 @@ impl Shared {
             }
         }
         segment
+    }
+
+    fn let_go(&self, engine: &Engine, ranges: &Arc<Ranges>, local: &Local) {
+        let region = local.region;
+        let left = ranges.remove(local, |address| engine.unregister(address));
+        let (mut dead, mut pause) = (Ok(()), LOOKS.0);
+        while left.is_ok() {
+            match engine.the_dead_are_done() {
+                Ok(true) => break,
+                Ok(false) if self.lock().closed => return std::mem::forget(left), // the engine ends, or all is kept
+                Ok(false) => std::thread::sleep(pause),
+                Err(why) => {
+                    dead = Err(why);
+                    break;
+                }
+            }
+            pause = (pause * 2).min(LOOKS.1);
+        }
+        self.reports.put(Report::LetGo { region, left, dead });
     }
 
     fn notify(

@@ -1,7 +1,7 @@
 //! Regions: what the engine knows of them, and what peers are told.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::collections::{BTreeMap, btree_map};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use kvx_core::fabric::Registrar;
 use kvx_core::wire::Writer;
@@ -9,15 +9,30 @@ use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;
 
-/// A region of ours: the range in which the engine knows it.
-#[derive(Debug)]
+/// A region of ours, and the range in which the engine knows it.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Local {
+    pub(crate) region: RegionId,
     range: u64,
 }
 
-/// What is registered with the engine, by address. It takes no byte twice, and kvx's regions may share memory.
+/// What the engine knows of our memory. It takes no byte twice, and kvx's regions may share memory.
 #[derive(Debug, Default)]
-pub(crate) struct Ranges(Mutex<BTreeMap<u64, Range>>);
+pub(crate) struct Ranges {
+    /// For who has the engine take a range or give it up, which may ask a server: another region of the same memory must not
+    /// come between.
+    turn: Mutex<()>,
+    /// Held for a moment only.
+    known: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// By address.
+    ranges: BTreeMap<u64, Range>,
+    /// Regions that nobody is let into any more, but who was there before may not be done.
+    leaving: usize,
+}
 
 #[derive(Debug)]
 struct Range {
@@ -25,58 +40,104 @@ struct Range {
     regions: usize,
     /// Agents that are not kvx may have been told of it.
     told: bool,
+    /// Of the region that it was registered for, which may end before others that lie in it.
+    memory: Arc<Memory>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Ranges {
-    /// Registers a range, unless it lies in one that is registered. The lock is held across the engine's call: another
-    /// region of the same memory must not come between.
-    fn add(&self, address: u64, len: usize, register: impl FnOnce() -> Result<()>) -> Result<Local> {
-        let mut ranges = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = address.saturating_add(len as u64);
-        if let Some((begin, range)) = ranges.range_mut(..=address).next_back()
+    /// Registers a region's memory, unless it lies in a range that is registered.
+    fn add(
+        &self,
+        region: RegionId,
+        memory: &Arc<Memory>,
+        register: impl FnOnce() -> Result<()>,
+    ) -> Result<Local> {
+        let _turn = lock(&self.turn);
+        let address = memory.address();
+        let end = address.saturating_add(memory.len() as u64);
+        let mut known = lock(&self.known);
+        if let Some((begin, range)) = known.ranges.range_mut(..=address).next_back()
             && end <= range.end
         {
             range.regions += 1;
-            return Ok(Local { range: *begin });
+            return Ok(Local { region, range: *begin });
         }
-        if ranges.range(..end).next_back().is_some_and(|(_, range)| range.end > address) {
+        if known.ranges.range(..end).next_back().is_some_and(|(_, range)| range.end > address) {
             let why = "Mooncake takes no memory twice, and this overlaps another region's without lying in it: register \
                        the larger one first";
             return Err(Error::new(Kind::Unsupported, why));
         }
+        drop(known);
         register()?;
-        ranges.insert(address, Range { end, regions: 1, told: false });
-        Ok(Local { range: address })
+        let range = Range { end, regions: 1, told: false, memory: Arc::clone(memory) };
+        lock(&self.known).ranges.insert(address, range);
+        Ok(Local { region, range: address })
     }
 
     /// Agents that are not kvx may reach what is registered now.
     fn tell(&self) {
-        let mut ranges = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        ranges.values_mut().for_each(|range| range.told = true);
+        lock(&self.known).ranges.values_mut().for_each(|range| range.told = true);
     }
 
-    /// Whether the engine knows of no memory.
+    /// Whether nobody reaches any memory through the engine.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        let known = lock(&self.known);
+        known.ranges.is_empty() && known.leaving == 0
     }
 
-    /// Unregisters the range of a region when no other lies in it. Errors: `StillShared` when agents that are not kvx may
-    /// have begun something that reaches it.
-    pub(crate) fn remove(&self, local: &Local, unregister: impl FnOnce(u64) -> Result<()>) -> Result<()> {
-        let mut ranges = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(range) = ranges.get_mut(&local.range) else { return Ok(()) };
-        range.regions -= 1;
-        let told = range.told;
-        if range.regions == 0 {
-            ranges.remove(&local.range);
+    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps stays, and its memory.
+    pub(crate) fn remove(
+        self: &Arc<Self>,
+        local: &Local,
+        unregister: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<Leaving> {
+        let _turn = lock(&self.turn);
+        if lock(&self.known).ranges.get(&local.range).is_some_and(|range| range.regions == 1) {
             unregister(local.range)?;
         }
-        if !told {
+        let mut known = lock(&self.known);
+        known.leaving += 1;
+        let mut leaving = Leaving { ranges: Arc::clone(self), told: false, memory: None };
+        if let btree_map::Entry::Occupied(mut range) = known.ranges.entry(local.range) {
+            leaving.told = range.get().told;
+            range.get_mut().regions -= 1;
+            if range.get().regions == 0 {
+                leaving.memory = Some(range.remove().memory);
+            }
+        }
+        Ok(leaving)
+    }
+}
+
+/// A region that nobody is let into any more. Dropped when who was there before is done; until then the engine may touch its
+/// memory.
+#[derive(Debug)]
+pub(crate) struct Leaving {
+    ranges: Arc<Ranges>,
+    told: bool,
+    memory: Option<Arc<Memory>>,
+}
+
+impl Leaving {
+    /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that reaches it.
+    pub(crate) fn end(self) -> Result<()> {
+        if !self.told {
             return Ok(());
         }
         let why = "an agent that is not kvx was told of this region, and cannot be asked whether it has let go: its memory \
                    is kept";
         Err(Error::new(Kind::StillShared, why))
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        lock(&self.ranges.known).leaving -= 1;
+        drop(self.memory.take());
     }
 }
 
@@ -107,15 +168,16 @@ pub(crate) struct Enrolment {
     pub(crate) node: Option<String>,
 }
 
-// SAFETY: what is registered is reached by address; core keeps the memory until `Fabric::unregister` has returned.
+// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each region that lies in it by
+// core, until `Fabric::unregister` has said that nobody reaches it any more.
 unsafe impl Registrar<Local> for Enrolment {
-    fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
+    fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade();
         let engine = engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
         let address = memory.address();
         let location = location(memory, self.node.as_deref());
-        let local = self.ranges.add(address, memory.len(), || {
-            // SAFETY: core keeps the memory of each region until it has been unregistered, or for ever.
+        let local = self.ranges.add(region, memory, || {
+            // SAFETY: the range keeps this memory until it has been unregistered, or for ever.
             unsafe { engine.register(address, memory.len(), &location) }
         })?;
         let mut export = Vec::with_capacity(8);
@@ -158,25 +220,35 @@ mod tests {
         }
     }
 
+    /// Some bytes of a page, and how many still have them.
+    fn part(page: &Arc<Memory>, from: usize, len: usize) -> Arc<Memory> {
+        // SAFETY: within the page, which is kept as long as this.
+        Arc::new(unsafe { Memory::adopt(page.as_ptr().add(from), len, Arc::clone(page)) })
+    }
+
     #[test]
     fn memory_of_several_regions_is_registered_once_and_unregistered_last() {
-        let ranges = Ranges::default();
-        let add = |address, len| ranges.add(address, len, || Ok(()));
-        let shared = |address, len| ranges.add(address, len, || panic!("it is registered already"));
+        let ranges = Arc::new(Ranges::default());
+        let page = Arc::new(Memory::owned(vec![0; 4096]));
+        let add = |from, len| ranges.add(RegionId(1), &part(&page, from, len), || Ok(()));
+        let shared = |from, len| {
+            ranges.add(RegionId(2), &part(&page, from, len), || panic!("it is registered already"))
+        };
         let whole = add(1000, 100).expect("free");
         let inner = shared(1020, 80).expect("it lies in the first");
         let _neighbour = add(1100, 50).expect("it begins where the first ends");
-        for (address, len) in [(990, 20), (1090, 20), (900, 1000)] {
-            assert_eq!(add(address, len).unwrap_err().kind(), Kind::Unsupported, "{address} {len}");
+        for (from, len) in [(990, 20), (1090, 20), (900, 1000)] {
+            assert_eq!(add(from, len).unwrap_err().kind(), Kind::Unsupported, "{from} {len}");
         }
-        ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
+        let left = ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
+        left.end().expect("nobody was told");
         let mut unregistered = None;
         let removed = ranges.remove(&inner, |address| {
             unregistered = Some(address);
             Ok(())
         });
-        removed.expect("the last");
-        assert_eq!(unregistered, Some(1000));
+        removed.expect("the last").end().expect("nobody was told");
+        assert_eq!(unregistered, Some(page.address() + 1000));
         let known = add(1050, 10).expect("free again");
         ranges.tell();
         let mut unregistered = false;
@@ -184,10 +256,30 @@ mod tests {
             unregistered = true;
             Ok(())
         });
-        assert_eq!(removed.unwrap_err().kind(), Kind::StillShared);
+        assert_eq!(removed.expect("the engine gave it up").end().unwrap_err().kind(), Kind::StillShared);
         assert!(unregistered, "nothing new is let in");
-        assert!(ranges.add(5000, 1, || Err(Error::new(Kind::Native, "no"))).is_err());
-        add(5000, 1).expect("what was refused is not kept");
+        let refused = ranges.add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(Kind::Native, "no")));
+        assert!(refused.is_err());
+        add(3000, 1).expect("what was refused is not kept");
+    }
+
+    #[test]
+    fn memory_stays_as_long_as_the_engine_knows_it_or_somebody_is_not_done_with_it() {
+        let ranges = Arc::new(Ranges::default());
+        let page = Arc::new(Memory::owned(vec![0; 4096]));
+        let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
+        let kept = Arc::downgrade(&outer);
+        let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
+        let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
+        drop((outer, inner));
+        ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("nobody was told");
+        assert_eq!(kept.strong_count(), 1, "the engine knows all of it, for the region within");
+        let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(Kind::Native, "no")));
+        assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
+        let leaving = ranges.remove(&within, |_| Ok(())).expect("now it does");
+        assert!(kept.strong_count() == 1 && !ranges.is_empty(), "somebody may not be done with it");
+        leaving.end().expect("nobody was told");
+        assert!(kept.strong_count() == 0 && ranges.is_empty());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The engine as the shared machine drives it: what is posted, what has ended, and what couriers report.
 
+use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use kvx_core::reactor::Armed;
 use kvx_core::transport::{ForeignRange, RemoteSpec};
-use kvx_core::{Capabilities, Error, Identity, Kind, Result};
+use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
 
 use crate::batches::{Batches, Moving, Suspect};
 use crate::couriers::{Couriers, Report, TAG};
@@ -58,6 +59,10 @@ pub(crate) struct Mooncake {
     links: Links,
     moving: Batches,
     suspects: Vec<Suspect>,
+    /// Regions that are being unregistered, and how that has ended.
+    leaving: HashMap<RegionId, Option<Result<()>>>,
+    /// A peer that is kvx was lost, and may have died.
+    any_lost: bool,
     /// Notifications were taken that have not been handed over.
     notified: Vec<Happened>,
     pieces: Vec<Piece>,
@@ -87,6 +92,8 @@ impl Mooncake {
             links: Links::default(),
             moving: Batches::default(),
             suspects: Vec::new(),
+            leaving: HashMap::new(),
+            any_lost: false,
             notified: Vec::new(),
             pieces: Vec::new(),
             last_event: Instant::now(),
@@ -156,17 +163,27 @@ impl Mooncake {
         }
         if alive == Some(false) {
             for endpoint in self.links.leading_to(to) {
-                self.break_off(endpoint, error::lost(to), true, happened);
+                self.break_off(endpoint, error::lost(to), happened);
             }
+            return;
+        }
+        // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes a minute.
+        if let Some(engine) = &self.engine
+            && (alive == Some(true) || engine.asks_a_server())
+            && let Some(peer) = self.links.peers.get_mut(to)
+            && !peer.refreshing
+        {
+            peer.refreshing = self.couriers.open(engine, to, false).is_ok();
         }
     }
 
-    fn break_off(&mut self, id: EndpointId, why: Error, gone: bool, happened: &mut Vec<Happened>) {
+    /// That nobody is met any more is no proof that the peer has ended.
+    fn break_off(&mut self, id: EndpointId, why: Error, happened: &mut Vec<Happened>) {
         if let Some(endpoint) = self.links.endpoints.get_mut(&id)
             && endpoint.phase != Phase::Broken
         {
             endpoint.phase = Phase::Broken;
-            happened.push(Happened::Broken { endpoint: id, why, gone });
+            happened.push(Happened::Broken { endpoint: id, why, gone: false });
         }
     }
 
@@ -191,19 +208,30 @@ impl Mooncake {
                         }
                         Err(why) => {
                             let why = why.clone().kind_is(Kind::PeerLost);
-                            self.break_off(id, why, false, happened);
+                            self.break_off(id, why, happened);
                         }
                     }
                 }
             }
             Report::Probed { to, alive } => self.probed(&to, alive, happened),
             Report::Unsent { endpoint, why } => {
-                self.break_off(endpoint, why.kind_is(Kind::PeerLost), false, happened);
+                self.break_off(endpoint, why.kind_is(Kind::PeerLost), happened);
             }
             Report::ForeignSent { endpoint, result } => {
                 if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
                     endpoint.note = Note::Sent(result);
                 }
+            }
+            Report::LetGo { region, left, dead } => {
+                let proven = dead.or_else(|why| if self.any_lost { Err(why) } else { Ok(()) });
+                let ended = left.and_then(|left| match proven {
+                    Ok(()) => left.end(),
+                    Err(why) => {
+                        std::mem::forget(left); // for ever
+                        Err(why)
+                    }
+                });
+                self.leaving.insert(region, Some(ended));
             }
         }
     }
@@ -337,6 +365,7 @@ unsafe impl Fabric for Mooncake {
 
     /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
     fn sever(&mut self, endpoint: EndpointId) {
+        self.any_lost = true;
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
@@ -413,9 +442,13 @@ unsafe impl Fabric for Mooncake {
     }
 
     fn unregister(&mut self, local: &Local) -> Result<LetGo> {
-        let engine = self.engine()?;
-        self.ranges.remove(local, |address| engine.unregister(address))?;
-        Ok(LetGo::Now)
+        match self.leaving.remove(&local.region) {
+            Some(Some(ended)) => return ended.map(|()| LetGo::Now),
+            Some(None) => {}
+            None => self.couriers.let_go(&self.engine()?, &self.ranges, local)?,
+        }
+        self.leaving.insert(local.region, None);
+        Ok(LetGo::Later)
     }
 
     fn stop(&mut self) -> bool {
@@ -423,11 +456,15 @@ unsafe impl Fabric for Mooncake {
         let Some(engine) = self.engine.take() else { return true };
         if !self.moving.is_empty() || self.lost_count {
             // It writes to memory that is quarantined, for as long as it likes.
-            std::mem::forget(engine);
+            std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
         }
         // A courier whom a stopped peer holds keeps the engine, which serves whoever asks until the peer lets go.
-        Arc::into_inner(engine).is_some() || self.ranges.is_empty()
+        let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
+        if !ended {
+            std::mem::forget(Arc::clone(&self.ranges));
+        }
+        ended
     }
 
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
@@ -456,7 +493,7 @@ impl Mooncake {
     /// Tells core at the next turn: it holds the job now.
     fn break_off_later(&mut self, id: EndpointId, why: Error) {
         let mut told = Vec::new();
-        self.break_off(id, why.kind_is(Kind::PeerLost), false, &mut told);
+        self.break_off(id, why.kind_is(Kind::PeerLost), &mut told);
         self.notified.append(&mut told);
     }
 }

@@ -84,24 +84,33 @@ impl Factory for Mooncake {
         let library = self
             .library(&config)
             .map_err(|why| Error::new(Kind::Unavailable, why.to_string()).backend(NAME))?;
-        let engine = Engine::start(library, &config.recipe).map_err(|error| error.backend(NAME))?;
-        let engine = Arc::new(engine);
-        tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
-        let couriers = Couriers::new(config.workers)?;
-        let name = engine.name().as_bytes().to_vec();
-        let ranges = Arc::<Ranges>::default();
-        let registrar =
-            Enrolment { engine: Arc::downgrade(&engine), ranges: Arc::clone(&ranges), node: config.node };
-        let protocol = config.recipe.protocol;
-        let parts = Parts {
-            name: NAME,
-            capabilities: capabilities(&protocol),
-            address: Box::new(move || Ok(name.clone())),
-            fabric: progress::Mooncake::new(engine, couriers, ranges, protocol, &context.agent),
-            registrar: Arc::new(registrar),
-        };
-        fabric::open(context, parts)
+        open(library, config, context)
     }
+}
+
+/// Opens the transport of an agent over this library.
+pub(crate) fn open(
+    library: &'static Library,
+    config: Config,
+    context: Context,
+) -> Result<Arc<dyn Transport>> {
+    let engine = Engine::start(library, &config.recipe).map_err(|error| error.backend(NAME))?;
+    let engine = Arc::new(engine);
+    tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
+    let couriers = Couriers::new(config.workers)?;
+    let name = engine.name().as_bytes().to_vec();
+    let ranges = Arc::<Ranges>::default();
+    let registrar =
+        Enrolment { engine: Arc::downgrade(&engine), ranges: Arc::clone(&ranges), node: config.node };
+    let protocol = config.recipe.protocol;
+    let parts = Parts {
+        name: NAME,
+        capabilities: capabilities(&protocol),
+        address: Box::new(move || Ok(name.clone())),
+        fabric: progress::Mooncake::new(engine, couriers, ranges, protocol, &context.agent),
+        registrar: Arc::new(registrar),
+    };
+    fabric::open(context, parts)
 }
 
 /// What Mooncake promises over a transport of its own.

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use exchange::CUT_OFF;
 
+/// How long etcd may take to start: it waits for the disk several times.
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const TEST: &str = "agents_find_each_other_by_etcd";
 
 /// A server with nothing in it. Killed when dropped.
@@ -26,7 +28,7 @@ struct Etcd {
 impl Etcd {
     /// `None` where it is not installed.
     fn start() -> Option<Etcd> {
-        let until = Instant::now() + CUT_OFF / 2;
+        let until = Instant::now() + STARTS_WITHIN;
         let mut etcd = Etcd::try_to_start()?;
         while !etcd.is_healthy().unwrap_or(false) {
             assert!(Instant::now() < until, "etcd does not answer");

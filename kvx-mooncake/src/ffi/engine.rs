@@ -1,5 +1,6 @@
 //! One transfer engine: segments, memory, batches, notifications.
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::ptr::NonNull;
@@ -10,6 +11,7 @@ use std::time::Duration;
 use kvx_core::{Error, Kind, Op, Result};
 
 use super::bindings::{notify_msg, transfer_request, transfer_status};
+use super::incoming;
 use super::library::{Library, on_own_thread};
 use crate::error;
 
@@ -73,6 +75,8 @@ pub(crate) struct Engine {
     name: String,
     /// Where it listens, on all interfaces: not where its name leads, if a metadata server knows it.
     port: Option<u16>,
+    /// Where its peers' bytes come in, if its own threads read them.
+    data_ports: Option<BTreeSet<u16>>,
     /// No metadata server: a name is where its engine listens.
     peer_to_peer: bool,
 }
@@ -83,6 +87,8 @@ unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
 
+/// The most addresses of a name that are asked for a listener.
+const ADDRESSES: usize = 8;
 /// How often the tcp transport is asked for.
 const TCP_TRIES: u32 = 4;
 
@@ -130,6 +136,7 @@ impl Engine {
             recipe.devices.iter().map(|device| c_string("a device", device)).collect::<Result<_>>()?;
         let devices: Vec<*const c_char> = devices.iter().map(|device| device.as_ptr()).collect();
         let discovers = c_int::from(recipe.protocol != "tcp");
+        let listening = incoming::listening();
         let made = match (library.adapter(), &devices[..]) {
             // SAFETY: all texts outlive the call.
             (_, []) => unsafe {
@@ -167,7 +174,8 @@ impl Engine {
             );
             return Err(Error::new(Kind::Unavailable, why));
         };
-        let mut engine = Engine { handle, library, name: String::new(), port: None, peer_to_peer };
+        let mut engine =
+            Engine { handle, library, name: String::new(), port: None, data_ports: None, peer_to_peer };
         // SAFETY: the handle lives, and the transport needs no arguments.
         let transport = unsafe {
             (library.functions().installTransport)(engine.raw(), protocol.as_ptr(), std::ptr::null_mut())
@@ -177,6 +185,11 @@ impl Engine {
         }
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
+        if recipe.protocol == "tcp" {
+            // What else begins to listen meanwhile, on all interfaces, is taken for the engine's: its peers are waited for too.
+            let new = listening.and_then(|before| Ok(&incoming::listening()? - &before)).unwrap_or_default();
+            engine.data_ports = Some(new.into_iter().filter(|port| Some(*port) != engine.port).collect());
+        }
         engine.name = if peer_to_peer { listens_at? } else { name.to_string_lossy().into_owned() };
         Ok(Some(engine))
     }
@@ -230,6 +243,20 @@ impl Engine {
         let code =
             unsafe { (self.library.functions().unregisterLocalMemory)(self.raw(), address as *mut c_void) };
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
+    }
+
+    /// Whether no operation is under way any more, at memory that is not registered now, which a process of this host has begun
+    /// that has ended. Errors: it cannot be told.
+    pub(crate) fn the_dead_are_done(&self) -> Result<bool> {
+        // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's other
+        // side, which the kernel has reset by then.
+        let Some(ports) = &self.data_ports else { return Ok(true) };
+        let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
+        if ports.is_empty() {
+            return Err(Error::new(Kind::StillShared, why));
+        }
+        incoming::nothing_comes_from_the_dead(ports)
+            .map_err(|error| Error::os(why, error).kind_is(Kind::StillShared))
     }
 
     /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is stopped.
@@ -375,10 +402,25 @@ impl Drop for Engine {
 
 /// Whether somebody listens at `name`. `None`: it cannot be told.
 fn probe(name: &str) -> Option<bool> {
-    let address: SocketAddr = name.to_socket_addrs().ok()?.next()?;
+    probe_at(&name.to_socket_addrs().ok()?.collect::<Vec<_>>())
+}
+
+/// Whether somebody listens at one of these: nobody does where each of them refuses.
+fn probe_at(addresses: &[SocketAddr]) -> Option<bool> {
+    let mut all_refuse = (1..=ADDRESSES).contains(&addresses.len());
+    for address in addresses.iter().take(ADDRESSES) {
+        match probe_one(address) {
+            Some(true) => return Some(true),
+            answer => all_refuse &= answer.is_some(),
+        }
+    }
+    all_refuse.then_some(false)
+}
+
+fn probe_one(address: &SocketAddr) -> Option<bool> {
     // A process that dies closes its files one after the other: once more a moment later.
     for _ in 0..3 {
-        match TcpStream::connect_timeout(&address, Duration::from_secs(1)) {
+        match TcpStream::connect_timeout(address, Duration::from_secs(1)) {
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => return Some(false),
             Err(_) => return None,
@@ -410,13 +452,46 @@ fn request(piece: &Piece) -> transfer_request {
 
 fn state(status: &transfer_status) -> State {
     match status.status {
-        0 | 1 => State::Moving,
         4 => State::Completed(status.transferred_bytes),
-        other => State::Failed(other),
+        failed @ (2 | 3 | 5 | 6) => State::Failed(failed),
+        _ => State::Moving, // for all that is known of it
     }
 }
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text)
         .map_err(|_| Error::new(Kind::Invalid, format!("{what} has a NUL in it: {text:?}; write it without")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_listens_where_every_address_refuses() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
+        let listens = listener.local_addr().expect("it has one");
+        let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
+        let refuses = gone.local_addr().expect("it has one");
+        drop(gone);
+        let unreachable = SocketAddr::from((Ipv4Addr::BROADCAST, 1)); // over TCP
+        assert_eq!(probe_at(&[refuses]), Some(false));
+        assert_eq!(probe_at(&[refuses, listens]), Some(true), "the second address is asked too");
+        assert_eq!(probe_at(&[refuses, unreachable]), None, "somebody may live there");
+        assert_eq!(probe_at(&[unreachable, refuses]), None);
+        assert_eq!(probe_at(&[refuses; ADDRESSES + 1]), None, "one was not asked");
+        assert_eq!(probe_at(&[]), None);
+    }
+
+    #[test]
+    fn only_what_the_engine_is_known_to_end_with_is_an_end() {
+        let state = |status| state(&transfer_status { status, transferred_bytes: 7 });
+        assert_eq!(state(4), State::Completed(7));
+        for failed in [2, 3, 5, 6] {
+            assert_eq!(state(failed), State::Failed(failed));
+        }
+        for other in [0, 1, 7, -1] {
+            assert_eq!(state(other), State::Moving, "{other}");
+        }
+    }
 }

@@ -4,7 +4,6 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use kvx_core::Unavailable;
 use kvx_core::loader::{self, Search};
@@ -70,13 +69,12 @@ impl Library {
                 if let Some((_, why)) = refused.iter().find(|(path, _)| *path == library.path) {
                     return Err(why.clone());
                 }
-                // SAFETY: libraries are never closed, and this thread alone knows of the new ones.
-                if unsafe { sockets::keep_from_children(&before) } == 0 {
+                if sockets::keep_from_children(&before) == 0 {
                     tracing::warn!(
                         "children of this process inherit what Mooncake's engine has open: {INHERITED}"
                     );
                 }
-                library.try_it(self_test::PATIENCE).inspect_err(|why| {
+                library.try_it().inspect_err(|why| {
                     refused.push((library.path.clone(), why.clone()));
                 })?;
                 Ok(library)
@@ -119,10 +117,10 @@ impl Library {
         Ok(Library { functions, adapter, path, version, etcd })
     }
 
-    fn try_it(&self, patience: Duration) -> Result<(), Unavailable> {
+    fn try_it(&self) -> Result<(), Unavailable> {
         // It makes mistakes on purpose, of which the engine would complain. Later, errors concern the user.
         self.log_from(FATAL);
-        let tried = self_test::run(self, patience);
+        let tried = self_test::run(self, self_test::PATIENCE);
         self.log_from(ERRORS);
         tried.map_err(|why| {
             let path = self.path.display();

@@ -1,23 +1,36 @@
-//! Engines that lie are refused: the real one, with one of its functions in place of which another answers.
+//! The real engine with one of its functions in place of which another answers: one that lies is refused, and one that
+//! takes notes shows what kvx asks of it.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::OnceLock;
-use std::time::Duration;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use kvx_core::fabric::{EndpointId, JobId, Registrar as _};
+use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
+use kvx_testkit::TestDevice;
 
 use super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
+use super::engine::{Engine, PEER_TO_PEER, Piece, Recipe, State};
 use super::library::{Library, Wanted};
 use super::{adapter_bindings, self_test};
+use crate::batches::{Batches, Moving};
+use crate::memory::{Enrolment, Ranges};
 
-const TEST: &str = "an_engine_that_lies_is_refused_with_the_reason";
 /// How long a notification that never comes is waited for here.
-const MUTE: Duration = Duration::from_secs(2);
+const MUTE: Duration = Duration::from_millis(100);
 
 /// What the liars pass most of their calls on to.
-static HONEST: OnceLock<Functions> = OnceLock::new();
+static HONEST: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
 
 fn honest() -> &'static Functions {
-    HONEST.get().expect("set before anybody lies")
+    &HONEST.get().expect("set before anybody lies").0
+}
+
+fn honest_adapter() -> &'static adapter_bindings::Functions {
+    &HONEST.get().expect("set before anybody lies").1
 }
 
 type Ask = unsafe extern "C" fn(*mut c_void, u64, usize, *mut transfer_status) -> c_int;
@@ -138,6 +151,68 @@ unsafe extern "C" fn no_reason() -> *const c_char {
     c"".as_ptr()
 }
 
+unsafe extern "C" fn no_transport(_: *mut c_void, _: *const c_char, _: *mut *mut c_void) -> *mut c_void {
+    null_mut()
+}
+
+/// Pieces that were asked for one by one, and batches as a whole.
+static PIECES_ASKED: AtomicUsize = AtomicUsize::new(0);
+static BATCHES_ASKED: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn piece_counted(
+    engine: *mut c_void,
+    batch: u64,
+    task: usize,
+    status: *mut transfer_status,
+) -> c_int {
+    PIECES_ASKED.fetch_add(1, Ordering::Relaxed);
+    // SAFETY: the caller's arguments.
+    unsafe { (honest().getTransferStatus)(engine, batch, task, status) }
+}
+
+unsafe extern "C" fn batch_counted(engine: *mut c_void, batch: u64, status: *mut transfer_status) -> c_int {
+    BATCHES_ASKED.fetch_add(1, Ordering::Relaxed);
+    // SAFETY: the caller's arguments.
+    unsafe { (honest_adapter().kvx_mooncake_batch_status)(engine, batch, status) }
+}
+
+/// The devices of the engine that was last made with any.
+static DEVICES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+unsafe extern "C" fn devices_noted(
+    metadata: *const c_char,
+    name: *const c_char,
+    ip: *const c_char,
+    port: u64,
+    discovers: c_int,
+    devices: *const *const c_char,
+    count: usize,
+) -> *mut c_void {
+    // SAFETY: as many C strings as the caller says, and the rest are its arguments.
+    unsafe {
+        let named = std::slice::from_raw_parts(devices, count).iter();
+        let named = named.map(|device| CStr::from_ptr(*device).to_string_lossy().into_owned());
+        *DEVICES.lock().expect("nobody panics with it") = named.collect();
+        (honest_adapter().kvx_mooncake_create)(metadata, name, ip, port, discovers, devices, count)
+    }
+}
+
+/// Where the memory lies that was last registered.
+static LOCATION: Mutex<String> = Mutex::new(String::new());
+
+unsafe extern "C" fn location_noted(
+    _: *mut c_void,
+    _: *mut c_void,
+    _: usize,
+    location: *const c_char,
+    _: c_int,
+) -> c_int {
+    // SAFETY: a C string of the caller's.
+    let location = unsafe { CStr::from_ptr(location) }.to_string_lossy().into_owned();
+    *LOCATION.lock().expect("nobody panics with it") = location;
+    0
+}
+
 /// The adapter, which lies below the target directory as this program does.
 fn adapter() -> Option<PathBuf> {
     let program = std::env::current_exe().expect("a program knows where it lies");
@@ -145,22 +220,46 @@ fn adapter() -> Option<PathBuf> {
     program.ancestors().map(|folder| folder.join(file)).find(|file| file.exists())
 }
 
-#[test]
-fn an_engine_that_lies_is_refused_with_the_reason() {
+/// The real library with its functions; or the test is skipped.
+fn real(test: &str) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
     let Some(file) = adapter() else {
         let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(TEST, why, "cargo xtask peers mooncake");
+        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+        return None;
     };
-    let real =
+    let library =
         Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
-    let functions = *HONEST.get_or_init(|| *real.functions());
-    let of_adapter = *real.adapter().expect("that is the adapter");
-    let refused_within =
-        |patience, lie: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
-            let why = self_test::run(&real.with(lie, Some(of_adapter)), patience).expect_err(said[0]);
-            assert!(said.iter().all(|part| why.contains(part)), "{said:?} is not in: {why}");
-        };
-    let refused = |lie, of_adapter, said: &[&str]| refused_within(self_test::PATIENCE, lie, of_adapter, said);
+    let of_adapter = *library.adapter().expect("that is the adapter");
+    let (functions, of_adapter) = *HONEST.get_or_init(|| (*library.functions(), of_adapter));
+    Some((library, functions, of_adapter))
+}
+
+fn recipe(devices: &[&str]) -> Recipe {
+    Recipe {
+        metadata: PEER_TO_PEER.into(),
+        host: "127.0.0.1".into(),
+        protocol: "tcp".into(),
+        devices: devices.iter().map(|device| (*device).to_owned()).collect(),
+    }
+}
+
+/// An engine of a library that stays as long as the engine.
+fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
+    Engine::start(Box::leak(Box::new(library)), &recipe(devices))
+}
+
+fn is_refused(library: &Library, heard_within: Duration, said: &[&str]) {
+    let why = self_test::run(library, heard_within).expect_err(said[0]);
+    assert!(said.iter().all(|part| why.contains(part)), "{said:?} is not in: {why}");
+}
+
+#[test]
+fn an_engine_that_lies_is_refused_with_the_reason() {
+    let test = "an_engine_that_lies_is_refused_with_the_reason";
+    let Some((real, functions, of_adapter)) = real(test) else { return };
+    let refused = |lie: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
+        is_refused(&real.with(lie, Some(of_adapter)), self_test::PATIENCE, said);
+    };
     let ask = |ask: Ask, said: &[&str]| {
         refused(Functions { getTransferStatus: ask, ..functions }, of_adapter, said);
     };
@@ -180,9 +279,129 @@ fn an_engine_that_lies_is_refused_with_the_reason() {
     let unregistered = Functions { registerLocalMemory: no_registration, ..functions };
     refused(unregistered, of_adapter, &["reading", "Failed"]);
     let mute = Functions { genNotifyInEngine: sent_nothing, ..functions };
-    refused_within(MUTE, mute, of_adapter, &["notifying: [] arrived"]);
+    is_refused(&real.with(mute, Some(of_adapter)), MUTE, &["notifying: [] arrived"]);
     let another = Functions { genNotifyInEngine: sent_another, ..functions };
     refused(another, of_adapter, &["notifying", "hullo"]);
     // Nothing of this spoils the real one.
     self_test::run(real, self_test::PATIENCE).expect("the real one passes again");
+}
+
+/// As a `libtransfer_engine.so` that was installed from source: it says less, and is tried and used by the same code.
+#[test]
+fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
+    let test = "an_engine_without_the_adapters_functions_is_tried_all_the_same";
+    let Some((real, functions, _)) = real(test) else { return };
+    self_test::run(&real.with(functions, None), self_test::PATIENCE).expect("it does what it says");
+    let refused = |lie: Functions, said: &[&str]| {
+        is_refused(&real.with(lie, None), self_test::PATIENCE, said);
+    };
+    let ask = |ask: Ask, said: &[&str]| refused(Functions { getTransferStatus: ask, ..functions }, said);
+    ask(a_byte_less, &["reading", "Completed(300000)"]);
+    ask(failed_is_completed, &["reading unregistered memory", "Completed(16)"]);
+    ask(no_task_is_wrong, &["not there", "should be an error"]);
+    let unopened = Functions { openSegmentNoCache: no_segment, ..functions };
+    refused(unopened, &["segment", "the peer's metadata cannot be had"]);
+    let devices = engine(real.with(functions, None), &["mlx5_0"]).err().expect("it takes none");
+    assert_eq!(devices.kind(), Kind::Unsupported);
+    assert!(devices.sentence().contains("device_name"), "{devices}");
+}
+
+#[test]
+fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
+    const TEST: &str = "a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece";
+    const COUNT: usize = 8;
+    const LEN: u64 = 512;
+    let Some((real, functions, of_adapter)) = real(TEST) else { return };
+    let counted = Functions { getTransferStatus: piece_counted, ..functions };
+    let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: batch_counted, ..of_adapter };
+    // For the life of the process: a batch that went wrong may still be under way.
+    let [near, far] = [0, 7].map(|byte| Vec::leak(vec![byte; COUNT * LEN as usize]).as_mut_ptr() as u64);
+    for of_adapter in [Some(whole), None] {
+        let ours = engine(real.with(counted, of_adapter), &[]).expect("an engine");
+        let theirs = engine(real.with(functions, of_adapter), &[]).expect("another");
+        // SAFETY: the memory stays for ever.
+        unsafe { ours.register(near, COUNT * LEN as usize, "*") }.expect("it is free");
+        // SAFETY: as above.
+        unsafe { theirs.register(far, COUNT * LEN as usize, "*") }.expect("it is free");
+        let segment = ours.open_segment(theirs.name()).expect("it is there");
+        // The last is beyond what is registered, or within.
+        for beyond in [0, LEN] {
+            let pieces: Vec<_> = (0..COUNT as u64)
+                .map(|at| Piece {
+                    op: Op::Read,
+                    local: near + at * LEN,
+                    remote: far + at * LEN,
+                    segment,
+                    len: LEN,
+                })
+                .map(|piece| Piece { remote: piece.remote + beyond, ..piece })
+                .collect();
+            let begun = Instant::now();
+            // SAFETY: the memory stays for ever.
+            let batch = unsafe { ours.submit(&pieces) }.expect("it is taken");
+            let until = begun + self_test::PATIENCE;
+            while (0..COUNT).any(|piece| ours.task(&batch, piece).expect("it is there") == State::Moving) {
+                assert!(Instant::now() < until, "the pieces do not end");
+                std::thread::yield_now();
+            }
+            let counts = [&PIECES_ASKED, &BATCHES_ASKED];
+            counts.iter().for_each(|count| count.store(0, Ordering::Relaxed));
+            let mut batches = Batches::default();
+            let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
+            batches.push(Moving::new(batch, job, endpoint, theirs.name().into(), [LEN; COUNT].into()));
+            let ended = batches.look_at_next(&ours, begun).expect("all its pieces have ended");
+            assert_eq!(ended.failed.is_some(), beyond > 0);
+            ours.free(ended.batch);
+            let asked = counts.map(|count| count.load(Ordering::Relaxed));
+            match (of_adapter.is_some(), beyond > 0) {
+                (true, false) => assert_eq!(asked, [0, 1]),
+                (exported, _) => assert!(asked[0] >= COUNT && asked[1] == usize::from(exported), "{asked:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_transport_that_the_engine_does_not_install_is_an_error() {
+    let test = "a_transport_that_the_engine_does_not_install_is_an_error";
+    let Some((real, functions, of_adapter)) = real(test) else { return };
+    let none = Functions { installTransport: no_transport, ..functions };
+    for of_adapter in [Some(of_adapter), None] {
+        let why = engine(real.with(none, of_adapter), &[]).err().expect("it has no transport");
+        assert_eq!(why.kind(), Kind::Unavailable);
+        assert!(
+            why.sentence().contains("no transport tcp") && why.sentence().contains("in its place"),
+            "{why}"
+        );
+    }
+}
+
+#[test]
+fn the_engine_is_told_of_the_devices_that_are_named() {
+    let test = "the_engine_is_told_of_the_devices_that_are_named";
+    let Some((real, functions, of_adapter)) = real(test) else { return };
+    let noted = adapter_bindings::Functions { kvx_mooncake_create: devices_noted, ..of_adapter };
+    for devices in [&["mlx5_1"][..], &["mlx5_1", "mlx5_0"]] {
+        let named = engine(real.with(functions, Some(noted)), devices).expect("an engine over tcp");
+        assert_eq!(*DEVICES.lock().expect("nobody panics with it"), devices);
+        drop(named);
+    }
+}
+
+#[test]
+fn the_engine_is_told_where_memory_lies() {
+    let test = "the_engine_is_told_where_memory_lies";
+    let Some((real, functions, of_adapter)) = real(test) else { return };
+    let noted = Functions { registerLocalMemory: location_noted, ..functions };
+    let engine = Arc::new(engine(real.with(noted, Some(of_adapter)), &[]).expect("an engine"));
+    let device = TestDevice::new(MemoryKind::Cuda);
+    let gpu = format!("cuda:{}", device.ordinal());
+    for (node, at, host) in [(None, 1, "*"), (Some("cpu:1"), 2, "cpu:1")] {
+        let (weak, ranges) = (Arc::downgrade(&engine), Arc::<Ranges>::default());
+        let enrolment = Enrolment { engine: weak, ranges, node: node.map(str::to_owned) };
+        for (memory, location) in [(device.allocate(4096), &*gpu), (Memory::owned(vec![0; 64]), host)] {
+            enrolment.register(RegionId(at), &Arc::new(memory)).expect("it is noted");
+            assert_eq!(*LOCATION.lock().expect("nobody panics with it"), location);
+        }
+    }
 }

@@ -12,7 +12,10 @@ pub mod adapter_bindings;
 #[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
 pub mod bindings;
 
+#[cfg(test)]
+mod ends;
 mod engine;
+mod incoming;
 mod library;
 #[cfg(test)]
 mod lies;

@@ -9,16 +9,18 @@ use kvx_core::{Error, Op};
 use super::engine::{Batch, Engine, PEER_TO_PEER, Piece, Recipe, SegmentId, State};
 use super::library::Library;
 
-/// How long each step may take.
+/// How long pieces may take, and a notification on its way. The engine's calls that open a segment and send a notification
+/// have bounds of their own: nobody can break them off.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
 /// What lies around the pieces and must stay.
 const UNTOUCHED: u8 = 0xA5;
 
-/// Two engines of this process exchange bytes over loopback. The library is not in use yet. What a failed step leaves
-/// behind stays for ever: two engines and 1 MiB.
-pub(super) fn run(library: &Library, patience: Duration) -> Result<(), String> {
-    // SAFETY: the engines below are the only ones that keep the reference, and they are gone when this returns.
+/// Two engines of this process exchange bytes over loopback, and the notification within `heard_within`. The library is not
+/// in use yet. What a failed step leaves behind stays for ever: two engines and 1 MiB.
+pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), String> {
+    // SAFETY: only the engines below keep the reference. When this returns they have been dropped, or are forgotten: then
+    // nobody calls them any more, and the native engine, which goes on, knows nothing of the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let recipe = Recipe {
         metadata: PEER_TO_PEER.into(),
@@ -32,7 +34,7 @@ pub(super) fn run(library: &Library, patience: Duration) -> Result<(), String> {
     let near: &'static mut [u8] = Vec::leak(vec![UNTOUCHED; LEN]);
     let far: &'static mut [u8] = Vec::leak((0..LEN).map(content).collect());
     let (near, far) = (std::ptr::from_mut(near), std::ptr::from_mut(far));
-    let trial = Trial { library, ours: &ours, theirs: &theirs, near, far, patience };
+    let trial = Trial { library, ours: &ours, theirs: &theirs, near, far, heard_within };
     if let Err((step, why)) = trial.run() {
         std::mem::forget((ours, theirs)); // who knows what they are at
         return Err(format!("{step}: {why}"));
@@ -56,7 +58,7 @@ struct Trial<'a> {
     theirs: &'a Engine,
     near: *mut [u8],
     far: *mut [u8],
-    patience: Duration,
+    heard_within: Duration,
 }
 
 type Step<T = ()> = Result<T, (&'static str, String)>;
@@ -123,7 +125,7 @@ impl Trial<'_> {
     }
 
     fn ended(&self, batch: &Batch, count: usize) -> Step<Vec<State>> {
-        let until = Instant::now() + self.patience;
+        let until = Instant::now() + PATIENCE;
         (0..count)
             .map(|piece| {
                 loop {
@@ -209,7 +211,7 @@ impl Trial<'_> {
     fn notifies(&self, segment: SegmentId) -> Step {
         let (name, text) = (CString::from(c"kvx self-test"), CString::from(c"hello"));
         named("notifying", self.ours.notify(segment, &name, &text))?;
-        let until = Instant::now() + self.patience;
+        let until = Instant::now() + self.heard_within;
         let mut heard = Vec::new();
         while heard.is_empty() && Instant::now() < until {
             self.theirs.notifications(|name, text| heard.push((name.to_vec(), text.to_vec())));

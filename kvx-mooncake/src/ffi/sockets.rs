@@ -4,9 +4,10 @@
 //! are open at that moment, and what the engine closes later stays open there: the listener of the engine at the other
 //! end waits 5 s for the end of each connection, and hears nobody meanwhile; the port of an engine that is gone still
 //! answers. So the engine's files call `socket` and `accept` of ours, which say it: their entries in the tables through
-//! which a file calls other libraries are written anew. Nobody else's calls change.
+//! which a file calls other libraries are written anew. Nobody else's calls change, but those of a file that another thread
+//! happens to load in the same milliseconds.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Range;
 
 use libc::{SOCK_CLOEXEC, sockaddr, socklen_t};
@@ -14,11 +15,21 @@ use libc::{SOCK_CLOEXEC, sockaddr, socklen_t};
 /// A file that the dynamic linker has loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct File {
+    name: CString,
     base: usize,
     /// Its dynamic section.
     dynamic: usize,
     /// What became read-only after it was linked.
     sealed: Range<usize>,
+}
+
+impl File {
+    /// Has it stay, whoever closes it, and waits until it is linked. Says whether it is there.
+    fn keep(&self) -> bool {
+        let how = libc::RTLD_NOW | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
+        // SAFETY: nothing is loaded, so that nothing of the file's runs.
+        !unsafe { libc::dlopen(self.name.as_ptr(), how) }.is_null()
+    }
 }
 
 /// An entry of a dynamic section.
@@ -82,18 +93,35 @@ fn replacement(name: &CStr) -> Option<usize> {
     }
 }
 
+fn page() -> usize {
+    // SAFETY: a number.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// What the linker makes read-only of a part that is to be: it rounds both ends down to a page.
+fn sealed(begin: usize, len: usize, page: usize) -> Range<usize> {
+    begin / page * page..(begin + len) / page * page
+}
+
 /// The files that are loaded now.
 pub(super) fn files() -> Vec<File> {
     unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: libc::size_t, found: *mut c_void) -> c_int {
         // SAFETY: the C library lends the description for the length of this call, and `found` is the list below.
         let (info, found) = unsafe { (&*info, &mut *found.cast::<Vec<File>>()) };
-        let base = info.dlpi_addr as usize;
+        if info.dlpi_name.is_null() {
+            return 0;
+        }
+        // SAFETY: as above.
+        let name = unsafe { CStr::from_ptr(info.dlpi_name) };
+        let (base, page) = (info.dlpi_addr as usize, page());
         // SAFETY: as many headers as it says.
         let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()) };
         let part = |kind| headers.iter().find(|header| header.p_type == kind);
         let at = |header: &libc::Elf64_Phdr| base + header.p_vaddr as usize;
-        let sealed = part(libc::PT_GNU_RELRO).map_or(0..0, |part| at(part)..at(part) + part.p_memsz as usize);
-        found.extend(part(libc::PT_DYNAMIC).map(|part| File { base, dynamic: at(part), sealed }));
+        let sealed = part(libc::PT_GNU_RELRO).map(|part| sealed(at(part), part.p_memsz as usize, page));
+        let sealed = sealed.unwrap_or_default();
+        let dynamic = part(libc::PT_DYNAMIC).map(at);
+        found.extend(dynamic.map(|dynamic| File { name: name.to_owned(), base, dynamic, sealed }));
         0
     }
     let mut found = Vec::new();
@@ -104,17 +132,17 @@ pub(super) fn files() -> Vec<File> {
 
 /// Leads the calls of the files that have been loaded since `before` to the functions above. Says how many entries that
 /// were: with none, children inherit what the engine has open.
-///
-/// # Safety
-/// Those files are linked, are never unloaded, and no other thread calls into them yet.
-pub(super) unsafe fn keep_from_children(before: &[File]) -> usize {
-    let new = files().into_iter().filter(|file| !before.contains(file));
-    // SAFETY: the caller's promise.
-    new.map(|file| unsafe { lead(&file) }).sum()
+pub(super) fn keep_from_children(before: &[File]) -> usize {
+    let is_new = |file: &File| !before.contains(file) && file.keep();
+    let kept: Vec<_> = files().into_iter().filter(is_new).collect();
+    // Another thread may have closed one before it was kept, and opened it again elsewhere.
+    let there = files().into_iter().filter(|file| kept.contains(file));
+    // SAFETY: these are there, by names that have been kept.
+    there.map(|file| unsafe { lead(&file) }).sum()
 }
 
 /// # Safety
-/// As [`keep_from_children`].
+/// The file is linked, and never unloaded.
 unsafe fn lead(file: &File) -> usize {
     let (mut symbols, mut texts) = (0, 0);
     let mut tables = [(0, 0); 2];
@@ -149,7 +177,8 @@ unsafe fn lead(file: &File) -> usize {
             let name = unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
             if let Some(function) = replacement(name) {
                 let slot = file.base + relocation.offset as usize;
-                // SAFETY: the slot holds the address of a function of this name, which ours stands in for.
+                // SAFETY: the slot holds the address of a function of this name, which ours stands in for; the linker is
+                // done with it.
                 led += usize::from(unsafe { write(slot, function, file.sealed.contains(&slot)) });
             }
         }
@@ -162,8 +191,7 @@ unsafe fn lead(file: &File) -> usize {
 /// # Safety
 /// A slot for the address of a function of that type, which nobody else writes to.
 unsafe fn write(slot: usize, function: usize, sealed: bool) -> bool {
-    // SAFETY: a number.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+    let page = page();
     let protect = |how| {
         // SAFETY: the slot's page is the file's own data, and is made writable, or read-only again as it was.
         unsafe { libc::mprotect((slot / page * page) as *mut c_void, page, how) == 0 }
@@ -171,11 +199,46 @@ unsafe fn write(slot: usize, function: usize, sealed: bool) -> bool {
     if sealed && !protect(libc::PROT_READ | libc::PROT_WRITE) {
         return false;
     }
-    // SAFETY: the caller's promise; it is writable now. Atomic, for threads that are about to call.
+    // SAFETY: the caller's promise; it is writable now. Atomic, for threads that call through it meanwhile.
     unsafe { std::sync::atomic::AtomicUsize::from_ptr(slot as *mut usize) }
         .store(function, std::sync::atomic::Ordering::Release);
     if sealed {
         protect(libc::PROT_READ);
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_of_what_is_sealed_are_rounded_down() {
+        assert_eq!(sealed(0x3d90, 0x270, 0x1000), 0x3000..0x4000);
+        assert_eq!(sealed(0x3000, 0x1800, 0x1000), 0x3000..0x4000);
+        assert!(sealed(0x3010, 0x800, 0x1000).is_empty());
+    }
+
+    #[test]
+    fn what_counts_as_sealed_is_what_the_linker_has_made_read_only() {
+        // The C library is linked long since; others may be on their way into this process.
+        let function = libc::getpid as *const () as usize;
+        let files = files();
+        let of_c = files.iter().filter(|file| file.base <= function).max_by_key(|file| file.base);
+        let of_c = of_c.expect("the C library is loaded");
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("a process may read its own");
+        let may_be_written = |address: usize| {
+            let mut parts = maps.lines().filter_map(|line| {
+                let (range, how) = line.split_once(' ')?;
+                let (begin, end) = range.split_once('-')?;
+                let at = |text| usize::from_str_radix(text, 16).expect("an address");
+                (at(begin)..at(end)).contains(&address).then(|| how.starts_with("rw"))
+            });
+            parts.next().expect("it is mapped")
+        };
+        let Range { start, end } = of_c.sealed;
+        assert!(start < end && of_c.keep(), "{of_c:?}");
+        assert!(!may_be_written(start) && !may_be_written(end - 1), "{of_c:?}");
+        assert!(may_be_written(end), "what lies behind it is data: {of_c:?}");
+    }
 }

@@ -30,6 +30,8 @@ for line in sys.stdin:
     if word == "get":  # OFFSET LENGTH
         offset, length = map(int, rest)
         say(memory[offset:offset + length].hex())
+    elif word == "find":  # HEX: where such bytes begin, or -1
+        say(memory.find(bytes.fromhex(rest[0])))
     elif word in ("read", "write"):  # PEER ADDRESS OFFSET LENGTH
         peer, remote, offset, length = rest[0], *map(int, rest[1:])
         move = engine.transfer_sync_read if word == "read" else engine.transfer_sync_write

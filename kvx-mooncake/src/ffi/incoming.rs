@@ -1,0 +1,240 @@
+//! What still comes in over connections of processes that have ended.
+//!
+//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until the engine has read it into
+//! memory, and at the other end, which has no owner any more, until there is room here. So a connection to the engine is known
+//! to be at its end only when the engine has closed it; and one that looks open is known to bring nothing of the kind only when
+//! its other end, of which the kernel tells, has an owner. That the process's own end comes before is the kernel's order: its
+//! sockets are closed before anybody sees that it has ended.
+//!
+//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor does kvx see processes end on
+//! other hosts: it gives nothing back because of them.
+
+use std::collections::BTreeSet;
+use std::fs::{DirEntry, File};
+use std::io::{Error, Read as _, Result, Write as _};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
+
+/// States of a connection, in the kernel's numbers.
+const ESTABLISHED: u8 = 1;
+const LISTENS: u8 = 10;
+
+/// The ports at which this process listens on all interfaces.
+pub(super) fn listening() -> Result<BTreeSet<u16>> {
+    let listens = |fd: &RawFd| state(*fd) == Some(LISTENS);
+    let here = open_files()?.into_iter().filter(listens).filter_map(own);
+    Ok(here.filter(|here| here.ip().to_canonical().is_unspecified()).map(|here| here.port()).collect())
+}
+
+/// Whether nothing comes in at these ports any more that was sent by a process of this host which has ended. Errors: the kernel
+/// does not tell.
+pub(super) fn nothing_comes_from_the_dead(ports: &BTreeSet<u16>) -> Result<bool> {
+    let mut kernel = None;
+    for fd in open_files()? {
+        // A number may be given to another file at any moment. The connections that matter are there from the beginning, and
+        // are looked at under their own numbers, unless the engine closes them meanwhile: then they have ended.
+        let Some(here) = own(fd).filter(|here| ports.contains(&here.port())) else { continue };
+        match state(fd) {
+            None | Some(LISTENS) => continue,
+            Some(ESTABLISHED) => {}
+            Some(_) => return Ok(false), // the engine has not read to its end yet
+        }
+        let Some(there) = peer(fd) else { return Ok(false) };
+        let kernel = match &mut kernel {
+            Some(kernel) => kernel,
+            none => none.insert(Kernel::new()?),
+        };
+        // This end, to see whether the kernel tells at all: without that part it knows of no connection.
+        if kernel.state(here, there)?.is_none() {
+            return if state(fd) == Some(ESTABLISHED) { Err(untold()) } else { Ok(false) };
+        }
+        let near =
+            here.ip().to_canonical() == there.ip().to_canonical() || there.ip().to_canonical().is_loopback();
+        match kernel.state(there, here)? {
+            Some(ESTABLISHED) => {}
+            None | Some(LISTENS) if !near => {}
+            _ => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+fn untold() -> Error {
+    Error::other("the kernel does not tell of connections: it has no tcp_diag")
+}
+
+/// The numbers of this process's files.
+fn open_files() -> Result<Vec<RawFd>> {
+    let number = |entry: DirEntry| entry.file_name().to_str().and_then(|name| name.parse().ok());
+    std::fs::read_dir("/proc/self/fd")?
+        .map(|entry| number(entry?).ok_or_else(|| Error::other("a file has no number")))
+        .collect()
+}
+
+type Name = unsafe extern "C" fn(RawFd, *mut libc::sockaddr, *mut libc::socklen_t) -> libc::c_int;
+
+fn own(fd: RawFd) -> Option<SocketAddr> {
+    name(fd, libc::getsockname)
+}
+
+fn peer(fd: RawFd) -> Option<SocketAddr> {
+    name(fd, libc::getpeername)
+}
+
+/// One end of what is a connection of the internet, if this is one.
+fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
+    // SAFETY: all zeros are an address of no family.
+    let mut address: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut len = size_of_val(&address) as libc::socklen_t;
+    // SAFETY: room for any address, and how much that is. Whatever has this number, it is only asked.
+    if unsafe { ask(fd, (&raw mut address).cast(), &raw mut len) } != 0 {
+        return None;
+    }
+    match i32::from(address.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: an address of this family is one of these.
+            let there = unsafe { &*(&raw const address).cast::<libc::sockaddr_in>() };
+            Some((there.sin_addr.s_addr.to_ne_bytes(), u16::from_be(there.sin_port)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above.
+            let there = unsafe { &*(&raw const address).cast::<libc::sockaddr_in6>() };
+            Some((there.sin6_addr.s6_addr, u16::from_be(there.sin6_port)).into())
+        }
+        _ => None,
+    }
+}
+
+/// The state of a connection over TCP, if this is one.
+fn state(fd: RawFd) -> Option<u8> {
+    let (mut state, mut len) = (0_u8, 1);
+    // SAFETY: room for the first byte of what is told, which is the state. Whatever has this number, it is only asked.
+    let told = unsafe {
+        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut state).cast(), &raw mut len)
+    };
+    (told == 0).then_some(state)
+}
+
+/// Whom the kernel's connections are asked of.
+struct Kernel(File);
+
+const NETLINK_SOCK_DIAG: libc::c_int = 4;
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+/// The header of a message, in both directions.
+const HEADER: usize = 16;
+
+impl Kernel {
+    fn new() -> Result<Self> {
+        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK; // it answers within the question
+        // SAFETY: numbers only.
+        let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, NETLINK_SOCK_DIAG) };
+        if fd < 0 {
+            return Err(Error::last_os_error());
+        }
+        // SAFETY: it is new, and nobody else's.
+        Ok(Kernel(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
+    }
+
+    /// How the end of a connection stands that is `here`, and leads to `there`. `None`: there is none.
+    fn state(&mut self, here: SocketAddr, there: SocketAddr) -> Result<Option<u8>> {
+        let [here, there] = [here, there].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
+        let family = if here.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        let mut question = Vec::with_capacity(72);
+        question.extend(72_u32.to_ne_bytes());
+        question.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+        question.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
+        question.extend([0; 8]);
+        question.extend([family as u8, libc::IPPROTO_TCP as u8, 0, 0]);
+        question.extend(u32::MAX.to_ne_bytes()); // in any state
+        question.extend(here.port().to_be_bytes());
+        question.extend(there.port().to_be_bytes());
+        question.extend(octets(here.ip()));
+        question.extend(octets(there.ip()));
+        question.extend([0; 4]); // at any interface
+        question.extend([0xFF; 8]); // no cookie is known
+        self.0.write_all(&question)?;
+        let mut answer = [0; 1024];
+        let len = self.0.read(&mut answer)?;
+        let (header, said) = answer[..len].split_at_checked(HEADER).ok_or_else(untold)?;
+        match (u16::from_ne_bytes([header[4], header[5]]), said) {
+            (SOCK_DIAG_BY_FAMILY, [_, state, ..]) => Ok(Some(*state)),
+            (kind, [a, b, c, d, ..]) if i32::from(kind) == libc::NLMSG_ERROR => {
+                match -i32::from_ne_bytes([*a, *b, *c, *d]) {
+                    libc::ENOENT => Ok(None),
+                    code => Err(Error::from_raw_os_error(code)),
+                }
+            }
+            _ => Err(untold()),
+        }
+    }
+}
+
+/// An address as the kernel is asked for it: of the shorter ones four bytes count.
+fn octets(address: IpAddr) -> [u8; 16] {
+    match address {
+        IpAddr::V4(four) => {
+            let mut bytes = [0; 16];
+            bytes[..4].copy_from_slice(&four.octets());
+            bytes
+        }
+        IpAddr::V6(six) => six.octets(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv6Addr, TcpListener, TcpStream};
+
+    use super::*;
+
+    /// A listener on all interfaces, as the engine's, and both ends of a connection to it.
+    fn connection() -> (BTreeSet<u16>, TcpStream, TcpStream) {
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
+        let port = listener.local_addr().expect("it has one").port();
+        assert!(listening().expect("files are listed").contains(&port));
+        let there = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
+        let here = listener.accept().expect("somebody has connected").0;
+        (BTreeSet::from([port]), there, here)
+    }
+
+    fn over(ports: &BTreeSet<u16>) -> bool {
+        nothing_comes_from_the_dead(ports).expect("the kernel tells")
+    }
+
+    /// Writes as much as goes in.
+    fn fill(mut there: &TcpStream) {
+        there.set_nonblocking(true).expect("a socket");
+        while there.write(&[7; 1 << 16]).is_ok() {}
+    }
+
+    #[test]
+    fn what_a_closed_end_has_sent_is_over_when_this_end_is_closed() {
+        let (ports, there, mut here) = connection();
+        assert!(over(&ports), "its owner lives, and may go on");
+        fill(&there);
+        assert!(over(&ports), "what is not over for the living, they say themselves");
+        drop(there);
+        assert_eq!(
+            state(std::os::fd::AsRawFd::as_raw_fd(&here)),
+            Some(ESTABLISHED),
+            "its end is not here yet"
+        );
+        assert!(!over(&ports), "much of it is still with the kernel");
+        let read = std::io::copy(&mut here, &mut std::io::sink()).expect("all of it comes");
+        assert!(read > 1 << 16);
+        assert!(!over(&ports), "the reader has not closed it");
+        drop(here);
+        assert!(over(&ports));
+    }
+
+    #[test]
+    fn what_came_before_a_reset_is_not_over_either() {
+        let (ports, there, mut here) = connection();
+        here.write_all(b"unread, so that the other end is reset").expect("it is open");
+        fill(&there);
+        drop(there);
+        assert!(!over(&ports) && here.read(&mut [0; 64]).expect("it came before") > 0 && !over(&ports));
+        drop(here);
+        assert!(over(&ports));
+    }
+}

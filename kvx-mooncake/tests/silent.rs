@@ -1,0 +1,123 @@
+//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and nothing of it moves any
+//! more when the peer goes on. The engine waits 30 s, or as long as its variables say: hence a process with others.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+mod alone;
+mod python;
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use python::{Python, content};
+
+/// For what takes seconds, where nobody else wants the cores.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long the memory is looked at that nobody may touch.
+const LOOKS: Duration = Duration::from_millis(300);
+const SMALL: usize = 4096;
+/// As long as a piece can be.
+const LARGE: usize = 1 << 20;
+const LEN: usize = 8 * LARGE;
+/// As many as the engine moves to one peer at a time, and none beside another.
+const BLOCKS: [u32; 4] = [0, 2, 4, 6];
+/// Small ones between large ones.
+const OTHERS: [u32; 4] = [256, 258, 260, 262];
+
+/// What the memory is filled with when all is over.
+const OVER: u8 = 0xBB;
+
+struct Pair {
+    agent: Agent,
+    region: Region,
+    python: Python,
+    peer: Peer,
+}
+
+impl Pair {
+    fn plan(&self, write: bool, block: usize, theirs: [u32; 4]) -> Plan {
+        let grid = Grid::packed(block as u64, (LEN / block) as u32);
+        let there = self.peer.foreign(self.python.address, LEN as u64, MemoryKind::Host, 0).unwrap();
+        let (here, there) = (self.region.grid(grid).unwrap(), there.grid(grid).unwrap());
+        let (here, there) = (here.blocks(BLOCKS), there.blocks(theirs));
+        if write { Plan::write(here, there) } else { Plan::read(here, there) }.unwrap()
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; LEN];
+        self.region.copy_out(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or write is overwritten here,
+    /// and Python goes on.
+    fn fails(&mut self, write: bool, block: usize) {
+        let plan = self.plan(write, block, BLOCKS);
+        self.region.copy_in(0, &vec![0xAA; LEN]).unwrap();
+        self.python.stop();
+        let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
+        let settled = transfer.settled();
+        let why = transfer.wait(PATIENCE).unwrap_err();
+        assert_eq!(why.kind(), Kind::Native, "the engine gave up before anybody else did: {why}");
+        settled.wait(PATIENCE).unwrap();
+        self.region.copy_in(0, &vec![OVER; LEN]).unwrap();
+        self.python.go_on();
+        let until = Instant::now() + LOOKS;
+        while Instant::now() < until {
+            assert!(self.bytes().iter().all(|byte| *byte == OVER), "something came after the end");
+            let found = self.python.ask(&format!("find {}", "bb".repeat(SMALL)));
+            assert_eq!(found, "-1", "something was read after the end");
+        }
+    }
+
+    /// Waits until the peer works: where the cores are busy it may be silent for a second by itself.
+    fn works(&self) {
+        let (plan, until) = (self.plan(false, SMALL, OTHERS), Instant::now() + PATIENCE);
+        loop {
+            let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
+            match transfer.wait(PATIENCE) {
+                Err(why) if why.kind() == Kind::Native && Instant::now() < until => {}
+                result => {
+                    result.unwrap();
+                    break;
+                }
+            }
+        }
+        let bytes = self.bytes();
+        for (ours, theirs) in BLOCKS.into_iter().zip(OTHERS) {
+            let [at, from] = [ours, theirs].map(|block| block as usize * SMALL);
+            assert!((0..SMALL).all(|byte| bytes[at + byte] == content(from + byte)), "block {ours}");
+        }
+    }
+}
+
+#[test]
+fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() {
+    const TEST: &str = "what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
+    let Some(adapter) = adapter::adapter() else {
+        let why = "Mooncake's wheel and the adapter are not there";
+        return kvx_testkit::skip(TEST, why, "cargo xtask peers mooncake");
+    };
+    if !alone::is_alone() {
+        let second = OsStr::new("1");
+        let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", second), ("MC_TCP_PROGRESS_TIMEOUT_SEC", second)];
+        return alone::run_alone(TEST, &variables);
+    }
+    let python = Python::start(&adapter, LEN);
+    let agent = Agent::builder(format!("patient-{}", std::process::id())).backends(["MOONCAKE"]);
+    let agent = agent.options(Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap());
+    let agent = agent.build(&adapter::registry("")).unwrap();
+    let region = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
+    let peer = agent.connect_foreign("MOONCAKE", python.name.as_bytes()).unwrap();
+    peer.ready(PATIENCE).wait(PATIENCE).unwrap();
+    let mut pair = Pair { agent, region, python, peer };
+    pair.works();
+    for (write, block) in [(false, SMALL), (true, LARGE)] {
+        pair.fails(write, block);
+        pair.works();
+    }
+    pair.agent.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+}

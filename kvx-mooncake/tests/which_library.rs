@@ -1,0 +1,147 @@
+//! Which library is opened, and which engine: what the environment names, and nothing in its place.
+
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod adapter;
+mod alone;
+
+use std::ffi::OsStr;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use alone::{is_alone, run_alone};
+use kvx_core::{Kind, Options, Registry};
+use kvx_mooncake::Mooncake;
+
+const LIBRARY: &str = "KVX_MOONCAKE_LIB";
+/// The name by which it is looked for otherwise.
+const SONAME: &str = "libtransfer_engine.so";
+const ENGINE: &str = "KVX_MOONCAKE_ENGINE";
+/// For Python, which is asked one thing.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The adapter, or a skip.
+fn adapter_or_skip(test: &str) -> Option<PathBuf> {
+    let found = adapter::adapter();
+    if found.is_none() {
+        let why = "Mooncake's wheel and the adapter are not there";
+        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+    }
+    found
+}
+
+/// The version and the file of what is opened, or why nothing is.
+fn opened(registry: &Registry, options: &str) -> Result<(String, PathBuf), String> {
+    let found = registry.require("MOONCAKE", &Options::parse(options).unwrap());
+    found.map(|(_, found)| (found.version, found.library.unwrap())).map_err(|error| {
+        assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+        error.to_string()
+    })
+}
+
+const TCP: &str = r#"{"mooncake_protocol": "tcp"}"#;
+
+#[test]
+fn a_library_that_the_variable_names_is_opened() {
+    const TEST: &str = "a_library_that_the_variable_names_is_opened";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    if !is_alone() {
+        return run_alone(TEST, &[(LIBRARY, adapter.as_os_str())]);
+    }
+    let mut registry = Registry::new();
+    registry.add(Mooncake::new()).unwrap();
+    assert_eq!(opened(&registry, TCP).unwrap(), ("wheel 0.3.13.post1".to_owned(), adapter));
+}
+
+/// Whoever names one does not want another, though there are some that would work.
+#[test]
+fn what_the_variable_names_is_opened_or_nothing() {
+    const TEST: &str = "what_the_variable_names_is_opened_or_nothing";
+    if adapter_or_skip(TEST).is_none() {
+        return;
+    }
+    if !is_alone() {
+        return run_alone(TEST, &[(LIBRARY, OsStr::new("libm.so.6"))]);
+    }
+    let why = opened(&adapter::registry(""), TCP).unwrap_err();
+    assert!(why.contains("libm.so.6 has no symbol createTransferEngine"), "{why}");
+    assert!(why.contains("KVX_MOONCAKE_LIB=libm.so.6"), "{why}");
+}
+
+/// A folder of other names for what is there. Gone when dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("kvx-{name}-{}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Folder(path)
+    }
+
+    /// The adapter under the name of the library in whose place it is, with what it opens from its own folder.
+    fn of_library(adapter: &Path) -> Folder {
+        let folder = Folder::new("library");
+        symlink(adapter, folder.0.join(SONAME)).unwrap();
+        let beside = "libetcd_wrapper.so";
+        symlink(adapter.with_file_name(beside), folder.0.join(beside)).unwrap();
+        folder
+    }
+
+    /// As Python installs a wheel: the engine beside the adapter, under another version.
+    fn of_wheel(version: &str, adapter: &Path) -> Folder {
+        let python = adapter.parent().unwrap().join("venv/bin/python");
+        let asks = "import sysconfig; print(sysconfig.get_path('platlib'))";
+        let said = kvx_testkit::output(Command::new(python).args(["-c", asks]), LIMIT);
+        let packages = PathBuf::from(String::from_utf8(said.stdout).unwrap().trim());
+        let wheel = Folder::new("wheel");
+        let name = "mooncake_transfer_engine_non_cuda";
+        std::fs::create_dir(wheel.0.join(format!("{name}-{version}.dist-info"))).unwrap();
+        std::fs::create_dir(wheel.0.join("mooncake")).unwrap();
+        // What the engine needs is found beside it, by names that are its own.
+        for file in std::fs::read_dir(packages.join("mooncake")).unwrap() {
+            let file = file.unwrap();
+            symlink(file.path(), wheel.0.join("mooncake").join(file.file_name())).unwrap();
+        }
+        let libraries = format!("{name}.libs");
+        symlink(packages.join(&libraries), wheel.0.join(libraries)).unwrap();
+        wheel
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+#[test]
+fn an_engine_of_another_version_is_refused_unless_it_is_wanted() {
+    const TEST: &str = "an_engine_of_another_version_is_refused_unless_it_is_wanted";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    if !is_alone() {
+        let wheel = Folder::of_wheel("9.9", &adapter);
+        return run_alone(TEST, &[(ENGINE, wheel.0.join("mooncake/engine.so").as_os_str())]);
+    }
+    let registry = adapter::registry("");
+    let why = opened(&registry, TCP).unwrap_err();
+    for part in ["version 9.9", "0.3.13.post1", "mooncake.any_version"] {
+        assert!(why.contains(part), "{part} is not in: {why}");
+    }
+    let wanted = r#"{"mooncake": {"mooncake_protocol": "tcp", "any_version": true}}"#;
+    assert_eq!(opened(&registry, wanted).unwrap().0, "wheel 9.9");
+}
+
+#[test]
+fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() {
+    const TEST: &str = "a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
+    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    if !is_alone() {
+        let folder = Folder::of_library(&adapter);
+        return run_alone(TEST, &[("LD_LIBRARY_PATH", folder.0.as_os_str())]);
+    }
+    // It comes before the files that a program brings.
+    let (_, file) = opened(&adapter::registry(""), TCP).unwrap();
+    assert_eq!(file.file_name(), Some(OsStr::new(SONAME)), "{file:?}");
+}

@@ -11,14 +11,19 @@ use shm::PATIENCE;
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
+/// Kills in the middle of writes; a process that is killed when all of its own have ended is not one.
 const KILLS: usize = 3;
+const ROUNDS: usize = 10 * KILLS;
 
 fn main() -> Check {
     shm::check("killed", the_target_of_a_killed_process_works_on)
 }
 
 async fn the_target_of_a_killed_process_works_on(setup: Setup) -> Check {
-    for _ in 0..KILLS {
+    let (mut kills, mut rounds) = (0, 0);
+    while kills < KILLS {
+        assert!(rounds < ROUNDS, "{kills} of {ROUNDS} processes were killed in the middle of their writes");
+        rounds += 1;
         let mut pair = setup.pair()?;
         let region = pair.near_region("kv", BYTES, 1)?;
         pair.far_region("own", BYTES, 2)?;
@@ -36,10 +41,14 @@ async fn the_target_of_a_killed_process_works_on(setup: Setup) -> Check {
             within: PATIENCE,
             notify: None,
         };
-        std::thread::scope(|scope| {
+        let written = std::thread::scope(|scope| {
             scope.spawn(|| kill_at_the_first_byte(process, &region));
-            pair.far.post(there, all(0)).ok(); // whatever it came to say
+            pair.far.post(there, all(0))
         });
+        match written {
+            Ok(all) => drop(all?),
+            Err(_it_did_not_come_to_say) => kills += 1,
+        }
 
         let mut other = setup.far()?;
         setup.far_agent(&mut other, "other")?;

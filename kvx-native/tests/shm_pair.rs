@@ -4,10 +4,11 @@
 
 mod ends;
 
-use std::time::Duration;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use ends::*;
-use kvx_core::{Kind, MemoryKind};
+use kvx_core::{Kind, MemoryKind, Transfer};
 
 fn shuffled(count: u32) -> Vec<u32> {
     (0..count).map(|at| (at * 7919 + 13) % count).collect()
@@ -158,21 +159,38 @@ fn a_region_is_revoked_under_transfers_in_flight() {
             // Something has moved, and far from all: what is watched is written first and was zeroed before.
             let watched = if writes { &remote } else { &local };
             watched.copy_in(0, &[0; BLOCK as usize]).unwrap();
-            let transfers: Vec<_> = (0..64).map(|_| peer.post(&plan).unwrap()).collect();
-            let begun = std::time::Instant::now();
-            let mut first = [0];
-            while first == [0] {
-                assert!(begun.elapsed() < CUT_OFF);
-                watched.copy_out(0, &mut first).unwrap();
-            }
-            let memory = remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-            // From here on nobody else touches it. No block was ever filled with an even byte.
-            memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
-            let results: Vec<_> = transfers.into_iter().map(|transfer| transfer.wait(CUT_OFF)).collect();
-            assert!(results.iter().any(|result| result.is_err()), "all was done before the revoke");
-            for error in results.into_iter().filter_map(Result::err) {
-                assert_eq!(error.kind(), Kind::Revoked, "{error}");
-            }
+            let begun = Instant::now();
+            let memory = std::thread::scope(|scope| {
+                // Whatever happens to this thread meanwhile, transfers are in flight when it revokes.
+                let until_refused = scope.spawn(|| {
+                    let mut transfers = VecDeque::<Transfer>::new();
+                    loop {
+                        assert!(begun.elapsed() < CUT_OFF, "none is refused");
+                        let oldest = if transfers.len() < 16 { None } else { transfers.pop_front() };
+                        let result = match oldest {
+                            Some(oldest) => oldest.wait(CUT_OFF).map(drop),
+                            None => peer.post(&plan).map(|transfer| transfers.push_back(transfer)),
+                        };
+                        if let Err(refused) = result {
+                            return (refused, transfers);
+                        }
+                    }
+                });
+                let mut first = [0];
+                while first == [0] {
+                    assert!(begun.elapsed() < CUT_OFF);
+                    watched.copy_out(0, &mut first).unwrap();
+                }
+                let memory = remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+                // From here on nobody else touches it. No block was ever filled with an even byte.
+                memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
+                let (refused, others) = until_refused.join().unwrap();
+                assert_eq!(refused.kind(), Kind::Revoked, "{refused}");
+                for error in others.into_iter().filter_map(|other| other.wait(CUT_OFF).err()) {
+                    assert_eq!(error.kind(), Kind::Revoked, "{error}");
+                }
+                memory
+            });
             assert!(
                 (0..BLOCKS).all(|block| filled_with(&local, block) != 0x5a),
                 "{on:?} {writes}: read after the end"

@@ -80,7 +80,7 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
     for read in [true, false] {
         let relay = Relay::new();
         let owner = agent_with("owner", &relay.options(), None);
-        let pair = Pair::of(owner, impatient("reader", Duration::from_millis(400)), BIG);
+        let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), BIG);
         relay.stall_answers(0);
         relay.stall_requests(1_000_000);
         let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
@@ -99,9 +99,9 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
 fn a_peer_that_is_busy_but_alive_is_not_lost() {
     // The owner's agent takes no notifications, for several times the peer timeout.
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
-    let pair = Pair::of(owner, impatient("reader", Duration::from_millis(600)), 4096);
-    let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify(&[number], CUT_OFF)).collect();
-    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_millis(2400));
+    let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), 4096);
+    let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify(&[number], CUT_OFF * 3)).collect();
+    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_secs(5));
     assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
     for _ in 0..5 {
         pair.owner.notification(CUT_OFF).wait().unwrap();

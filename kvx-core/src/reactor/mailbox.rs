@@ -61,63 +61,52 @@ impl<T> Mailbox<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU64;
+    use std::sync::mpsc;
     use std::time::{Duration, Instant};
 
     use rustix::event::{PollFd, PollFlags, Timespec};
 
     use super::*;
 
-    /// What ends the thread that puts letters in.
-    const LAST: u64 = u64::MAX;
+    /// Rounds without which nothing is proven.
+    const ENOUGH: u64 = 500;
+    /// Looks before a thread sleeps: microseconds, in which the other, if it runs, is done.
+    const SPINS: u32 = 10_000;
 
     #[test]
     fn what_was_taken_wakes_nobody() {
-        let mailbox = Mailbox::new().unwrap();
-        let (asked, put) = (AtomicU64::new(0), AtomicU64::new(0));
-        let after = |counter: &AtomicU64, round| {
-            loop {
-                match counter.load(Ordering::Acquire) {
-                    now if now > round => return now,
-                    _ => std::thread::yield_now(),
-                }
-            }
+        let mailbox = &Mailbox::new().unwrap();
+        let readable = |longest| {
+            let longest = Timespec { tv_sec: longest, tv_nsec: 0 };
+            rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&longest)) == Ok(1)
         };
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                let mut round = 0;
-                loop {
-                    round = after(&asked, round);
-                    if round == LAST {
-                        return;
-                    }
+            // Who waits for the other sleeps at last: it would be in its way where there is one processor.
+            let (ask, asked) = mpsc::channel();
+            let (tell, told) = mpsc::channel();
+            scope.spawn(move || {
+                let next = || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
+                while let Some(round) = next() {
+                    (0..round % 128).for_each(|_| std::hint::spin_loop()); // now earlier than a look, now later
                     mailbox.put(round);
-                    put.store(round, Ordering::Release);
+                    tell.send(()).unwrap();
                 }
             });
-            // Milliseconds, where two processors do nothing else; elsewhere a round may cost several slices.
-            let end = Instant::now() + Duration::from_secs(2);
-            let (mut strange, mut awake) = (0, 0);
+            let begun = Instant::now();
             for round in 1..=5_000 {
-                asked.store(round, Ordering::Release);
-                let mut letters = Vec::new();
-                while letters.is_empty() {
-                    letters = mailbox.take();
-                    std::hint::spin_loop();
+                ask.send(round).unwrap();
+                // In the very moment in which it is put in, if the other thread runs beside this one.
+                let mut letters = (0..SPINS).map(|_| mailbox.take()).find(|letters| !letters.is_empty());
+                if letters.is_none() && readable(10) {
+                    letters = Some(mailbox.take());
                 }
-                strange += u64::from(letters != [round]);
-                after(&put, round - 1);
-                let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-                let readable =
-                    rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&now));
-                awake += u64::from(readable == Ok(1));
-                if Instant::now() >= end {
+                assert_eq!(letters, Some(vec![round]), "what was put in");
+                told.recv_timeout(Duration::from_secs(10)).unwrap();
+                assert!(!readable(0), "round {round}: the descriptor stayed readable");
+                if round >= ENOUGH && begun.elapsed() >= Duration::from_secs(2) {
                     break;
                 }
             }
-            asked.store(LAST, Ordering::Release);
-            assert_eq!(strange, 0, "rounds whose letter did not come, or not alone");
-            assert_eq!(awake, 0, "rounds after which the descriptor stayed readable");
         });
         assert!(mailbox.is_empty());
     }

@@ -322,6 +322,11 @@ impl Conn {
         }
     }
 
+    /// Whether something may lie in its socket that was not read.
+    pub(super) fn may_have_unread(&self) -> bool {
+        self.readable
+    }
+
     /// Whether something waits to be sent.
     pub(super) fn has_output(&self) -> bool {
         !self.output.at_boundary() || !self.output.control.is_empty() || self.role.has_frames()

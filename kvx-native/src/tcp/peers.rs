@@ -25,6 +25,9 @@ const SMALL: u64 = 64 << 10;
 const SMALL_BLOCKS: u64 = 4096;
 /// Data of one request of a bulk transfer, about.
 const PART: u64 = 4 << 20;
+/// Looks at a silent peer that lose it, in equal steps over the timeout. Time alone would not do: whoever was stopped
+/// himself finds everybody silent, but counts a single look, however long he was away.
+const LOOKS: u32 = 4;
 
 /// A transfer that has not settled.
 struct Transfer {
@@ -72,10 +75,12 @@ pub(super) struct Peer {
     unacknowledged: VecDeque<Sent>,
     unacknowledged_bytes: usize,
     next_notice: u64,
-    heard: Instant,
-    /// Since when something is in flight.
-    busy_since: Option<Instant>,
-    pinged: bool,
+    /// Something is in flight.
+    busy: bool,
+    /// When something came from it, it owed an answer again, or a look at it found nothing: the last of these.
+    seen: Instant,
+    /// Looks that found nothing, one after the other.
+    in_vain: u32,
 }
 
 /// What a look at a peer's silence says.
@@ -115,9 +120,9 @@ impl Peer {
             unacknowledged: VecDeque::new(),
             unacknowledged_bytes: 0,
             next_notice: 0,
-            heard: up_by,
-            busy_since: None,
-            pinged: false,
+            busy: false,
+            seen: up_by,
+            in_vain: 0,
         }
     }
 
@@ -304,30 +309,22 @@ impl Peer {
 
     /// Something came from the peer.
     pub(super) fn heard(&mut self, now: Instant) {
-        self.heard = now;
-        self.pinged = false;
-    }
-
-    fn is_busy(&self) -> bool {
-        self.is_up() && !(self.transfers.is_empty() && self.unacknowledged.is_empty())
+        (self.seen, self.in_vain) = (now, 0);
     }
 
     /// Notes whether something is in flight. `Some`: it has just begun, look at the silence then.
     pub(super) fn note_busy(&mut self, now: Instant, timeout: Duration) -> Option<Instant> {
-        match (self.is_busy(), self.busy_since) {
-            (true, None) => {
-                self.busy_since = Some(now);
-                Some(now + ping_after(timeout))
-            }
-            (false, _) => {
-                self.busy_since = None;
-                None
-            }
-            (true, Some(_)) => None,
+        let in_flight = !(self.transfers.is_empty() && self.unacknowledged.is_empty());
+        let was_busy = self.busy;
+        self.busy = self.is_up() && in_flight;
+        if was_busy || !self.busy {
+            return None;
         }
+        self.heard(now);
+        Some(now + timeout / LOOKS)
     }
 
-    /// How long the peer has been silent with work in flight; asks it for a sign of life.
+    /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of life.
     pub(super) fn look(
         &mut self,
         now: Instant,
@@ -335,29 +332,29 @@ impl Peer {
         conns: &mut Slab<Conn>,
         mut touched: impl FnMut(usize),
     ) -> Silence {
-        let Some(busy_since) = self.busy_since else { return Silence::Idle };
-        let since = self.heard.max(busy_since);
-        let silence = now.saturating_duration_since(since);
-        if silence >= timeout {
+        let step = timeout / LOOKS;
+        if !self.busy {
+            return Silence::Idle;
+        }
+        if now < self.seen + step {
+            return Silence::Until(self.seen + step);
+        }
+        if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
+            self.heard(now); // it is this end that is slow: others have their turn, or a device
+            return Silence::Until(now + step);
+        }
+        (self.seen, self.in_vain) = (now, self.in_vain + 1);
+        if self.in_vain == LOOKS {
             return Silence::Lost;
         }
-        if silence < ping_after(timeout) {
-            return Silence::Until(since + ping_after(timeout));
-        }
-        if !self.pinged
+        if self.in_vain == 1
             && let Some(key) = self.lanes[0]
         {
-            self.pinged = true;
             put_bare(&mut conns[key].output.control, Frame::Ping, 0);
             touched(key);
         }
-        Silence::Until(since + timeout)
+        Silence::Until(now + step)
     }
-}
-
-/// A peer that is silent for so long is asked.
-fn ping_after(timeout: Duration) -> Duration {
-    timeout / 4
 }
 
 fn has_room(conn: &Conn) -> bool {
@@ -390,4 +387,90 @@ fn issue_next(
         queue.push_back(id);
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use kvx_core::Incarnation;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(4);
+
+    /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the test moves.
+    struct Waiting {
+        peer: Peer,
+        conns: Slab<Conn>,
+        now: Instant,
+    }
+
+    impl Waiting {
+        fn new() -> Self {
+            let (now, mut conns) = (Instant::now(), Slab::new());
+            let (socket, address) =
+                (std::fs::File::open("/dev/null").unwrap().into(), ([127, 0, 0, 1], 1).into());
+            let role = Role::Connecting { link: LinkId(1), lane: 0 };
+            let lane = conns.insert(Conn::new(socket, address, role, now));
+            let who = Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) };
+            let mut peer = Peer::new(LinkId(1), (who, [0; 16]), vec![address], 0, Arc::default(), now);
+            (peer.lanes[0], peer.lanes_up) = (Some(lane), 1);
+            peer.unacknowledged.push_back(Sent { id: 0, len: 0, done: Ticket::new(|_| {}) });
+            assert_eq!(peer.note_busy(now, TIMEOUT), Some(now + TIMEOUT / 4));
+            Waiting { peer, conns, now }
+        }
+
+        fn after(&mut self, time: Duration) -> Silence {
+            self.now += time;
+            self.peer.look(self.now, TIMEOUT, &mut self.conns, |_| {})
+        }
+
+        /// How often the peer was asked.
+        fn asked(&self) -> usize {
+            let ping = Frame::Ping as u8;
+            self.conns
+                .iter()
+                .flat_map(|(_, conn)| conn.output.control.chunks(16))
+                .filter(|frame| frame[0] == ping)
+                .count()
+        }
+    }
+
+    #[test]
+    fn a_silent_peer_is_asked_and_then_lost_when_its_time_is_over() {
+        let mut waiting = Waiting::new();
+        let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
+        for looks in 1..4 {
+            assert_eq!(waiting.after(step / 2), Silence::Until(waiting.now + step / 2));
+            assert_eq!(waiting.after(step / 2), Silence::Until(waiting.now + step));
+            assert_eq!(waiting.asked(), 1, "{looks}");
+        }
+        assert_eq!(waiting.after(step), Silence::Lost);
+        assert_eq!(waiting.now, lost_at);
+    }
+
+    #[test]
+    fn whoever_was_stopped_himself_does_not_blame_the_peer() {
+        // Stopped before it asked, just after that, and in the middle of the peer's time.
+        for looks in 0..3 {
+            let mut waiting = Waiting::new();
+            let step = TIMEOUT / 4;
+            (0..looks).for_each(|_| assert_eq!(waiting.after(step), Silence::Until(waiting.now + step)));
+            for _ in looks..3 {
+                assert_eq!(waiting.after(TIMEOUT * 10), Silence::Until(waiting.now + step), "{looks}");
+            }
+            assert_eq!(waiting.asked(), 1);
+            assert_eq!(waiting.after(step), Silence::Lost);
+        }
+    }
+
+    #[test]
+    fn a_peer_whose_words_lie_unread_is_not_silent() {
+        let mut waiting = Waiting::new();
+        for (_, conn) in &mut waiting.conns {
+            conn.event(true, false, false);
+        }
+        for _ in 0..20 {
+            assert_eq!(waiting.after(TIMEOUT), Silence::Until(waiting.now + TIMEOUT / 4));
+        }
+    }
 }

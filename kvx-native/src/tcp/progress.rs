@@ -356,7 +356,7 @@ impl Machine {
         let mut late = Vec::new();
         for (key, conn) in &mut self.conns {
             match conn.deadline {
-                Some(deadline) if deadline <= now => late.push((key, conn.peer)),
+                Some(deadline) if deadline <= now && !conn.queued => late.push((key, conn.peer)),
                 Some(deadline) => earlier(deadline),
                 None => {}
             }
@@ -435,9 +435,6 @@ impl Progress for Machine {
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
         done += self.poll();
-        if self.ticked {
-            self.tick(now, out);
-        }
         if self.knocking {
             done += self.accept(now);
         }
@@ -464,6 +461,9 @@ impl Progress for Machine {
             let moved = self.serve(key, now, out);
             bulk = bulk.saturating_sub(moved.max(TURN));
             done += moved;
+        }
+        if self.ticked {
+            self.tick(now, out); // after what has come was read: this end may have been stopped for long
         }
         self.issue(now);
         if !self.scope.effects.is_empty() {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result, Transfer};
+use kvx_core::{
+    Agent, Builder, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result, Transfer,
+};
 use kvx_testkit::TestDevice;
 
 /// Nothing here takes this long unless it hangs.
@@ -26,11 +28,15 @@ pub(crate) fn registry() -> Registry {
 }
 
 pub(crate) fn agent(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> Agent {
-    let mut builder = Agent::builder(name).backends(backends.iter().copied());
-    if let Some(device) = device {
-        builder = builder.device(Arc::clone(device) as _);
+    builder(name, backends, device).build(&registry()).unwrap()
+}
+
+fn builder(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> Builder {
+    let builder = Agent::builder(name).backends(backends.iter().copied());
+    match device {
+        Some(device) => builder.device(Arc::clone(device) as _),
+        None => builder,
     }
-    builder.build(&registry()).unwrap()
 }
 
 /// An owner and a reader that is connected to it, with a region `kv` each.
@@ -48,9 +54,15 @@ pub(crate) struct Ends {
 impl Ends {
     /// Regions of `blocks` blocks, each on the end's device or in a pool.
     pub(crate) fn new(backend: &str, local: bool, remote: bool, blocks: u32) -> Self {
+        Self::patient(backend, local, remote, blocks, CUT_OFF)
+    }
+
+    /// The same, of agents whose peers may be silent for so long.
+    pub(crate) fn patient(backend: &str, local: bool, remote: bool, blocks: u32, timeout: Duration) -> Self {
         let devices = [0, 1].map(|_| TestDevice::new(MemoryKind::Cuda));
-        let [reader, owner] = [("reader", &devices[0]), ("owner", &devices[1])]
-            .map(|(name, device)| agent(name, &[backend], Some(device)));
+        let [reader, owner] = [("reader", &devices[0]), ("owner", &devices[1])].map(|(name, device)| {
+            builder(name, &[backend], Some(device)).peer_timeout(timeout).build(&registry()).unwrap()
+        });
         let len = blocks as usize * BLOCK as usize;
         let memory = |on_device: bool, device: &Arc<TestDevice>| match on_device {
             true => device.allocate(len),

@@ -77,7 +77,7 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).hold();
         // Long enough that the copy has begun before it, also on a machine that is busy with other things.
-        let transfer = ends.post_within(Op::Read, Duration::from_millis(500));
+        let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
         ends.until_waiting(Busy::Ours);
         let mut settled = transfer.settled();
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
@@ -92,6 +92,26 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         let own = 1 + 64; // of what was filled and checked just now
         assert_eq!(ends.device(Busy::Ours).count().copies, copies + own);
         ends.works();
+    }
+}
+
+#[test]
+fn a_device_that_takes_its_time_loses_no_peer() {
+    const PATIENCE: Duration = Duration::from_millis(1500);
+    let ends = Ends::patient("TCP", true, false, 64, PATIENCE);
+    ends.device(Busy::Ours).hold();
+    // More than there are bounce buffers for: the peer's answers wait behind them, its signs of life among them.
+    let post = |block| {
+        let plan = ends.plan(Op::Read, &[block], &[block]).unwrap();
+        ends.peer.transfer(&plan).deadline(CUT_OFF * 3).post().unwrap()
+    };
+    let transfers: Vec<_> = (0..64).map(post).collect();
+    ends.until_waiting(Busy::Ours);
+    let quiet = ends.owner.expect(b"never sent", 1, PATIENCE * 2);
+    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    ends.device(Busy::Ours).release();
+    for transfer in transfers {
+        transfer.wait(CUT_OFF).unwrap();
     }
 }
 

@@ -138,6 +138,11 @@ impl Raw {
 
     /// The owner's part of a handshake without a secret, as whoever is expected. Says which lane it is.
     pub(crate) fn welcome(&mut self) -> u8 {
+        self.welcome_when(|| {})
+    }
+
+    /// The same; calls `asked` before its last word, which answers what has come by then.
+    pub(crate) fn welcome_when(&mut self, asked: impl FnOnce()) -> u8 {
         let (kind, _, hello) = self.frame().unwrap();
         assert_eq!(kind, HELLO);
         let mut challenge = Vec::new();
@@ -153,6 +158,7 @@ impl Raw {
         let mut answer = vec![0];
         answer.put_identity(&expected);
         answer.put_block(&[]);
+        asked();
         self.send(&frame(ANSWER, 0, &answer));
         hello[13]
     }

@@ -1,0 +1,91 @@
+//! An agent whose process was stopped finds its links as they were: it was away, not its peers.
+#![cfg(feature = "tcp")]
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code, reason = "it is SHM's as well")]
+#[path = "ends/child.rs"]
+mod child;
+mod tcp_pair;
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use child::{Line, Other};
+use kvx_core::{Agent, Kind, Peer, Result};
+use tcp_pair::raw::Raw;
+use tcp_pair::{CUT_OFF, agent_with, registry};
+
+/// How long the children let a peer be silent.
+const PATIENCE: Duration = Duration::from_millis(1500);
+/// For what waits until the child goes on: it does not end by itself.
+const HELD: Duration = Duration::from_secs(30);
+
+/// What a child does: connects to its parent, and says how that went.
+#[test]
+fn a_child_plays_its_role() {
+    let Some((role, mut line)) = child::role() else { return };
+    let own = Agent::builder(&role).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    let peer = own.connect(&line.hear().unwrap()).unwrap();
+    let ready = peer.ready(HELD).wait(HELD);
+    if role == "waits" {
+        ready.unwrap();
+        waits(&peer, &mut line);
+    } else {
+        line.say(told(ready).as_bytes());
+    }
+    line.hear();
+}
+
+/// Waits for the parent to take notifications: all but one of them are acknowledged when it does.
+fn waits(peer: &Peer, line: &mut Line) {
+    let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify(&[number], HELD)).collect();
+    sent.remove(0).wait(HELD).unwrap();
+    line.say(b"waiting");
+    let all = sent.into_iter().try_for_each(|acknowledged| acknowledged.wait(HELD));
+    line.say(told(all).as_bytes());
+}
+
+fn told(result: Result<()>) -> String {
+    result.map_or_else(|error| error.to_string(), |()| "ok".into())
+}
+
+/// Time passes, of which nothing happens for `owner`.
+fn pass(owner: &Agent, time: Duration) {
+    assert_eq!(owner.expect(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+}
+
+#[test]
+fn a_peer_is_not_lost_by_who_was_stopped_himself() {
+    let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
+    let mut other = Other::start("waits");
+    other.say(&owner.metadata().unwrap());
+    assert_eq!(other.hear(), b"waiting");
+    other.stop();
+    pass(&owner, PATIENCE * 2);
+    other.go_on();
+    // It looks at its peer before it has another answer.
+    pass(&owner, PATIENCE);
+    for _ in 0..5 {
+        owner.notification(CUT_OFF).wait().unwrap();
+    }
+    assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");
+}
+
+#[test]
+fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let advertised = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, listener.local_addr().unwrap());
+    let owner = agent_with("owner", &advertised, None);
+    let mut other = Other::start("knocks");
+    other.say(&owner.metadata().unwrap());
+    let accept = || Raw::of(listener.accept().unwrap().0);
+    let mut small = accept();
+    assert_eq!(small.welcome(), 0);
+    let mut bulk = [accept(), accept()];
+    bulk[0].welcome();
+    // All that its last lane waits for is the answer.
+    bulk[1].welcome_when(|| other.stop());
+    pass(&owner, PATIENCE * 2);
+    other.go_on();
+    assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");
+}

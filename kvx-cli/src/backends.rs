@@ -225,7 +225,7 @@ mod tests {
         Known { name: "WIRE", aliases: &[], feature: Some("wire") },
     ];
 
-    /// UCX without its library, and WIRE, which works.
+    /// UCX without its library; WIRE, which works; RADIO, which works and is to be warned of.
     struct Stub(&'static str);
 
     impl Factory for Stub {
@@ -263,7 +263,7 @@ mod tests {
                     local: MemoryKinds::HOST,
                     remote: MemoryKinds::HOST,
                 },
-                caution: None,
+                caution: (self.0 == "RADIO").then(|| "everybody hears it: say nothing secret".into()),
             })
         }
 
@@ -335,6 +335,23 @@ mod tests {
         );
         assert_eq!((&rows[3]["version"], &rows[3]["library"]), (&json!("7.1"), &json!("/lib/libwire.so.7")));
         assert_eq!(rows[3]["capabilities"]["isolation"], "nic");
+    }
+
+    #[test]
+    fn what_to_beware_of_stands_beside_a_backend_that_works() {
+        let mut registry = Registry::new();
+        registry.add(Stub("RADIO")).unwrap();
+        let output = |json| {
+            let mut out = Vec::new();
+            run(&Arguments { json, ..Arguments::default() }, &registry, &mut out).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        let caution = "everybody hears it: say nothing secret";
+        let table = output(false);
+        let row = table.lines().nth(1).unwrap();
+        assert!(row.starts_with("RADIO    yes") && row.ends_with(caution), "{table}");
+        let rows: Value = serde_json::from_str(&output(true)).unwrap();
+        assert_eq!((&rows[0]["available"], &rows[0]["next_step"]), (&json!(true), &json!(caution)));
     }
 
     #[test]

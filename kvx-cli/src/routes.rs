@@ -10,7 +10,7 @@ use crate::demo::{Owner, STEP};
 /// How long the other process may take to start, a link to come up, and a transfer or a shutdown to end.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old versions never say.
-const CHOICE: Duration = Duration::from_secs(1);
+const CHOICE: Duration = Duration::from_secs(2);
 /// One block is read and written.
 const BLOCK: u64 = 256;
 

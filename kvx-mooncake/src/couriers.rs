@@ -4,7 +4,7 @@
 //! Errands to one destination are run in order, by one courier at a time. A courier that waits for a destination keeps
 //! nobody else waiting: others are started beside it.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{CStr, CString};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,9 +34,9 @@ const MAX_COURIERS: usize = 1024;
 const STACK: usize = 256 << 10;
 /// How often it is looked whether what comes in is over.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
-/// Where errands are run that lead to nobody. No peer has an address like that.
+/// Where regions are let go, which leads to nobody. No peer has an address like that.
 const HOME: &str = "";
-/// Part of a destination that is none: what is run there waits for nothing that leads to the same peer.
+/// Ends the name under which a peer is probed: not behind other errands that lead there.
 const BESIDE: &str = "beside";
 /// How long the last errands may take when the fabric ends.
 const LAST_ERRANDS: Duration = Duration::from_millis(300);
@@ -71,7 +71,7 @@ pub(crate) enum Report {
         endpoint: EndpointId,
         result: Result<()>,
     },
-    /// A region is not registered any more. `dead`: an error, if it could not be told whether the dead are done with it.
+    /// What came of unregistering a region. `dead`: an error, if it could not be told whether the dead are done with it.
     LetGo {
         region: RegionId,
         left: Result<Leaving>,
@@ -140,9 +140,9 @@ impl Couriers {
     /// Asks whether somebody is there, beside all other errands: a peer that is stopped holds those for a minute.
     pub(crate) fn probe(&self, engine: &Arc<Engine>, to: &Arc<str>) -> Result<()> {
         let beside = Arc::from(format!("{to} {BESIDE}"));
-        self.send_out(engine, &beside, Errand::Probe(Arc::clone(to)), 0)?;
+        let sent = self.send_out(engine, &beside, Errand::Probe(Arc::clone(to)), 0);
         self.leave(&beside);
-        Ok(())
+        sent.map(|_| ())
     }
 
     /// Says whether there was room for it.
@@ -250,11 +250,8 @@ impl Couriers {
         self.shared.work.notify_all();
         let until = Instant::now() + LAST_ERRANDS;
         let away = |state: &State| {
-            state
-                .destinations
-                .values()
-                .filter(|there| there.since.is_some_and(|since| since.elapsed() > AWAY))
-                .count()
+            let at_a_peer = state.destinations.iter().filter(|(to, _)| &***to != HOME);
+            at_a_peer.filter(|(_, there)| there.since.is_some_and(|since| since.elapsed() > AWAY)).count()
         };
         while state.couriers > away(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
@@ -365,7 +362,9 @@ impl Shared {
                     let alive = engine.probe(&to);
                     self.reports.put(Report::Probed { to, alive });
                 }
-                Errand::LetGo(ranges, local) => self.let_go(engine, &ranges, &local),
+                first @ Errand::LetGo(..) => {
+                    self.let_go(engine, std::iter::once(first).chain(errands.by_ref()).collect());
+                }
                 Errand::Frame(endpoint, frame) => {
                     let (mut text, mut senders) = (Vec::new(), HashSet::from([endpoint]));
                     frames::append(&mut text, &frame);
@@ -391,23 +390,44 @@ impl Shared {
         segment
     }
 
-    fn let_go(&self, engine: &Engine, ranges: &Arc<Ranges>, local: &Local) {
-        let region = local.region;
-        let left = ranges.remove(local, |address| engine.unregister(address));
-        let (mut dead, mut pause) = (Ok(()), LOOKS.0);
-        while left.is_ok() {
-            match engine.the_dead_are_done() {
-                Ok(true) => break,
-                Ok(false) if self.lock().closed => return std::mem::forget(left), // the engine ends, or all is kept
-                Ok(false) => std::thread::sleep(pause),
-                Err(why) => {
-                    dead = Err(why);
-                    break;
-                }
+    /// Unregisters regions, and waits until what the dead had sent for them was read to its end. Others that come meanwhile are
+    /// unregistered at once.
+    fn let_go(&self, engine: &Engine, mut errands: VecDeque<Errand>) {
+        let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
+        let mut pause = LOOKS.0;
+        loop {
+            for errand in errands.drain(..) {
+                let Errand::LetGo(ranges, local) = errand else { continue };
+                let left = ranges.remove(&local, |address| engine.unregister(address));
+                leaving.push((local.region, left));
+                waited_for = None;
             }
+            let dead = match engine.what_the_dead_sent() {
+                Ok(None) => None,
+                Ok(Some(found)) => {
+                    // Those that were not there at the first look have come since, and are refused.
+                    let left = waited_for.take().map_or_else(|| found.clone(), |earlier| &earlier & &found);
+                    waited_for = Some(left).filter(|left| !left.is_empty());
+                    waited_for.is_none().then_some(Ok(()))
+                }
+                Err(why) => Some(Err(why)),
+            };
+            if let Some(dead) = dead {
+                for (region, left) in leaving {
+                    self.reports.put(Report::LetGo { region, left, dead: dead.clone() });
+                }
+                return;
+            }
+            std::thread::sleep(pause);
             pause = (pause * 2).min(LOOKS.1);
+            let mut state = self.lock();
+            if state.closed {
+                return std::mem::forget(leaving); // the engine ends, or all is kept
+            }
+            if let Some(home) = state.destinations.get_mut(HOME) {
+                errands = take(&mut home.errands);
+            }
         }
-        self.reports.put(Report::LetGo { region, left, dead });
     }
 
     fn notify(

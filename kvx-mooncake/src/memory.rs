@@ -124,10 +124,11 @@ pub(crate) struct Leaving {
 
 impl Leaving {
     /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that reaches it.
-    pub(crate) fn end(self) -> Result<()> {
+    pub(crate) fn end(mut self) -> Result<()> {
         if !self.told {
             return Ok(());
         }
+        std::mem::forget(self.memory.take()); // of a region that may have ended before
         let why = "an agent that is not kvx was told of this region, and cannot be asked whether it has let go: its memory \
                    is kept";
         Err(Error::new(Kind::StillShared, why))
@@ -220,7 +221,7 @@ mod tests {
         }
     }
 
-    /// Some bytes of a page, and how many still have them.
+    /// Some bytes of a page.
     fn part(page: &Arc<Memory>, from: usize, len: usize) -> Arc<Memory> {
         // SAFETY: within the page, which is kept as long as this.
         Arc::new(unsafe { Memory::adopt(page.as_ptr().add(from), len, Arc::clone(page)) })
@@ -280,6 +281,21 @@ mod tests {
         assert!(kept.strong_count() == 1 && !ranges.is_empty(), "somebody may not be done with it");
         leaving.end().expect("nobody was told");
         assert!(kept.strong_count() == 0 && ranges.is_empty());
+    }
+
+    #[test]
+    fn memory_that_somebody_was_told_of_for_a_region_within_it_is_kept_for_ever() {
+        let ranges = Arc::new(Ranges::default());
+        let page = Arc::new(Memory::owned(vec![0; 4096]));
+        let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
+        let kept = Arc::downgrade(&outer);
+        let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
+        let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
+        drop((outer, inner));
+        ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("nobody was told");
+        ranges.tell();
+        let told = ranges.remove(&within, |_| Ok(())).expect("it ends").end().unwrap_err();
+        assert_eq!((told.kind(), kept.strong_count()), (Kind::StillShared, 1));
     }
 
     #[test]

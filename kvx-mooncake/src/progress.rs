@@ -61,7 +61,7 @@ pub(crate) struct Mooncake {
     suspects: Vec<Suspect>,
     /// Regions that are being unregistered, and how that has ended.
     leaving: HashMap<RegionId, Option<Result<()>>>,
-    /// A peer that is kvx was lost, and may have died.
+    /// A peer was lost, and may have died.
     any_lost: bool,
     /// Notifications were taken that have not been handed over.
     notified: Vec<Happened>,
@@ -231,7 +231,9 @@ impl Mooncake {
                         Err(why)
                     }
                 });
-                self.leaving.insert(region, Some(ended));
+                if let Some(leaving) = self.leaving.get_mut(&region) {
+                    *leaving = Some(ended);
+                }
             }
         }
     }
@@ -447,7 +449,7 @@ unsafe impl Fabric for Mooncake {
             Some(None) => {}
             None => self.couriers.let_go(&self.engine()?, &self.ranges, local)?,
         }
-        self.leaving.insert(local.region, None);
+        self.leaving.insert(local.region, None); // reports are taken on this thread
         Ok(LetGo::Later)
     }
 

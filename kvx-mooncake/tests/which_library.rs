@@ -76,6 +76,7 @@ struct Folder(PathBuf);
 impl Folder {
     fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("kvx-{name}-{}", std::process::id()));
+        std::fs::remove_dir_all(&path).ok(); // of a process with the same number that was killed
         std::fs::create_dir(&path).unwrap();
         Folder(path)
     }

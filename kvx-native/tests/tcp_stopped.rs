@@ -16,7 +16,7 @@ use tcp_pair::raw::Raw;
 use tcp_pair::{CUT_OFF, agent_with, registry};
 
 /// How long the children let a peer be silent.
-const PATIENCE: Duration = Duration::from_millis(1500);
+const PATIENCE: Duration = Duration::from_secs(3);
 /// For what waits until the child goes on: it does not end by itself.
 const HELD: Duration = Duration::from_secs(30);
 

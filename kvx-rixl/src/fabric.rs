@@ -329,7 +329,8 @@ unsafe impl Fabric for Nixl {
             }
             State::Failed(status) => {
                 let why = self.blame(agent, &name, status.error("a transfer"));
-                if Self::flies_on(slice.pieces, &why) {
+                if Self::flies_on(status, &why) {
+                    tracing::warn!(peer = ?name, %why, "pieces of a post that failed may be under way: their memory is kept");
                     self.give_up(slice.request);
                     job.posted(1); // which is never reported
                 }
@@ -368,7 +369,7 @@ unsafe impl Fabric for Nixl {
                 }
                 if !self.flights.is_empty() {
                     self.look_at_flights(agent);
-                    turnstile.note_in_progress(!self.flights.is_empty());
+                    self.note_in_progress();
                 }
                 self.try_out(agent);
                 // What ended is told first: whoever waits for it drives this turn.

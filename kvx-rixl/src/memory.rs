@@ -47,7 +47,8 @@ impl Ranges {
         Ranges { turnstile, registered: Mutex::default(), any_told: AtomicBool::new(false) }
     }
 
-    fn add(&self, range: Range) -> Result<Vec<u8>> {
+    fn add(&self, memory: &Arc<Memory>) -> Result<(Range, Vec<u8>)> {
+        let range = range_of(memory);
         let passed = self.turnstile.pass();
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         if !registered.contains_key(&range)
@@ -72,11 +73,13 @@ impl Ranges {
         }
         let blob = agent.export(&range).inspect_err(|_| {
             if is_new && let Err(why) = agent.deregister(&range) {
-                tracing::warn!(%why, "NIXL keeps what it knows of memory that came to no region");
+                tracing::warn!(%why, "NIXL keeps what it knows of memory that came to no region: so does kvx");
+                registered.insert(range, Uses::default());
+                std::mem::forget(Arc::clone(memory));
             }
         })?;
         registered.entry(range).or_default().regions += 1;
-        Ok(blob)
+        Ok((range, blob))
     }
 
     /// A region ends, unless somebody else has NIXL: then the turnstile's bell tells when to come again. Errors: `StillShared`,
@@ -112,8 +115,7 @@ fn closed() -> Error {
 // SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
 unsafe impl Registrar<Local> for Ranges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
-        let range = range_of(memory);
-        let blob = self.add(range)?;
+        let (range, blob) = self.add(memory)?;
         Ok((Local { range }, Export { range, blob: blob.into() }.encode()))
     }
 

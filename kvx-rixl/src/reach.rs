@@ -194,6 +194,13 @@ impl Trials {
         }
     }
 
+    /// What was in progress to a peer was given up. Who waits for another life of it goes on waiting.
+    pub(crate) fn begin_anew(&mut self, name: &Name) {
+        if let Some(trial) = self.by_peer.get_mut(name) {
+            (trial.requests, trial.tally, trial.flies) = (None, Tally::NEW, false);
+        }
+    }
+
     fn over(&mut self, peers: &mut Peers, name: &Name, reach: PerOp) {
         if let Some(trial) = self.by_peer.remove(name) {
             trial.endpoints.iter().for_each(|endpoint| peers.set_reach(*endpoint, reach));

@@ -94,6 +94,11 @@ impl Turnstile {
         self.in_progress.store(in_progress, Ordering::SeqCst);
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_in_progress(&self) -> bool {
+        self.in_progress.load(Ordering::SeqCst)
+    }
+
     /// Waits for its turn.
     pub(crate) fn pass(&self) -> Waited<'_> {
         self.waiting.fetch_add(1, Ordering::SeqCst);

@@ -25,6 +25,8 @@ const USUAL: Duration = Duration::from_millis(1);
 /// The same where the thread is bound: others have their turns on its processor, which kvx's threads need not wait for.
 const TURNS: Duration = Duration::from_millis(20);
 
+/// The most processors that have a beat of their own.
+const MOST_BOUND: usize = 8;
 /// How long stalls are remembered: longer than any clause may take.
 const KEPT: Duration = Duration::from_secs(120);
 
@@ -128,7 +130,8 @@ fn beat(thread: usize, processor: Option<usize>) {
 /// Starts the threads of this process.
 fn start(beats: &mut Beats) -> io::Result<()> {
     let allowed = sched_getaffinity(None)?;
-    let bound = (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).map(Some);
+    let bound =
+        (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND).map(Some);
     for processor in std::iter::once(None).chain(bound) {
         let (thread, usual) = (beats.running.len(), processor.map_or(USUAL, |_| TURNS));
         std::thread::Builder::new().name("stopwatch".into()).spawn(move || beat(thread, processor))?;
@@ -278,7 +281,7 @@ mod tests {
         let watch = Stopwatch::start().unwrap();
         std::thread::sleep(ms(30));
         let took = watch.read();
-        assert!(took.time >= ms(30) && took.stalled < took.time, "{took}");
+        assert!(took.time >= ms(30) && took.stalled <= took.time, "{took}");
     }
 
     #[test]
@@ -293,7 +296,8 @@ mod tests {
             })
         };
         let end = Instant::now() + crate::setup::CUT_OFF;
-        for processor in (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)) {
+        for processor in (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND)
+        {
             while !is_beaten(processor) {
                 assert!(Instant::now() < end, "no thread beats on processor {processor}");
                 std::thread::sleep(BEAT);

@@ -192,7 +192,7 @@ impl Job {
             let hangs = matches!(outcome, Outcome::Hangs(_));
             if let Some(why) = outcome.failure() {
                 let unbroken = done.holds(self.clause, ground)?;
-                if hangs && unbroken > BROKEN / 4 {
+                if hangs && unbroken > BROKEN / 2 {
                     return Err(format!(
                         "{why}, and it takes {unbroken:?} when nothing is broken: is that a hang?"
                     ));

@@ -89,6 +89,8 @@ unsafe impl Sync for Engine {}
 
 /// The most addresses of a name that are asked for a listener.
 const ADDRESSES: usize = 8;
+/// What the kernel may be short of for a moment, when it is asked something.
+const SHORT_OF: [i32; 5] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EAGAIN];
 /// How often the tcp transport is asked for.
 const TCP_TRIES: u32 = 4;
 
@@ -186,7 +188,7 @@ impl Engine {
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
         if recipe.protocol == "tcp" {
-            // What else begins to listen meanwhile, on all interfaces, is taken for the engine's: its peers are waited for too.
+            // What else begins to listen meanwhile is taken for the engine's: its peers are waited for too.
             let new = listening.and_then(|before| Ok(&incoming::listening()? - &before)).unwrap_or_default();
             engine.data_ports = Some(new.into_iter().filter(|port| Some(*port) != engine.port).collect());
         }
@@ -245,18 +247,20 @@ impl Engine {
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
     }
 
-    /// Whether no operation is under way any more, at memory that is not registered now, which a process of this host has begun
-    /// that has ended. Errors: it cannot be told.
-    pub(crate) fn the_dead_are_done(&self) -> Result<bool> {
+    /// The connections over which something may come in for memory that is not registered now, from a process of this host
+    /// that has ended. `None`: it cannot be told now. Errors: nor later.
+    pub(crate) fn what_the_dead_sent(&self) -> Result<Option<BTreeSet<u64>>> {
         // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's other
         // side, which the kernel has reset by then.
-        let Some(ports) = &self.data_ports else { return Ok(true) };
+        let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
         let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
         if ports.is_empty() {
             return Err(Error::new(Kind::StillShared, why));
         }
-        incoming::nothing_comes_from_the_dead(ports)
-            .map_err(|error| Error::os(why, error).kind_is(Kind::StillShared))
+        match incoming::from_the_dead(ports) {
+            Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => Ok(None),
+            told => told.map_err(|error| Error::os(why, error).kind_is(Kind::StillShared)),
+        }
     }
 
     /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is stopped.

@@ -7,7 +7,8 @@
 //! sockets are closed before anybody sees that it has ended.
 //!
 //! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor does kvx see processes end on
-//! other hosts: it gives nothing back because of them.
+//! other hosts: it gives nothing back because of them. What it cannot see: a peer in this namespace of processes and another
+//! one of networks, and connections that a child of the peer has without having started a program.
 
 use std::collections::BTreeSet;
 use std::fs::{DirEntry, File};
@@ -19,48 +20,56 @@ use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 const ESTABLISHED: u8 = 1;
 const LISTENS: u8 = 10;
 
-/// The ports at which this process listens on all interfaces.
+/// The ports at which this process listens.
 pub(super) fn listening() -> Result<BTreeSet<u16>> {
     let listens = |fd: &RawFd| state(*fd) == Some(LISTENS);
     let here = open_files()?.into_iter().filter(listens).filter_map(own);
-    Ok(here.filter(|here| here.ip().to_canonical().is_unspecified()).map(|here| here.port()).collect())
+    Ok(here.map(|here| here.port()).collect())
 }
 
-/// Whether nothing comes in at these ports any more that was sent by a process of this host which has ended. Errors: the kernel
-/// does not tell.
-pub(super) fn nothing_comes_from_the_dead(ports: &BTreeSet<u16>) -> Result<bool> {
-    let mut kernel = None;
+/// The connections to these ports over which something may come in that was sent by a process of this host which has ended, by
+/// their numbers as files. `None`: it cannot be told now, as some wait to be accepted. Errors: the kernel does not tell.
+pub(super) fn from_the_dead(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
+    let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
-        // A number may be given to another file at any moment. The connections that matter are there from the beginning, and
-        // are looked at under their own numbers, unless the engine closes them meanwhile: then they have ended.
+        // A descriptor may be given to another file at any moment. The connections that matter are there from the beginning, and
+        // are looked at under their own, unless the engine closes them meanwhile: then they have ended.
         let Some(here) = own(fd).filter(|here| ports.contains(&here.port())) else { continue };
+        let Some(connection) = file(fd) else { continue };
         match state(fd) {
-            None | Some(LISTENS) => continue,
-            Some(ESTABLISHED) => {}
-            Some(_) => return Ok(false), // the engine has not read to its end yet
-        }
-        let Some(there) = peer(fd) else { return Ok(false) };
-        let kernel = match &mut kernel {
-            Some(kernel) => kernel,
-            none => none.insert(Kernel::new()?),
-        };
-        // This end, to see whether the kernel tells at all: without that part it knows of no connection.
-        if kernel.state(here, there)?.is_none() {
-            return if state(fd) == Some(ESTABLISHED) { Err(untold()) } else { Ok(false) };
-        }
-        let near =
-            here.ip().to_canonical() == there.ip().to_canonical() || there.ip().to_canonical().is_loopback();
-        match kernel.state(there, here)? {
-            Some(ESTABLISHED) => {}
-            None | Some(LISTENS) if !near => {}
-            _ => return Ok(false),
+            None => continue,
+            Some(LISTENS) if waiting(fd) == Some(0) => continue,
+            Some(LISTENS) => return Ok(None),
+            Some(ESTABLISHED) => {
+                let Some(there) = peer(fd) else {
+                    found.insert(connection);
+                    continue;
+                };
+                let kernel = match &mut kernel {
+                    Some(kernel) => kernel,
+                    none => none.insert(Kernel::new()?),
+                };
+                // This end, to see whether the kernel tells at all: without that part it knows of no connection.
+                let told = kernel.state(here, there)?.is_some();
+                if !told && state(fd) == Some(ESTABLISHED) {
+                    return Err(untold());
+                }
+                let near = here.ip().to_canonical() == there.ip().to_canonical()
+                    || there.ip().to_canonical().is_loopback();
+                match kernel.state(there, here)? {
+                    Some(ESTABLISHED) if told => {}
+                    None | Some(LISTENS) if told && !near => {}
+                    _ => drop(found.insert(connection)),
+                }
+            }
+            Some(_) => drop(found.insert(connection)), // the engine has not read to its end yet
         }
     }
-    Ok(true)
+    Ok(Some(found))
 }
 
 fn untold() -> Error {
-    Error::other("the kernel does not tell of connections: it has no tcp_diag")
+    Error::other("the kernel does not tell of connections, as where it has no tcp_diag")
 }
 
 /// The numbers of this process's files.
@@ -103,6 +112,26 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
         }
         _ => None,
     }
+}
+
+/// The number of a file, which it has for its life.
+fn file(fd: RawFd) -> Option<u64> {
+    // SAFETY: all zeros are such a description.
+    let mut told: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: room for what is told. Whatever has this descriptor, it is only asked.
+    (unsafe { libc::fstat(fd, &raw mut told) } == 0).then_some(told.st_ino)
+}
+
+/// How many connections wait at a listener to be accepted.
+fn waiting(fd: RawFd) -> Option<u32> {
+    // SAFETY: all zeros are such a description.
+    let mut told: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of_val(&told) as libc::socklen_t;
+    // SAFETY: room for what is told, and how much that is. Whatever has this descriptor, it is only asked.
+    let code = unsafe {
+        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut told).cast(), &raw mut len)
+    };
+    (code == 0).then_some(told.tcpi_unacked) // of a listener it is that
 }
 
 /// The state of a connection over TCP, if this is one.
@@ -198,7 +227,7 @@ mod tests {
     }
 
     fn over(ports: &BTreeSet<u16>) -> bool {
-        nothing_comes_from_the_dead(ports).expect("the kernel tells")
+        from_the_dead(ports).expect("the kernel tells").is_some_and(|found| found.is_empty())
     }
 
     /// Writes as much as goes in.
@@ -225,6 +254,25 @@ mod tests {
         assert!(!over(&ports), "the reader has not closed it");
         drop(here);
         assert!(over(&ports));
+    }
+
+    #[test]
+    fn who_waits_to_be_accepted_is_not_done() {
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
+        let port = listener.local_addr().expect("it has one").port();
+        let ports = BTreeSet::from([port]);
+        let there = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
+        let asked = || from_the_dead(&ports).expect("the kernel tells");
+        assert_eq!(asked(), None);
+        let here = listener.accept().expect("somebody has connected").0;
+        assert_eq!(asked(), Some(BTreeSet::new()));
+        drop(there);
+        let other = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
+        let other = (other, listener.accept().expect("somebody has connected").0);
+        assert_eq!(asked().map(|found| found.len()), Some(1));
+        drop(here);
+        assert_eq!(asked(), Some(BTreeSet::new()));
+        drop(other);
     }
 
     #[test]

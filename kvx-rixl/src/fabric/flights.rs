@@ -6,7 +6,7 @@ use kvx_core::fabric::{Happened, JobId};
 use kvx_core::{Error, Kind};
 
 use super::Nixl;
-use crate::ffi::{Agent, Request, State};
+use crate::ffi::{Agent, Request, State, Status};
 use crate::loss::{self, Connection};
 use crate::peers::Name;
 
@@ -51,16 +51,18 @@ impl Nixl {
         why.kind_is(Kind::PeerLost)
     }
 
-    /// Whether some of so many pieces may be under way after their post has failed: over the first one that it refuses a plugin
-    /// forgets those before it, without an end to them. A connection that is broken carries none.
-    pub(super) fn flies_on(pieces: usize, why: &Error) -> bool {
-        pieces > 1 && why.kind() != Kind::PeerLost
+    /// Whether pieces may be under way whose post has failed: over what it refuses a plugin forgets those before it, without
+    /// an end to them, and so it does over the flush that follows the last. What NIXL does not know it has not begun. A
+    /// connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for RDMA.
+    pub(super) fn flies_on(status: Status, why: &Error) -> bool {
+        !status.is_not_found() && why.kind() != Kind::PeerLost
     }
 
     /// A request is in progress, and nobody will say when it has ended: it is never released.
     pub(super) fn give_up(&mut self, request: Arc<Request>) {
         std::mem::forget(request);
         self.gave_up = true;
+        self.note_in_progress();
     }
 
     /// A peer's last endpoint has gone. NIXL answers nothing more of what is in progress to try the link out or to look
@@ -68,14 +70,19 @@ impl Nixl {
     pub(super) fn abandon(&mut self, peer: &Name) {
         let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
         gone.into_iter().for_each(|flight| self.give_up(flight.request));
-        self.turnstile.note_in_progress(!self.flights.is_empty());
+        self.trials.begin_anew(peer);
+    }
+
+    /// Notes whether the agent can be destroyed.
+    pub(super) fn note_in_progress(&self) {
+        self.turnstile.note_in_progress(self.gave_up || !self.flights.is_empty());
     }
 
     /// A request is in progress.
     pub(super) fn fly(&mut self, what_for: For, request: Arc<Request>, peer: &Name) {
         self.peers.flies(peer);
-        self.turnstile.note_in_progress(true);
         self.flights.push(Flight { what_for, request, peer: Arc::clone(peer) });
+        self.note_in_progress();
     }
 
     /// Asks after the requests in progress.
@@ -86,7 +93,7 @@ impl Nixl {
                 at += 1;
                 continue;
             }
-            // Before 1.5 all refusals are alike, and so is the failure by which NIXL finds out that the peer is gone.
+            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has died: so it is asked first.
             let known = agent.names_refusals() || agent.knows(peer);
             let result = match agent.state(request) {
                 State::InProgress => {

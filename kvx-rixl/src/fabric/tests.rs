@@ -9,7 +9,7 @@ use kvx_core::transport::Factory as _;
 use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;
-use crate::ffi::{Library, Settings};
+use crate::ffi::{Library, Settings, Status};
 use crate::loads::Loads;
 use crate::loss::{self, Connection};
 use crate::peers::Name;
@@ -163,6 +163,7 @@ fn gone_while_tried_out() {
     assert_eq!(near.flights.len(), 1, "the earlier one does not count");
     assert!(Arc::strong_count(&request) > 1, "nobody releases it");
     near.disconnect(again);
+    assert!(near.flights.is_empty() && near.turnstile.is_in_progress(), "nor when the program exits");
     assert!(!near.stop(), "its agent is kept");
     std::mem::forget((near, far));
 }
@@ -176,12 +177,11 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 }
 
 #[test]
-fn only_a_broken_connection_ends_the_pieces_before_one_that_was_refused() {
-    for (pieces, kind, flies_on) in
-        [(1, Kind::Native, false), (2, Kind::Native, true), (2, Kind::PeerLost, false)]
-    {
-        assert_eq!(Nixl::flies_on(pieces, &Error::new(kind, "refused")), flies_on);
-    }
+fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
+    let flies_on = |status, kind| Nixl::flies_on(status, &Error::new(kind, "refused"));
+    assert!(flies_on(Status::BACKEND, Kind::Native));
+    assert!(!flies_on(Status::BACKEND, Kind::PeerLost), "nothing goes over the connection any more");
+    assert!(!flies_on(Status::NOT_FOUND, Kind::Native), "nothing was begun");
 }
 
 /// What failed says nothing of a connection that works, whether or not something else is in progress on it; and all of one whose peer

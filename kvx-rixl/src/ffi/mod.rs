@@ -19,4 +19,4 @@ pub(crate) use library::Library;
 pub(crate) use lists::{Range, Segment, TransferList};
 pub(crate) use plugins::Plugin;
 pub(crate) use request::{Request, Unreleased};
-pub(crate) use status::State;
+pub(crate) use status::{State, Status};

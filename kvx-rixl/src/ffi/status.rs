@@ -21,6 +21,11 @@ pub(crate) enum State {
 }
 
 impl Status {
+    #[cfg(test)]
+    pub(crate) const BACKEND: Self = Status(NIXL_CAPI_ERROR_BACKEND);
+    #[cfg(test)]
+    pub(crate) const NOT_FOUND: Self = Status(NIXL_CAPI_ERROR_NOT_FOUND);
+
     /// `Ok` for success alone.
     pub(super) fn check(status: nixl_status) -> Result<(), Status> {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }

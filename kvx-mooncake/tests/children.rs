@@ -14,13 +14,8 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 
 #[test]
 fn children_inherit_no_socket_of_the_engine() {
-    if adapter::adapter().is_none() {
-        let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(
-            "children_inherit_no_socket_of_the_engine",
-            why,
-            "cargo xtask peers mooncake",
-        );
+    if adapter::or_skip("children_inherit_no_socket_of_the_engine").is_none() {
+        return;
     }
     let agent = |name: &str| {
         let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();

@@ -6,10 +6,8 @@ use kvx_testkit::device::goes_elsewhere;
 
 #[test]
 fn memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp() {
-    if adapter::adapter().is_none() {
-        let test = "memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp";
-        let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+    if adapter::or_skip("memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp").is_none() {
+        return;
     }
     let mut registry = adapter::registry("");
     registry.add(kvx_native::Tcp).unwrap();

@@ -94,9 +94,8 @@ impl Drop for Etcd {
 
 #[test]
 fn agents_find_each_other_by_etcd() {
-    if adapter::adapter().is_none() {
-        let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(TEST, why, "cargo xtask peers mooncake");
+    if adapter::or_skip(TEST).is_none() {
+        return;
     }
     let Some(etcd) = Etcd::start() else {
         return kvx_testkit::skip(TEST, "etcd is not installed", "apt install etcd-server");

@@ -9,7 +9,6 @@ mod python;
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use exchange::CUT_OFF;
@@ -69,19 +68,9 @@ fn server() -> (String, Entries) {
     (url, entries)
 }
 
-/// The adapter, or a skip.
-fn adapter_or_skip(test: &str) -> Option<PathBuf> {
-    let found = adapter::adapter();
-    if found.is_none() {
-        let why = "Mooncake's wheel and the adapter are not there";
-        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
-    }
-    found
-}
-
 #[test]
 fn agents_find_each_other_by_a_metadata_server() {
-    if adapter_or_skip("agents_find_each_other_by_a_metadata_server").is_none() {
+    if adapter::or_skip("agents_find_each_other_by_a_metadata_server").is_none() {
         return;
     }
     let (url, entries) = server();
@@ -95,7 +84,7 @@ fn agents_find_each_other_by_a_metadata_server() {
 #[test]
 fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     const NAME: &str = "127.0.0.1:1"; // no more than a name: nobody listens there
     const BLOCK: usize = 4096;
     const LEN: usize = 1 << 16;

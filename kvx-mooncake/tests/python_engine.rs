@@ -7,7 +7,7 @@ mod alone;
 mod python;
 
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,19 +18,6 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
 const BLOCKS: usize = 256;
 const LEN: usize = BLOCK * BLOCKS;
-
-/// The adapter, or a skip.
-fn adapter_or_skip(test: &str) -> Option<PathBuf> {
-    let found = adapter::adapter();
-    if found.is_none() {
-        kvx_testkit::skip(
-            test,
-            "Mooncake's wheel and the adapter are not there",
-            "cargo xtask peers mooncake",
-        );
-    }
-    found
-}
 
 fn agent(name: &str) -> Agent {
     // One courier, so that whoever is held up by a stopped peer would keep all others waiting.
@@ -98,7 +85,7 @@ fn content_of(block: u32) -> Vec<u8> {
 
 #[test]
 fn kvx_reads_from_and_writes_to_the_python_engine() {
-    let Some(adapter) = adapter_or_skip("kvx_reads_from_and_writes_to_the_python_engine") else { return };
+    let Some(adapter) = adapter::or_skip("kvx_reads_from_and_writes_to_the_python_engine") else { return };
     let mut pair = pair("initiator", &adapter, LEN);
     let order: Vec<u32> = (0..BLOCKS as u32).map(|at| at * 101 % BLOCKS as u32).collect();
     let reversed: Vec<u32> = (0..BLOCKS as u32).rev().collect();
@@ -116,7 +103,7 @@ fn kvx_reads_from_and_writes_to_the_python_engine() {
 
 #[test]
 fn the_python_engine_reads_from_and_writes_to_kvx() {
-    let Some(adapter) = adapter_or_skip("the_python_engine_reads_from_and_writes_to_kvx") else { return };
+    let Some(adapter) = adapter::or_skip("the_python_engine_reads_from_and_writes_to_kvx") else { return };
     let mut python = Python::start(&adapter, LEN);
     let agent = agent("target");
     let region = agent.register("kv", Arc::new(Memory::owned(vec![0x5A; LEN]))).unwrap();
@@ -139,7 +126,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
 
 #[test]
 fn notifications_go_both_ways_and_text_only_toward_python() {
-    let Some(adapter) = adapter_or_skip("notifications_go_both_ways_and_text_only_toward_python") else {
+    let Some(adapter) = adapter::or_skip("notifications_go_both_ways_and_text_only_toward_python") else {
         return;
     };
     let mut pair = pair("herald", &adapter, LEN);
@@ -165,7 +152,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
 
 #[test]
 fn a_hundred_thousand_blocks_move_with_default_settings() {
-    let Some(adapter) = adapter_or_skip("a_hundred_thousand_blocks_move_with_default_settings") else {
+    let Some(adapter) = adapter::or_skip("a_hundred_thousand_blocks_move_with_default_settings") else {
         return;
     };
     const COUNT: u32 = 100_000;
@@ -201,7 +188,7 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
 #[test]
 fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     const TEST: &str = "what_is_not_registered_fails_with_text_and_the_link_works_on";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     // The engines of a process have one log, of which the last few lines are kept.
     if !alone::is_alone() {
         return alone::run_alone(TEST, &[]);
@@ -226,7 +213,7 @@ fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
 
 #[test]
 fn a_killed_python_is_lost_at_once() {
-    let Some(adapter) = adapter_or_skip("a_killed_python_is_lost_at_once") else { return };
+    let Some(adapter) = adapter::or_skip("a_killed_python_is_lost_at_once") else { return };
     let mut pair = pair("mourner", &adapter, LEN);
     let plan = pair.plan(false, &[0, 2, 4, 6], &[1, 3, 5, 7]);
     pair.run(&plan, CUT_OFF).unwrap();
@@ -247,7 +234,7 @@ fn a_killed_python_is_lost_at_once() {
 #[test]
 fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     const TEST: &str = "a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     const DEADLINE: Duration = Duration::from_millis(300);
     let pair = pair("waiter", &adapter, LEN);
     let plan = pair.plan(false, &[0, 2, 4, 6], &[1, 3, 5, 7]);
@@ -273,7 +260,7 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
 #[test]
 fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     const DEADLINE: Duration = Duration::from_millis(300);
     let pair = pair("deserter", &adapter, LEN);
     let memory = Arc::downgrade(pair.region.memory());
@@ -309,7 +296,7 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
 
 #[test]
 fn a_stopped_python_keeps_no_other_waiting() {
-    let Some(adapter) = adapter_or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
+    let Some(adapter) = adapter::or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
     let pair = pair("diplomat", &adapter, LEN);
     let mut other = Python::start(&adapter, LEN);
     pair.python.stop();
@@ -327,7 +314,7 @@ fn a_stopped_python_keeps_no_other_waiting() {
 #[test]
 fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     let Pair { agent, region, python, peer } = pair("held", &adapter, LEN);
     let mut other = Python::start(&adapter, LEN);
     let name = String::from_utf8(agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();

@@ -35,15 +35,7 @@ fn is_child() -> bool {
 }
 
 fn is_there(test: &str) -> bool {
-    let found = adapter::adapter().is_some();
-    if !found {
-        kvx_testkit::skip(
-            test,
-            "Mooncake's wheel and the adapter are not there",
-            "cargo xtask peers mooncake",
-        );
-    }
-    found
+    adapter::or_skip(test).is_some()
 }
 
 fn tcp() -> Options {

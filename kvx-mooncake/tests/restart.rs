@@ -113,11 +113,7 @@ fn reached_again(adapter: &Path) {
 #[test]
 fn an_engine_started_again_under_the_same_name_is_reached_again() {
     const NAME: &str = "an_engine_started_again_under_the_same_name_is_reached_again";
-    match adapter::adapter() {
-        Some(adapter) => reached_again(&adapter),
-        None => {
-            let why = "Mooncake's wheel and the adapter are not there";
-            kvx_testkit::skip(NAME, why, "cargo xtask peers mooncake");
-        }
+    if let Some(adapter) = adapter::or_skip(NAME) {
+        reached_again(&adapter);
     }
 }

@@ -97,10 +97,7 @@ impl Pair {
 #[test]
 fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() {
     const TEST: &str = "what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
-    let Some(adapter) = adapter::adapter() else {
-        let why = "Mooncake's wheel and the adapter are not there";
-        return kvx_testkit::skip(TEST, why, "cargo xtask peers mooncake");
-    };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     if !alone::is_alone() {
         let second = OsStr::new("1");
         let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", second), ("MC_TCP_PROGRESS_TIMEOUT_SEC", second)];

@@ -22,16 +22,6 @@ const ENGINE: &str = "KVX_MOONCAKE_ENGINE";
 /// For Python, which is asked one thing.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The adapter, or a skip.
-fn adapter_or_skip(test: &str) -> Option<PathBuf> {
-    let found = adapter::adapter();
-    if found.is_none() {
-        let why = "Mooncake's wheel and the adapter are not there";
-        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
-    }
-    found
-}
-
 /// The version and the file of what is opened, or why nothing is.
 fn opened(registry: &Registry, options: &str) -> Result<(String, PathBuf), String> {
     let found = registry.require("MOONCAKE", &Options::parse(options).unwrap());
@@ -46,7 +36,7 @@ const TCP: &str = r#"{"mooncake_protocol": "tcp"}"#;
 #[test]
 fn a_library_that_the_variable_names_is_opened() {
     const TEST: &str = "a_library_that_the_variable_names_is_opened";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     if !is_alone() {
         return run_alone(TEST, &[(LIBRARY, adapter.as_os_str())]);
     }
@@ -59,7 +49,7 @@ fn a_library_that_the_variable_names_is_opened() {
 #[test]
 fn what_the_variable_names_is_opened_or_nothing() {
     const TEST: &str = "what_the_variable_names_is_opened_or_nothing";
-    if adapter_or_skip(TEST).is_none() {
+    if adapter::or_skip(TEST).is_none() {
         return;
     }
     if !is_alone() {
@@ -120,7 +110,7 @@ impl Drop for Folder {
 #[test]
 fn an_engine_of_another_version_is_refused_unless_it_is_wanted() {
     const TEST: &str = "an_engine_of_another_version_is_refused_unless_it_is_wanted";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     if !is_alone() {
         let wheel = Folder::of_wheel("9.9", &adapter);
         return run_alone(TEST, &[(ENGINE, wheel.0.join("mooncake/engine.so").as_os_str())]);
@@ -137,7 +127,7 @@ fn an_engine_of_another_version_is_refused_unless_it_is_wanted() {
 #[test]
 fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() {
     const TEST: &str = "a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
-    let Some(adapter) = adapter_or_skip(TEST) else { return };
+    let Some(adapter) = adapter::or_skip(TEST) else { return };
     if !is_alone() {
         let folder = Folder::of_library(&adapter);
         return run_alone(TEST, &[("LD_LIBRARY_PATH", folder.0.as_os_str())]);

@@ -1,10 +1,9 @@
-//! When pieces have ended: the real engine, of which some answers are told otherwise.
+//! When pieces have ended, and what the dead had sent: the real engine, of which some answers are told otherwise.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_core::fabric::{EndpointId, JobId};
@@ -13,8 +12,9 @@ use kvx_core::{Agent, Grid, Kind, Memory, Op, Options, Placement, Plan, Registry
 
 use super::adapter_bindings;
 use super::bindings::{Functions, transfer_request, transfer_status};
-use super::engine::{Engine, PEER_TO_PEER, Piece, Recipe, State};
-use super::library::{Library, Wanted};
+use super::engine::{Piece, State};
+use super::honest::{adapter, engine, honest, real};
+use super::library::Library;
 use crate::Mooncake;
 use crate::batches::{Batches, Moving};
 use crate::config::Config;
@@ -22,31 +22,6 @@ use crate::config::Config;
 const CUT_OFF: Duration = Duration::from_secs(10);
 const SHORT: Duration = Duration::from_millis(300);
 const LEN: usize = 8192;
-
-static HONEST: OnceLock<Functions> = OnceLock::new();
-
-fn honest() -> &'static Functions {
-    HONEST.get().expect("set before anybody asks")
-}
-
-fn adapter() -> Option<PathBuf> {
-    let program = std::env::current_exe().expect("a program knows where it lies");
-    let file = "peers/mooncake/libkvx_mooncake_adapter.so";
-    program.ancestors().map(|folder| folder.join(file)).find(|file| file.exists())
-}
-
-/// The real library with its functions; or the test is skipped.
-fn real(test: &str) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
-    let Some(file) = adapter() else {
-        let why = "Mooncake's wheel and the adapter are not there";
-        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
-        return None;
-    };
-    let library =
-        Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
-    let functions = *HONEST.get_or_init(|| *library.functions());
-    Some((library, functions, *library.adapter().expect("that is the adapter")))
-}
 
 /// Batches that were allocated and not freed.
 static BATCHES: AtomicI64 = AtomicI64::new(0);
@@ -102,15 +77,11 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         ..functions
     };
     let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: all_failed, ..of_adapter };
-    let engine = |library: Library| {
-        let (metadata, host, protocol) = (PEER_TO_PEER.into(), "127.0.0.1".into(), "tcp".into());
-        let recipe = Recipe { metadata, host, protocol, devices: Vec::new() };
-        Engine::start(Box::leak(Box::new(library)), &recipe).expect("an engine")
-    };
     // For the life of the process: pieces that go wrong may still be under way.
     let [near, far] = [0, 7].map(|byte| Vec::leak(vec![byte; LEN]).as_mut_ptr() as u64);
     for of_adapter in [Some(whole), None] {
-        let (ours, theirs) = (engine(real.with(asked, of_adapter)), engine(real.with(functions, None)));
+        let made = |library| engine(library, &[]).expect("an engine");
+        let (ours, theirs) = (made(real.with(asked, of_adapter)), made(real.with(functions, None)));
         // SAFETY: the memory stays for ever.
         unsafe { ours.register(near, LEN, "*") }.expect("it is free");
         // SAFETY: as above.

@@ -2,10 +2,9 @@
 //! takes notes shows what kvx asks of it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::path::PathBuf;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_core::fabric::{EndpointId, JobId, Registrar as _};
@@ -13,25 +12,15 @@ use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
 use super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
-use super::engine::{Engine, PEER_TO_PEER, Piece, Recipe, State};
-use super::library::{Library, Wanted};
+use super::engine::{Piece, State};
+use super::honest::{engine, honest, honest_adapter, real};
+use super::library::Library;
 use super::{adapter_bindings, self_test};
 use crate::batches::{Batches, Moving};
 use crate::memory::{Enrolment, Ranges};
 
 /// How long a notification that never comes is waited for here.
 const MUTE: Duration = Duration::from_millis(100);
-
-/// What the liars pass most of their calls on to.
-static HONEST: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
-
-fn honest() -> &'static Functions {
-    &HONEST.get().expect("set before anybody lies").0
-}
-
-fn honest_adapter() -> &'static adapter_bindings::Functions {
-    &HONEST.get().expect("set before anybody lies").1
-}
 
 type Ask = unsafe extern "C" fn(*mut c_void, u64, usize, *mut transfer_status) -> c_int;
 
@@ -211,41 +200,6 @@ unsafe extern "C" fn location_noted(
     let location = unsafe { CStr::from_ptr(location) }.to_string_lossy().into_owned();
     *LOCATION.lock().expect("nobody panics with it") = location;
     0
-}
-
-/// The adapter, which lies below the target directory as this program does.
-fn adapter() -> Option<PathBuf> {
-    let program = std::env::current_exe().expect("a program knows where it lies");
-    let file = "peers/mooncake/libkvx_mooncake_adapter.so";
-    program.ancestors().map(|folder| folder.join(file)).find(|file| file.exists())
-}
-
-/// The real library with its functions; or the test is skipped.
-fn real(test: &str) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
-    let Some(file) = adapter() else {
-        let why = "Mooncake's wheel and the adapter are not there";
-        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
-        return None;
-    };
-    let library =
-        Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
-    let of_adapter = *library.adapter().expect("that is the adapter");
-    let (functions, of_adapter) = *HONEST.get_or_init(|| (*library.functions(), of_adapter));
-    Some((library, functions, of_adapter))
-}
-
-fn recipe(devices: &[&str]) -> Recipe {
-    Recipe {
-        metadata: PEER_TO_PEER.into(),
-        host: "127.0.0.1".into(),
-        protocol: "tcp".into(),
-        devices: devices.iter().map(|device| (*device).to_owned()).collect(),
-    }
-}
-
-/// An engine of a library that stays as long as the engine.
-fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
-    Engine::start(Box::leak(Box::new(library)), &recipe(devices))
 }
 
 fn is_refused(library: &Library, heard_within: Duration, said: &[&str]) {

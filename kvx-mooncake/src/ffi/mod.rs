@@ -15,6 +15,8 @@ pub mod bindings;
 #[cfg(test)]
 mod ends;
 mod engine;
+#[cfg(test)]
+mod honest;
 mod incoming;
 mod library;
 #[cfg(test)]

@@ -13,6 +13,17 @@ pub(crate) fn adapter() -> Option<PathBuf> {
     program.ancestors().map(|folder| folder.join(ADAPTER)).find(|file| file.exists())
 }
 
+/// The same, or the test is skipped.
+#[allow(dead_code, reason = "each test program uses its part")]
+pub(crate) fn or_skip(test: &str) -> Option<PathBuf> {
+    let found = adapter();
+    if found.is_none() {
+        let why = "Mooncake's wheel and the adapter are not there";
+        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+    }
+    found
+}
+
 /// MOONCAKE alone, over the adapter unless `KVX_MOONCAKE_LIB` names another library.
 pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();

@@ -123,7 +123,7 @@ impl Programs {
                 process::cargo(["bench", "-p", package, "--bench", bench, "--", "--bars"])
             }
         };
-        if let Some(nixl) = &self.nixl {
+        if let Some(nixl) = self.nixl.as_ref().filter(|_| is_over_nixl(run)) {
             command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"); // it listens on all of them otherwise
         }
         let finished = process::run(command, RUN_LIMIT, Output::Kept)?;

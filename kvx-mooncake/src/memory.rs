@@ -264,16 +264,20 @@ mod tests {
         add(3000, 1).expect("what was refused is not kept");
     }
 
-    #[test]
-    fn memory_stays_as_long_as_the_engine_knows_it_or_somebody_is_not_done_with_it() {
+    /// A region that lies in another, which has ended; and whether that one's memory is still there.
+    fn outlived() -> (Arc<Ranges>, Local, Weak<Memory>) {
         let ranges = Arc::new(Ranges::default());
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
-        let kept = Arc::downgrade(&outer);
         let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
         let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
-        drop((outer, inner));
         ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("nobody was told");
+        (ranges, within, Arc::downgrade(&outer))
+    }
+
+    #[test]
+    fn memory_stays_as_long_as_the_engine_knows_it_or_somebody_is_not_done_with_it() {
+        let (ranges, within, kept) = outlived();
         assert_eq!(kept.strong_count(), 1, "the engine knows all of it, for the region within");
         let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(Kind::Native, "no")));
         assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
@@ -285,14 +289,7 @@ mod tests {
 
     #[test]
     fn memory_that_somebody_was_told_of_for_a_region_within_it_is_kept_for_ever() {
-        let ranges = Arc::new(Ranges::default());
-        let page = Arc::new(Memory::owned(vec![0; 4096]));
-        let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
-        let kept = Arc::downgrade(&outer);
-        let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
-        let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
-        drop((outer, inner));
-        ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("nobody was told");
+        let (ranges, within, kept) = outlived();
         ranges.tell();
         let told = ranges.remove(&within, |_| Ok(())).expect("it ends").end().unwrap_err();
         assert_eq!((told.kind(), kept.strong_count()), (Kind::StillShared, 1));

@@ -3,11 +3,15 @@
 use super::*;
 use crate::turnstile::Turnstile;
 
+/// None, of an agent that has no NIXL.
+fn nobody() -> Peers {
+    let closed = Arc::new(Turnstile::around(None).unwrap());
+    Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), closed).unwrap())
+}
+
 #[test]
 fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
-    let nobody = Arc::new(Turnstile::around(None).unwrap());
-    let loads = Loads::start("loads".to_owned(), nobody).unwrap();
-    let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
+    let (mut peers, mut happened) = (nobody(), Vec::new());
     let name = Name::from(c"far");
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
     peers.by_name.get_mut(&name).unwrap().state = State::Ready;
@@ -24,9 +28,7 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
 #[test]
 fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
     for known in [false, true] {
-        let nobody = Arc::new(Turnstile::around(None).unwrap());
-        let loads = Loads::start("loads".to_owned(), nobody).unwrap();
-        let (mut peers, mut happened) = (Peers::new(c"near".to_owned(), loads), Vec::new());
+        let (mut peers, mut happened) = (nobody(), Vec::new());
         let name = Name::from(c"far");
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
         peers.by_name.get_mut(&name).unwrap().state = State::Ready;
@@ -51,8 +53,7 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
 
 #[test]
 fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
-    let nobody = Arc::new(Turnstile::around(None).unwrap());
-    let mut peers = Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), nobody).unwrap());
+    let mut peers = nobody();
     let endpoints = [1, 2].map(EndpointId::from_number);
     for (endpoint, name) in endpoints.into_iter().zip([c"over-tcp", c"by-the-kernel"]) {
         let name = Name::from(name);
@@ -84,8 +85,7 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
 
 #[test]
 fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
-    let nobody = Arc::new(Turnstile::around(None).unwrap());
-    let mut peers = Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), nobody).unwrap());
+    let mut peers = nobody();
     let (endpoint, name, mut happened) = (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
     peers.endpoints.insert(

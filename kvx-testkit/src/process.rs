@@ -1,5 +1,6 @@
 //! Processes of tests: started, stopped, killed by pid; none outlives its test.
 
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{ChildStdin, Command, Output, Stdio};
@@ -49,6 +50,14 @@ pub fn output(command: &mut Command, limit: Duration) -> Output {
     std::thread::spawn(move || sender.send(child.wait_with_output()));
     let output = output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output");
     output.expect("its output can be read")
+}
+
+/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where they
+/// would be taken for answers: what is written there from now on goes to standard error.
+pub(crate) fn answers_apart() -> std::io::Result<File> {
+    let answers = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3)?;
+    rustix::stdio::dup2_stdout(std::io::stderr())?;
+    Ok(answers.into())
 }
 
 /// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.

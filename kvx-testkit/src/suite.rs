@@ -11,6 +11,7 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
+use crate::process::answers_apart;
 use crate::setup::{Backing, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 
@@ -79,8 +80,9 @@ pub fn serve_if_asked(registry: fn(&str) -> Registry) {
 
 fn serve(registry: fn(&str) -> Registry, device: Option<DeviceSource>) {
     if let Ok(variant) = std::env::var(far::VARIABLE) {
+        let answers = answers_apart().expect("a child has standard output and standard error");
         let device = device.map(|source| source().expect("the near end has this device too"));
-        far::serve(registry(&variant), device);
+        far::serve(registry(&variant), device, answers);
         std::process::exit(0);
     }
 }

@@ -1,6 +1,7 @@
 //! Who does what is asked: agents, regions and peers, in whichever process.
 
-use std::io::BufRead as _;
+use std::fs::File;
+use std::io::{BufRead as _, Write as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -177,7 +178,7 @@ pub(crate) fn cpu_time() -> Duration {
 }
 
 /// Serves commands from standard input until it ends; called by `serve_if_asked` in the child.
-pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>) {
+pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>, mut answers: File) {
     let mut end = End::new(registry, device);
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
@@ -185,6 +186,9 @@ pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>) {
             Ok(command) => end.execute(command),
             Err(error) => Reply::Failed { kind: Kind::Invalid.as_str().into(), sentence: error.to_string() },
         };
-        println!("{}", serde_json::to_string(&reply).expect("replies are JSON"));
+        let reply = serde_json::to_string(&reply).expect("replies are JSON");
+        if writeln!(answers, "{reply}").is_err() {
+            break;
+        }
     }
 }

@@ -3,11 +3,15 @@
 mod shuffled;
 
 use std::process::ExitCode;
+use std::sync::Once;
 
 use kvx_core::Registry;
 use kvx_testkit::{Suite, conformance_main};
 
 fn registry(_: &str) -> Registry {
+    // As libraries do: a far end's answers must not be mixed up with it.
+    static LOGGED: Once = Once::new();
+    LOGGED.call_once(|| println!("SHUFFLED logs on standard output"));
     let mut registry = Registry::new();
     registry.add(shuffled::Shuffled).expect("one name");
     registry

@@ -1,5 +1,6 @@
 //! `kvx config ARGS…`: what a set of vLLM's arguments means to kvx.
 
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -22,21 +23,20 @@ Prints the merged JSON, every value and where it came from, the backends it woul
 Exit status: 0, or 2 if the arguments are not valid.";
 
 /// Runs the command with what stands behind `config` on the command line.
-pub(crate) fn run(args: Vec<String>) -> ExitCode {
-    if matches!(args.first().map(String::as_str), Some("--help" | "-h")) {
-        println!("{USAGE}");
-        return ExitCode::SUCCESS;
-    }
-    match output(args, &Surroundings::of_process().gpu(gpu_present()), &kvx::registry()) {
-        Ok(text) => {
-            println!("{}", text.trim_end());
-            ExitCode::SUCCESS
+pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -> ExitCode {
+    let said = if matches!(args.first().map(String::as_str), Some("--help" | "-h")) {
+        writeln!(out, "{USAGE}")
+    } else {
+        match output(args, &Surroundings::of_process().gpu(gpu_present()), registry) {
+            Ok(text) => writeln!(out, "{}", text.trim_end()),
+            Err(error) => {
+                eprintln!("kvx: {error}");
+                return ExitCode::from(2);
+            }
         }
-        Err(error) => {
-            eprintln!("kvx: {error}");
-            ExitCode::from(2)
-        }
-    }
+    };
+    // Whoever reads our output, `head` say, has seen enough, or there is none.
+    ExitCode::from(u8::from(said.is_err()))
 }
 
 fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registry) -> Result<String> {

@@ -10,7 +10,9 @@ mod devices;
 mod routes;
 mod wheels;
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{IsTerminal as _, LineWriter, Write};
+use std::os::fd::AsFd as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -54,28 +56,34 @@ enum Command {
     DemoOwner(demo::OwnerArguments),
 }
 
-/// UCX logs to standard output unless it is told otherwise, which is where JSON and figures go.
-fn keep_output_clean() {
-    const VARIABLE: &str = "UCX_LOG_FILE";
-    if std::env::var_os(VARIABLE).is_none() {
-        // SAFETY: the program has one thread so far.
-        unsafe { std::env::set_var(VARIABLE, "stderr") };
+/// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told otherwise: their lines
+/// would be taken for figures and for answers. What they write goes to standard error.
+fn output_apart() -> std::io::Result<File> {
+    let output = std::io::stdout().as_fd().try_clone_to_owned()?;
+    // SAFETY: plain system call. Nobody owns the number of standard output, and nothing has been written to it.
+    match unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } {
+        -1 => Err(std::io::Error::last_os_error()),
+        _ => Ok(output.into()),
     }
 }
 
 fn main() -> ExitCode {
     let command = Program::parse().command;
-    if !matches!(command, Command::Config { .. }) {
-        keep_output_clean();
-    }
+    let out = &mut match output_apart() {
+        Ok(output) => LineWriter::new(output),
+        Err(error) => {
+            eprintln!("kvx: no standard output: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let for_people = out.get_ref().is_terminal();
     let registry = kvx::registry();
-    let out = &mut std::io::stdout().lock();
     let done = match command {
         Command::Backends(arguments) => backends::run(&arguments, &registry, out),
-        Command::Bench(arguments) => bench::run(&arguments, &registry, out),
+        Command::Bench(arguments) => bench::run(&arguments, &registry, out, for_people),
         Command::BenchBeside(arguments) => bench::answer(&arguments, &registry, out),
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
-        Command::Config { args } => return config::run(args),
+        Command::Config { args } => return config::run(args, &registry, out),
         Command::Devices(arguments) => devices::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),

@@ -68,7 +68,8 @@ impl Wheel {
     fn is_measured_beside(&self, backend: &str, script: &str, name: &str) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(script);
         let beside = format!("'{}' '{}'", self.python.display(), script.display());
-        let shape = ["--op", "read", "--block", "4K", "--count", "8", "--memory", "foreign"];
+        // So large that a rate of three decimals is not nothing if the one transfer of a round takes half a second.
+        let shape = ["--op", "read", "--block", "64K", "--count", "8", "--memory", "foreign"];
         let rounds = ["--rounds", "1", "--seconds", "0.05", "--pool", "2M"];
         let run = ["bench", "--backend", backend, "--beside", &beside];
         let output = self.kvx(&[&run[..], &shape, &rounds].concat());

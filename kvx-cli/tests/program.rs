@@ -100,6 +100,17 @@ fn routes_say_how_each_backend_that_is_here_reaches_a_second_process() {
 }
 
 #[test]
+fn what_libraries_log_is_neither_output_nor_an_answer() {
+    let talkative = [("UCX_LOG_FILE", "stdout"), ("UCX_LOG_LEVEL", "info")];
+    let rows = routes(None, &talkative); // it is JSON, and the second process is understood
+    assert!(rows.iter().any(|row| row["route"].is_string()), "{rows:#?}");
+    let said = output(program(&["backends"]).envs(talkative), LIMIT);
+    if rows.iter().any(|row| row["name"] == "UCX" && row["available"] == true) {
+        assert!(text(&said.stderr).contains("UCX  INFO"), "it is told: {}", text(&said.stderr));
+    }
+}
+
+#[test]
 fn a_backend_that_reaches_no_second_process_says_why() {
     let rows = routes(None, &[("UCX_TLS", "self")]);
     let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();

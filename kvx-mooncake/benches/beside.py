@@ -91,6 +91,9 @@ class Point:
 
 point = None
 if __name__ == "__main__":
+    # What the engine prints on standard output would be taken for an answer: it goes to standard error.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "point":

@@ -16,6 +16,10 @@ import subprocess
 import sys
 import time
 
+# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+sys.stdout = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
 os.environ.setdefault("NIXL_LOG_LEVEL", "error")
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
 import numpy as np  # noqa: E402

@@ -147,7 +147,9 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
                 return kvx_testkit::skip(NAME, &reason, cure);
             }
         };
-        let owner = owner.env(OWNER, "").stdin(Stdio::piped()).stdout(Stdio::piped());
+        // UCX logs on standard output unless it is told otherwise, also into the middle of what a test prints.
+        let owner = owner.env(OWNER, "").env("UCX_LOG_FILE", "stderr");
+        let owner = owner.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut owner = owner.spawn().unwrap();
         kvx_testkit::kill_after(&owner, 5 * PATIENCE);
         let mut lines = BufReader::new(owner.stdout.take().unwrap()).lines().map_while(Result::ok);

@@ -27,6 +27,10 @@ impl Beside {
     pub(crate) fn start(program: &str) -> Result<Self> {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("exec {program}")]);
+        // UCX, if the program uses it, logs where its answers go unless it is told otherwise.
+        if std::env::var_os("UCX_LOG_FILE").is_none() {
+            command.env("UCX_LOG_FILE", "stderr");
+        }
         Ok(Beside { child: Child::start("the program beside", command)? })
     }
 

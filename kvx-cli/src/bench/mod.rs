@@ -27,7 +27,7 @@ mod rounds;
 mod session;
 mod target;
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::time::Duration;
 
 use clap::Args;
@@ -115,10 +115,15 @@ pub(crate) struct Arguments {
     kernels: bool,
 }
 
-/// Runs the bench.
-pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+/// Runs the bench. `for_people`: they read its output, unless they have asked for JSON.
+pub(crate) fn run(
+    arguments: &Arguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+    for_people: bool,
+) -> Result<()> {
     check(arguments)?;
-    let mut output = Output::new(out, arguments.json || !std::io::stdout().is_terminal());
+    let mut output = Output::new(out, arguments.json || !for_people);
     if arguments.kernels {
         return kernels::run(arguments, &mut output);
     }

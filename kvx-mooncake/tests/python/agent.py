@@ -4,8 +4,13 @@ Started as `agent.py BYTES`, or `agent.py BYTES NAME METADATA` with a metadata s
 memory. Byte `i` is content(i)."""
 import ctypes
 import mmap
+import os
 import signal
 import sys
+
+# What the engine prints on standard output would be taken for an answer: it goes to standard error.
+sys.stdout = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 
 from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode
 

@@ -7,6 +7,10 @@ import select
 import sys
 import time
 
+# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+sys.stdout = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
 import numpy as np
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 

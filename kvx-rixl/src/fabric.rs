@@ -397,6 +397,10 @@ unsafe impl Fabric for Nixl {
         &self.fds
     }
 
+    fn notified(&mut self) {
+        self.pace.notified();
+    }
+
     fn patience(&self) -> Duration {
         self.pace.patience()
     }

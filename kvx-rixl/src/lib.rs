@@ -5,6 +5,7 @@ mod blob;
 mod config;
 mod fabric;
 mod ffi;
+mod flow;
 mod loads;
 mod loss;
 mod memory;

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::flow::{self, Flow};
+
 /// While requests are in progress: their end wakes nobody.
 const IN_FLIGHT: Duration = Duration::from_micros(50);
 /// The shortest sleep.
@@ -34,23 +36,32 @@ pub(crate) struct Pace {
     asleep: bool,
     /// By whether what came after the last sleep had woken the sleeper.
     longest: &'static Longest,
+    /// Of notifications, while there may be one.
+    flow: Option<Flow>,
 }
 
 impl Pace {
     /// `wakes`: the plugin has descriptors that may wake.
     pub(crate) fn new(wakes: bool) -> Self {
         let longest = if wakes { &UNPROVEN } else { &BY_THE_CLOCK };
-        Pace { heard: Instant::now(), asleep: false, longest }
+        Pace { heard: Instant::now(), asleep: false, longest, flow: None }
     }
 
     /// A sleep follows.
     pub(crate) fn slept(&mut self) {
         self.asleep = true;
+        self.flow.iter_mut().for_each(Flow::slept);
     }
 
     /// Whether nobody has looked since the last sleep.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep
+    }
+
+    /// A notification has come, for the program.
+    pub(crate) fn notified(&mut self) {
+        let now = Instant::now();
+        self.flow.get_or_insert_with(|| Flow::begin(now)).heard(now);
     }
 
     /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come. `came`: they have, or
@@ -62,6 +73,11 @@ impl Pace {
         }
         if came || woken {
             self.heard = Instant::now(); // what has woken may be had only a moment later
+        }
+        if let Some(flow) = &mut self.flow
+            && !flow.looked(Instant::now())
+        {
+            self.flow = None;
         }
     }
 
@@ -77,6 +93,9 @@ impl Pace {
 
     /// How long to go on looking before that: not at all when idle, since each look has its price.
     pub(crate) fn patience(&self) -> Duration {
+        if self.flow.as_ref().is_some_and(Flow::is_worth_a_core) {
+            return flow::GAP;
+        }
         if self.heard.elapsed() < BUSY { Duration::from_micros(20) } else { Duration::ZERO }
     }
 }
@@ -118,6 +137,21 @@ mod tests {
             pace.looked(woken, false, came);
             assert_eq!(pace.heard >= now, woken || came, "{woken} {came}");
         }
+    }
+
+    #[test]
+    fn where_notifications_flow_the_next_is_looked_for_until_it_is_late() {
+        let mut pace = Pace { flow: Some(Flow::proven()), ..just_heard() };
+        pace.looked(false, true, true);
+        assert_eq!(pace.patience(), flow::GAP);
+        pace.notified();
+        pace.slept();
+        std::thread::sleep(2 * flow::GAP);
+        pace.looked(false, false, false);
+        assert!(pace.flow.is_none() && pace.patience() < flow::GAP);
+        pace.notified();
+        pace.looked(false, true, true);
+        assert!(pace.patience() < flow::GAP, "one alone is no flow");
     }
 
     #[test]

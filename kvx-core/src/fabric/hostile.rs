@@ -23,6 +23,9 @@ pub(super) struct Quiet {
     sent: Vec<Vec<u8>>,
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
+    foreign: Vec<Happened>,
+    /// How many notifications it was told of.
+    notified: usize,
     /// It lets go of no region now.
     pub(super) busy: bool,
     /// It does not say that it has ended.
@@ -64,6 +67,7 @@ unsafe impl Fabric for Quiet {
     }
     fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
         happened.extend(self.inbox.drain(..).map(Happened::Message));
+        happened.append(&mut self.foreign);
         happened.len()
     }
     fn arm(&mut self, _: bool) -> Result<Armed> {
@@ -71,6 +75,9 @@ unsafe impl Fabric for Quiet {
     }
     fn fds(&self) -> &[RawFd] {
         &[]
+    }
+    fn notified(&mut self) {
+        self.notified += 1;
     }
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
         unreachable!("nobody links from here")
@@ -177,6 +184,18 @@ fn only_who_shows_the_key_is_granted_a_region() {
     // What it was not granted it cannot release.
     take(&mut machine, frame(number, 77, 4, &Message::Released { id: RegionId(9) }.encode()));
     assert!(machine.sessions.is_empty() && machine.fabric.endpoints.is_empty());
+}
+
+#[test]
+fn the_library_is_told_of_notifications_and_of_no_other_message() {
+    let (mut machine, number) = linked();
+    take(&mut machine, frame(number, 77, 1, &Message::Ping.encode()));
+    assert_eq!(machine.fabric.notified, 0);
+    take(&mut machine, frame(number, 77, 2, &Message::Notify { notice: 1, bytes: b"here" }.encode()));
+    assert_eq!(machine.fabric.notified, 1);
+    machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: b"here".to_vec() });
+    machine.progress(&mut Outbox::default());
+    assert_eq!(machine.fabric.notified, 2);
 }
 
 #[test]

@@ -150,6 +150,9 @@ pub unsafe trait Fabric: Send + 'static {
     /// As [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
+    /// A notification for the program has come: the next may be near.
+    fn notified(&mut self) {}
+
     /// As [`Progress::patience`](crate::reactor::Progress::patience).
     fn patience(&self) -> Duration {
         Duration::from_micros(20)

@@ -120,6 +120,7 @@ impl<F: Fabric> Machine<F> {
             );
             return Err(Error::new(Kind::Malformed, why));
         }
+        self.fabric.notified();
         match self.events.notification(session.peer.as_sender(), bytes) {
             Ok(()) => self.send(number, &Message::Ack { notice }, out),
             Err(Full) => session.parked.push_back((notice, bytes.into())),
@@ -136,6 +137,7 @@ impl<F: Fabric> Machine<F> {
                 "a foreign agent's notification is dropped: {why}"
             );
         }
+        self.fabric.notified();
         self.deliver_held();
     }
 

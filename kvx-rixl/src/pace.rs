@@ -1,5 +1,6 @@
 //! How often NIXL is asked for what has come: the less, the longer nothing has.
 
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use crate::flow::{self, Flow};
@@ -24,10 +25,30 @@ struct Longest {
 const UNPROVEN: Longest = Longest { waiting: BY_THE_CLOCK.waiting, alone: Duration::from_millis(10) };
 /// The plugin wakes; the clock is for wakes that are lost.
 const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), alone: Duration::from_millis(50) };
-/// Nothing wakes: half of it is how long a notification waits on average, and each time costs some 20 microseconds of a
-/// core.
+/// Nothing wakes: half of it is how long a notification waits on average, where a look is no dearer than [`SHARE`] allows.
 const BY_THE_CLOCK: Longest =
     Longest { waiting: Duration::from_micros(250), alone: Duration::from_micros(2_600) };
+
+/// What looks may take of a core where nothing comes: one part in so many, under the hundredth that is promised.
+const SHARE: u32 = 160;
+/// However dear a look is, nobody waits longer for it.
+const LONGEST: Duration = Duration::from_millis(20);
+
+/// How long a thread has had a core.
+#[derive(Clone, Copy)]
+struct Had {
+    thread: ThreadId,
+    time: Duration,
+}
+
+impl Had {
+    /// What the calling thread has had.
+    fn now() -> Self {
+        let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let time = Duration::try_from(time).unwrap_or_default();
+        Had { thread: std::thread::current().id(), time }
+    }
+}
 
 /// When something came last, and whether a sleeper was woken for it.
 pub(crate) struct Pace {
@@ -36,6 +57,13 @@ pub(crate) struct Pace {
     asleep: bool,
     /// By whether what came after the last sleep had woken the sleeper.
     longest: &'static Longest,
+    /// What came after the last sleep but one had not woken the sleeper: once may be chance, as it came just before the look.
+    missed: bool,
+    /// What a sleep and the look after it cost lately, where nothing had come: 20 microseconds on a machine at work, and three times
+    /// as much where the core had been asleep.
+    price: Duration,
+    /// At the last sleep, if nothing has come since.
+    had: Option<Had>,
     /// Of notifications, while there may be one.
     flow: Option<Flow>,
 }
@@ -44,12 +72,26 @@ impl Pace {
     /// `wakes`: the plugin has descriptors that may wake.
     pub(crate) fn new(wakes: bool) -> Self {
         let longest = if wakes { &UNPROVEN } else { &BY_THE_CLOCK };
-        Pace { heard: Instant::now(), asleep: false, longest, flow: None }
+        Pace {
+            heard: Instant::now(),
+            asleep: false,
+            longest,
+            missed: false,
+            price: Duration::ZERO,
+            had: None,
+            flow: None,
+        }
     }
 
     /// A sleep follows.
     pub(crate) fn slept(&mut self) {
         self.asleep = true;
+        let had = Had::now();
+        if let Some(before) = self.had.replace(had)
+            && before.thread == had.thread
+        {
+            self.price = (self.price * 7 + had.time.saturating_sub(before.time)) / 8;
+        }
         self.flow.iter_mut().for_each(Flow::slept);
     }
 
@@ -69,9 +111,14 @@ impl Pace {
     pub(crate) fn looked(&mut self, woken: bool, told: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
         if told && slept {
-            self.longest = if woken { &WOKEN } else { &BY_THE_CLOCK };
+            match (woken, std::mem::replace(&mut self.missed, !woken)) {
+                (true, _) => self.longest = &WOKEN,
+                (false, true) => self.longest = &BY_THE_CLOCK,
+                (false, false) => {}
+            }
         }
         if came || woken {
+            self.had = None;
             self.heard = Instant::now(); // what has woken may be had only a moment later
         }
         if let Some(flow) = &mut self.flow
@@ -86,7 +133,7 @@ impl Pace {
         let longest = match () {
             () if in_flight => IN_FLIGHT,
             () if waiting => self.longest.waiting,
-            () => self.longest.alone,
+            () => self.longest.alone.max((self.price * SHARE).min(LONGEST)),
         };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
@@ -168,11 +215,58 @@ mod tests {
         pace.slept();
         pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
-        pace.slept();
-        pace.looked(false, true, true);
+        let unwoken = |pace: &mut Pace| {
+            pace.slept();
+            pace.looked(false, true, true);
+        };
+        unwoken(&mut pace);
+        assert_eq!(longest(&pace), WOKEN.alone, "once may be chance");
+        unwoken(&mut pace);
         assert_eq!(longest(&pace), BY_THE_CLOCK.alone);
         pace.slept();
         pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
+        unwoken(&mut pace);
+        pace.slept();
+        pace.looked(true, true, true);
+        unwoken(&mut pace);
+        assert_eq!(longest(&pace), WOKEN.alone, "two, and not one after the other");
+    }
+
+    #[test]
+    fn dear_looks_are_fewer_and_only_at_idle() {
+        let dear = |price| Pace { price, ..quiet_for(LONG, &BY_THE_CLOCK) };
+        let us = Duration::from_micros;
+        assert_eq!(dear(us(10)).sleep(false, false), BY_THE_CLOCK.alone);
+        assert_eq!(dear(us(50)).sleep(false, false), us(8_000));
+        assert_eq!(dear(us(5_000)).sleep(false, false), LONGEST);
+        assert_eq!(dear(us(5_000)).sleep(false, true), BY_THE_CLOCK.waiting);
+        assert_eq!(dear(us(5_000)).sleep(true, false), IN_FLIGHT);
+    }
+
+    #[test]
+    fn looks_are_priced_by_what_their_own_thread_has_had_of_a_core_since_it_slept() {
+        let work = || {
+            let begun = Had::now();
+            while Had::now().time - begun.time < Duration::from_millis(8) {}
+        };
+        let mut pace = Pace::new(false);
+        pace.slept();
+        work();
+        pace.looked(false, false, false);
+        pace.slept();
+        assert!(pace.price >= Duration::from_millis(1), "{:?}", pace.price);
+        // Neither what something that came has cost, nor the life of another thread.
+        let price = pace.price;
+        work();
+        pace.looked(false, true, true);
+        pace.slept();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                work();
+                pace.slept();
+            });
+        });
+        assert_eq!(pace.price, price);
     }
 }

@@ -33,6 +33,14 @@ const TCP: Suite = Suite {
     ..CMA
 };
 
+/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has come before kvx's is woken for it,
+/// which goes by the clock then.
+const THREAD: Suite = Suite {
+    label: "RIXL-thread",
+    options: r#"{"rixl": {"progress_thread": true, "params": {"engine_config": "NET_DEVICES=lo"}}}"#,
+    ..CMA
+};
+
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices)
 }
@@ -58,5 +66,5 @@ fn main() -> ExitCode {
     if wheel::is_for(wheel::AS_RIXL) {
         return conformance_main(registry, &[CMA_AS_RIXL, TCP_AS_RIXL]);
     }
-    conformance_main(registry, &[CMA, TCP, DEVICE])
+    conformance_main(registry, &[CMA, TCP, THREAD, DEVICE])
 }

@@ -16,6 +16,7 @@ use crate::clauses::posting;
 use crate::executor::run;
 use crate::pattern::bytes;
 use crate::setup::{CUT_OFF, Mode, Setup, unique};
+use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(posting:
     T11 post_waits_for_nothing, TwoProcesses, [Breaker::Chaos(Fault::BlockInPost)];
@@ -56,22 +57,23 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
         let (mut waited, mut worked, mut transfers) = (Vec::new(), Vec::new(), Vec::new());
         for turn in 0..40 {
             let plan = if turn % 4 == 0 { &large } else { &small };
-            let (clock, cpu) = (Instant::now(), thread_time());
+            let (watch, clock, cpu) = (Stopwatch::start()?, Instant::now(), thread_time());
             transfers.push(peer.transfer(plan).deadline(Duration::from_millis(500)).post()?);
             waited.push(clock.elapsed());
             if turn % 4 == 0 {
                 worked.push(thread_time() - cpu);
             }
+            let took = watch.read();
+            ensure!(took.within(Duration::from_secs(1)), "{op}: a post to a stopped peer took {took}");
         }
         waited.sort();
         worked.sort();
-        // A loaded machine takes the processor away now and then: most posts must be quick, and none may wait long.
-        let (most, worst) = (waited[waited.len() * 3 / 4], waited[waited.len() - 1]);
+        // A loaded machine takes the processor away now and then: most posts must be quick.
+        let most = waited[waited.len() * 3 / 4];
         ensure!(
             most < Duration::from_millis(20),
             "{op}: three of four posts to a stopped peer took up to {most:?}"
         );
-        ensure!(worst < Duration::from_secs(1), "{op}: a post to a stopped peer took {worst:?}");
         // 32 MiB take milliseconds to move, 64 KiB take some ten microseconds.
         let half = worked[worked.len() / 2];
         ensure!(
@@ -85,13 +87,13 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
     // Also before there is a link.
     let stranger = setup.agent(&unique("stranger"))?;
     let near = stranger.register("near", setup.memory(1 << 16, 1)?)?;
-    let clock = Instant::now();
+    let clock = Stopwatch::start()?;
     let peer = stranger.connect(&metadata)?;
     let grid = Grid::packed(4096, 1);
     let plan = Plan::read(near.grid(grid)?.blocks([0]), peer.region("small")?.grid(grid)?.blocks([0]))?;
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
-    let took = clock.elapsed();
-    ensure!(took < Duration::from_secs(1), "connecting and posting to a stopped peer took {took:?}");
+    let took = clock.read();
+    ensure!(took.within(Duration::from_secs(1)), "connecting and posting to a stopped peer took {took}");
     pair.far.process()?.go_on()?;
     transfer.await?;
     Ok(())
@@ -330,13 +332,13 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
             .spawn(|| {
                 post()?.wait(CUT_OFF)?;
                 gate.hold_transfers();
-                let clock = Instant::now();
+                let clock = Stopwatch::start()?;
                 let waited = post()?.wait(Duration::from_millis(100));
-                let took = clock.elapsed();
+                let took = clock.read();
                 ensure_kind!(waited, TimedOut);
                 ensure!(
-                    took >= Duration::from_millis(100) && took < Duration::from_secs(2),
-                    "a wait of 100 ms took {took:?}"
+                    took.reaches(Duration::from_millis(100)) && took.within(Duration::from_secs(2)),
+                    "a wait of 100 ms took {took}"
                 );
                 until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
                 gate.open();

@@ -35,8 +35,14 @@ pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -
             }
         }
     };
-    // Whoever reads our output, `head` say, has seen enough, or there is none.
-    ExitCode::from(u8::from(said.is_err()))
+    match said {
+        // Whoever reads our output, `head` say, has seen enough.
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("kvx: {error}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::SUCCESS,
+    }
 }
 
 fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registry) -> Result<String> {

@@ -57,8 +57,14 @@ enum Command {
 }
 
 /// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told otherwise: their lines
-/// would be taken for figures and for answers. What they write goes to standard error.
+/// would be taken for figures and for answers. What they write goes to standard error, line by line.
 fn output_apart() -> std::io::Result<File> {
+    unsafe extern "C" {
+        /// C's, where libraries print: it would keep what goes to a file or pipe until this process ends.
+        static stdout: *mut libc::FILE;
+    }
+    // SAFETY: nothing has been printed by it, and it makes a buffer of its own.
+    unsafe { libc::setvbuf(stdout, std::ptr::null_mut(), libc::_IOLBF, 0) };
     let output = std::io::stdout().as_fd().try_clone_to_owned()?;
     // SAFETY: plain system call. Nobody owns the number of standard output, and nothing has been written to it.
     match unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } {

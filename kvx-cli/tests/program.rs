@@ -161,6 +161,18 @@ fn arguments_that_make_no_sense_exit_with_2() {
 }
 
 #[test]
+fn what_cannot_be_written_is_an_error() {
+    for command in ["config", "backends"] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let child = program(&[command]).stdout(full).stderr(Stdio::piped()).spawn().unwrap();
+        kvx_testkit::kill_after(&child, LIMIT);
+        let said = child.wait_with_output().unwrap();
+        assert_eq!(said.status.code(), Some(1), "{command}");
+        assert!(text(&said.stderr).contains("No space left"), "{command}: {}", text(&said.stderr));
+    }
+}
+
+#[test]
 fn config_gets_what_stands_behind_it_as_it_is() {
     let output = kvx(&["config", "--json", "--kv-transfer-config.kv_role", "kv_both"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

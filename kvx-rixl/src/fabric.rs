@@ -127,12 +127,13 @@ impl Nixl {
         ranges: Arc<Ranges>,
         peers: Peers,
         wakes: Wakes,
+        stays_awake: bool,
         capabilities: Capabilities,
         description: String,
     ) -> Result<Self> {
         let unreleased = Arc::clone(agent(&turnstile.pass())?.unreleased());
         Ok(Nixl {
-            pace: Pace::new(wakes.by_plugin),
+            pace: Pace::new(wakes.by_plugin, stays_awake),
             fds: [wakes.fd().as_raw_fd()],
             wakes,
             turnstile,
@@ -389,8 +390,9 @@ unsafe impl Fabric for Nixl {
         if !self.news.is_empty() {
             return Ok(Armed::Again);
         }
-        self.pace.slept();
-        Ok(Armed::Sleep(Some(self.pace.sleep(!self.flights.is_empty(), waiting))))
+        let in_flight = !self.flights.is_empty();
+        self.pace.slept(!in_flight && !waiting);
+        Ok(Armed::Sleep(Some(self.pace.sleep(in_flight, waiting))))
     }
 
     fn fds(&self) -> &[RawFd] {

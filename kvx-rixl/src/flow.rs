@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 pub(crate) const GAP: Duration = Duration::from_millis(10);
 /// They must have flowed for so long: the last look, in vain for [`GAP`], is a small part of what went before.
 const PROOF: Duration = GAP.saturating_mul(10);
-/// Two looks that are further apart than this had the core taken away between them: somebody else has work for it.
+/// Two looks that are further apart than this were kept apart: somebody else has work for the core, or this thread has had a long turn.
 const TAKEN: Duration = Duration::from_millis(1);
 
 /// Notifications of which each came within [`GAP`] of the one before.
 pub(crate) struct Flow {
-    /// Since when they flow, and nobody else has wanted the core.
+    /// Since when they flow, and looks are close to each other.
     since: Instant,
     last: Instant,
     /// The last look, if nobody has slept since.

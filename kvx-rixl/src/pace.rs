@@ -33,6 +33,8 @@ const BY_THE_CLOCK: Longest =
 const SHARE: u32 = 160;
 /// However dear a look is, nobody waits longer for it.
 const LONGEST: Duration = Duration::from_millis(20);
+/// The dearest look that leaves the core its share. A dearer one has moved somebody's bytes, and says nothing of idle ones.
+const DEAREST: Duration = Duration::from_micros(LONGEST.as_micros() as u64 / SHARE as u64);
 
 /// How long a thread has had a core.
 #[derive(Clone, Copy)]
@@ -59,18 +61,20 @@ pub(crate) struct Pace {
     longest: &'static Longest,
     /// What came after the last sleep but one had not woken the sleeper: once may be chance, as it came just before the look.
     missed: bool,
-    /// What a sleep and the look after it cost lately, where nothing had come: 20 microseconds on a machine at work, and three times
-    /// as much where the core had been asleep.
+    /// What a sleep and the look after it cost lately, where there was nothing to do: 20 microseconds on a machine at work, and three
+    /// times as much where the core had been asleep.
     price: Duration,
-    /// At the last sleep, if nothing has come since.
+    /// At the last sleep, if there was nothing to do then and nothing has come since.
     had: Option<Had>,
+    /// Whether it may stay awake for notifications that flow.
+    stays_awake: bool,
     /// Of notifications, while there may be one.
     flow: Option<Flow>,
 }
 
 impl Pace {
-    /// `wakes`: the plugin has descriptors that may wake.
-    pub(crate) fn new(wakes: bool) -> Self {
+    /// `wakes`: the plugin has descriptors that may wake. `stays_awake`: it may, for notifications that flow.
+    pub(crate) fn new(wakes: bool, stays_awake: bool) -> Self {
         let longest = if wakes { &UNPROVEN } else { &BY_THE_CLOCK };
         Pace {
             heard: Instant::now(),
@@ -79,18 +83,22 @@ impl Pace {
             missed: false,
             price: Duration::ZERO,
             had: None,
+            stays_awake,
             flow: None,
         }
     }
 
-    /// A sleep follows.
-    pub(crate) fn slept(&mut self) {
+    /// A sleep follows. `idle`: there is nothing to do.
+    pub(crate) fn slept(&mut self, idle: bool) {
         self.asleep = true;
-        let had = Had::now();
-        if let Some(before) = self.had.replace(had)
+        let had = idle.then(Had::now);
+        if let (Some(before), Some(had)) = (std::mem::replace(&mut self.had, had), had)
             && before.thread == had.thread
         {
-            self.price = (self.price * 7 + had.time.saturating_sub(before.time)) / 8;
+            let cost = had.time.saturating_sub(before.time);
+            if cost <= DEAREST {
+                self.price = (self.price * 7 + cost) / 8;
+            }
         }
         self.flow.iter_mut().for_each(Flow::slept);
     }
@@ -102,6 +110,9 @@ impl Pace {
 
     /// A notification has come, for the program.
     pub(crate) fn notified(&mut self) {
+        if !self.stays_awake {
+            return;
+        }
         let now = Instant::now();
         self.flow.get_or_insert_with(|| Flow::begin(now)).heard(now);
     }
@@ -133,7 +144,7 @@ impl Pace {
         let longest = match () {
             () if in_flight => IN_FLIGHT,
             () if waiting => self.longest.waiting,
-            () => self.longest.alone.max((self.price * SHARE).min(LONGEST)),
+            () => self.longest.alone.max(self.price * SHARE),
         };
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
@@ -153,14 +164,14 @@ mod tests {
 
     fn quiet_for(time: Duration, longest: &'static Longest) -> Pace {
         let heard = Instant::now().checked_sub(time).expect("the machine has run for longer");
-        Pace { heard, longest, ..Pace::new(true) }
+        Pace { heard, longest, ..Pace::new(true, true) }
     }
 
     const LONG: Duration = Duration::from_secs(60);
 
     /// However long this test is kept from its core, something has only just come.
     fn just_heard() -> Pace {
-        Pace { heard: Instant::now() + LONG, ..Pace::new(true) }
+        Pace { heard: Instant::now() + LONG, ..Pace::new(true, true) }
     }
 
     #[test]
@@ -192,7 +203,7 @@ mod tests {
         pace.looked(false, true, true);
         assert_eq!(pace.patience(), flow::GAP);
         pace.notified();
-        pace.slept();
+        pace.slept(true);
         std::thread::sleep(2 * flow::GAP);
         pace.looked(false, false, false);
         assert!(pace.flow.is_none() && pace.patience() < flow::GAP);
@@ -204,30 +215,30 @@ mod tests {
     #[test]
     fn a_plugin_that_does_not_wake_is_asked_by_the_clock_until_it_does() {
         let longest = |pace: &Pace| quiet_for(LONG, pace.longest).sleep(false, false);
-        assert_eq!(longest(&Pace::new(false)), BY_THE_CLOCK.alone);
-        let mut pace = Pace::new(true);
+        assert_eq!(longest(&Pace::new(false, true)), BY_THE_CLOCK.alone);
+        let mut pace = Pace::new(true, true);
         // What comes while nobody sleeps says nothing.
         pace.looked(false, true, true);
         assert_eq!(longest(&pace), UNPROVEN.alone);
-        pace.slept();
+        pace.slept(true);
         pace.looked(false, false, true);
         assert_eq!(longest(&pace), UNPROVEN.alone);
-        pace.slept();
+        pace.slept(true);
         pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
         let unwoken = |pace: &mut Pace| {
-            pace.slept();
+            pace.slept(true);
             pace.looked(false, true, true);
         };
         unwoken(&mut pace);
         assert_eq!(longest(&pace), WOKEN.alone, "once may be chance");
         unwoken(&mut pace);
         assert_eq!(longest(&pace), BY_THE_CLOCK.alone);
-        pace.slept();
+        pace.slept(true);
         pace.looked(true, true, true);
         assert_eq!(longest(&pace), WOKEN.alone);
         unwoken(&mut pace);
-        pace.slept();
+        pace.slept(true);
         pace.looked(true, true, true);
         unwoken(&mut pace);
         assert_eq!(longest(&pace), WOKEN.alone, "two, and not one after the other");
@@ -239,34 +250,52 @@ mod tests {
         let us = Duration::from_micros;
         assert_eq!(dear(us(10)).sleep(false, false), BY_THE_CLOCK.alone);
         assert_eq!(dear(us(50)).sleep(false, false), us(8_000));
-        assert_eq!(dear(us(5_000)).sleep(false, false), LONGEST);
-        assert_eq!(dear(us(5_000)).sleep(false, true), BY_THE_CLOCK.waiting);
-        assert_eq!(dear(us(5_000)).sleep(true, false), IN_FLIGHT);
+        assert_eq!(dear(DEAREST).sleep(false, false), LONGEST);
+        assert_eq!(dear(DEAREST).sleep(false, true), BY_THE_CLOCK.waiting);
+        assert_eq!(dear(DEAREST).sleep(true, false), IN_FLIGHT);
     }
 
     #[test]
-    fn looks_are_priced_by_what_their_own_thread_has_had_of_a_core_since_it_slept() {
-        let work = || {
+    fn looks_are_priced_by_what_their_own_thread_has_had_of_a_core_at_idle() {
+        let work = |time| {
             let begun = Had::now();
-            while Had::now().time - begun.time < Duration::from_millis(8) {}
+            while Had::now().time - begun.time < time {}
         };
-        let mut pace = Pace::new(false);
-        pace.slept();
-        work();
-        pace.looked(false, false, false);
-        pace.slept();
-        assert!(pace.price >= Duration::from_millis(1), "{:?}", pace.price);
-        // Neither what something that came has cost, nor the life of another thread.
+        let (little, much) = (DEAREST / 4, 4 * DEAREST);
+        // A thread that loses its core works longer than it is asked to, which may be too long to count.
+        let mut pace = Pace::new(false, true);
+        let priced = (0..1000).any(|_| {
+            pace.slept(true);
+            work(little);
+            pace.looked(false, false, false);
+            pace.slept(true);
+            !pace.price.is_zero()
+        });
+        assert!(priced && pace.price >= little / 8, "{:?}", pace.price);
+        // Nothing else counts: what moved bytes, what had something to do, what something that came has cost, another thread.
         let price = pace.price;
-        work();
+        work(much);
+        pace.slept(true);
+        work(little);
+        pace.slept(false);
+        work(little);
+        pace.slept(true);
+        work(little);
         pace.looked(false, true, true);
-        pace.slept();
+        pace.slept(true);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                work();
-                pace.slept();
+                work(little);
+                pace.slept(true);
             });
         });
         assert_eq!(pace.price, price);
+    }
+
+    #[test]
+    fn who_is_to_sleep_sleeps_also_while_notifications_flow() {
+        let mut pace = Pace { stays_awake: false, ..just_heard() };
+        pace.notified();
+        assert!(pace.flow.is_none());
     }
 }

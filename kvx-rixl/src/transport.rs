@@ -123,7 +123,16 @@ impl Factory for Rixl {
             Wakes::new(&[loads.fd(), turnstile.bell()], &watchers).map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
-        let fabric = Nixl::new(turnstile, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
+        let stays_awake = config.stay_awake;
+        let fabric = Nixl::new(
+            turnstile,
+            Arc::clone(&ranges),
+            peers,
+            wakes,
+            stays_awake,
+            capabilities(),
+            description,
+        )?;
         fabric::open(
             context,
             Parts {

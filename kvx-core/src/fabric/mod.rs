@@ -150,7 +150,8 @@ pub unsafe trait Fabric: Send + 'static {
     /// As [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
-    /// A notification for the program has come: the next may be near.
+    /// A notification for the program has come with the last [`poll`](Fabric::poll), also if it has to wait for room: the next may be
+    /// near. Once for each, on whichever thread has the turn.
     fn notified(&mut self) {}
 
     /// As [`Progress::patience`](crate::reactor::Progress::patience).

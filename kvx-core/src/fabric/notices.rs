@@ -130,14 +130,14 @@ impl<F: Fabric> Machine<F> {
 
     /// A foreign agent sent a notification.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
-        if let Err(why) = self.held.add(Arc::clone(&from), bytes) {
-            tracing::error!(
+        match self.held.add(Arc::clone(&from), bytes) {
+            Ok(()) => self.fabric.notified(),
+            Err(why) => tracing::error!(
                 backend = self.name,
                 from = &*from,
                 "a foreign agent's notification is dropped: {why}"
-            );
+            ),
         }
-        self.fabric.notified();
         self.deliver_held();
     }
 

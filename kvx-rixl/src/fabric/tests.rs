@@ -43,7 +43,7 @@ fn near_over(plugin: &str) -> Nixl {
     let wakes = Wakes::new(&[loads.fd(), turnstile.bell()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
     let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
-    Nixl::new(turnstile, ranges, peers, wakes, capabilities, "NIXL".to_owned()).expect("a fabric")
+    Nixl::new(turnstile, ranges, peers, wakes, true, capabilities, "NIXL".to_owned()).expect("a fabric")
 }
 
 fn range(memory: &[u8]) -> Range {

@@ -27,7 +27,7 @@ impl Python {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/nixl_agent.py");
         let mut process = Command::new(python)
             .arg(script)
-            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")]) // they log on standard output
+            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")]) // the ends of peers are what tests are about
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

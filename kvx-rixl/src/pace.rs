@@ -59,7 +59,7 @@ pub(crate) struct Pace {
     asleep: bool,
     /// By whether what came after the last sleep had woken the sleeper.
     longest: &'static Longest,
-    /// What came after the last sleep but one had not woken the sleeper: once may be chance, as it came just before the look.
+    /// The last message that came to a sleeper had not woken it: once may be chance, as it came just before the look.
     missed: bool,
     /// What a sleep and the look after it cost lately, where there was nothing to do: 20 microseconds on a machine at work, and three
     /// times as much where the core had been asleep.

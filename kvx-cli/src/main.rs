@@ -59,6 +59,7 @@ enum Command {
 /// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told otherwise: their lines
 /// would be taken for figures and for answers. What they write goes to standard error, line by line.
 fn output_apart() -> std::io::Result<File> {
+    // SAFETY: as <stdio.h> declares it.
     unsafe extern "C" {
         /// C's, where libraries print: it would keep what goes to a file or pipe until this process ends.
         static stdout: *mut libc::FILE;

@@ -20,7 +20,7 @@ Prints the merged JSON, every value and where it came from, the backends it woul
   --json    print it as JSON
   --help    print this
 
-Exit status: 0, or 2 if the arguments are not valid.";
+Exit status: 0, 1 if the answer could not be written, or 2 if the arguments are not valid.";
 
 /// Runs the command with what stands behind `config` on the command line.
 pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -> ExitCode {

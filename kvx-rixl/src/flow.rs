@@ -70,7 +70,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// One each `gap` for `long`, with looks between; whoever looks may sleep until `slept` comes.
+    /// One each `gap` for `long`, and a look each `between`.
     fn after(gap: Duration, long: Duration, between: Duration) -> (Flow, Instant) {
         let begun = Instant::now();
         let (mut flow, mut now) = (Flow::begin(begun), begun);

@@ -27,7 +27,8 @@ impl Python {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/nixl_agent.py");
         let mut process = Command::new(python)
             .arg(script)
-            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")]) // the ends of peers are what tests are about
+            // What they say of the ends of peers is what the tests are about.
+            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

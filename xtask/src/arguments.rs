@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use crate::{again, peers, steps};
+use crate::peers;
+use crate::test::tier::Tier;
+use crate::test::{self, steps};
 
 /// What the developer asked for.
 #[derive(Debug, PartialEq)]
@@ -73,7 +75,11 @@ pub(crate) struct TestOptions {
     pub(crate) require_all: bool,
     /// A test that fails once has failed, also if it passes alone.
     pub(crate) strict: bool,
-    /// Run these steps only; empty means every step.
+    /// How much runs.
+    pub(crate) tier: Tier,
+    /// Run this crate's part only.
+    pub(crate) package: Option<String>,
+    /// Run these steps only; empty means every step of the tier.
     pub(crate) only: Vec<String>,
 }
 
@@ -110,6 +116,12 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
                 None => return Err("`--require` takes `all`".to_owned()),
             },
             "--strict" => options.strict = true,
+            "--fast" | "--whole" if options.tier != Tier::default() => {
+                return Err("`test` takes one of `--fast` and `--whole`".to_owned());
+            }
+            "--fast" => options.tier = Tier::Fast,
+            "--whole" => options.tier = Tier::Whole,
+            "--crate" => options.package = Some(arguments.next().ok_or("`--crate` takes a crate's name")?),
             "--only" => {
                 let name = arguments.next().ok_or("`--only` takes the name of a step")?;
                 if !steps::names().any(|known| known == name) {
@@ -198,12 +210,16 @@ pub(crate) fn usage() -> String {
 usage: cargo xtask <command>
 
 commands:
-  test [--install] [--require all] [--strict] [--only STEP]...
-      run every check of the repository, with what is installed
+  test [--fast | --whole] [--crate NAME] [--install] [--require all] [--strict] [--only STEP]...
+      run every check of the repository, with what is installed: everything once, on one version of each library
+        --fast         format, lints, unit tests, and the contract in one process on what needs nothing installed
+        --whole        also further versions of libraries and variants of suites, and what has to wait long
+        --crate NAME   that crate's part only, may stand beside the others
         --install      first install what the tests need: Debian packages (as root) and Python wheels
         --require all  a skip of what can run on this machine is a failure
         --strict       a test that fails once has failed; else up to {} that failed beside others are run {} times
-                       more, alone, and if they pass each time they are named and do not count as failed
+                       more, alone, and if they pass each time they are written into xtask/unsteady.txt and do not
+                       count as failed; those of memory (O2 to O8), N3 and safety count in any case
         --only STEP    only this step, may be repeated: {}
   features
       check that each feature of the facade builds alone, and what the crates depend on
@@ -227,8 +243,8 @@ commands:
         --from FOLDER  run what was unpacked there
         --quick        a bench of a few bytes, whose bars are not judged
         --only PART    only tests and runs with this in their names (`contract`, `IPC 64K`), may be repeated",
-        again::MOST,
-        again::TIMES,
+        test::MOST,
+        test::TIMES,
         steps.join(", "),
         peers::names().collect::<Vec<_>>().join(", ")
     )
@@ -246,8 +262,15 @@ mod tests {
     fn test_takes_its_options_in_any_order() {
         let only = vec!["docs".to_owned(), "demo".to_owned()];
         assert_eq!(
-            words("test --only docs --require all --only demo --strict --install"),
-            Ok(Request::Test(TestOptions { install: true, require_all: true, strict: true, only }))
+            words("test --only docs --require all --only demo --strict --crate kvx-core --whole --install"),
+            Ok(Request::Test(TestOptions {
+                install: true,
+                require_all: true,
+                strict: true,
+                tier: Tier::Whole,
+                package: Some("kvx-core".to_owned()),
+                only
+            }))
         );
         assert_eq!(words("test"), Ok(Request::Test(TestOptions::default())));
         assert_eq!(words("features"), Ok(Request::Features));
@@ -280,6 +303,8 @@ mod tests {
             ("test --requires all", "--requires"),
             ("test --require some", "some"),
             ("test --require", "--require"),
+            ("test --fast --whole", "--fast"),
+            ("test --crate", "--crate"),
             ("test --only nothing", "nothing"),
             ("peers melon", "melon"),
             ("test --only", "--only"),

@@ -5,10 +5,11 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::Result;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips::{self, Skip};
-use crate::{Result, steps};
+use crate::test::steps;
 
 /// A generated file.
 struct Binding {

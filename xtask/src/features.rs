@@ -3,9 +3,10 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use crate::Result;
 use crate::metadata::{Metadata, RustVersion};
 use crate::process::{self, Output};
-use crate::{Result, steps};
+use crate::test::steps;
 
 /// The crate that works under any async runtime, and therefore depends on none.
 const CORE: &str = "kvx-core";

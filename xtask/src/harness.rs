@@ -1,24 +1,36 @@
-//! Reads what `cargo test` prints: libtest's lines, which libtest-mimic prints too, and cargo's around them.
+//! Reads what a test program prints: libtest's lines, which libtest-mimic prints too.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::process::{End, Finished};
 use crate::skips::Skip;
+use crate::test::programs::Program;
 
 /// How many lines of what a failed test printed are shown again in the summary.
 const SHOWN_AGAIN: usize = 12;
 
-/// What the tests of one step came to.
+/// What the tests of a program, or of a step, came to.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     /// How many tests passed.
     pub(crate) passed: usize,
-    /// One entry per failed test, or per test program that ended without a result.
+    /// One entry per failed test, or for a test program that ended without a result.
     pub(crate) failures: Vec<Failure>,
     /// Tests that failed beside others and passed alone; they count as passed.
     pub(crate) unsteady: Vec<Failure>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
+}
+
+impl Tally {
+    /// Adds those of another program.
+    pub(crate) fn add(&mut self, other: Tally) {
+        self.passed += other.passed;
+        self.failures.extend(other.failures);
+        self.unsteady.extend(other.unsteady);
+        self.skips.extend(other.skips);
+    }
 }
 
 /// Something that failed.
@@ -27,9 +39,16 @@ pub(crate) struct Failure {
     /// What failed, and the command that repeats it.
     what: String,
     /// The last lines that the test printed.
-    said: String,
-    /// For a test with a name: the arguments with which cargo runs it and no other.
-    pub(crate) alone: Option<Vec<String>>,
+    pub(crate) said: String,
+    /// A test with a name, which can be run alone.
+    pub(crate) test: Option<Test>,
+}
+
+/// A test, and the program that it is one of.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Test {
+    pub(crate) name: String,
+    pub(crate) program: Program,
 }
 
 impl From<String> for Failure {
@@ -39,17 +58,21 @@ impl From<String> for Failure {
 }
 
 impl Failure {
-    /// A test that failed, in the program that `again` runs.
-    pub(crate) fn of_test(name: &str, again: &str, said: &str) -> Failure {
-        let alone = again
-            .strip_prefix("cargo ")
-            .map(|line| line.split(' ').chain(["--", "--exact", name]).map(str::to_owned).collect());
-        Failure { what: format!("{name} ({again})"), said: said.to_owned(), alone }
+    /// A test that failed, and what it said.
+    pub(crate) fn of_test(name: &str, program: &Program, said: &str) -> Failure {
+        let test = Test { name: name.to_owned(), program: program.clone() };
+        let what = format!("{name} (cargo test {})", program.title);
+        Failure { what, said: said.to_owned(), test: Some(test) }
     }
 
-    /// The same, in the step of this name.
-    pub(crate) fn of_step(self, step: &str) -> Failure {
-        Failure { what: format!("{step}: {}", self.what), ..self }
+    /// What a program of tests did instead of telling of its tests.
+    pub(crate) fn of_program(program: &Program, what: &str) -> Failure {
+        Failure::from(format!("{what} (cargo test {})", program.title))
+    }
+
+    /// The same, after these words: its step, or why it has failed.
+    pub(crate) fn after(self, words: &str) -> Failure {
+        Failure { what: format!("{words}: {}", self.what), ..self }
     }
 }
 
@@ -74,116 +97,99 @@ pub(crate) fn ran(output: &str) -> (usize, usize) {
     (passed, output.lines().filter(|line| line.starts_with("SKIP ")).count())
 }
 
-/// One test program, between cargo's `Running` or `Doc-tests` and the next.
+/// What one test program printed.
 #[derive(Default)]
-struct Program {
-    /// How cargo announced it.
-    title: String,
+struct Said {
     counts: Counts,
     has_result: bool,
     passed: Vec<String>,
     failed: Vec<String>,
     ignored: Vec<Skip>,
     /// What failed tests printed, by name.
-    said: BTreeMap<String, Vec<String>>,
-    /// The command that runs it again, which cargo prints when it failed.
-    again: Option<String>,
+    of: BTreeMap<String, Vec<String>>,
 }
 
-/// Sums up the `output` of a `cargo test` that exited with 0 or did not, and the skips that its tests `told`.
-pub(crate) fn read(output: &str, succeeded: bool, told: Vec<Skip>) -> Tally {
-    let programs = programs(output);
-    let mut tally = Tally::default();
-    let mut passed_names = Vec::new();
-    let mut ignored = Vec::new();
-    for mut program in programs {
-        let again = program.again.as_deref().unwrap_or(&program.title).to_owned();
-        tally.passed += program.counts.passed;
-        if program.has_result && program.counts.failed == 0 {
-            program.failed.clear(); // what looked like a name in what a test printed
-        }
-        let failed = program.failed.iter().map(|name| {
-            let said = program.said.get(name).map(Vec::as_slice).unwrap_or_default();
-            Failure::of_test(name, &again, &said[said.len().saturating_sub(SHOWN_AGAIN)..].join("\n"))
-        });
-        tally.failures.extend(failed);
-        if program.has_result {
-            let nameless = program.counts.failed.saturating_sub(program.failed.len());
-            tally.failures.extend((0..nameless).map(|_| Failure::from(format!("a test ({again})"))));
-            if program.again.is_some() && program.counts.failed == 0 {
-                tally.failures.push(Failure::from(format!("crashed after its tests ({again})")));
-            }
-        } else if succeeded {
-            // A harness of its own, which passes by its exit status.
-            tally.passed += 1;
-        } else {
-            // A program that crashed or was killed.
-            tally.failures.push(Failure::from(format!("ended without a result ({again})")));
-        }
-        program.ignored.resize(program.counts.ignored, Skip::new(&again, "ignored"));
-        passed_names.extend(program.passed);
-        ignored.extend(program.ignored);
+/// Sums up the `output` of a test program that ended in this way, and the skips that its tests `told`.
+pub(crate) fn read(program: &Program, finished: &Finished, told: Vec<Skip>) -> Tally {
+    let mut said = said(&finished.output);
+    let mut tally = Tally { passed: said.counts.passed, ..Tally::default() };
+    if said.has_result && said.counts.failed == 0 {
+        said.failed.clear(); // what looked like a name in what a test printed
     }
+    for name in &said.failed {
+        let lines = said.of.get(name).map(Vec::as_slice).unwrap_or_default();
+        let lines = lines[lines.len().saturating_sub(SHOWN_AGAIN)..].join("\n");
+        tally.failures.push(Failure::of_test(name, program, &lines));
+    }
+    let nameless = said.counts.failed.saturating_sub(said.failed.len());
+    tally.failures.extend((0..nameless).map(|_| Failure::of_program(program, "a test without a name")));
+    if let End::TimedOut(_) = finished.end {
+        tally.failures.push(Failure::of_program(program, &finished.end.to_string()));
+    } else if said.has_result && !finished.succeeded() && said.counts.failed == 0 {
+        tally
+            .failures
+            .push(Failure::of_program(program, &format!("crashed after its tests: {}", finished.end)));
+    } else if !said.has_result && !finished.succeeded() {
+        tally
+            .failures
+            .push(Failure::of_program(program, &format!("ended without a result: {}", finished.end)));
+    } else if !said.has_result {
+        // A program of its own kind, which passes by its exit status.
+        tally.passed += 1;
+    }
+    said.ignored.resize(said.counts.ignored, Skip::new(&program.title, "ignored"));
     for skip in told {
         // The harness counted a test that skips itself by returning early as passed, or as ignored.
-        if let Some(at) = ignored.iter().position(|known: &Skip| skip.is_of(&known.name)) {
-            ignored.swap_remove(at);
-        } else if let Some(at) = passed_names.iter().position(|name: &String| skip.is_of(name)) {
-            passed_names.swap_remove(at);
+        if let Some(at) = said.ignored.iter().position(|known| skip.is_of(&known.name)) {
+            said.ignored.swap_remove(at);
+        } else if let Some(at) = said.passed.iter().position(|name| skip.is_of(name)) {
+            said.passed.swap_remove(at);
             tally.passed -= 1;
         }
         tally.skips.push(skip);
     }
-    tally.skips.extend(ignored);
+    tally.skips.extend(said.ignored);
     tally
 }
 
-fn programs(output: &str) -> Vec<Program> {
-    let mut programs: Vec<Program> = Vec::new();
+fn said(output: &str) -> Said {
+    let mut said = Said::default();
     // The test whose words come, between its headline and the next, its backtrace or the list of names.
     let mut speaker: Option<String> = None;
     for line in output.lines() {
         let line = plain(line);
-        if let Some(title) = program_title(&line) {
-            programs.push(Program { title: title.to_owned(), ..Program::default() });
-            speaker = None;
-            continue;
-        }
-        let Some(program) = programs.last_mut() else { continue };
         if let Some(name) = headline(&line) {
             // Its verdict may stand behind something that another process printed into the line.
-            if !program.failed.iter().any(|known| known == name) {
-                program.failed.push(name.to_owned());
+            if !said.failed.iter().any(|known| known == name) {
+                said.failed.push(name.to_owned());
             }
             speaker = Some(name.to_owned());
         } else if line == "failures:" || line == "stack backtrace:" {
             speaker = None;
         } else if let Some(counts) = counts(&line) {
             speaker = None;
-            // One program prints several such lines when rustdoc runs merged and single documentation tests.
-            program.has_result = true;
-            program.counts.passed += counts.passed;
-            program.counts.failed += counts.failed;
-            program.counts.ignored += counts.ignored;
+            // A program that starts itself again prints several such lines, and so does rustdoc.
+            said.has_result = true;
+            said.counts.passed += counts.passed;
+            said.counts.failed += counts.failed;
+            said.counts.ignored += counts.ignored;
         } else if let Some((name, verdict)) = verdict(&line) {
             match verdict.split_once(", ").unwrap_or((verdict, "")) {
-                ("ok", _) => program.passed.push(name.to_owned()),
-                ("FAILED", _) => program.failed.push(name.to_owned()),
+                ("ok", _) => said.passed.push(name.to_owned()),
+                ("FAILED", _) => said.failed.push(name.to_owned()),
                 ("ignored", reason) => {
                     let reason = if reason.is_empty() { "ignored" } else { reason };
-                    program.ignored.push(Skip::new(name, reason));
+                    said.ignored.push(Skip::new(name, reason));
                 }
                 _ => {}
             }
-        } else if let Some((_, arguments)) = line.split_once("failed, to rerun pass `") {
-            program.again = Some(format!("cargo test {}", arguments.trim_end_matches('`')));
         } else if let Some(name) = &speaker
             && !line.trim().is_empty()
         {
-            program.said.entry(name.clone()).or_default().push(line);
+            said.of.entry(name.clone()).or_default().push(line);
         }
     }
-    programs
+    said
 }
 
 /// `line` without the escape sequences that colour it.
@@ -197,13 +203,6 @@ fn plain(line: &str) -> String {
         plain.push_str(rest.unwrap_or_default());
     }
     plain
-}
-
-/// `Running tests/x.rs (target/debug/deps/x-0123)` or `Doc-tests kvx_core`.
-fn program_title(line: &str) -> Option<&str> {
-    let line = line.trim();
-    let running = line.strip_prefix("Running ").filter(|rest| rest.contains("/deps/") && rest.ends_with(')'));
-    running.or_else(|| line.starts_with("Doc-tests ").then_some(line))
 }
 
 /// `---- name ----` as libtest-mimic prints it above what a failed test said, `---- name stdout ----` as libtest does.
@@ -235,38 +234,42 @@ fn verdict(line: &str) -> Option<(&str, &str)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
+    use std::time::Duration;
 
-    const GREEN: &str = "\
-   Compiling kvx-core v0.1.0
-     Running unittests src/lib.rs (target/debug/deps/kvx_core-0a1b)
-
-running 3 tests
+    const GREEN: &str = "
+running 5 tests
 test grid::merges ... ok
 test pool::huge_pages ... ok
 test gpu::reads ... ignored, no GPU [cannot run here]; cure: another machine
 test grid::refuses - should panic ... ok
-
-test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s
-
-     Running tests/conformance.rs (target/debug/deps/conformance-2c3d)
-
-running 2 tests
-test [SHM] read          ... ok
 test [TCP] notify_order  ... ignored
 
-test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 7 filtered out; finished in 1.25s
+test result: ok. 3 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.00s
 
-   Doc-tests kvx_core
+running 1 test
+test [SHM] read          ... ok
 
-test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.30s
-
-test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
+test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1.25s
 ";
+
+    fn ended(code: i32, output: &str) -> Finished {
+        Finished { end: End::Exited(ExitStatus::from_raw(code << 8)), output: output.to_owned() }
+    }
+
+    fn tally(finished: &Finished, told: Vec<Skip>) -> Tally {
+        read(&Program::of_nothing("-p tcp --lib"), finished, told)
+    }
+
+    fn failures(tally: &Tally) -> Vec<String> {
+        tally.failures.iter().map(Failure::to_string).collect()
+    }
 
     #[test]
     fn result_lines_are_summed_up() {
-        let tally = read(GREEN, true, Vec::new());
-        assert_eq!(tally.passed, 7);
+        let tally = tally(&ended(0, GREEN), Vec::new());
+        assert_eq!(tally.passed, 4);
         assert!(tally.failures.is_empty());
         assert_eq!(tally.skips.len(), 2);
         assert_eq!(tally.skips[0].name, "gpu::reads");
@@ -282,8 +285,8 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
             Skip::new("notify_order", "TCP is ordered; cure: none needed"),
             Skip::new("half_a_test", "no network namespaces; cure: run as root"),
         ];
-        let tally = read(GREEN, true, told.clone());
-        assert_eq!(tally.passed, 6);
+        let tally = tally(&ended(0, GREEN), told.clone());
+        assert_eq!(tally.passed, 3);
         assert_eq!(tally.skips[..3], told);
         assert_eq!(tally.skips.len(), 4, "and the test that is ignored without a word");
     }
@@ -291,7 +294,6 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
     #[test]
     fn failures_are_named_with_the_command_that_repeats_them() {
         let output = "\
-     Running tests/tcp.rs (target/debug/deps/tcp-0a1b)
 test frames ... FAILED
 test keys   ... what another process printed
 FAILED
@@ -311,48 +313,46 @@ failures:
     keys
 
 test result: FAILED. 4 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
-
-error: test failed, to rerun pass `-p kvx-native --test tcp`
-     Running tests/shm.rs (target/debug/deps/shm-0a1b)
-test read ... ok
-error: test failed, to rerun pass `-p kvx-native --test shm`
-     Running tests/end.rs (target/debug/deps/end-0a1b)
----- nobody ----
-test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
-error: test failed, to rerun pass `-p kvx-native --test end`
-
-Caused by:
-  process didn't exit successfully: `target/debug/deps/shm-0a1b` (signal: 11, SIGSEGV: invalid memory reference)
 ";
-        let tally = read(output, false, Vec::new());
-        assert_eq!(tally.passed, 5);
-        let failures: Vec<_> = tally.failures.iter().map(Failure::to_string).collect();
+        let tally = tally(&ended(101, output), Vec::new());
+        assert_eq!(tally.passed, 4);
         assert_eq!(
-            failures,
+            failures(&tally),
             [
-                "frames (cargo test -p kvx-native --test tcp)\n    | 1 is not 2",
-                "keys (cargo test -p kvx-native --test tcp)\n    | no key",
-                "ended without a result (cargo test -p kvx-native --test shm)",
-                "crashed after its tests (cargo test -p kvx-native --test end)",
+                "frames (cargo test -p tcp --lib)\n    | 1 is not 2",
+                "keys (cargo test -p tcp --lib)\n    | no key"
             ]
         );
-        let alone = tally.failures[1].alone.as_ref().expect("a test that has a name runs alone");
-        assert_eq!(alone.join(" "), "test -p kvx-native --test tcp -- --exact keys");
-        assert_eq!(tally.failures[2].alone, None);
+        assert_eq!(tally.failures[1].test.as_ref().map(|test| test.name.as_str()), Some("keys"));
     }
 
     #[test]
-    fn what_ran_is_known_without_cargo() {
-        assert_eq!(ran(GREEN), (7, 0));
+    fn a_program_that_crashes_or_hangs_failed_whatever_its_tests_did() {
+        let crashed = tally(&ended(134, "test read ... ok\n"), Vec::new());
+        assert_eq!(
+            failures(&crashed),
+            ["ended without a result: exit status: 134 (cargo test -p tcp --lib)"]
+        );
+        let late = tally(&ended(139, &format!("---- nobody ----\n{GREEN}")), Vec::new());
+        assert_eq!(failures(&late), ["crashed after its tests: exit status: 139 (cargo test -p tcp --lib)"]);
+        assert_eq!(late.passed, 4);
+        let end = End::TimedOut(Duration::from_secs(1));
+        let hung = tally(&Finished { end, output: GREEN.to_owned() }, Vec::new());
+        assert!(failures(&hung)[0].contains("still running") && hung.failures.len() == 1);
+        assert!(hung.failures[0].test.is_none(), "nothing is looked at again");
+    }
+
+    #[test]
+    fn what_ran_is_known() {
+        assert_eq!(ran(GREEN), (4, 0));
         assert_eq!(ran("SKIP a: b; cure: c\nall is well\n"), (0, 1));
     }
 
     #[test]
     fn a_program_without_a_harness_counts_by_its_exit_status() {
-        let output = "     Running tests/plain.rs (target/debug/deps/plain-0a1b)\nall is well\n";
-        assert_eq!(read(output, true, Vec::new()).passed, 1);
-        let tally = read(output, false, Vec::new());
-        assert_eq!((tally.passed, tally.failures.len()), (0, 1));
+        assert_eq!(tally(&ended(0, "all is well\n"), Vec::new()).passed, 1);
+        let failed = tally(&ended(1, "all is well\n"), Vec::new());
+        assert_eq!((failed.passed, failed.failures.len()), (0, 1));
     }
 
     #[test]

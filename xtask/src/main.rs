@@ -2,7 +2,6 @@
 //!
 //! It depends on no kvx crate, so that it builds and speaks even when they do not.
 
-mod again;
 mod arguments;
 mod bars;
 mod bindings;
@@ -17,8 +16,6 @@ mod peers;
 mod process;
 mod runtime_compiler;
 mod skips;
-mod steps;
-mod summary;
 mod test;
 
 use std::process::ExitCode;

@@ -82,6 +82,21 @@ impl<'a> Package<'a> {
         features.map(|(name, _)| name.as_str()).filter(|name| *name != "default")
     }
 
+    /// Where its manifest lies.
+    pub(crate) fn manifest(self) -> &'a str {
+        self.0["manifest_path"].as_str().unwrap_or_default()
+    }
+
+    /// What its manifest lists under this name in `[package.metadata.kvx]`.
+    pub(crate) fn listed(self, list: &str) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.0["metadata"]["kvx"][list].as_array().into_iter().flatten().filter_map(Value::as_str)
+    }
+
+    /// The names of its targets.
+    pub(crate) fn targets(self) -> impl Iterator<Item = &'a str> {
+        self.0["targets"].as_array().into_iter().flatten().filter_map(|target| target["name"].as_str())
+    }
+
     /// Whether it comes from a path: a member, as the workspace has no other such packages.
     pub(crate) fn is_member(self) -> bool {
         self.0["source"].is_null()

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::Result;
 use crate::install::{
     DebianPackage, Wheel, install_debian_packages, install_wheel, must_succeed, site_packages,
 };
 use crate::metadata::Metadata;
-use crate::{Result, steps};
+use crate::test::steps;
 
 /// A peer that is more than its packages.
 struct Peer {

@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,13 +26,15 @@ pub(crate) enum Output {
     Shown,
     /// Standard output is kept and not shown; standard error goes where xtask's goes.
     Kept,
+    /// Both are kept, in one order, and not shown.
+    Quiet,
 }
 
 /// A child that has ended.
 pub(crate) struct Finished {
     /// How it ended.
     pub(crate) end: End,
-    /// What it wrote (both streams for [`Output::Shown`]).
+    /// What it wrote (both streams but for [`Output::Kept`]).
     pub(crate) output: String,
 }
 
@@ -67,8 +70,8 @@ pub(crate) fn cargo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command
     command
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the running child's process group before xtask, which would not reach it
-/// otherwise: the group is not the terminal's.
+/// Makes SIGINT, SIGTERM and SIGHUP end the running children's process groups before xtask, which would not reach them
+/// otherwise: the groups are not the terminal's.
 pub(crate) fn catch_interrupts() {
     extern "C" fn note(signal: libc::c_int) {
         INTERRUPTED.store(signal, Ordering::Relaxed);
@@ -90,14 +93,13 @@ pub(crate) fn catch_interrupts() {
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {
     let start = Instant::now();
     let (mut reader, writer) = io::pipe()?;
-    if mode == Output::Shown {
+    if mode != Output::Kept {
         command.stderr(writer.try_clone()?);
     }
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
-    let child = command.spawn().map_err(|error| {
+    let group = Group::start(&mut command).map_err(|error| {
         io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
     })?;
-    let group = Group { leader: child, reaped: false };
     // Closes this process's copies of the pipe's writing end: the children's decide when the output is over.
     drop(command);
 
@@ -119,10 +121,7 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         intake.take(TICK)?;
         let signal = INTERRUPTED.load(Ordering::Relaxed);
         if signal != 0 {
-            group.terminate()?;
-            drop(group);
-            eprintln!("xtask: ended by signal {signal}");
-            std::process::exit(128 + signal);
+            end_by(signal);
         }
         if group.leader_exited()? {
             break false;
@@ -171,6 +170,55 @@ impl Intake {
     }
 }
 
+/// Ends xtask as `signal` asks, and first every child's group.
+fn end_by(signal: libc::c_int) -> ! {
+    // Kept until the end: nobody starts or reaps a child any more.
+    let running = running();
+    for group in running.iter() {
+        signal_group(*group, libc::SIGTERM);
+    }
+    let until = Instant::now() + GRACE;
+    while Instant::now() < until && running.iter().any(|group| is_there(*group)) {
+        thread::sleep(TICK);
+    }
+    for group in running.iter() {
+        signal_group(*group, libc::SIGKILL);
+    }
+    eprintln!("xtask: ended by signal {signal}");
+    std::process::exit(128 + signal);
+}
+
+/// The groups whose leaders are not reaped: no other groups can have their ids.
+fn running() -> MutexGuard<'static, Vec<libc::pid_t>> {
+    static RUNNING: Mutex<Vec<libc::pid_t>> = Mutex::new(Vec::new());
+    RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn signal_group(id: libc::pid_t, signal: libc::c_int) {
+    // SAFETY: plain system call. The group's leader is not reaped, so the id means this group. It fails only if nobody
+    // is left in the group, which is what it is for.
+    unsafe { libc::kill(-id, signal) };
+}
+
+/// Whether the leader of this group, a child of ours that is not reaped, still runs.
+fn is_there(id: libc::pid_t) -> bool {
+    !exited(id.cast_unsigned()).unwrap_or(true)
+}
+
+/// Whether this child has exited; leaves it to be reaped.
+fn exited(child: u32) -> io::Result<bool> {
+    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is valid for the write of one siginfo_t.
+    let result = unsafe { libc::waitid(libc::P_PID, child, info.as_mut_ptr(), flags) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: zero bytes are a valid siginfo_t, and waitid wrote over them or left them.
+    let info = unsafe { info.assume_init() };
+    Ok(info.si_signo == libc::SIGCHLD)
+}
+
 /// A child that leads a process group. Until it is reaped no other group can get its id.
 struct Group {
     leader: Child,
@@ -178,28 +226,31 @@ struct Group {
 }
 
 impl Group {
+    fn start(command: &mut Command) -> io::Result<Group> {
+        let mut running = running();
+        let group = Group { leader: command.spawn()?, reaped: false };
+        running.push(group.id());
+        Ok(group)
+    }
+
     fn id(&self) -> libc::pid_t {
         self.leader.id().cast_signed()
     }
 
     fn signal(&self, signal: libc::c_int) {
-        // SAFETY: plain system call. The leader is not reaped, so the id means this group. It fails only if nobody
-        // is left in the group, which is what it is for.
-        unsafe { libc::kill(-self.id(), signal) };
+        signal_group(self.id(), signal);
+    }
+
+    fn reap(&mut self) -> io::Result<ExitStatus> {
+        let mut running = running();
+        self.reaped = true;
+        running.retain(|group| *group != self.id());
+        self.leader.wait()
     }
 
     /// Whether the leader has exited; leaves it to be reaped.
     fn leader_exited(&self) -> io::Result<bool> {
-        let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
-        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-        // SAFETY: `info` is valid for the write of one siginfo_t.
-        let result = unsafe { libc::waitid(libc::P_PID, self.leader.id(), info.as_mut_ptr(), flags) };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: zero bytes are a valid siginfo_t, and waitid wrote over them or left them.
-        let info = unsafe { info.assume_init() };
-        Ok(info.si_signo == libc::SIGCHLD)
+        exited(self.leader.id())
     }
 
     /// Asks the group to end and waits for the leader, but not for long.
@@ -215,8 +266,7 @@ impl Group {
     /// Kills what is left of the group and reaps the leader.
     fn finish(mut self) -> io::Result<ExitStatus> {
         self.signal(libc::SIGKILL);
-        self.reaped = true;
-        self.leader.wait()
+        self.reap()
     }
 }
 
@@ -225,7 +275,7 @@ impl Drop for Group {
         if !self.reaped {
             self.signal(libc::SIGKILL);
             // Nobody is left to tell, and the child is dead.
-            let _ = self.leader.wait();
+            let _ = self.reap();
         }
     }
 }

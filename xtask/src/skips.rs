@@ -1,12 +1,14 @@
-//! Skips: tests that could not run here and say so.
+//! Skips: tests that could not run here and say so; and variants of suites that a tier leaves out and that say so too.
 //!
 //! # The format
 //!
-//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step. A test that skips appends
-//! one line to it, in one `write` call on a file opened for appending (tests of several processes share the file):
+//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step and test program. A test that
+//! skips appends one line to it, in one `write` call on a file opened for appending (several processes share the file),
+//! and a program that leaves something to the whole run one of the second form:
 //!
 //! ```text
 //! SKIP <test name>: <reason>; cure: <what to do>
+//! WHOLE <what `--whole` adds>
 //! ```
 //!
 //! The name ends at the first `": "` and may itself contain `::`; it is the name that the test harness prints, or its
@@ -62,9 +64,12 @@ impl fmt::Display for Skip {
     }
 }
 
+/// What begins a line about what the whole run adds.
+const WHOLE: &str = "WHOLE ";
+
 /// The skips in the text of such a file. A line of another form is a skip too: nothing is lost by a typing error.
-pub(crate) fn parse(text: &str) -> Vec<Skip> {
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+fn parse(text: &str) -> Vec<Skip> {
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with(WHOLE));
     lines
         .map(|line| match line.strip_prefix("SKIP ").and_then(|rest| rest.split_once(": ")) {
             Some((name, reason)) => Skip::new(name, reason),
@@ -98,6 +103,12 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<Skip>> {
     Ok(parse(&String::from_utf8_lossy(&std::fs::read(path)?)))
 }
 
+/// What the whole run adds, by the file at `path`.
+pub(crate) fn left_to_the_whole(path: &Path) -> io::Result<Vec<String>> {
+    let text = std::fs::read_to_string(path)?;
+    Ok(text.lines().filter_map(|line| line.strip_prefix(WHOLE)).map(str::to_owned).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -105,7 +116,8 @@ mod tests {
     #[test]
     fn a_line_has_a_name_a_reason_and_a_cure() {
         let text = "SKIP shm::huge_pages: no huge pages: 0 of 8 free; cure: sysctl vm.nr_hugepages=8\n\
-                    SKIP gpu: no GPU [cannot run here]; cure: another machine\n";
+                    SKIP gpu: no GPU [cannot run here]; cure: another machine\n\
+                    WHOLE UCX 1.13\n";
         let skips = parse(text);
         assert_eq!(skips.len(), 2);
         assert_eq!(skips[0].name, "shm::huge_pages");

@@ -15,6 +15,8 @@ pub(crate) struct Summary {
     failures: Vec<Failure>,
     unsteady: Vec<Failure>,
     skips: Vec<Skip>,
+    programs: Vec<(String, Duration)>,
+    left_to_the_whole: Vec<String>,
 }
 
 struct StepResult {
@@ -35,8 +37,8 @@ impl Summary {
             tally.skips.into_iter().partition(|skip| self.require_all && skip.can_run_here());
         let held = tally.failures.is_empty() && failed.is_empty();
         self.passed += tally.passed;
-        self.failures.extend(tally.failures.into_iter().map(|failure| failure.of_step(name)));
-        self.unsteady.extend(tally.unsteady.into_iter().map(|failure| failure.of_step(name)));
+        self.failures.extend(tally.failures.into_iter().map(|failure| failure.after(name)));
+        self.unsteady.extend(tally.unsteady.into_iter().map(|failure| failure.after(name)));
         self.failures.extend(
             failed
                 .into_iter()
@@ -45,6 +47,12 @@ impl Summary {
         self.skips.extend(skipped);
         self.steps.push(StepResult { name, held, took });
         held
+    }
+
+    /// Adds how long a test program took, and what of it only the whole run has.
+    pub(crate) fn add_program(&mut self, title: &str, took: Duration, left_to_the_whole: Vec<String>) {
+        self.programs.push((title.to_owned(), took));
+        self.left_to_the_whole.extend(left_to_the_whole);
     }
 
     /// Whether nothing failed.
@@ -56,6 +64,14 @@ impl Summary {
 impl fmt::Display for Summary {
     /// Its last line is `N passed, N failed, N skipped`, without a line break.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut programs: Vec<_> = self.programs.iter().collect();
+        programs.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+        for (title, took) in programs {
+            writeln!(f, "{:>8.1} s  {title}", took.as_secs_f64())?;
+        }
+        if !self.left_to_the_whole.is_empty() {
+            writeln!(f, "\n`--whole` adds: {}\n", self.left_to_the_whole.join("; "))?;
+        }
         for step in &self.steps {
             let verdict = if step.held { "ok" } else { "FAILED" };
             writeln!(f, "{:<20} {verdict:<6} {:>8.1} s", step.name, step.took.as_secs_f64())?;
@@ -63,7 +79,11 @@ impl fmt::Display for Summary {
         let total: Duration = self.steps.iter().map(|step| step.took).sum();
         writeln!(f, "{:<20} {:<6} {:>8.1} s\n", "total", "", total.as_secs_f64())?;
         list(f, "failed", &self.failures)?;
-        list(f, "failed beside other tests and passed alone (each is a defect to be found)", &self.unsteady)?;
+        list(
+            f,
+            "failed beside other tests and passed alone (each is a defect to be found, and stands in xtask/unsteady.txt)",
+            &self.unsteady,
+        )?;
         list(f, "skipped", &self.skips)?;
         write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failures.len(), self.skips.len())
     }
@@ -118,6 +138,17 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
+    }
+
+    #[test]
+    fn programs_stand_slowest_first_with_what_the_whole_run_adds() {
+        let mut summary = Summary::new(false);
+        summary.add_program("-p quick --lib", Duration::from_millis(200), Vec::new());
+        summary.add_program("-p slow --lib", Duration::from_secs(70), vec!["UCX 1.13".to_owned()]);
+        let text = summary.to_string();
+        let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part} is not in:\n{text}"));
+        assert!(at("70.0 s  -p slow --lib\n") < at("0.2 s  -p quick --lib\n"));
+        at("`--whole` adds: UCX 1.13\n");
     }
 
     #[test]

@@ -1,0 +1,28 @@
+//! How much `cargo xtask test` runs.
+
+/// Each tier runs what those before it run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Tier {
+    /// What a developer waits for after each edit: format, lints, unit tests, and the contract on the transports that need
+    /// nothing installed, in one process.
+    Fast,
+    /// Everything once, on one version of each library.
+    #[default]
+    Usual,
+    /// Further versions of libraries and variants of suites, and what has to wait long.
+    Whole,
+}
+
+/// The variable that tells test programs their tier; `kvx_testkit::Tier` reads it.
+pub(crate) const VARIABLE: &str = "KVX_TEST_TIER";
+
+impl Tier {
+    /// As the variable has it, and a file's name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Tier::Fast => "fast",
+            Tier::Usual => "usual",
+            Tier::Whole => "whole",
+        }
+    }
+}

@@ -20,7 +20,7 @@ fn the_two_commands_are_the_readmes_first() {
 fn ci_runs_the_second_command_and_requires_all_of_it() {
     let script = include_str!("../.ci/run");
     let commands: Vec<_> = script.lines().filter(|line| line.starts_with("cargo ")).collect();
-    assert_eq!(commands, [format!("{} --require all", first_block("sh")[1])]);
+    assert_eq!(commands, [format!("{} --require all --whole", first_block("sh")[1])]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use kvx_core::{MemoryKind, Registry};
-use kvx_testkit::{Backing, Device, Suite, TestDevice, conformance_main};
+use kvx_testkit::{Backing, Device, Suite, TestDevice, Tier, conformance_main};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -24,18 +24,21 @@ fn device() -> kvx_core::Result<Arc<dyn Device>> {
 
 /// Memory of a device on one side or on both.
 const fn on_device(backend: &'static str, label: &'static str, near: Backing, far: Backing) -> Suite {
-    Suite { label, near, far, device: Some(device), ..Suite::over(backend) }
+    // The way through both is the way through one.
+    let both = matches!((near, far), (Backing::Device, Backing::Device));
+    let tier = if both { Tier::Usual } else { Tier::Whole };
+    Suite { label, near, far, device: Some(device), tier, ..Suite::over(backend) }
 }
 
 fn main() -> ExitCode {
     use Backing::{Device, Owned, Pool};
     let suites = [
-        Suite::over("SHM"),
+        Suite { tier: Tier::Fast, ..Suite::over("SHM") },
         FOREIGN,
         on_device("SHM", "SHM-device", Device, Device),
         on_device("SHM", "SHM-from-device", Pool, Device),
         on_device("SHM", "SHM-to-device", Device, Pool),
-        Suite::over("TCP"),
+        Suite { tier: Tier::Fast, ..Suite::over("TCP") },
         on_device("TCP", "TCP-device", Device, Device),
         on_device("TCP", "TCP-from-device", Pool, Device),
         on_device("TCP", "TCP-to-device", Device, Owned),

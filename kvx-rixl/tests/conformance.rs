@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::Registry;
-use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device, serve_if_asked};
+use kvx_testkit::{Backing, Device, Gap, Suite, Tier, conformance_main, device, serve_if_asked};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -28,6 +28,7 @@ const CMA: Suite = Suite {
 
 /// As between hosts without RDMA: UCX asks the peer's process to read and write for it.
 const TCP: Suite = Suite {
+    tier: Tier::Whole,
     label: "RIXL-tcp",
     options: r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#,
     ..CMA
@@ -36,6 +37,7 @@ const TCP: Suite = Suite {
 /// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has come before kvx's is woken for it,
 /// which goes by the clock then.
 const THREAD: Suite = Suite {
+    tier: Tier::Whole,
     label: "RIXL-thread",
     options: r#"{"rixl": {"progress_thread": true, "params": {"engine_config": "NET_DEVICES=lo"}}}"#,
     ..CMA

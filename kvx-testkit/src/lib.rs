@@ -14,6 +14,7 @@ mod skip;
 mod stopwatch;
 mod suite;
 mod surroundings;
+mod tier;
 
 pub use chaos::{Chaos, Fault, Gate};
 pub use check::{Check, Failure};
@@ -27,3 +28,4 @@ pub use setup::{Backing, DeviceSource, Mode, Pair, Setup};
 pub use skip::skip;
 pub use suite::{Gap, Suite, conformance_main, serve_if_asked};
 pub use surroundings::Surroundings;
+pub use tier::Tier;

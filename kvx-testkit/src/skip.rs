@@ -6,6 +6,11 @@ use std::io::Write as _;
 /// names a file, at its end, where `cargo xtask test` counts it.
 pub fn skip(test: &str, reason: &str, cure: &str) {
     let line = format!("SKIP {test}: {reason}; cure: {cure}\n");
+    note(&line);
+}
+
+/// Prints a whole line, and appends it to the file that `KVX_SKIPS` names.
+pub(crate) fn note(line: &str) {
     eprint!("{line}");
     if let Some(path) = std::env::var_os("KVX_SKIPS") {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(path);

@@ -14,6 +14,7 @@ use crate::far;
 use crate::process::answers_apart;
 use crate::setup::{Backing, DeviceSource, Mode, Setup};
 use crate::skip::skip;
+use crate::tier::Tier;
 
 /// A clause that a backend cannot keep, as data.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +45,8 @@ pub struct Suite {
     pub device: Option<DeviceSource>,
     /// What the backend cannot keep.
     pub gaps: &'static [Gap],
+    /// The least tier that runs it; the fast one runs what needs one process.
+    pub tier: Tier,
 }
 
 impl Suite {
@@ -58,6 +61,7 @@ impl Suite {
             far: Backing::Pool,
             device: None,
             gaps: &[],
+            tier: Tier::Usual,
         }
     }
 
@@ -94,6 +98,9 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
     serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
     for suite in suites {
+        if !suite.tier.runs_or_says(suite.label) {
+            continue;
+        }
         if let Some(reason) = without_its_device(suite, registry) {
             skip(
                 suite.label,
@@ -103,7 +110,7 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
             continue;
         }
         for clause in CLAUSES.iter().flat_map(|room| room.iter()) {
-            for mode in modes(clause.runs) {
+            for mode in modes(clause.runs).iter().filter(|mode| tier_of(**mode).runs()) {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
                 let place = if *mode == Mode::OneProcess { "one" } else { "two" };
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
@@ -125,6 +132,11 @@ pub(crate) fn modes(runs: Runs) -> &'static [Mode] {
         Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
         Runs::Compiler => &[],
     }
+}
+
+/// The least tier that runs clauses in this way.
+fn tier_of(mode: Mode) -> Tier {
+    if mode == Mode::OneProcess { Tier::Fast } else { Tier::Usual }
 }
 
 /// Why the device of a suite cannot be had, or is of no use to its backend.

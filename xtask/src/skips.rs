@@ -16,6 +16,7 @@
 //! setting of this machine makes the test run (there is no GPU): `--require all` lets it pass. Without the variable a
 //! test prints the same line and is done. A file is used because test harnesses swallow what a passing test prints.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -103,8 +104,8 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<Skip>> {
     Ok(parse(&String::from_utf8_lossy(&std::fs::read(path)?)))
 }
 
-/// What the whole run adds, by the file at `path`.
-pub(crate) fn left_to_the_whole(path: &Path) -> io::Result<Vec<String>> {
+/// What the whole run adds, each once, by the file at `path`.
+pub(crate) fn left_to_the_whole(path: &Path) -> io::Result<BTreeSet<String>> {
     let text = std::fs::read_to_string(path)?;
     Ok(text.lines().filter_map(|line| line.strip_prefix(WHOLE)).map(str::to_owned).collect())
 }

@@ -5,7 +5,7 @@ pub(crate) mod again;
 use std::process::ExitCode;
 
 use kvx_core::Registry;
-use kvx_testkit::{Backing, DeviceSource, Suite, conformance_main};
+use kvx_testkit::{Backing, DeviceSource, Suite, Tier, conformance_main};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -21,12 +21,13 @@ pub(crate) fn run(device: DeviceSource, all: bool) -> ExitCode {
     let mut suites =
         vec![over("SHM", "SHM-device", Device, Device), over("TCP", "TCP-device", Device, Device)];
     if all {
-        suites.extend([
+        let on_one = [
             over("SHM", "SHM-from-device", Pool, Device),
             over("SHM", "SHM-to-device", Device, Pool),
             over("TCP", "TCP-from-device", Pool, Device),
             over("TCP", "TCP-to-device", Device, Owned),
-        ]);
+        ];
+        suites.extend(on_one.map(|suite| Suite { tier: Tier::Whole, ..suite }));
     }
     conformance_main(registry, &suites)
 }

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
+use kvx_testkit::Tier;
+
 /// Why nothing runs without it, and what to do.
 pub(crate) const ABSENT: (&str, &str) =
     ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
@@ -17,6 +19,13 @@ pub(crate) const ABSENT: (&str, &str) =
 pub(crate) const NEWEST: &str = "nixl";
 /// One with the C interface that RIXL has, to the letter: refusals of all kinds are one.
 pub(crate) const AS_RIXL: &str = "nixl-1.1";
+
+/// The releases that tests run on in this run's tier.
+fn of_this_run() -> impl Iterator<Item = &'static str> {
+    [(NEWEST, Tier::Fast), (AS_RIXL, Tier::Whole)]
+        .into_iter()
+        .filter_map(|(release, tier)| tier.runs_or_says(release).then_some(release))
+}
 
 fn environments(release: &str) -> impl Iterator<Item = PathBuf> {
     let program = std::env::current_exe().expect("the running program has a path");
@@ -70,10 +79,10 @@ pub(crate) fn is_for(release: &str) -> bool {
     std::env::var(RELEASE).is_ok_and(|chosen| chosen == release)
 }
 
-/// Starts this program again over each release, with the arguments that it was given; one that hangs is killed after `limit`.
+/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that hangs is killed after `limit`.
 pub(crate) fn on_each(program: &str, limit: Duration) -> ExitCode {
     let mut all = ExitCode::SUCCESS;
-    for release in [NEWEST, AS_RIXL] {
+    for release in of_this_run() {
         let Some(library) = library_of(release) else {
             kvx_testkit::skip(&format!("{program} over {release}"), ABSENT.0, ABSENT.1);
             continue;
@@ -104,9 +113,9 @@ pub(crate) fn alone_with(test: &str, variables: &[(&str, &Path)], body: impl FnO
     alone_over(&[NEWEST], test, variables, body);
 }
 
-/// The same over each release.
+/// The same over each release of this run's tier.
 pub(crate) fn alone_on_each(test: &str, body: impl FnOnce()) {
-    alone_over(&[NEWEST, AS_RIXL], test, &[], body);
+    alone_over(&Vec::from_iter(of_this_run()), test, &[], body);
 }
 
 fn alone_over(releases: &[&str], test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {

@@ -18,6 +18,7 @@ use crate::far::{Far, PostSpec};
 use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
 use crate::stopwatch::Stopwatch;
 use crate::surroundings::Surroundings;
+use crate::tier::Tier;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(agents:
     A1 agents_share_a_process, OneProcess, [Breaker::Chaos(Fault::GlobalStop)];
@@ -102,7 +103,11 @@ pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
 
 /// A3: a connected pair without work costs what it declares.
 pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
-    let time = Duration::from_secs(if setup.quick { 2 } else { 10 });
+    let time = Duration::from_secs(match setup.quick {
+        true => 2,
+        false if Tier::Whole.runs() => 10,
+        false => 4,
+    });
     let share = match setup.capabilities()?.idle {
         Idle::Asleep => 0.001,
         _ => 0.01,

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use kvx_testkit::Tier;
+
 /// Set in a child: the version's label.
 const CHILD: &str = "KVX_UCX_TEST_VERSION";
 
@@ -21,6 +23,8 @@ pub(crate) struct Version {
     /// Whether its process dies in exit handlers, after everything was well: the network library that NIXL's wheel
     /// brings for its card modules does that when it is loaded without NIXL.
     pub(crate) ends_badly: bool,
+    /// The least tier that tests run on it in.
+    tier: Tier,
     cure: &'static str,
     file: fn() -> Option<PathBuf>,
 }
@@ -28,10 +32,36 @@ pub(crate) struct Version {
 const INSTALL: &str = "cargo xtask test --install";
 
 pub(crate) const VERSIONS: &[Version] = &[
-    Version { label: "UCX-1.13", number: (1, 13), ends_badly: false, cure: INSTALL, file: debian },
-    Version { label: "UCX-1.22", number: (1, 22), ends_badly: false, cure: INSTALL, file: wheel },
-    Version { label: "UCX-1.23", number: (1, 23), ends_badly: true, cure: INSTALL, file: nixl },
+    Version {
+        label: "UCX-1.13",
+        number: (1, 13),
+        ends_badly: false,
+        tier: Tier::Whole,
+        cure: INSTALL,
+        file: debian,
+    },
+    Version {
+        label: "UCX-1.22",
+        number: (1, 22),
+        ends_badly: false,
+        tier: Tier::Usual,
+        cure: INSTALL,
+        file: wheel,
+    },
+    Version {
+        label: "UCX-1.23",
+        number: (1, 23),
+        ends_badly: true,
+        tier: Tier::Whole,
+        cure: INSTALL,
+        file: nixl,
+    },
 ];
+
+/// The versions that tests run on in this run's tier.
+pub(crate) fn of_this_run() -> impl Iterator<Item = &'static Version> {
+    VERSIONS.iter().filter(|version| version.tier.runs_or_says(version.label))
+}
 
 /// The version that this process was started for; `None` in the process that starts the others.
 pub(crate) fn chosen() -> Option<&'static Version> {
@@ -55,7 +85,7 @@ impl Version {
 
 /// Calls `body` for each version that is there and ends well; names the others as parts of `test` that are skipped.
 pub(crate) fn each_here(test: &str, body: impl Fn(&Version)) {
-    for version in VERSIONS.iter().filter(|version| !version.ends_badly) {
+    for version in of_this_run().filter(|version| !version.ends_badly) {
         match version.command() {
             Ok(_) => body(version),
             Err((reason, cure)) => kvx_testkit::skip(test, &reason, cure),
@@ -68,7 +98,7 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
     if let Some(version) = chosen() {
         return body(version);
     }
-    for version in VERSIONS {
+    for version in of_this_run() {
         match version.command() {
             Ok(mut command) => {
                 let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);

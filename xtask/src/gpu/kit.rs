@@ -13,6 +13,7 @@ use crate::Result;
 use crate::install::site_packages;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
+use crate::test::tier::{self, Tier};
 
 /// A program of the kit: a target of a package.
 pub(crate) struct Program {
@@ -116,6 +117,7 @@ impl Kit {
         let file = self.files.get(program).ok_or_else(|| format!("the kit has no {program}"))?;
         let mut command = Command::new(file);
         command.env(DRIVER.0, driver());
+        command.env(tier::VARIABLE, Tier::Whole.name());
         // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
         for (variable, needs) in [("KVX_UCX_LIB", Needs::Ucx), ("KVX_RIXL_LIB", Needs::Rixl)] {

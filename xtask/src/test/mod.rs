@@ -8,6 +8,7 @@ pub(crate) mod steps;
 mod summary;
 pub(crate) mod tier;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -84,7 +85,7 @@ struct Ran {
     title: String,
     took: Duration,
     tally: Tally,
-    left_to_the_whole: Vec<String>,
+    left_to_the_whole: BTreeSet<String>,
 }
 
 impl Run<'_> {
@@ -125,7 +126,7 @@ impl Run<'_> {
             let took = start.elapsed();
             let (tally, left_to_the_whole) = ran.unwrap_or_else(|error| {
                 let failures = vec![Failure::of_program(&program, &error.to_string())];
-                (Tally { failures, ..Tally::default() }, Vec::new())
+                (Tally { failures, ..Tally::default() }, BTreeSet::new())
             });
             let verdict = if tally.failures.is_empty() { "ok" } else { "FAILED" };
             println!("{done:>3}/{count} {verdict:<6} {:>7.1} s  {}", took.as_secs_f64(), program.title);
@@ -155,7 +156,7 @@ impl Run<'_> {
     }
 
     /// Runs one test program; shows what it printed if it failed.
-    fn program(&self, program: &Program, limit: Duration) -> Result<(Tally, Vec<String>)> {
+    fn program(&self, program: &Program, limit: Duration) -> Result<(Tally, BTreeSet<String>)> {
         let notes = self.notes.join(file_name(&program.title));
         skips::clear(&notes)?;
         let mut command = program.command();

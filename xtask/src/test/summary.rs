@@ -1,5 +1,6 @@
 //! What a run came to: the times, the failures, the skips and the last line.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -50,9 +51,12 @@ impl Summary {
     }
 
     /// Adds how long a test program took, and what of it only the whole run has.
-    pub(crate) fn add_program(&mut self, title: &str, took: Duration, left_to_the_whole: Vec<String>) {
+    pub(crate) fn add_program(&mut self, title: &str, took: Duration, left_to_the_whole: BTreeSet<String>) {
         self.programs.push((title.to_owned(), took));
-        self.left_to_the_whole.extend(left_to_the_whole);
+        if !left_to_the_whole.is_empty() {
+            self.left_to_the_whole
+                .push(format!("{} ({title})", Vec::from_iter(left_to_the_whole).join(", ")));
+        }
     }
 
     /// Whether nothing failed.
@@ -143,12 +147,12 @@ mod tests {
     #[test]
     fn programs_stand_slowest_first_with_what_the_whole_run_adds() {
         let mut summary = Summary::new(false);
-        summary.add_program("-p quick --lib", Duration::from_millis(200), Vec::new());
-        summary.add_program("-p slow --lib", Duration::from_secs(70), vec!["UCX 1.13".to_owned()]);
+        summary.add_program("-p quick --lib", Duration::from_millis(200), BTreeSet::new());
+        summary.add_program("-p slow --lib", Duration::from_secs(70), ["UCX 1.13".to_owned()].into());
         let text = summary.to_string();
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part} is not in:\n{text}"));
         assert!(at("70.0 s  -p slow --lib\n") < at("0.2 s  -p quick --lib\n"));
-        at("`--whole` adds: UCX 1.13\n");
+        at("`--whole` adds: UCX 1.13 (-p slow --lib)\n");
     }
 
     #[test]

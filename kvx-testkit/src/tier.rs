@@ -1,0 +1,80 @@
+//! How much of the tests runs: the tiers of `cargo xtask test`.
+
+use crate::skip::note;
+
+/// What a part of the tests belongs to. Each tier runs what those before it run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Tier {
+    /// What a developer waits for after each edit: in one process, over what needs nothing installed.
+    Fast,
+    /// Everything once, on one version of each library.
+    Usual,
+    /// Further versions and variants, and what has to wait long.
+    Whole,
+}
+
+/// Options of test programs whose value is an argument of its own.
+const WITH_VALUE: [&str; 5] = ["--test-threads", "--skip", "--format", "--color", "--logfile"];
+
+impl Tier {
+    /// The tier of this run: `KVX_TEST_TIER`, or the usual one. A program that is told which tests to run, by parts of
+    /// their names, has all of them to choose from.
+    ///
+    /// # Panics
+    /// When the variable holds another word than `fast`, `usual` and `whole`.
+    pub fn of_this_run() -> Tier {
+        if names_tests(std::env::args().skip(1)) {
+            return Tier::Whole;
+        }
+        match std::env::var("KVX_TEST_TIER").as_deref() {
+            Ok("fast") => Tier::Fast,
+            Ok("usual") | Err(_) => Tier::Usual,
+            Ok("whole") => Tier::Whole,
+            Ok(other) => panic!("KVX_TEST_TIER is fast, usual or whole, not {other:?}"),
+        }
+    }
+
+    /// Whether what belongs to this tier runs.
+    pub fn runs(self) -> bool {
+        self <= Tier::of_this_run()
+    }
+
+    /// The same; what only the whole run adds is told, as `what`, where `cargo xtask test` lists it.
+    pub fn runs_or_says(self, what: &str) -> bool {
+        let run = Tier::of_this_run();
+        if self == Tier::Whole && run == Tier::Usual {
+            note(&format!("WHOLE {what}\n"));
+        }
+        self <= run
+    }
+}
+
+/// Whether one of a test program's arguments is a part of tests' names.
+fn names_tests(arguments: impl Iterator<Item = String>) -> bool {
+    let mut is_value = false;
+    for argument in arguments {
+        if !is_value && !argument.starts_with('-') {
+            return true;
+        }
+        is_value = WITH_VALUE.contains(&argument.as_str());
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_tier_runs_what_those_before_it_run() {
+        assert!(Tier::Fast < Tier::Usual && Tier::Usual < Tier::Whole);
+        assert!(Tier::Fast.runs());
+    }
+
+    #[test]
+    fn a_name_is_told_from_an_option_and_its_value() {
+        let names = |line: &str| names_tests(line.split_whitespace().map(str::to_owned));
+        assert!(names("SHM::one") && names("--exact T1 --nocapture") && names("--skip a T1"));
+        assert!(!names("") && !names("--nocapture --test-threads=1") && !names("--test-threads 1 -q"));
+    }
+}

@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 // The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
 #[cfg(feature = "connector")]

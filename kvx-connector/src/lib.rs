@@ -3,6 +3,7 @@
     not(feature = "protocol"),
     doc = "Typed `kv_transfer_params` of vLLM's connectors and the recipes of proxies: the part of kvx-connector for routers."
 )]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(feature = "protocol")]
 pub mod engine;

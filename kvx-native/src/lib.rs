@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![cfg(target_os = "linux")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod described;
 #[cfg(feature = "shm")]

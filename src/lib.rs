@@ -2,11 +2,14 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
+pub use kvx_config as config;
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
 pub use kvx_core::*;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;
+#[cfg(all(target_os = "linux", any(feature = "cuda", feature = "rocm")))]
+pub use kvx_gpu as gpu;
 #[cfg(all(target_os = "linux", feature = "libfabric"))]
 pub use kvx_libfabric::Libfabric;
 #[cfg(all(target_os = "linux", feature = "mooncake"))]
@@ -73,4 +76,17 @@ pub fn registry() -> Registry {
     #[cfg(all(target_os = "linux", feature = "rixl"))]
     registry.add(Rixl).expect("RIXL is added once");
     registry
+}
+
+/// What a vLLM configuration says of an agent.
+pub trait BuilderExt {
+    /// Takes the options of `config`, and whether device memory goes through the host (`kv_buffer_device`).
+    fn config(self, config: &config::KvTransferConfig) -> Self;
+}
+
+impl BuilderExt for Builder {
+    fn config(self, config: &config::KvTransferConfig) -> Self {
+        let staged = config.buffer_device() == config::BufferDevice::Cpu;
+        self.options(Options::from_json(config.extra().clone())).stage_device_memory(staged)
+    }
 }

@@ -42,3 +42,9 @@ fn the_order_of_preference_is_shm_then_ucx_then_libfabric_then_tcp() {
     let expected: Vec<_> = compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
     assert_eq!(names, expected);
 }
+
+#[test]
+#[cfg(feature = "ucx")]
+fn the_configuration_tells_how_many_threads_ucx_has() {
+    assert_eq!(kvx::config::NUM_THREADS, kvx::Ucx::NUM_THREADS);
+}

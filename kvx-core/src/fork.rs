@@ -15,7 +15,7 @@ mod imp {
     }
 
     /// How many forks lie between this process and the first one that asked.
-    pub(crate) fn count() -> u64 {
+    pub fn count() -> u64 {
         WATCH.call_once(|| {
             // SAFETY: `in_child` only adds to an atomic, which is allowed in a forked child.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
@@ -26,15 +26,15 @@ mod imp {
 
 #[cfg(any(not(target_os = "linux"), kvx_portable))]
 mod imp {
-    pub(crate) fn count() -> u64 {
+    pub fn count() -> u64 {
         0
     }
 }
 
-pub(crate) use imp::count;
+pub use imp::count;
 
 /// Fails in a process that is a fork of the one in which kvx was first used.
-pub(crate) fn check() -> Result<()> {
+pub fn check() -> Result<()> {
     if count() == 0 {
         return Ok(());
     }

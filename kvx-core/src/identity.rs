@@ -11,7 +11,8 @@ use crate::{Error, Kind, Result};
 pub struct Incarnation(pub [u8; 16]);
 
 impl Incarnation {
-    pub(crate) fn random() -> Result<Self> {
+    /// A new one.
+    pub fn random() -> Result<Self> {
         random_bytes().map(Incarnation)
     }
 }
@@ -47,7 +48,8 @@ impl fmt::Display for RegionId {
 pub struct RegionKey(pub [u8; 16]);
 
 impl RegionKey {
-    pub(crate) fn random() -> Result<Self> {
+    /// A new one.
+    pub fn random() -> Result<Self> {
         random_bytes().map(RegionKey)
     }
 
@@ -117,8 +119,14 @@ pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     Ok(name.into())
 }
 
+/// A number that nobody can guess, from the operating system.
+pub fn random_number() -> Result<u64> {
+    let [a, b, c, d, e, f, g, h, ..] = random_bytes()?;
+    Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
+}
+
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub(crate) fn random_bytes() -> Result<[u8; 16]> {
+fn random_bytes() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
@@ -129,7 +137,7 @@ pub(crate) fn random_bytes() -> Result<[u8; 16]> {
 }
 
 #[cfg(any(not(target_os = "linux"), kvx_portable))]
-pub(crate) fn random_bytes() -> Result<[u8; 16]> {
+fn random_bytes() -> Result<[u8; 16]> {
     use std::io::Read as _;
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")

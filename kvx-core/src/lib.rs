@@ -6,19 +6,12 @@ pub mod breaks;
 mod budget;
 mod capabilities;
 mod completion;
-pub mod config;
 mod deadline;
 mod error;
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub mod fabric;
-mod fork;
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub mod gpu;
+pub mod fork;
 mod grid;
 mod identity;
 mod inbox;
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub mod loader;
 pub mod memory;
 mod metadata;
 mod names;
@@ -26,18 +19,13 @@ mod options;
 mod overlap;
 mod peer;
 mod plan;
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-mod process;
 mod quarantine;
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub mod reactor;
 mod region;
 mod registry;
 mod route;
 mod secret;
 mod segments;
-pub mod staging;
-mod sync;
+pub mod sync;
 mod telemetry;
 mod ticket;
 mod transfer;
@@ -53,6 +41,7 @@ pub use error::{Error, Kind, Native, Result};
 pub use grid::{Blocks, Grid, GridSet, Indices};
 pub use identity::{
     Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
+    random_number,
 };
 pub use inbox::Notification;
 pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
@@ -61,12 +50,12 @@ pub use names::nearest;
 pub use options::{Options, Table};
 pub use peer::{Peer, Posting};
 pub use plan::{Bound, LocalSide, Op, Pair, Placed, Plan, RemoteSide, Size};
-pub use quarantine::quarantined_bytes;
+pub use quarantine::{quarantine_for_ever, quarantined_bytes};
 pub use region::{PeerRegion, Place, Region};
 pub use registry::{Known, Placement, Registry, Standing, Unavailable, WithoutAList};
 pub use route::{Considered, Route, Verdict};
 pub use secret::Secret;
 pub use segments::{Extent, Extents, Segment, Segments};
 pub use telemetry::describe_metrics;
-pub use ticket::Ticket;
+pub use ticket::{Settle, Ticket};
 pub use transfer::{Report, Transfer};

@@ -25,7 +25,7 @@ pub(crate) fn hold(memory: Arc<Memory>, region: &str, why: &str) -> Held {
 }
 
 /// Keeps memory in quarantine for the life of the process.
-pub(crate) fn keep_for_ever(memory: Arc<Memory>, region: &str, why: &str) {
+pub fn quarantine_for_ever(memory: Arc<Memory>, region: &str, why: &str) {
     std::mem::forget(hold(memory, region, why));
 }
 

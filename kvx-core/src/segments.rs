@@ -39,7 +39,8 @@ pub struct Segments {
 }
 
 impl Segments {
-    pub(crate) fn new(bound: Arc<Bound>, max: u64) -> Self {
+    /// The merged segments of `bound`, none longer than `max` bytes.
+    pub fn new(bound: Arc<Bound>, max: u64) -> Self {
         let max = max.max(1);
         Segments {
             bound,

@@ -1,33 +1,35 @@
 //! A mutex without poisoning, and a fence around the program's code: a panic in user code that runs near a lock (a waker, a recorder) must not turn every
 //! later call into another panic.
 
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
 use std::sync::TryLockError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{self, PoisonError};
 use std::time::Instant;
 
-pub(crate) use std::sync::MutexGuard;
+pub use std::sync::MutexGuard;
 
 /// `std::sync::Mutex`, except that a panicked holder does not poison it.
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(sync::Mutex<T>);
+pub struct Mutex<T>(sync::Mutex<T>);
 
 impl<T> Mutex<T> {
-    pub(crate) const fn new(value: T) -> Self {
+    /// Holds `value`.
+    pub const fn new(value: T) -> Self {
         Mutex(sync::Mutex::new(value))
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+    /// Waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn get_mut(&mut self) -> &mut T {
+    /// The value of a mutex that nobody else can reach.
+    pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    #[cfg(all(target_os = "linux", not(kvx_portable)))]
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+    /// The lock, if nobody holds it.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -38,19 +40,20 @@ impl<T> Mutex<T> {
 
 /// `std::sync::Condvar` for [`Mutex`], except that notifying nobody costs no system call.
 #[derive(Debug, Default)]
-pub(crate) struct Condvar {
+pub struct Condvar {
     inner: sync::Condvar,
     /// Changed under the mutex only: who changes what is waited for, and then notifies, sees all who wait for it.
     waiting: AtomicUsize,
 }
 
 impl Condvar {
-    pub(crate) const fn new() -> Self {
+    /// Nobody waits yet.
+    pub const fn new() -> Self {
         Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
     /// Says whether anybody waits.
-    pub(crate) fn notify_all(&self) -> bool {
+    pub fn notify_all(&self) -> bool {
         let awaited = self.waiting.load(Ordering::Relaxed) > 0;
         if awaited {
             self.inner.notify_all();
@@ -59,11 +62,7 @@ impl Condvar {
     }
 
     /// Waits for a notification, or until `until`; spurious wake-ups happen.
-    pub(crate) fn wait_until<'a, T>(
-        &self,
-        guard: MutexGuard<'a, T>,
-        until: Option<Instant>,
-    ) -> MutexGuard<'a, T> {
+    pub fn wait_until<'a, T>(&self, guard: MutexGuard<'a, T>, until: Option<Instant>) -> MutexGuard<'a, T> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let guard = match until {
             None => self.inner.wait(guard).unwrap_or_else(PoisonError::into_inner),
@@ -84,7 +83,7 @@ const PAUSES: u32 = 32;
 
 /// Between two looks for work, of which the last so many in a row found none: whoever moves the bytes may need this
 /// core, or be the other half of it.
-pub(crate) fn breathe(looks: u32) {
+pub fn breathe(looks: u32) {
     if looks > QUICK_LOOKS {
         (0..PAUSES).for_each(|_| std::hint::spin_loop());
     }
@@ -92,7 +91,7 @@ pub(crate) fn breathe(looks: u32) {
 }
 
 /// Runs code that may be the program's (wakers, recorders): its panic must not end the thread that serves everybody.
-pub(crate) fn contained(run: impl FnOnce()) {
+pub fn contained(run: impl FnOnce()) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
         tracing::error!("a waker, a subscriber or a recorder panicked; kvx goes on without it");
     }

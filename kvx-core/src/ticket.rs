@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::Result;
 
 /// What waits behind a ticket. Core's own operations implement it; everybody else uses [`Ticket::new`].
-pub(crate) trait Settle: Send + Sync {
+pub trait Settle: Send + Sync {
     /// The transport has finished: nobody touches the memory again.
     fn settled(self: Arc<Self>, result: Result<()>);
     /// The transport lost the ticket: nobody knows whether the memory is still touched.
@@ -38,7 +38,8 @@ impl Ticket {
         Ticket(Some(Inner::Closure(Box::new(on_settle))))
     }
 
-    pub(crate) fn of(operation: Arc<dyn Settle>) -> Self {
+    /// A ticket that ends `operation`.
+    pub fn of(operation: Arc<dyn Settle>) -> Self {
         Ticket(Some(Inner::Operation(operation)))
     }
 

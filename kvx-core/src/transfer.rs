@@ -419,7 +419,7 @@ impl Settle for TransferState {
         };
         for region in &self.plan.0.locals {
             let core = region.core();
-            quarantine::keep_for_ever(
+            quarantine::quarantine_for_ever(
                 Arc::clone(&core.memory),
                 &core.name,
                 "a transport lost the ticket of a transfer",

@@ -1,7 +1,7 @@
 //! The shape that binds every transport: what core asks, and what it promises in return.
 //!
 //! A transport is a crate and a plain value: its [`Factory`] goes into a [`Registry`](crate::Registry). It writes no
-//! futures, wakers, timers or queues of its own; core has them, and one [`Reactor`](crate::reactor::Reactor) from
+//! futures, wakers, timers or queues of its own; core has them, and one `kvx_backend::reactor::Reactor` from
 //! which it builds its thread.
 
 use std::any::Any;
@@ -81,14 +81,14 @@ pub unsafe trait Transport: Send + Sync {
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>>;
 
     /// Whether it moves memory of devices through buffers of the host, as `kv_buffer_device: "cpu"` asks
-    /// ([`Builder::buffer_device`](crate::Builder::buffer_device)). Others are then not asked to register such memory.
+    /// ([`Builder::stage_device_memory`](crate::Builder::stage_device_memory)). Others are then not asked to register such memory.
     fn stages_devices(&self) -> bool {
         false
     }
 
     /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within the
     /// `peer_timeout`, perhaps before this returns; a library that is busy before the two sides can talk may take as long as
-    /// [`Fabric::sets_up_within`](crate::fabric::Fabric::sets_up_within) more. An error means that the section makes no
+    /// `sets_up_within` of a `kvx_backend::fabric::Fabric` more. An error means that the section makes no
     /// sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;
 

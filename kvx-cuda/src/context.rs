@@ -5,8 +5,8 @@
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUevent_flags, CUstream};
-use kvx_core::gpu::{EventHandle, StreamHandle};
 use kvx_core::{Error, Kind, Result};
+use kvx_gpu::{EventHandle, StreamHandle};
 
 use crate::ffi::{DeviceNumber, Handle};
 use crate::library::Library;

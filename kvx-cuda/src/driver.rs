@@ -1,16 +1,16 @@
-//! One device, as `kvx_core::gpu` drives it.
+//! One device, as `kvx_gpu` drives it.
 
 use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
-use kvx_core::gpu::{
+use kvx_core::memory::Hop;
+use kvx_core::{DeviceId, Error, Kind, Result};
+use kvx_gpu::{
     About, Current, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace, Rows, StreamHandle,
     Way,
 };
-use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, Kind, Result};
 
 use crate::ffi::{
     self, BatchAttributes, Copy2d, DeviceNumber, Handle, IpcHandle, Location, Status, attribute, pointer,

@@ -120,7 +120,7 @@ pub(crate) mod pointer {
     pub(crate) const MEMORY_POOL: i32 = 17;
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// The driver's functions.
     pub(crate) struct Table {
         cuInit: fn(c_uint) -> Status,
@@ -175,7 +175,7 @@ kvx_core::gpu::symbols! {
     }
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// Virtual memory management.
     pub(crate) struct VirtualMemory {
         cuMemGetAllocationGranularity: fn(*mut usize, *const Physical, c_int) -> Status,
@@ -192,7 +192,7 @@ kvx_core::gpu::symbols! {
     optional {}
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// NVRTC.
     pub(crate) struct Nvrtc {
         nvrtcCreateProgram: fn(

@@ -2,10 +2,10 @@
 
 use std::ffi::{CStr, CString, c_void};
 
-use kvx_core::gpu::kernels::{ENTRIES, PTX, SOURCE};
-use kvx_core::gpu::{Compiler, FunctionHandle};
-use kvx_core::loader::{self, Search};
+use kvx_backend::loader::{self, Search};
 use kvx_core::{Error, Kind, Result};
+use kvx_gpu::kernels::{ENTRIES, PTX, SOURCE};
+use kvx_gpu::{Compiler, FunctionHandle};
 
 use crate::driver::Cuda;
 use crate::ffi::{Handle, Nvrtc, attribute};

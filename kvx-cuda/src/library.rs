@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::OnceLock;
 
-use kvx_core::loader::{self, Search};
+use kvx_backend::loader::{self, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 use libloading::os::unix as native;
 

@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use kvx_core::gpu::{Driver as _, Mapped};
 use kvx_core::{Error, Kind, Result};
+use kvx_gpu::{Driver as _, Mapped};
 
 use crate::driver::Cuda;
 use crate::ffi::{self, Access, Location, Physical, VirtualMemory, attribute};

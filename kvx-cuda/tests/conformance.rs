@@ -9,7 +9,7 @@ use kvx_testkit::{Device, device};
 use native::again;
 
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
-    device::first(kvx_cuda::devices)
+    device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
 fn main() -> ExitCode {

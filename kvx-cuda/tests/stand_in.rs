@@ -10,9 +10,9 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use device::{Bench, Maker, Names};
-use kvx_core::gpu::{DevicePtr, StreamHandle};
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
+use kvx_gpu::{DevicePtr, StreamHandle};
 
 static MAKER: Maker = Maker {
     kind: MemoryKind::Cuda,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::fabric::EndpointId;
+use kvx_backend::fabric::EndpointId;
 use kvx_core::{Error, Kind, Result};
 use rustix::net::SocketAddrUnix;
 use slab::Slab;

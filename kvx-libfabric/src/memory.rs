@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use kvx_core::fabric::Registrar;
+use kvx_backend::fabric::Registrar;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use kvx_core::fabric::Job;
+use kvx_backend::fabric::Job;
 use kvx_core::{Result, Segment};
 
 use crate::error;

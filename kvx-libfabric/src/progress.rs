@@ -4,8 +4,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
-use kvx_core::reactor::{Armed, SLICE};
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
+use kvx_backend::reactor::{Armed, SLICE};
 use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::JobId;
+use kvx_backend::fabric::JobId;
 use kvx_core::{Op, Result};
 
 use crate::error;

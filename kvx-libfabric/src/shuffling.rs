@@ -5,8 +5,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
-use kvx_core::reactor::Armed;
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
+use kvx_backend::reactor::Armed;
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
     Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
@@ -172,7 +172,7 @@ impl Factory for Unordered {
         let Parts { name, capabilities, address, fabric: inner, registrar } = transport::parts(&agent)?;
         let seed = u64::from_le_bytes(std::array::from_fn(|at| agent.agent.incarnation.0[at])) | 1;
         let fabric = Shuffling { inner, held: Vec::new(), late: Vec::new(), seed };
-        kvx_core::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })
+        kvx_backend::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::fabric::Parts;
+use kvx_backend::fabric::Parts;
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList};
 
@@ -59,7 +59,7 @@ impl Factory for Libfabric {
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
         let parts = parts(&agent)?;
-        kvx_core::fabric::open(agent, parts)
+        kvx_backend::fabric::open(agent, parts)
     }
 }
 

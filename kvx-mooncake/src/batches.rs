@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Happened, JobId};
+use kvx_backend::fabric::{EndpointId, Happened, JobId};
 use kvx_core::{Error, Kind};
 
 use crate::error;

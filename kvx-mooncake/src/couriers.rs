@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::EndpointId;
-use kvx_core::reactor::Mailbox;
+use kvx_backend::fabric::EndpointId;
+use kvx_backend::reactor::Mailbox;
 use kvx_core::{Error, Kind, RegionId, Result};
 
 use crate::ffi::{Engine, SegmentId, block_sigpipe};

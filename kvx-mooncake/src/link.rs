@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::Arc;
 
-use kvx_core::fabric::EndpointId;
+use kvx_backend::fabric::EndpointId;
 use kvx_core::{Error, Kind, Result};
 
 use crate::ffi::SegmentId;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use kvx_core::fabric::Registrar;
+use kvx_backend::fabric::Registrar;
 use kvx_core::wire::Writer;
 use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
 

@@ -5,8 +5,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use kvx_core::reactor::Armed;
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use kvx_backend::reactor::Armed;
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
 

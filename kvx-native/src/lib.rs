@@ -6,6 +6,8 @@ mod described;
 #[cfg(feature = "shm")]
 mod shm;
 #[cfg(feature = "tcp")]
+mod staging;
+#[cfg(feature = "tcp")]
 mod tcp;
 
 #[cfg(feature = "shm")]

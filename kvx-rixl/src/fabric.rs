@@ -1,4 +1,4 @@
-//! NIXL as `kvx_core::fabric` drives it.
+//! NIXL as `kvx_backend::fabric` drives it.
 
 use std::collections::VecDeque;
 use std::ffi::CStr;
@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use kvx_core::reactor::Armed;
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use kvx_backend::reactor::Armed;
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use kvx_core::reactor::Mailbox;
+use kvx_backend::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
 
 use crate::blob;

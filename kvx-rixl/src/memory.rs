@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::fabric::{LetGo, Registrar};
+use kvx_backend::fabric::{LetGo, Registrar};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, RegionId, Result};
 

@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_core::fabric::{EndpointId, Happened};
+use kvx_backend::fabric::{EndpointId, Happened};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, MAX_NAME, PerOp, Result};
 

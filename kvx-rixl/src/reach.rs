@@ -13,7 +13,7 @@ use std::ffi::CStr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::EndpointId;
+use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{Agent, Range, Request, Segment, State};

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use kvx_core::fabric::{self, Parts};
+use kvx_backend::fabric::{self, Parts};
+use kvx_backend::loader;
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Unavailable, WithoutAList, loader,
+    Revocation, Unavailable, WithoutAList,
 };
 
 use crate::config::{Config, SPEAKS_FOR};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
+use kvx_backend::reactor::Mailbox;
 use kvx_core::Result;
-use kvx_core::reactor::Mailbox;
 
 use crate::ffi::Agent;
 

@@ -3,8 +3,8 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::gpu::{About, Device};
 use kvx_core::{DeviceId, MemoryKind, Unavailable};
+use kvx_gpu::{About, Device};
 
 use crate::driver::Hip;
 use crate::ffi::{self, Status};

@@ -4,9 +4,9 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 
-use kvx_core::gpu::Driver as _;
-use kvx_core::loader::{self, Search};
+use kvx_backend::loader::{self, Search};
 use kvx_core::{Error, Kind, Result};
+use kvx_gpu::Driver as _;
 
 use crate::driver::Hip;
 use crate::ffi::{self, Address, Hsa};

@@ -78,7 +78,7 @@ pub(crate) const TO_HOST: c_int = 2;
 /// See [`TO_DEVICE`].
 pub(crate) const WITHIN: c_int = 3;
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// The runtime's functions.
     pub(crate) struct Table {
         hipGetDeviceCount: fn(*mut c_int) -> Status,
@@ -122,7 +122,7 @@ kvx_core::gpu::symbols! {
     }
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// Virtual memory management.
     pub(crate) struct VirtualMemory {
         hipMemGetAllocationGranularity: fn(*mut usize, *const Physical, c_int) -> Status,
@@ -139,7 +139,7 @@ kvx_core::gpu::symbols! {
     optional {}
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// hipRTC.
     pub(crate) struct Hiprtc {
         hiprtcCreateProgram: fn(
@@ -155,7 +155,7 @@ kvx_core::gpu::symbols! {
     optional {}
 }
 
-kvx_core::gpu::symbols! {
+kvx_gpu::symbols! {
     /// The layer below HIP, for what HIP has only since 7.0.
     pub(crate) struct Hsa {
         hsa_amd_portable_export_dmabuf: fn(*const c_void, usize, *mut c_int, *mut u64) -> c_int,

@@ -2,10 +2,10 @@
 
 use std::ffi::{CString, c_void};
 
-use kvx_core::gpu::kernels::{ENTRIES, SOURCE};
-use kvx_core::gpu::{Compiler, FunctionHandle};
-use kvx_core::loader::{self, Search};
+use kvx_backend::loader::{self, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
+use kvx_gpu::kernels::{ENTRIES, SOURCE};
+use kvx_gpu::{Compiler, FunctionHandle};
 
 use crate::driver::Hip;
 use crate::ffi::{Handle, Hiprtc};

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char};
 use std::path::Path;
 use std::sync::OnceLock;
 
-use kvx_core::loader::{self, Library as File, Search};
+use kvx_backend::loader::{self, Library as File, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 
 use crate::ffi::{self, Status, Table, VirtualMemory};

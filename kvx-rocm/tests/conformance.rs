@@ -10,7 +10,7 @@ use kvx_testkit::{Device, device};
 use native::again;
 
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
-    device::first(kvx_rocm::devices)
+    device::first(kvx_rocm::devices, |device, len| device.pool(len).build())
 }
 
 fn main() -> ExitCode {

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use device::{Maker, Names};
 use kvx_core::MemoryKind;
-use kvx_core::gpu::StreamHandle;
+use kvx_gpu::StreamHandle;
 
 static MAKER: Maker = Maker {
     kind: MemoryKind::Rocm,

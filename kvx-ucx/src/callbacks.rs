@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-use kvx_core::fabric::{Happened, JobId};
+use kvx_backend::fabric::{Happened, JobId};
 use kvx_core::wire::{Reader, Writer};
 
 use crate::error;

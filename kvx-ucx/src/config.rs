@@ -20,8 +20,9 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_core::config::NUM_THREADS;
 use kvx_core::{Error, Kind, Options, Result, Table};
+
+use crate::Ucx;
 
 /// What kvx sets unless the user did. The last column: further variables that say the same.
 const DEFAULTS: &[(&str, &str, &[&str])] = &[
@@ -67,7 +68,8 @@ impl Config {
         for text in table.texts("set")?.unwrap_or_default() {
             chosen.push(assignment(&text)?);
         }
-        let num_threads = options.top().number("num_threads", 1..=64)?.unwrap_or(NUM_THREADS.into()) as usize;
+        let num_threads =
+            options.top().number("num_threads", 1..=64)?.unwrap_or(Ucx::NUM_THREADS.into()) as usize;
         Ok(Config { chosen, num_threads })
     }
 

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-use kvx_core::fabric::EndpointId;
+use kvx_backend::fabric::EndpointId;
 use kvx_core::{Error, Kind, Op, Result};
 use slab::Slab;
 

@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, LetGo, Sent};
-use kvx_core::reactor::{self, SLICE};
+use kvx_backend::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, LetGo, Sent};
+use kvx_backend::reactor::{self, SLICE};
 use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::fabric::{Lane, Parts};
+use kvx_backend::fabric::{Lane, Parts};
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
@@ -34,6 +34,11 @@ const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 /// peers are trusted ([`Isolation::Cooperative`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ucx;
+
+impl Ucx {
+    /// Threads of an agent without the option `num_threads`.
+    pub const NUM_THREADS: u32 = 1;
+}
 
 /// What holds for whatever lanes UCX chooses; a link knows better.
 fn capabilities(memory: MemoryKinds) -> Capabilities {
@@ -161,7 +166,7 @@ impl Factory for Ucx {
         }
         let Lane { address, fabric } = lanes.remove(0);
         let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
-        kvx_core::fabric::open_lanes(agent, parts, lanes)
+        kvx_backend::fabric::open_lanes(agent, parts, lanes)
     }
 }
 

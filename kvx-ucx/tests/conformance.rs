@@ -31,7 +31,7 @@ const fn suite(label: &'static str, options: &'static str) -> Suite {
 }
 
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
-    device::first(kvx_cuda::devices)
+    device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
 /// From an NVIDIA device to the same one.

@@ -9,8 +9,8 @@ use crate::skips::{self, Skip};
 use crate::{Result, install};
 
 /// Below the root of the repository.
-const SOURCE: &str = "kvx-core/src/gpu/kernels/kernels.cu";
-const PTX: &str = "kvx-core/src/gpu/kernels/kernels.ptx";
+const SOURCE: &str = "kvx-gpu/src/kernels/kernels.cu";
+const PTX: &str = "kvx-gpu/src/kernels/kernels.ptx";
 
 /// The oldest devices that run the PTX; every newer one does too.
 const ARCHITECTURE: &str = "--gpu-architecture=compute_70";

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use kvx_core::config::LoadFailurePolicy;
+use kvx_config::LoadFailurePolicy;
 
 use super::identity::RequestId;
 

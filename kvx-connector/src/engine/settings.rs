@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::config::{BlockRelease, KvTransferConfig, Lease, LoadFailurePolicy};
+use kvx_config::{BlockRelease, KvTransferConfig, Lease, LoadFailurePolicy};
 
 use super::identity::{Address, EngineId};
 use crate::params::{Dialect, TransferMode};

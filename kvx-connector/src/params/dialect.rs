@@ -68,7 +68,7 @@ impl fmt::Display for Dialect {
 }
 
 #[cfg(feature = "protocol")]
-impl TryFrom<kvx_core::config::Compat> for Dialect {
+impl TryFrom<kvx_config::Compat> for Dialect {
     type Error = kvx_core::Error;
 
     /// The dialect of a configuration's `kv_compat`.
@@ -77,8 +77,8 @@ impl TryFrom<kvx_core::config::Compat> for Dialect {
     ///
     /// vLLM 0.9 and 0.11 have no handshake that carries a compatibility hash: kvx takes their defaults but does not
     /// speak with them.
-    fn try_from(compat: kvx_core::config::Compat) -> Result<Self, Self::Error> {
-        use kvx_core::config::Compat;
+    fn try_from(compat: kvx_config::Compat) -> Result<Self, Self::Error> {
+        use kvx_config::Compat;
         match compat {
             Compat::V0_16 => Ok(Dialect::V0_16),
             Compat::V0_20 => Ok(Dialect::V0_20),

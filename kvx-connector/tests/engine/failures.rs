@@ -1,12 +1,12 @@
 //! Loads that fail: who is told what, which blocks are wrong, and what the engine does about it.
 
+use kvx_config::LoadFailurePolicy;
 use kvx_connector::engine::{
     Action, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
     Status, Then, WorkerRank,
 };
 use kvx_connector::params::Dialect;
 use kvx_connector::params::TransferParams;
-use kvx_core::config::LoadFailurePolicy;
 
 use crate::rig::{
     BLOCK, Rig, at, blocks, loaded, notes, plan, prefilled, reads, remote, settings, transferred,

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use kvx_config::{BlockRelease, Lease};
 use kvx_connector::engine::{ConsumerRule, Kept, Outcome, Settings, Status};
 use kvx_connector::params::{Dialect, TransferParams};
-use kvx_core::config::{BlockRelease, Lease};
 
 use crate::rig::{Rig, at, beats, plan, prefilled, settings};
 

@@ -325,7 +325,7 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     let mut from = remote("p", "p-r", blocks(500, 64), 64);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
     let params = TransferParams::prefilled(from, Dialect::default());
-    let recompute = kvx_core::config::LoadFailurePolicy::Recompute;
+    let recompute = kvx_config::LoadFailurePolicy::Recompute;
     let mut decode = Rig::new(kvx_connector::engine::Settings { policy: recompute, ..settings("d") });
     decode.load(0.0, "r", 64, &params);
     let connection = decode.step_to_handshake(0.0);

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kvx_config::BlockRelease;
 use kvx_connector::engine::{
     Address, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, OutputAggregator,
     RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerRank,
 };
 use kvx_connector::params::TransferParams;
-use kvx_core::config::BlockRelease;
 
 use crate::memory::Pool;
 

@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::{Agent, AgentInner, Open, Sink};
 use crate::breaks::broken;
 use crate::budget::{self, Budget};
-use crate::config::BufferDevice;
 use crate::deadline::Clock;
 use crate::identity::{Identity, Incarnation, checked_name};
 use crate::inbox::{self, Inbox};
@@ -92,12 +91,11 @@ impl Builder {
         self
     }
 
-    /// Where this agent's device memory is on its way, as vLLM's `kv_buffer_device` says
-    /// ([`KvTransferConfig::buffer_device`](crate::config::KvTransferConfig::buffer_device)). `Cpu`: in pinned buffers of the
-    /// host, also where a backend could reach the device: only backends that stage device memory register it. Not said, or a
-    /// device: each backend reaches it as it can.
-    pub fn buffer_device(mut self, device: BufferDevice) -> Self {
-        self.staged = device == BufferDevice::Cpu;
+    /// Sends this agent's device memory through pinned buffers of the host, also where a backend could reach the device: only
+    /// backends that stage device memory register it. Not said, each backend reaches it as it can. It is what vLLM's
+    /// `kv_buffer_device: cpu` asks for.
+    pub fn stage_device_memory(mut self, staged: bool) -> Self {
+        self.staged = staged;
         self
     }
 

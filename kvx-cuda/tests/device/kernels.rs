@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvx_core::Kind;
-use kvx_core::gpu::kernels::{DeviceGrid, Swap, reference};
-use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
+use kvx_gpu::kernels::{DeviceGrid, Swap, reference};
+use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
 
 use super::{Bench, Test, all_of, filled, pattern, settled};
 

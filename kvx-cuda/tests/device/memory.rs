@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvx_core::gpu::DevicePtr;
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
+use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern};

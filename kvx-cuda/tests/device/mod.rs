@@ -16,8 +16,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvx_core::gpu::{Device, StreamHandle};
 use kvx_core::{Completion, Memory, MemoryKind, Result, Ticket, Unavailable};
+use kvx_gpu::{Device, StreamHandle};
 use kvx_stand_in::Control;
 use libtest_mimic::{Arguments, Failed, Trial};
 

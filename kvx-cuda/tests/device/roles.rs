@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device};
-use kvx_core::gpu::kernels::Swap;
-use kvx_core::gpu::{BlocksAt, Chosen, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
 use kvx_core::{DeviceId, Kind};
+use kvx_gpu::kernels::Swap;
+use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
 
 /// Plays a role; ends when its parent does, or says so.
 pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {

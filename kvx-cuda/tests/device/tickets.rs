@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use kvx_core::gpu::DevicePtr;
 use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
 use kvx_core::{Kind, Memory, Result, Ticket};
+use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until, watched};

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kvx_core::loader;
+use kvx_backend::loader;
 
 use super::bindings_1_17::*;
 use super::errno::Errno;

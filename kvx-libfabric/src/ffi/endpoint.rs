@@ -6,7 +6,8 @@ use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kvx_core::{Op, loader};
+use kvx_backend::loader;
+use kvx_core::Op;
 
 use super::bindings_1_17::*;
 use super::domain::{Domain, Registration, close, function};

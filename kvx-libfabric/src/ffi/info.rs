@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::fmt;
 use std::ptr::{self, NonNull};
 
-use kvx_core::loader;
+use kvx_backend::loader;
 
 use super::bindings_1_17::*;
 use super::errno::Errno;

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
+use kvx_backend::loader::{self, Search};
 use kvx_core::Unavailable;
-use kvx_core::loader::{self, Search};
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, JobId};
+use kvx_backend::fabric::{EndpointId, JobId};
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{Agent, Grid, Kind, Memory, Op, Options, Placement, Plan, Registry, Unavailable};
 

@@ -103,7 +103,7 @@ impl Engine {
     /// # Errors
     /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the transport.
     pub(crate) fn start(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
-        on_own_thread(|| Ok(kvx_core::loader::with_signals_kept(|| Engine::make(library, recipe))))
+        on_own_thread(|| Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, recipe))))
             .map_err(|why| Error::new(Kind::Exhausted, why.to_string()))?
     }
 

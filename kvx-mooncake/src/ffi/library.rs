@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use kvx_backend::loader::{self, Search};
 use kvx_core::Unavailable;
-use kvx_core::loader::{self, Search};
 
 use super::{adapter_bindings, bindings, self_test, sockets};
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kvx_core::fabric::{EndpointId, JobId, Registrar as _};
+use kvx_backend::fabric::{EndpointId, JobId, Registrar as _};
 use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 

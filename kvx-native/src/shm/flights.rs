@@ -8,8 +8,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
-use kvx_core::reactor::Outbox;
 use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
 use super::copy::Piece;

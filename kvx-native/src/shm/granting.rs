@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 use kvx_core::{Kind, RegionId, RegionKey, Result, Ticket};
 
 use super::connection::Imported;

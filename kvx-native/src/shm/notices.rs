@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 use kvx_core::transport::Full;
 use kvx_core::{Kind, Result, Ticket};
 

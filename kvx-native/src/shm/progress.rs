@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use kvx_core::reactor::{Armed, Outbox, Progress, SLICE, Turns};
+use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE, Turns};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::reactor::{Outbox, SLICE};
+use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
 
 use super::copy::{Pulling, Stopped};

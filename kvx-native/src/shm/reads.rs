@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use kvx_core::reactor::{Outbox, SLICE};
+use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 

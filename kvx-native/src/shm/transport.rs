@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvx_core::reactor::Reactor;
+use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
     Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };

@@ -8,7 +8,7 @@ use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use kvx_core::staging::{Copies, Fetch, Store};
+use crate::staging::{Copies, Fetch, Store};
 use kvx_core::{Error, LinkId, RegionId, Result, Ticket, TransferId};
 
 use super::progress::Command;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::reactor::Turns;
+use kvx_backend::reactor::Turns;
 use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId, Result, TransferId};
 

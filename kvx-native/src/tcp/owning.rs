@@ -4,7 +4,7 @@ use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, Kind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;

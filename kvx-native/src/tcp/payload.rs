@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::staging::{Fetch, Store};
+use crate::staging::{Fetch, Store};
 use kvx_core::{Bound, Extents, RegionId, Result};
 
 use super::chunk::Chunk;

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Bound, Error, Identity, Kind, LinkId, Pair, Result, Ticket, TransferId};
 use slab::Slab;

@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::reactor::{Armed, Outbox, Progress, SLICE};
+use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 use slab::Slab;

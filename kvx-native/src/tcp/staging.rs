@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::staging::{Buffers, Stager};
+use crate::staging::{Buffers, Stager};
 use kvx_core::{Bound, DeviceAccess, Error, Extents, Kind, Memory, Pair, Result};
 
 use super::ending::{Concern, Ending};

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvx_core::reactor::Outbox;
+use kvx_backend::reactor::Outbox;
 
 use super::ending::Ending;
 use super::progress::Machine;

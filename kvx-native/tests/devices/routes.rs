@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use kvx_core::config::{KvTransferConfig, Surroundings};
 use kvx_core::{Agent, Grid, GridSet, Kind, Memory, MemoryKind, Op, Plan, Region, Report, Result};
 use kvx_testkit::TestDevice;
 
@@ -81,31 +80,28 @@ fn memory_of_a_device_that_an_agent_was_not_given_goes_over_tcp() {
 
 /// SHM would move it from device to device.
 #[test]
-fn a_buffer_device_of_cpu_stages_memory_that_shm_reaches() {
-    let config = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "DEVICE"}"#;
-    for (written, backend) in [("cuda", "SHM"), ("cpu", "TCP")] {
-        let surroundings = Surroundings::default().gpu(true);
-        let config = KvTransferConfig::from_json(&config.replace("DEVICE", written), &surroundings).unwrap();
+fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
+    for (staged, backend) in [(false, "SHM"), (true, "TCP")] {
         let device = TestDevice::new(MemoryKind::Cuda);
         let agent = |name, backends: &[&str]| {
             let builder =
                 Agent::builder(name).backends(backends.iter().copied()).device(Arc::clone(&device) as _);
-            builder.buffer_device(config.buffer_device()).build(&registry()).unwrap()
+            builder.stage_device_memory(staged).build(&registry()).unwrap()
         };
         let (reader, owner) = (agent("reader", &["SHM", "TCP"]), agent("owner", &["SHM", "TCP"]));
         let ours = reader.register("kv", device.allocate(LEN)).unwrap();
         let theirs = owner.register("kv", device.allocate(LEN)).unwrap();
         theirs.copy_in(0, &[2; LEN]).unwrap();
-        assert_eq!(run(Op::Read, &reader, &ours, &owner).unwrap().backend, backend, "{written}");
+        assert_eq!(run(Op::Read, &reader, &ours, &owner).unwrap().backend, backend);
         let mut bytes = vec![0; LEN];
         ours.copy_out(0, &mut bytes).unwrap();
         assert!(bytes == [2; LEN]);
-        assert_eq!(device.count().hops > 0, backend == "SHM", "{written}");
+        assert_eq!(device.count().hops > 0, backend == "SHM");
         // Host memory goes as ever, and a backend that stages nothing says why it does not take the device's.
         let alone = agent("alone", &["SHM"]);
         alone.register("host", Memory::owned(vec![0; LEN])).unwrap();
         let registered = alone.register("kv", device.allocate(LEN));
-        if written == "cuda" {
+        if !staged {
             registered.unwrap();
         } else {
             let refused = registered.unwrap_err();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::fabric::{Happened, JobId};
+use kvx_backend::fabric::{Happened, JobId};
 use kvx_core::{Error, Kind};
 
 use super::Nixl;

@@ -4,7 +4,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use kvx_core::fabric::{JobId, Registrar as _};
+use kvx_backend::fabric::{JobId, Registrar as _};
 use kvx_core::transport::Factory as _;
 use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 

@@ -220,7 +220,7 @@ impl Agent {
     pub(crate) fn register(&self, range: &Range) -> Result<()> {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
         // SAFETY: live handles. That the memory is there until it is deregistered is the caller's duty, which
-        // `kvx_core::fabric` has taken over.
+        // `kvx_backend::fabric` has taken over.
         let status = unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
         self.check("registering memory", status)
     }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use kvx_core::loader;
+use kvx_backend::loader;
 use libloading::os::unix as native;
 
 /// The libraries that `file` needs and the dynamic linker does not find for it. Empty when that cannot be told.

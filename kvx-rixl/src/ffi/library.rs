@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
+use kvx_backend::loader::{self, Search};
 use kvx_core::Unavailable;
-use kvx_core::loader::{self, Search};
 use libloading::os::unix as native;
 
 use super::bindings::Functions;

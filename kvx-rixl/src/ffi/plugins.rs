@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_core::{Unavailable, loader};
+use kvx_backend::loader;
+use kvx_core::Unavailable;
 use libloading::os::unix as native;
 
 use super::elf;

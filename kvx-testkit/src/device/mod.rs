@@ -14,7 +14,7 @@ use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, Result, 
 
 use self::allocation::{Allocation, FAR};
 pub use self::elsewhere::goes_elsewhere;
-pub use self::gpu::{Devices, first};
+pub use self::gpu::first;
 
 /// A device of some process, for the suite: whose memory it is, and how to get some. See [`Suite::device`](crate::Suite).
 pub trait Device: Send + Sync {

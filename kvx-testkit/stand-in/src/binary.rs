@@ -1,6 +1,6 @@
 //! Binaries for devices, which are ELF files: how long one is, and which of kvx's kernels are in it.
 
-use kvx_core::gpu::kernels::ENTRIES;
+use kvx_gpu::kernels::ENTRIES;
 
 use crate::argument::In;
 use crate::code::{Answer, Code};

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvx_core::gpu::kernels::reference::{self, Placed};
-use kvx_core::gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 use kvx_core::memory::Hop;
+use kvx_gpu::kernels::reference::{self, Placed};
+use kvx_gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 
 use crate::argument::In;
 use crate::binary;

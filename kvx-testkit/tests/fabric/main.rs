@@ -1,4 +1,4 @@
-//! `kvx_core::fabric` keeps the contract over the smallest library there is, which loses nothing and orders nothing.
+//! `kvx_backend::fabric` keeps the contract over the smallest library there is, which loses nothing and orders nothing.
 
 mod shuffled;
 

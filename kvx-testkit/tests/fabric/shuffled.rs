@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use kvx_core::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
-use kvx_core::reactor::Armed;
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
+use kvx_backend::reactor::Armed;
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
@@ -80,7 +80,7 @@ impl Factory for Shuffled {
         let address = Box::new(move || Ok(address.clone()));
         let registrar = Arc::new(Addresses);
         let parts = Parts { name: "SHUFFLED", capabilities: capabilities(), address, fabric, registrar };
-        kvx_core::fabric::open(context, parts)
+        kvx_backend::fabric::open(context, parts)
     }
 }
 

@@ -4,7 +4,7 @@ use std::ffi::{CString, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kvx_core::loader;
+use kvx_backend::loader;
 
 use super::bindings_1_13::*;
 use super::library::{Library, Version};

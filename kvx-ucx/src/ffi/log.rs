@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, PoisonError};
 
-use kvx_core::loader;
+use kvx_backend::loader;
 
 use super::context::Config;
 use super::library::Library;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvx_core::config::LoadFailurePolicy;
+use kvx_config::LoadFailurePolicy;
 
 use super::super::aggregate::EngineOutput;
 use super::super::failure::LoadFailure;

@@ -1,6 +1,6 @@
 //! The end of a request: whether its blocks stay for a peer, and what the peer is told of them.
 
-use kvx_core::config::BlockRelease;
+use kvx_config::BlockRelease;
 
 use super::super::generations::BlockReference;
 use super::super::identity::{BlockLists, RequestId};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
-use kvx_core::config::Lease;
+use kvx_config::Lease;
 
 use super::super::identity::RequestId;
 use super::super::settings::ConsumerRule;

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_config::{BlockRelease, Lease, LoadFailurePolicy};
 use kvx_connector::engine::{
     Action, ClockOffset, Connection, ConsumerRule, HandshakeFailure, MoveId, PeerLane, PeerPlan,
     RemoteEngine, RequestId, Settings, WorkerRank,
 };
 use kvx_connector::params::{TransferMode, TransferParams};
-use kvx_core::config::{BlockRelease, Lease, LoadFailurePolicy};
 
 use self::clients::Client;
 use self::flights::Flight;

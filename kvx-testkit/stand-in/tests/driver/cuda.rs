@@ -1,9 +1,7 @@
 //! What `libcuda` exports.
 
-use kvx_core::gpu::kernels::{
-    DeviceGrid, Launch, PTX, Place, Swap, THREADS, encode_grids, encode_hops, reference,
-};
 use kvx_core::memory::Hop;
+use kvx_gpu::kernels::{DeviceGrid, Launch, PTX, Place, Swap, THREADS, encode_grids, encode_hops, reference};
 use kvx_stand_in::Control;
 
 use crate::symbols::{Opened, call};

@@ -1,7 +1,7 @@
 //! What `libamdhip64` exports, and hipRTC.
 
-use kvx_core::gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};
 use kvx_core::memory::Hop;
+use kvx_gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};
 use kvx_stand_in::Control;
 
 use crate::symbols::{Opened, call};
@@ -224,7 +224,7 @@ fn the_kernels_are_compiled_loaded_and_launched() {
     hip.control.fail("hiprtcCompileProgram", 6, 1);
     assert_eq!(compiled(&hip, SOURCE).expect_err("a failure that was asked for").0, 6);
     let [mut module, mut function]: [Handle; 2] = [0; 2];
-    let ptx = format!("{}\0", kvx_core::gpu::kernels::PTX);
+    let ptx = format!("{}\0", kvx_gpu::kernels::PTX);
     assert_eq!(
         call!(hip.library, hipModuleLoadData(&mut module => *mut Handle, ptx.as_ptr() => *const u8)),
         200

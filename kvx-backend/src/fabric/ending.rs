@@ -1,0 +1,324 @@
+//! The end of links: closed, lost, silent; and the clock that notices silence.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use crate::reactor::Outbox;
+use kvx_core::transport::LinkState;
+use kvx_core::{Error, Kind, RegionId};
+
+use super::handle::Wiring;
+use super::machine::Machine;
+use super::messages::Message;
+use super::regions::still_shared;
+use super::session::{Phase, Pulse};
+use super::{EndpointId, Fabric};
+use crate::process::{ProcessId, Watched};
+
+/// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
+const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+/// How long a message of farewell may take.
+const FAREWELL: Duration = Duration::from_secs(5);
+/// How long a machine that ends waits for peers to let go.
+const LAST_PATIENCE: Duration = Duration::from_millis(150);
+
+/// What a lost peer may still hold.
+pub(super) struct Unproven {
+    pub(super) granted: HashSet<RegionId>,
+    process: Option<Watched>,
+}
+
+impl<F: Fabric> Machine<F> {
+    /// What follows when transfers or messages of a session have ended.
+    pub(super) fn after_work(&mut self, number: u64, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        if let Some(now) = session.note_awaiting() {
+            self.look_by(now + self.pace());
+        }
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        if session.jobs > 0 {
+            return;
+        }
+        match session.phase {
+            Phase::Closing if session.other == 0 || session.foreign => self.remove(number, out),
+            Phase::Closing => {
+                session.imports.clear();
+                session.phase = Phase::Leaving(Instant::now() + FAREWELL);
+                self.look_by(Instant::now() + FAREWELL);
+                self.send(number, &Message::Bye, out);
+            }
+            Phase::Leaving(_) if !session.has_waiting() => self.remove(number, out),
+            Phase::Lost => self.remove(number, out),
+            _ => {}
+        }
+    }
+
+    /// Lets a session go whose transfers have ended.
+    pub(super) fn remove(&mut self, number: u64, out: &mut Outbox) {
+        let Some(mut session) = self.sessions.remove(&number) else { return };
+        session.imports.clear();
+        self.fabric.disconnect(EndpointId(number));
+        if !session.granted.is_empty() {
+            self.unproven.insert(number, Unproven { granted: session.granted, process: session.process });
+            self.check_unproven(out);
+        }
+    }
+
+    /// Looks whether lost peers that hold regions of ours have ended.
+    pub(super) fn check_unproven(&mut self, out: &mut Outbox) {
+        let ended = |unproven: &Unproven| unproven.process.as_ref().is_some_and(Watched::ended);
+        let gone: Vec<u64> =
+            self.unproven.iter().filter(|(_, unproven)| ended(unproven)).map(|(number, _)| *number).collect();
+        for number in gone {
+            self.unproven.remove(&number);
+            self.confirm(number, None, out);
+        }
+    }
+
+    /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
+    pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let gone = gone || session.process.as_ref().is_some_and(Watched::ended);
+        if gone {
+            session.granted.clear();
+            self.confirm(number, None, out);
+        }
+        self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
+    }
+
+    /// The peer broke the protocol: nothing more is taken from it.
+    pub(super) fn cut_off(&mut self, number: u64, why: Error, out: &mut Outbox) {
+        let Some(session) = self.sessions.get(&number) else { return };
+        if session.phase == Phase::Lost {
+            return;
+        }
+        tracing::warn!(backend = self.name, peer = ?session.peer, %why, "a link is closed");
+        let why = self.error(why.kind(), format!("the link was closed: {}", why.sentence()));
+        self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
+    }
+
+    /// Ends a session: what is in flight fails, and it goes when that has ended.
+    pub(super) fn end(
+        &mut self,
+        number: u64,
+        why: Error,
+        report: Option<LinkState>,
+        phase: Phase,
+        out: &mut Outbox,
+    ) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let ending = session.is_ending();
+        let (was, severs) = (session.phase, phase == Phase::Lost && session.phase != Phase::Lost);
+        if !ending || severs {
+            session.phase = phase;
+        }
+        for done in session.take_tickets() {
+            out.settle(done, Err(why.clone()));
+        }
+        session.parked.clear();
+        if let Some(link) = session.link.clone()
+            && self.links.remove(&link.id).is_some()
+            && link.gone.set(why.clone()).is_ok() // the first lane's reason counts
+            && let Some(state) = report
+        {
+            out.link(link.id, state);
+        }
+        if severs {
+            session.forget_frames();
+            if !session.parted || session.jobs > 0 {
+                self.fabric.sever(EndpointId(number));
+            }
+        } else if phase == Phase::Closing && matches!(was, Phase::Greeting(_)) && !session.foreign {
+            // The target may know us already: it is told when it answers, or this end forgets it then.
+            session.phase = was;
+        }
+        self.fail_jobs(|running| running.session == number, &why, out);
+        self.after_work(number, out);
+    }
+
+    pub(super) fn close(&mut self, link: &Wiring, out: &mut Outbox) {
+        if let Some(number) = self.links.get(&link.id).copied() {
+            // Where another lane was lost, that is why.
+            let closed = || self.error(Kind::Closed, "the link was closed on this side");
+            let why = link.gone.get().cloned().unwrap_or_else(closed);
+            self.end(number, why, None, Phase::Closing, out);
+        }
+    }
+
+    /// Has the clock look again by `at`.
+    pub(super) fn look_by(&mut self, at: Instant) {
+        self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
+    }
+
+    pub(super) fn pace(&self) -> Duration {
+        (self.peer_timeout / 4).clamp(PACE.0, PACE.1)
+    }
+
+    /// Looks at the clock, if it is time.
+    pub(super) fn look(&mut self, out: &mut Outbox) -> usize {
+        let Some(next) = self.next_look else { return 0 };
+        let now = Instant::now();
+        if now < next {
+            return 0;
+        }
+        self.next_look = None;
+        self.greetings.retain(|_, greeting| greeting.until > now);
+        let pace = self.pace();
+        let ask = (self.peer_timeout / 4).clamp(PACE.0, Duration::from_secs(1));
+        let mut due: Vec<(u64, Pulse)> = Vec::new();
+        let mut again: Option<Instant> = self.greetings.values().map(|greeting| greeting.until).min();
+        let mut look_at = |at: Instant| again = Some(again.map_or(at, |next| next.min(at)));
+        for (number, session) in &mut self.sessions {
+            let pulse = match session.phase {
+                Phase::Greeting(until) | Phase::Leaving(until) if until <= now => Pulse::Silent,
+                Phase::Greeting(until) | Phase::Leaving(until) => {
+                    look_at(until);
+                    continue;
+                }
+                Phase::Lost => continue,
+                Phase::Up | Phase::Closing => session.life.look(now, ask, self.peer_timeout),
+            };
+            if pulse != Pulse::Idle {
+                look_at(now + pace);
+            }
+            let ended = session.process.as_ref().is_some_and(Watched::ended);
+            if ended || matches!(pulse, Pulse::Ask | Pulse::Silent) {
+                due.push((*number, if ended { Pulse::Idle } else { pulse }));
+            }
+        }
+        if let Some(again) = again {
+            self.look_by(again);
+        }
+        for (number, pulse) in due {
+            let phase = self.sessions.get(&number).map(|session| session.phase);
+            match (pulse, phase) {
+                (Pulse::Ask, _) => self.send(number, &Message::Ping, out),
+                (_, Some(Phase::Leaving(_))) => self.remove(number, out),
+                (Pulse::Silent, Some(Phase::Greeting(_))) => {
+                    let why = "the peer has not answered the handshake: it is stopped, or hangs, or is gone";
+                    let why = self.error(Kind::PeerLost, why);
+                    self.lose(number, why, false, out);
+                }
+                (Pulse::Silent, _) => {
+                    let seconds = self.peer_timeout.as_secs_f64();
+                    let why = format!(
+                        "the peer has not answered for {seconds} s: it is stopped or hangs; peer_timeout sets the limit"
+                    );
+                    let why = self.error(Kind::PeerLost, why);
+                    self.lose(number, why, false, out);
+                }
+                _ => self.peer_died(number, out),
+            }
+        }
+        self.check_unproven(out);
+        1
+    }
+
+    pub(super) fn peer_died(&mut self, number: u64, out: &mut Outbox) {
+        let why =
+            self.error(Kind::PeerLost, "the peer's process has ended: connect again once it is restarted");
+        self.lose(number, why, true, out);
+    }
+
+    /// Wakes the machine when a process ends.
+    pub(super) fn watch(&mut self, number: u64, process: ProcessId) {
+        let watched = process.watch();
+        if let (Some(watched), Some(session)) = (watched, self.sessions.get_mut(&number)) {
+            let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            if let Err(cause) =
+                epoll::add(&self.poller, watched.fd(), epoll::EventData::new_u64(number), flags)
+            {
+                tracing::warn!(backend = self.name, %cause, "a peer's process is not watched; raise ulimit -n");
+            }
+            session.process = Some(watched);
+        }
+    }
+
+    /// Notes which peers' processes have ended.
+    pub(super) fn see_ends(&mut self) {
+        let mut events: [epoll::Event; 16] =
+            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let Ok(count) = epoll::wait(&self.poller, &mut events[..], Some(&now)) else { return };
+        self.ended.extend(events[..count].iter().map(|event| event.data.u64()).filter(|number| *number != 0));
+    }
+
+    /// Ends the links to processes that have ended. Says how many.
+    pub(super) fn take_ends(&mut self, out: &mut Outbox) -> usize {
+        let ended = std::mem::take(&mut self.ended);
+        for number in &ended {
+            self.peer_died(*number, out);
+        }
+        if !ended.is_empty() {
+            self.check_unproven(out);
+        }
+        ended.len()
+    }
+
+    /// Ends every link, gives peers a moment to let go, and then the library.
+    pub(super) fn end_all(&mut self, out: &mut Outbox) {
+        let why = self.error(Kind::Closed, "the transport has been shut down");
+        let all: Vec<u64> = self.sessions.keys().copied().collect();
+        for number in all {
+            let target = self.sessions.get(&number).is_some_and(|session| session.link.is_none());
+            if target && self.sessions.get(&number).is_some_and(|session| !session.granted.is_empty()) {
+                self.send(number, &Message::Leave, out);
+            } else {
+                self.end(number, why.clone(), Some(LinkState::Lost(why.clone())), Phase::Closing, out);
+            }
+        }
+        let until = Instant::now() + LAST_PATIENCE;
+        while !(self.sessions.is_empty() && self.released.is_empty()) && Instant::now() < until {
+            self.see_ends();
+            if self.poll(out) + self.send_waiting(out) + self.take_ends(out) + self.unregister(out) == 0 {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        self.end_library(&why, out);
+    }
+
+    /// The end: what peers may still reach, or the library may still touch, is never freed.
+    fn end_library(&mut self, why: &Error, out: &mut Outbox) {
+        let numbers: Vec<u64> = self.sessions.keys().copied().collect();
+        let mut shared: HashSet<RegionId> = HashSet::new();
+        for number in &numbers {
+            if let Some(session) = self.sessions.get_mut(number) {
+                for done in session.take_tickets() {
+                    out.settle(done, Err(why.clone()));
+                }
+                shared.extend(session.granted.iter().copied());
+            }
+        }
+        shared.extend(self.unproven.values().flat_map(|lost| lost.granted.iter().copied()));
+        let quiet = self.fabric.stop();
+        if quiet {
+            self.settle_all(why, out);
+        } else {
+            self.forget_all();
+        }
+        self.sessions.clear();
+        for recall in self.recalls.drain(..) {
+            let id = recall.region.id;
+            recall.region.quarantine();
+            out.settle(recall.done, Err(still_shared(id)));
+        }
+        for (region, done) in self.released.drain(..) {
+            let result = if quiet { Ok(()) } else { Err(still_shared(region.id)) };
+            if quiet {
+                region.give_back();
+            } else {
+                region.quarantine();
+            }
+            out.settle(done, result);
+        }
+        for region in self.regions.close() {
+            if !quiet || shared.contains(&region.id) {
+                region.quarantine();
+            } else if region.let_go() {
+                region.give_back();
+            }
+        }
+    }
+}

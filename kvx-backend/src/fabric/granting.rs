@@ -1,0 +1,246 @@
+//! Which regions a peer may use: asked for, granted, recalled.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::reactor::Outbox;
+use kvx_core::transport::RemoteSpec;
+use kvx_core::{Error, Kind, RegionId, Result, Ticket};
+
+use super::handle::{Import, Imports, Wiring};
+use super::machine::Machine;
+use super::messages::{Key, Message};
+use super::regions::{Registered, revoked};
+use super::session::Imported;
+use super::{EndpointId, Fabric, LetGo};
+
+/// A region that is being revoked.
+pub(super) struct Recall<L> {
+    pub(super) region: Arc<Registered<L>>,
+    /// The sessions whose peers hold it.
+    waiting: HashSet<u64>,
+    pub(super) done: Ticket,
+}
+
+impl<F: Fabric> Machine<F> {
+    pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {
+        let Some(&number) = self.links.get(&link.id) else { return };
+        let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else { return };
+        match &import.what {
+            Imports::Foreign(range) => {
+                let made = match self.fabric.unpack_foreign(EndpointId(number), range) {
+                    Ok(remote) => Imported::Held(Arc::new(remote), RegionId(u64::MAX)),
+                    Err(why) => Imported::Refused(why.backend(self.name)),
+                };
+                session.imports.insert(import.number, made);
+            }
+            Imports::Region { id, key, .. } => {
+                session.imports.insert(import.number, Imported::Wanted(Arc::clone(import)));
+                session.wanted += 1;
+                let want = Message::Want { import: import.number, id: *id, key: Key(*key) };
+                self.send(number, &want, out);
+                self.after_work(number, out);
+            }
+        }
+    }
+
+    /// The owner has answered. Errors: `Malformed` for what was not asked.
+    pub(super) fn take_grant(
+        &mut self,
+        number: u64,
+        import: u64,
+        answer: Result<()>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let name = self.name;
+        let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
+        let Some(Imported::Wanted(wanted)) = session.imports.get(&import) else {
+            return Err(Error::new(
+                Kind::Malformed,
+                "malformed link message: a region is granted that was not asked for",
+            ));
+        };
+        session.wanted -= 1;
+        let made = match (&wanted.what, answer) {
+            (Imports::Region { id, key, len, kind, export }, Ok(())) => {
+                let spec = RemoteSpec { id: *id, key: *key, len: *len, kind: *kind, export };
+                let made = self.fabric.unpack(EndpointId(number), &spec);
+                made.map(|remote| Imported::Held(Arc::new(remote), *id))
+            }
+            (_, Err(why)) => Err(why),
+            (Imports::Foreign(_), Ok(())) => return Ok(()),
+        };
+        let made = made.unwrap_or_else(|why| Imported::Refused(why.backend(name)));
+        session.imports.insert(import, made);
+        for transfer in std::mem::take(&mut session.waiting) {
+            self.post(number, transfer, None, out);
+        }
+        self.after_work(number, out);
+        Ok(())
+    }
+
+    /// A region of ours is revoked: everyone who was granted it is asked to let go.
+    pub(super) fn revoke(&mut self, region: Arc<Registered<F::Local>>, done: Ticket, out: &mut Outbox) {
+        let id = region.id;
+        let mut waiting: HashSet<u64> = HashSet::new();
+        for (number, session) in &self.sessions {
+            if session.granted.contains(&id) {
+                waiting.insert(*number);
+            }
+        }
+        let asked: Vec<u64> = waiting.iter().copied().collect();
+        waiting.extend(
+            self.unproven.iter().filter(|(_, lost)| lost.granted.contains(&id)).map(|(number, _)| *number),
+        );
+        self.recalls.push(Recall { region, waiting, done });
+        for number in asked {
+            self.send(number, &Message::Recall { id }, out);
+        }
+        self.check_unproven(out);
+        self.finish_recalls(out);
+    }
+
+    /// The peer of a session has let go of one region, or of all.
+    pub(super) fn confirm(&mut self, number: u64, id: Option<RegionId>, out: &mut Outbox) {
+        for recall in &mut self.recalls {
+            if id.is_none_or(|id| recall.region.id == id) {
+                recall.waiting.remove(&number);
+            }
+        }
+        self.finish_recalls(out);
+    }
+
+    pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
+        for Recall { region, done, .. } in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
+            // The last lane does it for all.
+            if region.let_go() {
+                self.released.push((region, done));
+            } else {
+                out.settle(done, Ok(()));
+            }
+        }
+        self.unregister(out);
+    }
+
+    /// Has the library end remote access to what every peer has let go of. Says to how much it has.
+    pub(super) fn unregister(&mut self, out: &mut Outbox) -> usize {
+        let released = std::mem::take(&mut self.released);
+        let count = released.len();
+        for (region, done) in released {
+            let result = match self.fabric.unregister(&region.local) {
+                Ok(LetGo::Later) => {
+                    self.released.push((region, done));
+                    continue;
+                }
+                Ok(LetGo::Now) => {
+                    region.give_back();
+                    Ok(())
+                }
+                Err(why) => {
+                    region.quarantine();
+                    Err(why.backend(self.name))
+                }
+            };
+            out.settle(done, result);
+        }
+        count - self.released.len()
+    }
+
+    /// The owner takes a region back that we were granted.
+    pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
+        let why = revoked(id).backend(self.name);
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        for imported in session.imports.values_mut() {
+            if matches!(imported, Imported::Held(_, held) if *held == id) {
+                *imported = Imported::Refused(why.clone());
+            }
+        }
+        session.recalled.push(id);
+        self.fail_jobs(|running| running.session == number && running.uses(id), &why, out);
+        self.let_go_of_recalled(number, out);
+    }
+
+    /// Says which recalled regions no transfer uses any more.
+    pub(super) fn let_go_of_recalled(&mut self, number: u64, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        if session.recalled.is_empty() {
+            return;
+        }
+        let jobs = &self.jobs;
+        let used = |id: RegionId| jobs.iter().any(|(_, job)| job.session == number && job.uses(id));
+        let released: Vec<RegionId> = session.recalled.extract_if(.., |id| !used(*id)).collect();
+        for id in released {
+            self.send(number, &Message::Released { id }, out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Weak;
+    use std::time::Duration;
+
+    use super::super::hostile::{Quiet, machine};
+    use super::*;
+    use crate::reactor::{Armed, Progress as _};
+    use kvx_core::Completion;
+    use kvx_core::transport::RegionSpec;
+    use kvx_core::{Memory, RegionKey};
+
+    /// A machine with a region that the library does not let go of yet; the region's memory, and the recall's end.
+    fn busy() -> (Machine<Quiet>, Weak<Memory>, Completion<()>) {
+        let mut machine = machine();
+        let memory = Arc::new(Memory::owned(vec![0; 64]));
+        let kept = Arc::downgrade(&memory);
+        let region = RegionSpec { id: RegionId(2), key: RegionKey([2; 16]), memory };
+        let (end, done) = Completion::with_ticket();
+        machine.fabric.busy = true;
+        let mut out = Outbox::default();
+        machine.revoke(Arc::new(Registered::new(region, (), 1)), done, &mut out);
+        assert_eq!(machine.progress(&mut out), 0, "nothing is done");
+        assert!(matches!(machine.arm(), Ok(Armed::Sleep(None))), "it sleeps until it is woken");
+        assert_eq!(kept.strong_count(), 1);
+        (machine, kept, end)
+    }
+
+    /// What is left of the region's memory, and how the recall has ended.
+    fn after(
+        machine: &Machine<Quiet>,
+        mut out: Outbox,
+        kept: &Weak<Memory>,
+        end: Completion<()>,
+    ) -> (usize, Result<(), Kind>) {
+        out.deliver(&*machine.events);
+        (kept.strong_count(), end.wait(Duration::ZERO).map_err(|why| why.kind()))
+    }
+
+    #[test]
+    fn a_region_is_given_back_in_the_turn_in_which_the_library_lets_go() {
+        let (mut machine, kept, end) = busy();
+        machine.fabric.busy = false;
+        let mut out = Outbox::default();
+        assert_eq!(machine.progress(&mut out), 1);
+        assert_eq!(after(&machine, out, &kept, end), (0, Ok(())));
+        assert_eq!(machine.progress(&mut Outbox::default()), 0);
+    }
+
+    #[test]
+    fn a_library_that_lets_go_while_the_machine_ends_gives_the_region_back() {
+        let (mut machine, kept, end) = busy();
+        (machine.fabric.busy, machine.fabric.kept) = (false, true);
+        let mut out = Outbox::default();
+        machine.stop(&mut out);
+        assert_eq!(after(&machine, out, &kept, end), (0, Ok(())));
+    }
+
+    #[test]
+    fn what_the_library_never_lets_go_of_ends_with_it_or_is_kept() {
+        for (kept_by_it, left) in [(false, (0, Ok(()))), (true, (1, Err(Kind::StillShared)))] {
+            let (mut machine, kept, end) = busy();
+            machine.fabric.kept = kept_by_it;
+            let mut out = Outbox::default();
+            machine.stop(&mut out);
+            assert_eq!(after(&machine, out, &kept, end), left);
+        }
+    }
+}

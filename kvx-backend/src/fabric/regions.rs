@@ -1,0 +1,116 @@
+//! Regions of ours, from their registration to the proof that nobody reaches them any more.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvx_core::sync::Mutex;
+use kvx_core::transport::RegionSpec;
+use kvx_core::{Error, Kind, Memory, RegionId, RegionKey, Result};
+
+/// A region of ours.
+pub(super) struct Registered<L> {
+    pub(super) id: RegionId,
+    pub(super) key: RegionKey,
+    pub(super) local: L,
+    /// Lanes that have not let go of it.
+    holders: AtomicUsize,
+    /// Until it is given back.
+    memory: Mutex<Option<Arc<Memory>>>,
+}
+
+impl<L> Registered<L> {
+    pub(super) fn new(spec: RegionSpec, local: L, lanes: usize) -> Self {
+        let (holders, memory) = (AtomicUsize::new(lanes), Mutex::new(Some(spec.memory)));
+        Registered { id: spec.id, key: spec.key, local, holders, memory }
+    }
+
+    /// Nobody reaches it over one lane any more. Says whether that was the last.
+    pub(super) fn let_go(&self) -> bool {
+        self.holders.fetch_sub(1, Ordering::AcqRel) == 1
+    }
+
+    /// Nobody reaches it any more.
+    pub(super) fn give_back(&self) {
+        let memory = self.memory.lock().take();
+        drop(memory);
+    }
+
+    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed. Not after
+    /// [`let_go`](Registered::let_go) of the same lane, so that there is no last one.
+    pub(super) fn quarantine(self: Arc<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+enum State<L> {
+    Open(Arc<Registered<L>>),
+    Revoked,
+}
+
+/// What peers may ask for, over any lane.
+pub(super) struct Regions<L>(Mutex<All<L>>);
+
+struct All<L> {
+    /// Lanes that have not ended.
+    lanes: usize,
+    regions: HashMap<RegionId, State<L>>,
+}
+
+impl<L> Regions<L> {
+    pub(super) fn new(lanes: usize) -> Self {
+        Regions(Mutex::new(All { lanes, regions: HashMap::new() }))
+    }
+
+    pub(super) fn open(&self, region: Arc<Registered<L>>) {
+        self.0.lock().regions.insert(region.id, State::Open(region));
+    }
+
+    /// Nobody is granted it from now on. `None`: it was revoked before.
+    pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<Registered<L>>> {
+        match self.0.lock().regions.insert(id, State::Revoked) {
+            Some(State::Open(region)) => Some(region),
+            Some(State::Revoked) | None => None,
+        }
+    }
+
+    /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`, `Revoked`.
+    pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
+        match self.0.lock().regions.get(&id) {
+            None => Err(Error::new(Kind::Unregistered, format!("region {id} is not registered here"))),
+            Some(State::Revoked) => Err(revoked(id)),
+            Some(State::Open(region)) if region.key.matches(key) => Ok(()),
+            Some(State::Open(_)) => {
+                Err(Error::new(Kind::WrongKey, format!("the key shown for region {id} is not its key")))
+            }
+        }
+    }
+
+    /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if there are any.
+    pub(super) fn close(&self) -> Vec<Arc<Registered<L>>> {
+        let mut all = self.0.lock();
+        all.lanes -= 1;
+        let open = all.regions.values().filter_map(|state| match state {
+            State::Open(region) => Some(Arc::clone(region)),
+            State::Revoked => None,
+        });
+        let open = open.collect();
+        if all.lanes == 0 {
+            all.regions.clear();
+        }
+        open
+    }
+}
+
+/// The owner took a region back.
+pub(super) fn revoked(id: RegionId) -> Error {
+    Error::new(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
+}
+
+/// The transport ended before a peer had let go of a region.
+pub(super) fn still_shared(id: RegionId) -> Error {
+    Error::new(
+        Kind::StillShared,
+        format!("a peer had not let go of region {id} when the transport was shut down"),
+    )
+}

@@ -1,0 +1,175 @@
+//! Whole messages, in order, over frames that arrive in any order.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use kvx_core::{Error, Kind, Result};
+
+use super::messages::{Header, MAX_LATER_MESSAGE, MAX_MESSAGE};
+
+/// The most frames that may be ahead of one that is missing.
+const MAX_EARLY: usize = 1024;
+/// The most bytes in them.
+const MAX_EARLY_BYTES: usize = 4 << 20;
+
+/// The sending half: numbers frames and keeps what the library does not take yet.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing {
+    place: u32,
+    queue: VecDeque<Vec<u8>>,
+}
+
+impl Outgoing {
+    /// Cuts a message into frames of at most `max` bytes and queues them.
+    pub(super) fn push(&mut self, to: u64, from: u64, message: &[u8], max: usize) {
+        let part = max.saturating_sub(Header::LEN).max(1);
+        let mut parts = message.chunks(part).peekable();
+        while let Some(part) = parts.next() {
+            let header = Header { to, from, place: self.place, more: parts.peek().is_some() };
+            self.place = self.place.wrapping_add(1);
+            self.queue.push_back(header.frame(part));
+        }
+    }
+
+    /// The frame to be sent next.
+    pub(super) fn front(&self) -> Option<&[u8]> {
+        self.queue.front().map(Vec::as_slice)
+    }
+
+    /// It was taken.
+    pub(super) fn pop(&mut self) {
+        self.queue.pop_front();
+    }
+
+    /// Frames that wait.
+    pub(super) fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Forgets what was not sent.
+    pub(super) fn clear(&mut self) {
+        self.queue.clear();
+    }
+}
+
+/// The receiving half: puts frames in order and messages together.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    place: u32,
+    early: BTreeMap<u32, (bool, Box<[u8]>)>,
+    early_bytes: usize,
+    partial: Vec<u8>,
+    /// Whether a message has been completed: the first may be longer.
+    begun: bool,
+}
+
+impl Incoming {
+    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no honest peer
+    /// sends.
+    pub(super) fn take(&mut self, header: &Header, part: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let ahead = header.place.wrapping_sub(self.place);
+        if ahead > u32::MAX / 2 {
+            return Ok(Vec::new()); // had before: a library that repeats itself
+        }
+        if ahead > 0 {
+            let new = !self.early.contains_key(&header.place);
+            if new {
+                if self.early.len() >= MAX_EARLY || self.early_bytes + part.len() > MAX_EARLY_BYTES {
+                    return Err(malformed("too many frames came ahead of one that is missing"));
+                }
+                self.early_bytes += part.len();
+                self.early.insert(header.place, (header.more, part.into()));
+            }
+            return Ok(Vec::new());
+        }
+        let mut whole = Vec::new();
+        self.next(header.more, part, &mut whole)?;
+        while let Some((more, part)) = self.early.remove(&self.place) {
+            self.early_bytes -= part.len();
+            self.next(more, &part, &mut whole)?;
+        }
+        Ok(whole)
+    }
+
+    fn next(&mut self, more: bool, part: &[u8], whole: &mut Vec<Vec<u8>>) -> Result<()> {
+        self.place = self.place.wrapping_add(1);
+        let max = if self.begun { MAX_LATER_MESSAGE } else { MAX_MESSAGE };
+        if self.partial.len() + part.len() > max {
+            return Err(malformed("a message is too long"));
+        }
+        self.partial.extend_from_slice(part);
+        if !more {
+            self.begun = true;
+            whole.push(std::mem::take(&mut self.partial));
+        }
+        Ok(())
+    }
+}
+
+fn malformed(why: &'static str) -> Error {
+    Error::new(Kind::Malformed, format!("malformed link frame: {why}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frames(messages: &[Vec<u8>], max: usize) -> Vec<Vec<u8>> {
+        let mut out = Outgoing::default();
+        for message in messages {
+            out.push(1, 2, message, max);
+        }
+        let mut frames = Vec::new();
+        while let Some(frame) = out.front() {
+            frames.push(frame.to_vec());
+            out.pop();
+        }
+        frames
+    }
+
+    fn take(incoming: &mut Incoming, frame: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let (header, part) = Header::read(frame).unwrap();
+        incoming.take(&header, part)
+    }
+
+    #[test]
+    fn messages_come_out_whole_and_in_order_whatever_the_order_of_frames() {
+        let messages: Vec<Vec<u8>> = (1..40).map(|n| vec![n as u8; n * 7]).collect();
+        let mut frames = frames(&messages, Header::LEN + 16);
+        let mut seed = 7_u64;
+        for at in (1..frames.len()).rev() {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            frames.swap(at, (seed >> 33) as usize % (at + 1));
+        }
+        let mut incoming = Incoming::default();
+        let mut whole = Vec::new();
+        for frame in &frames {
+            whole.extend(take(&mut incoming, frame).unwrap());
+            assert!(take(&mut incoming, frame).unwrap().is_empty(), "a repeated frame gives nothing");
+        }
+        assert_eq!(whole, messages);
+    }
+
+    #[test]
+    fn what_a_peer_may_make_us_keep_is_bounded() {
+        let mut incoming = Incoming::default();
+        let header = |place| Header { to: 1, from: 2, place, more: false };
+        let kept = (1..=MAX_EARLY as u32).all(|place| incoming.take(&header(place), b"x").is_ok());
+        assert!(kept);
+        assert!(incoming.take(&header(MAX_EARLY as u32 + 1), b"x").is_err());
+        let mut incoming = Incoming::default();
+        let long = vec![0; 1 << 20];
+        let more = |place| Header { more: true, ..header(place) };
+        let refused = (0..8).any(|place| incoming.take(&more(place), &long).is_err());
+        assert!(refused, "an endless message is refused");
+    }
+
+    #[test]
+    fn an_empty_message_cannot_be_sent_and_the_numbers_go_round() {
+        let mut out = Outgoing { place: u32::MAX, ..Outgoing::default() };
+        out.push(1, 2, b"ab", Header::LEN + 1);
+        assert_eq!(out.len(), 2);
+        let mut incoming = Incoming { place: u32::MAX, ..Incoming::default() };
+        assert!(take(&mut incoming, &out.queue[1]).unwrap().is_empty());
+        assert_eq!(take(&mut incoming, &out.queue[0]).unwrap(), [b"ab".to_vec()]);
+    }
+}

@@ -1,0 +1,7 @@
+#![cfg(target_os = "linux")]
+#![doc = include_str!("../README.md")]
+
+pub mod fabric;
+pub mod loader;
+pub mod process;
+pub mod reactor;

@@ -1,0 +1,122 @@
+//! What other threads of a transport have to tell its machine.
+
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Result};
+
+/// Answers of threads that make a library's blocking calls. Its descriptor, one of
+/// [`Progress::fds`](super::Progress::fds), is readable for as long as something lies in it.
+pub struct Mailbox<T> {
+    letters: Mutex<Vec<T>>,
+    /// So that looking into an empty one costs next to nothing.
+    is_full: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl<T> Mailbox<T> {
+    /// Errors: `Exhausted` without a descriptor.
+    pub fn new() -> Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
+            Error::os("no eventfd for a mailbox: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+        })?;
+        Ok(Mailbox { letters: Mutex::default(), is_full: AtomicBool::new(false), wake })
+    }
+
+    /// The descriptor.
+    pub fn fd(&self) -> RawFd {
+        self.wake.as_raw_fd()
+    }
+
+    /// Puts one in, and wakes the machine.
+    pub fn put(&self, letter: T) {
+        let mut letters = self.letters.lock();
+        letters.push(letter);
+        self.is_full.store(true, Ordering::Release);
+        // Still under the lock: a descriptor that became readable after the letter was taken would stay so, and the
+        // machine would never sleep again.
+        rustix::io::write(&self.wake, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
+    }
+
+    /// Whether nothing lies in it.
+    pub fn is_empty(&self) -> bool {
+        !self.is_full.load(Ordering::Acquire)
+    }
+
+    /// Takes all of them, in the order in which they were put in.
+    pub fn take(&self) -> Vec<T> {
+        if self.is_empty() {
+            return Vec::new();
+        }
+        let mut letters = self.letters.lock();
+        self.is_full.store(false, Ordering::Release);
+        let mut count = [0; 8];
+        rustix::io::read(&self.wake, &mut count).ok(); // never blocks
+        std::mem::take(&mut letters)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
+
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
+    use super::*;
+
+    /// Rounds without which nothing is proven.
+    const ENOUGH: u64 = 500;
+    /// Looks before a thread sleeps: microseconds, in which the other, if it runs, is done.
+    const SPINS: u32 = 10_000;
+
+    #[test]
+    fn what_was_taken_wakes_nobody() {
+        let mailbox = &Mailbox::new().unwrap();
+        let readable = |longest| {
+            let longest = Timespec { tv_sec: longest, tv_nsec: 0 };
+            rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&longest)) == Ok(1)
+        };
+        std::thread::scope(|scope| {
+            // Who waits for the other sleeps at last: it would be in its way where there is one processor.
+            let (ask, asked) = mpsc::channel();
+            let (tell, told) = mpsc::channel();
+            scope.spawn(move || {
+                let next = || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
+                while let Some(round) = next() {
+                    (0..round % 128).for_each(|_| std::hint::spin_loop()); // now earlier than a look, now later
+                    mailbox.put(round);
+                    tell.send(()).unwrap();
+                }
+            });
+            let begun = Instant::now();
+            for round in 1..=5_000 {
+                ask.send(round).unwrap();
+                // In the very moment in which it is put in, if the other thread runs beside this one.
+                let mut letters = (0..SPINS).map(|_| mailbox.take()).find(|letters| !letters.is_empty());
+                if letters.is_none() && readable(10) {
+                    letters = Some(mailbox.take());
+                }
+                assert_eq!(letters, Some(vec![round]), "what was put in");
+                told.recv_timeout(Duration::from_secs(10)).unwrap();
+                assert!(!readable(0), "round {round}: the descriptor stayed readable");
+                if round >= ENOUGH && begun.elapsed() >= Duration::from_secs(2) {
+                    break;
+                }
+            }
+        });
+        assert!(mailbox.is_empty());
+    }
+
+    #[test]
+    fn what_lies_in_it_keeps_its_descriptor_readable_and_its_order() {
+        let mailbox = Mailbox::new().unwrap();
+        ["one", "two"].into_iter().for_each(|letter| mailbox.put(letter));
+        assert_eq!(rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], None), Ok(1));
+        assert_eq!(mailbox.take(), ["one", "two"]);
+        assert!(mailbox.take().is_empty());
+    }
+}

@@ -1,0 +1,409 @@
+//! The one thread from which every transport is built: a submission queue, an eventfd, an idle policy.
+//!
+//! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native library. The reactor
+//! owns the machine, feeds it commands, lets it work in bounded turns, and sleeps when it says that it may. Any other
+//! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
+//! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
+
+mod exit;
+mod mailbox;
+mod thread;
+mod turns;
+
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+
+use kvx_core::sync::{Mutex, contained};
+use kvx_core::transport::{Events, LinkState};
+use kvx_core::{Error, Kind, LinkId, Result, Ticket};
+
+pub(crate) use exit::halt_before_destructors;
+pub use mailbox::Mailbox;
+pub use turns::Turns;
+
+/// What a reactor drives.
+pub trait Progress: Send + 'static {
+    /// What other threads ask of it.
+    type Command: Send + 'static;
+
+    /// Called once, before the first turn: where a turn can see whether commands wait for its end.
+    fn begins(&mut self, _queued: Queued) {}
+
+    /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
+    fn command(&mut self, command: Self::Command, out: &mut Outbox);
+
+    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. Says how much it did; 0: nothing to do now.
+    fn progress(&mut self, out: &mut Outbox) -> usize;
+
+    /// Before sleeping: whether that is allowed, and for how long at most.
+    fn arm(&mut self) -> Result<Armed>;
+
+    /// How long to go on looking for work before sleeping: a wake-up costs some 15 µs. Longer than usual pays while
+    /// bytes are on their way.
+    fn patience(&self) -> Duration {
+        Duration::from_micros(20)
+    }
+
+    /// Asked once, after a turn of another thread: whether it left nothing that the sleeping thread does not know of. Then it
+    /// may sleep on, and needs not be asked how long, which costs system calls.
+    fn left_nothing(&mut self) -> bool {
+        false
+    }
+
+    /// Whether whoever waits for this core goes first after a turn, although there is more to do: work whose latency
+    /// counts comes by. A core that is never let go of is taken away only every few milliseconds.
+    fn lets_others_go_first(&self) -> bool {
+        false
+    }
+
+    /// Whether other threads may have a turn. Where a turn can last as long as a peer likes, they would miss their deadlines in it:
+    /// only the reactor's own thread works then. Asked after each turn.
+    fn takes_guests(&self) -> bool {
+        true
+    }
+
+    /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
+    /// own shows one epoll descriptor.
+    fn fds(&self) -> &[RawFd];
+
+    /// The last call: fail what is left.
+    fn stop(&mut self, out: &mut Outbox);
+
+    /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets them.
+    fn late(command: Self::Command) {
+        drop(command);
+    }
+}
+
+/// Whether commands wait for the end of a turn: one that has done much may end early for them.
+#[derive(Clone, Debug, Default)]
+pub struct Queued(Arc<AtomicBool>);
+
+impl Queued {
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set(&self, any: bool) {
+        self.0.store(any, Ordering::Release);
+    }
+}
+
+/// The most bytes to move in one turn before others get theirs.
+pub const SLICE: u64 = 1 << 20;
+
+/// How long a reactor stays away from a machine that another thread drives: the most that other work of the machine is
+/// kept waiting when that thread has gone.
+const NAP: Duration = Duration::from_micros(400);
+/// How long after a turn of another thread its next one is expected.
+const DRIVEN: Duration = Duration::from_micros(50);
+
+/// The answer of [`Progress::arm`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Armed {
+    /// Work came in meanwhile.
+    Again,
+    /// Sleep until an fd or a command wakes; at most this long, if given.
+    Sleep(Option<Duration>),
+}
+
+/// What a turn wants to tell the world, told after the machine is released: tickets run other people's code.
+#[derive(Default)]
+pub struct Outbox {
+    /// The first of the tickets, and the others: most turns that count settle one.
+    first: Option<(Ticket, Result<()>)>,
+    settled: Vec<(Ticket, Result<()>)>,
+    links: Vec<(LinkId, LinkState)>,
+}
+
+impl Outbox {
+    /// Settles `ticket` once the turn is over.
+    pub fn settle(&mut self, ticket: Ticket, result: Result<()>) {
+        match self.first {
+            None => self.first = Some((ticket, result)),
+            Some(_) => self.settled.push((ticket, result)),
+        }
+    }
+
+    /// Reports a link once the turn is over, after the tickets settled before.
+    pub fn link(&mut self, id: LinkId, state: LinkState) {
+        self.links.push((id, state));
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_none() && self.links.is_empty()
+    }
+
+    pub(crate) fn deliver(&mut self, events: &dyn Events) {
+        if let Some((ticket, result)) = self.first.take() {
+            contained(|| ticket.settle(result));
+        }
+        for (ticket, result) in self.settled.drain(..) {
+            contained(|| ticket.settle(result));
+        }
+        for (id, state) in self.links.drain(..) {
+            contained(|| events.link(id, state));
+        }
+    }
+}
+
+/// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
+pub struct Reactor<P: Progress> {
+    shared: Arc<Shared<P>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What is worked on by one thread at a time.
+struct Driven<P: Progress> {
+    machine: P,
+    /// Empty between turns: the room for the commands of one.
+    taken: Vec<P::Command>,
+}
+
+/// Commands of one turn for which room is kept.
+const ROOM: usize = 64;
+
+struct Shared<P: Progress> {
+    machine: Mutex<Option<Driven<P>>>,
+    /// `None` when the machine takes no more.
+    queue: Mutex<Option<Vec<P::Command>>>,
+    /// Whether something lies in it: looking into an empty one costs next to nothing. Before it sleeps, the reactor looks into the
+    /// queue itself: this alone could be seen too late.
+    queued: Queued,
+    /// True from before the last look at the queue until the reactor is awake again.
+    asleep: AtomicBool,
+    /// Asleep only for [`NAP`], because somebody else drives the machine.
+    napping: AtomicBool,
+    /// When a sleeping reactor wakes by itself, in nanoseconds since `started`.
+    wakes_at: AtomicU64,
+    /// Threads that have a turn of [`Reactor::drive`], which may take longer than [`NAP`], or try to.
+    driving: AtomicU64,
+    /// When another thread last had a turn, likewise.
+    driven_at: AtomicU64,
+    /// The machine takes guests.
+    is_open: AtomicBool,
+    started: Instant,
+    stopping: AtomicBool,
+    /// The process ends: nobody goes into the machine any more.
+    halted: AtomicBool,
+    wake: OwnedFd,
+    events: Arc<dyn Events>,
+}
+
+impl<P: Progress> Reactor<P> {
+    /// Starts the thread `name` around `machine`.
+    pub fn start(name: String, mut machine: P, events: Arc<dyn Events>) -> Result<Self> {
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        let queued = Queued::default();
+        machine.begins(queued.clone());
+        let shared = Arc::new(Shared {
+            is_open: AtomicBool::new(machine.takes_guests()),
+            machine: Mutex::new(Some(Driven { machine, taken: Vec::new() })),
+            queue: Mutex::new(Some(Vec::new())),
+            queued,
+            asleep: AtomicBool::new(false),
+            napping: AtomicBool::new(false),
+            wakes_at: AtomicU64::new(0),
+            driving: AtomicU64::new(0),
+            driven_at: AtomicU64::new(0),
+            started: Instant::now(),
+            stopping: AtomicBool::new(false),
+            halted: AtomicBool::new(false),
+            wake,
+            events,
+        });
+        exit::watch(Arc::downgrade(&shared) as Weak<dyn exit::Halt>);
+        let ours = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name(name).spawn(move || ours.serve()).map_err(|error| {
+            Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
+        })?;
+        Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Hands over a command. After the stop it goes to [`Progress::late`].
+    pub fn submit(&self, command: P::Command) {
+        self.shared.push(command);
+        self.shared.wake_if_asleep();
+    }
+
+    /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
+    /// counts.
+    pub fn submit_here(&self, command: P::Command) {
+        let mut command = Some(command);
+        if !self.turn_here(&mut command) {
+            command.into_iter().for_each(|command| self.shared.push(command));
+            self.shared.wake_if_asleep();
+        }
+    }
+
+    /// One turn on this thread, if the machine is free. Says whether anything was done. For callers that call it until
+    /// what they wait for has happened: meanwhile the reactor's own thread stays out of their way.
+    pub fn drive(&self) -> bool {
+        let shared = &*self.shared;
+        if !shared.is_open.load(Ordering::Relaxed) {
+            return false;
+        }
+        shared.driving.fetch_add(1, Ordering::Relaxed);
+        let done = self.turn_here(&mut None);
+        shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
+        shared.driving.fetch_sub(1, Ordering::Relaxed);
+        done
+    }
+
+    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at once.
+    pub fn hand_over(&self) {
+        self.shared.driven_at.store(0, Ordering::SeqCst);
+        if self.shared.napping.load(Ordering::SeqCst) {
+            self.shared.wake();
+        }
+    }
+
+    /// Takes the command, if the machine is free.
+    ///
+    /// Inlined, and so is what lies between it and the library for a small transfer: a system call leaves the processor without
+    /// the addresses to return to, so that each call around one costs some 12 ns.
+    #[inline(always)]
+    fn turn_here(&self, command: &mut Option<P::Command>) -> bool {
+        if !self.shared.is_open.load(Ordering::Relaxed) {
+            return false;
+        }
+        let Some(mut machine) = self.shared.machine.try_lock() else { return false };
+        let open = |driven: &&mut Driven<P>| !self.shared.is_halted() && driven.machine.takes_guests();
+        let Some(driven) = machine.as_mut().filter(open) else { return false };
+        let mut out = Outbox::default();
+        let done = self.shared.turn(driven, command.take(), &mut out);
+        let running = &mut driven.machine;
+        // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
+        // or something to do earlier than it knows.
+        let must_wake = done > 0
+            && self.shared.asleep.load(Ordering::SeqCst)
+            && !self.shared.napping.load(Ordering::SeqCst)
+            && !running.left_nothing()
+            && match running.arm() {
+                Ok(Armed::Sleep(longest)) => {
+                    self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
+                }
+                Ok(Armed::Again) | Err(_) => true,
+            };
+        drop(machine);
+        out.deliver(&*self.shared.events);
+        if must_wake {
+            self.shared.wake();
+        }
+        done > 0
+    }
+
+    /// Has the machine stop, without waiting for it.
+    pub(crate) fn ask_to_stop(&self) {
+        self.shared.ask_to_stop();
+    }
+
+    /// Stops the machine and waits for its thread, unless that is the calling one.
+    pub fn stop(&self) {
+        self.ask_to_stop();
+        let thread = self.thread.lock().take(); // and let go of the lock: the thread may come here too
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+            && !self.shared.is_halted()
+        {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+}
+
+impl<P: Progress> Drop for Reactor<P> {
+    fn drop(&mut self) {
+        if kvx_core::fork::count() == 0 {
+            self.shared.ask_to_stop();
+        }
+    }
+}
+
+impl<P: Progress> Shared<P> {
+    fn wake(&self) {
+        // A full counter means that a wake-up is pending already.
+        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok();
+    }
+
+    /// After a push. A reactor that naps is left alone while the thread that drives is likely to come again: it takes
+    /// the command, and would be preempted by the wake-up.
+    fn wake_if_asleep(&self) {
+        if self.asleep.load(Ordering::SeqCst) && !(self.napping.load(Ordering::SeqCst) && self.is_driven()) {
+            self.wake();
+        }
+    }
+
+    /// The time after `longest` from now, as `wakes_at` counts.
+    fn at(&self, longest: Option<Duration>) -> u64 {
+        longest.map_or(u64::MAX, |longest| {
+            u64::try_from((self.started.elapsed() + longest).as_nanos()).unwrap_or(u64::MAX)
+        })
+    }
+
+    /// Whether another thread has had a turn just now, and so is likely to have the next.
+    fn is_driven(&self) -> bool {
+        if self.driving.load(Ordering::Relaxed) > 0 {
+            return true;
+        }
+        let driven = Duration::from_nanos(self.driven_at.load(Ordering::SeqCst));
+        !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < DRIVEN
+    }
+
+    fn push(&self, command: P::Command) {
+        let mut queue = self.queue.lock();
+        match queue.as_mut() {
+            Some(commands) if !self.is_halted() => {
+                commands.push(command);
+                self.queued.set(true);
+            }
+            _ => {
+                drop(queue);
+                P::late(command);
+            }
+        }
+    }
+
+    fn ask_to_stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Takes what was submitted, and the last command if there is one, and does one turn.
+    #[inline(always)]
+    fn turn(
+        &self,
+        Driven { machine, taken }: &mut Driven<P>,
+        last: Option<P::Command>,
+        out: &mut Outbox,
+    ) -> usize {
+        let mut count = usize::from(last.is_some());
+        if self.queued.any() {
+            if let Some(commands) = self.queue.lock().as_mut() {
+                self.queued.set(false);
+                std::mem::swap(commands, taken);
+            }
+            count += taken.len();
+            taken.drain(..).for_each(|command| machine.command(command, out));
+            taken.shrink_to(ROOM);
+        }
+        if let Some(command) = last {
+            machine.command(command, out);
+        }
+        count += machine.progress(out);
+        let is_open = machine.takes_guests();
+        if is_open != self.is_open.load(Ordering::Relaxed) {
+            self.is_open.store(is_open, Ordering::Relaxed);
+        }
+        count
+    }
+}
+
+#[cfg(test)]
+mod tests;

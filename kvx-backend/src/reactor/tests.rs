@@ -1,0 +1,250 @@
+//! The reactor with machines of the tests' own.
+
+use super::*;
+use kvx_core::Completion;
+use kvx_core::Sender;
+use kvx_core::transport::Full;
+
+pub(super) struct Nobody;
+
+impl Events for Nobody {
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+        Ok(())
+    }
+    fn link(&self, _: LinkId, _: LinkState) {}
+}
+
+/// Settles each ticket it is given, one a turn.
+#[derive(Default)]
+struct Echo(Vec<Ticket>);
+
+impl Progress for Echo {
+    type Command = Ticket;
+    fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+        self.0.push(ticket);
+    }
+    fn progress(&mut self, out: &mut Outbox) -> usize {
+        self.0.pop().map(|ticket| out.settle(ticket, Ok(()))).map_or(0, |()| 1)
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        Ok(if self.0.is_empty() { Armed::Sleep(None) } else { Armed::Again })
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, out: &mut Outbox) {
+        for ticket in self.0.drain(..) {
+            out.settle(ticket, Err(Error::new(Kind::Closed, "stopped")));
+        }
+    }
+}
+
+/// Waits until something is so that no lock or ticket tells of.
+fn until(so: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !so() {
+        assert!(Instant::now() < end, "it is not so");
+        std::thread::yield_now();
+    }
+}
+
+fn echo() -> Reactor<Echo> {
+    Reactor::start("echo".into(), Echo::default(), Arc::new(Nobody)).unwrap()
+}
+
+#[test]
+fn commands_from_many_threads_are_all_done() {
+    let reactor = echo();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let reactor = &reactor;
+            scope.spawn(move || {
+                for _ in 0..500 {
+                    let (done, ticket) = Completion::with_ticket();
+                    if thread % 2 == 0 {
+                        reactor.submit(ticket)
+                    } else {
+                        reactor.submit_here(ticket)
+                    }
+                    done.wait(Duration::from_secs(10)).unwrap();
+                }
+            });
+        }
+    });
+    reactor.stop();
+}
+
+#[test]
+fn a_sleeping_reactor_wakes_for_a_command() {
+    let reactor = echo();
+    until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+    let (done, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    done.wait(Duration::from_secs(10)).unwrap();
+}
+
+#[test]
+fn what_is_submitted_behind_a_thread_that_drove_is_done() {
+    let reactor = echo();
+    for _ in 0..200 {
+        for _ in 0..100 {
+            reactor.drive();
+        }
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        done.wait(Duration::from_secs(10)).unwrap();
+    }
+    reactor.stop();
+}
+
+/// Settles what it is given, and counts the turns of threads that are not its own. Takes no guests from its first ticket on.
+struct Alone {
+    echo: Echo,
+    guests: Arc<AtomicU64>,
+    met: bool,
+}
+
+impl Progress for Alone {
+    type Command = Ticket;
+    fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+        self.met = true;
+        self.echo.command(ticket, out);
+    }
+    fn progress(&mut self, out: &mut Outbox) -> usize {
+        let own = std::thread::current().name() == Some("alone");
+        self.guests.fetch_add(u64::from(!own), Ordering::Relaxed);
+        self.echo.progress(out)
+    }
+    fn takes_guests(&self) -> bool {
+        !self.met
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        self.echo.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, _: &mut Outbox) {}
+}
+
+#[test]
+fn a_machine_that_takes_no_guests_has_none() {
+    let guests = Arc::new(AtomicU64::new(0));
+    let machine = Alone { echo: Echo::default(), guests: Arc::clone(&guests), met: false };
+    let reactor = Reactor::start("alone".into(), machine, Arc::new(Nobody)).unwrap();
+    let ask = |submit: fn(&Reactor<Alone>, Ticket)| {
+        let (done, ticket) = Completion::with_ticket();
+        submit(&reactor, ticket);
+        done
+    };
+    reactor.drive();
+    ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
+    drop(reactor.shared.machine.lock()); // its turn has ended
+    let seen = || (guests.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
+    let before = seen();
+    for _ in 0..50 {
+        let done = ask(Reactor::submit_here);
+        assert!(!reactor.drive());
+        done.wait(Duration::from_secs(10)).unwrap();
+    }
+    assert_eq!(seen(), before, "nor does its thread wait for any");
+    reactor.stop();
+}
+
+/// As [`Echo`], and its turns end when a command waits.
+#[derive(Default)]
+struct Attentive(Echo, Queued);
+
+impl Progress for Attentive {
+    type Command = Ticket;
+    fn begins(&mut self, queued: Queued) {
+        self.1 = queued;
+    }
+    fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+        self.0.command(ticket, out);
+    }
+    fn progress(&mut self, out: &mut Outbox) -> usize {
+        let until = Instant::now() + Duration::from_secs(9);
+        while !self.0.0.is_empty() && !self.1.any() {
+            assert!(Instant::now() < until, "nobody says that one waits");
+            std::thread::yield_now();
+        }
+        self.0.progress(out)
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        self.0.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, out: &mut Outbox) {
+        self.0.stop(out);
+    }
+}
+
+#[test]
+fn a_turn_sees_that_a_command_waits() {
+    let reactor = Reactor::start("attentive".into(), Attentive::default(), Arc::new(Nobody)).unwrap();
+    let (first, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    until(|| !reactor.shared.queued.any());
+    let (_second, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    first.wait(Duration::from_secs(10)).unwrap();
+    reactor.ask_to_stop();
+    let (_last, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    reactor.stop();
+}
+
+#[test]
+fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
+    let reactor = echo();
+    reactor.shared.driving.fetch_add(1, Ordering::Relaxed); // and it never comes back
+    let (done, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    done.wait(Duration::from_secs(10)).unwrap();
+    reactor.stop();
+}
+
+/// Panics at its first command.
+struct Fragile(Vec<Ticket>);
+
+impl Progress for Fragile {
+    type Command = Ticket;
+    fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+        self.0.push(ticket);
+        panic!("on purpose");
+    }
+    fn progress(&mut self, _: &mut Outbox) -> usize {
+        0
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        Ok(Armed::Sleep(None))
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, _: &mut Outbox) {}
+}
+
+#[test]
+fn a_machine_that_panics_hangs_nobody() {
+    let reactor = Reactor::start("fragile".into(), Fragile(Vec::new()), Arc::new(Nobody)).unwrap();
+    for _ in 0..2 {
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+    }
+    reactor.stop();
+}
+
+#[test]
+fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
+    let reactor = echo();
+    reactor.stop();
+    let (done, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    drop(reactor);
+    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+}

@@ -1,0 +1,152 @@
+//! The thread of a reactor: turns while there is work, looks for more for a while, and sleeps.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::{Armed, Driven, NAP, Outbox, Progress, Shared, exit};
+use kvx_core::sync::{breathe, contained};
+
+impl<P: Progress> Shared<P> {
+    /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
+    /// what is submitted later is answered by [`Progress::late`].
+    pub(super) fn serve(&self) {
+        let mut whole = false;
+        contained(|| {
+            self.run();
+            whole = true;
+        });
+        if whole {
+            return;
+        }
+        let machine = self.machine.lock().take();
+        contained(|| drop(machine));
+        for command in self.queue.lock().take().unwrap_or_default() {
+            contained(|| P::late(command));
+        }
+    }
+
+    fn run(&self) {
+        let mut out = Outbox::default();
+        let mut idle_since: Option<Instant> = None;
+        let mut looks = 0;
+        let mut fds: Vec<RawFd> = Vec::new();
+        while !self.stopping.load(Ordering::SeqCst) {
+            let mut guard = if self.is_driven() {
+                idle_since = None;
+                let seen = self.driven_at.load(Ordering::Relaxed);
+                self.nap();
+                if self.driven_at.load(Ordering::Relaxed) != seen {
+                    continue;
+                }
+                // It is in a long turn, or has gone or lost its core.
+                let Some(guard) = self.machine.try_lock() else { continue };
+                guard
+            } else {
+                self.machine.lock()
+            };
+            if self.is_halted() {
+                drop(guard);
+                return exit::wait();
+            }
+            let Some(driven) = guard.as_mut() else { break };
+            let (mut sleep, mut looking, mut yields) = (None, false, false);
+            let worked = self.turn(driven, None, &mut out) > 0;
+            let machine = &mut driven.machine;
+            if worked || !out.is_empty() {
+                idle_since = None;
+                yields = machine.lets_others_go_first();
+            } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= machine.patience() {
+                match machine.arm() {
+                    Ok(Armed::Again) => {}
+                    Ok(Armed::Sleep(longest)) => sleep = Some(longest),
+                    Err(error) => {
+                        tracing::error!(%error, "a reactor could not arm its wake-up; polling every 10 ms");
+                        sleep = Some(Some(Duration::from_millis(10)));
+                    }
+                }
+                if let Some(longest) = sleep {
+                    self.wakes_at.store(self.at(longest), Ordering::SeqCst);
+                    self.asleep.store(true, Ordering::SeqCst);
+                    fds.clear();
+                    fds.extend_from_slice(machine.fds());
+                }
+            } else {
+                looking = true;
+            }
+            drop(guard);
+            out.deliver(&*self.events);
+            looks = if looking { looks + 1 } else { 0 };
+            if looking {
+                breathe(looks);
+            } else if yields {
+                std::thread::yield_now();
+            }
+            if let Some(longest) = sleep
+                && self.queue.lock().as_ref().is_none_or(Vec::is_empty)
+                && !self.stopping.load(Ordering::SeqCst)
+            {
+                self.sleep(&fds, longest);
+                idle_since = None;
+            }
+            self.asleep.store(false, Ordering::SeqCst);
+        }
+        let mut guard = self.machine.lock();
+        if self.is_halted() {
+            drop(guard);
+            return exit::wait();
+        }
+        if let Some(Driven { mut machine, .. }) = guard.take() {
+            for command in self.queue.lock().take().unwrap_or_default() {
+                machine.command(command, &mut out);
+            }
+            machine.stop(&mut out);
+            drop(machine); // still under the lock, for which the end of the process waits
+            drop(guard);
+            out.deliver(&*self.events);
+        }
+    }
+
+    fn sleep(&self, fds: &[RawFd], longest: Option<Duration>) {
+        let mut polled = Vec::with_capacity(fds.len() + 1);
+        polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
+        // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
+        polled.extend(
+            fds.iter()
+                .map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
+        );
+        let timeout = longest.map(|longest| rustix::time::Timespec {
+            tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: longest.subsec_nanos().into(),
+        });
+        self.poll(&mut polled, timeout.as_ref());
+    }
+
+    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
+    fn nap(&self) {
+        let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: NAP.subsec_nanos().into() };
+        self.napping.store(true, Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
+        if !self.stopping.load(Ordering::SeqCst) && self.is_driven() {
+            self.poll(&mut [PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)], Some(&time));
+        }
+        self.napping.store(false, Ordering::SeqCst);
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    fn poll(&self, fds: &mut [PollFd<'_>], timeout: Option<&rustix::time::Timespec>) {
+        if let Err(error) = rustix::event::poll(fds, timeout)
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!(%error, fd = self.wake.as_raw_fd(), "a reactor could not sleep; trying again in 10 ms");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // Empty after a wake-up by another descriptor.
+        if fds.first().is_some_and(|wake| !wake.revents().is_empty()) {
+            rustix::io::read(&self.wake, &mut [0; 8]).ok();
+        }
+    }
+}

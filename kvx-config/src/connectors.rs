@@ -1,0 +1,99 @@
+//! The names that `kv_connector` may have.
+
+use serde_json::{Map, Value};
+
+use super::surroundings::Surroundings;
+use kvx_core::{Error, Kind, Result, nearest};
+
+/// What `kv_connector` names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Connector {
+    /// `NixlConnector` and `NixlPullConnector`: decode reads.
+    NixlPull,
+    /// `NixlPushConnector`: prefill writes.
+    NixlPush,
+    /// `MooncakeConnector`: prefill writes, over Mooncake.
+    Mooncake,
+    /// `MultiConnector`: several, listed under `connectors`.
+    Multi,
+    /// A connector that the program registered.
+    Own(String),
+}
+
+/// The connectors of vLLM that kvx speaks.
+const SPOKEN: &[(&str, Connector)] = &[
+    ("NixlConnector", Connector::NixlPull),
+    ("NixlPullConnector", Connector::NixlPull),
+    ("NixlPushConnector", Connector::NixlPush),
+    ("MooncakeConnector", Connector::Mooncake),
+    ("MultiConnector", Connector::Multi),
+];
+
+/// vLLM's other connectors, of all versions: known, so that the error is the right one.
+const NOT_SPOKEN: &[&str] = &[
+    "DecodeBenchConnector",
+    "ExampleConnector",
+    "ExampleHiddenStatesConnector",
+    "FlexKVConnectorV1",
+    "HF3FSKVConnector",
+    "LMCacheConnector",
+    "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    "MoRIIOConnector",
+    "MooncakeStoreConnector",
+    "OffloadingConnector",
+    "P2pNcclConnector",
+    "PyNcclConnector",
+    "SharedStorageConnector",
+    "SimpleCPUOffloadConnector",
+];
+
+pub(super) fn find(name: &str, module_path: Option<&str>, surroundings: &Surroundings) -> Result<Connector> {
+    let invalid = |sentence: String| Error::new(Kind::Invalid, sentence);
+    let own = surroundings.connectors.contains(name);
+    match module_path {
+        Some("") => {
+            return Err(invalid(
+                "kv_connector_module_path is empty; remove it, or name a connector that the program registered".into(),
+            ));
+        }
+        Some(path) if !own => {
+            return Err(invalid(format!(
+                "kv_connector_module_path is {path:?}, but kvx loads no Python modules and this program has not \
+                 registered a connector under the name {name:?}; remove kv_connector_module_path, or register it"
+            )));
+        }
+        _ if own => return Ok(Connector::Own(name.to_owned())),
+        _ => {}
+    }
+    if let Some((_, connector)) = SPOKEN.iter().find(|(known, _)| *known == name) {
+        return Ok(connector.clone());
+    }
+    let spoken = SPOKEN.iter().map(|(known, _)| *known);
+    let list = spoken.clone().collect::<Vec<_>>().join(", ");
+    if NOT_SPOKEN.contains(&name) {
+        return Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "Unsupported connector type: {name} is vLLM's, but kvx does not speak it; use one of {list}"
+            ),
+        ));
+    }
+    let hint = nearest(name, spoken.chain(surroundings.connectors.iter().map(String::as_str)))
+        .map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    Err(invalid(format!("Unsupported connector type: {name}; supported: {list}{hint}")))
+}
+
+/// The children of a MultiConnector as they are written.
+pub(super) fn children(extra: &Map<String, Value>) -> Result<Vec<&Map<String, Value>>> {
+    let error = || {
+        Error::new(
+            Kind::Invalid,
+            "kv_connector_extra_config.connectors must list the children of MultiConnector; write [{\"kv_connector\": …, \
+             \"kv_role\": …}, …]",
+        )
+    };
+    let items = extra.get("connectors").and_then(Value::as_array).filter(|items| !items.is_empty());
+    items.ok_or_else(error)?.iter().map(|item| item.as_object().ok_or_else(error)).collect()
+}

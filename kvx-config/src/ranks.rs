@@ -1,0 +1,103 @@
+//! What each rank of an engine derives from the configuration: its ports, and when blocks are given back.
+
+use std::time::Duration;
+
+use super::compat::{Compat, PortRule};
+use super::transfer_config::KvTransferConfig;
+use kvx_core::{Error, Kind, Result};
+
+/// One worker of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rank {
+    /// Data-parallel rank.
+    pub dp: u32,
+    /// Tensor-parallel rank.
+    pub tp: u32,
+    /// Tensor-parallel size.
+    pub tp_size: u32,
+}
+
+impl Default for Rank {
+    /// The only worker.
+    fn default() -> Self {
+        Rank { dp: 0, tp: 0, tp_size: 1 }
+    }
+}
+
+/// When a prefill gives back blocks that nobody has come for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockRelease {
+    /// When the lease ends that the decode side keeps renewing.
+    Lease(Lease),
+    /// This long after the prefill, whatever the decode side says.
+    After(Duration),
+}
+
+/// A lease on the blocks of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// From the end of the prefill.
+    pub duration: Duration,
+}
+
+impl Lease {
+    /// How often the decode side sends a heartbeat: a sixth of the lease, in whole seconds where that is possible.
+    pub fn heartbeat(&self) -> Duration {
+        match self.duration.as_secs() / 6 {
+            0 => self.duration / 6,
+            seconds => Duration::from_secs(seconds),
+        }
+    }
+
+    /// How much longer, from its arrival, a heartbeat keeps the blocks: two thirds of the lease.
+    pub fn extension(&self) -> Duration {
+        self.duration * 2 / 3
+    }
+}
+
+impl KvTransferConfig {
+    /// The port on which this rank's side channel listens. From vLLM 0.16 on all workers of an engine share one, base +
+    /// dp rank; before, each worker has its own, base + dp rank × tp size + tp rank.
+    ///
+    /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.
+    pub fn side_channel_port(&self, rank: Rank) -> Result<u16> {
+        let base = self.environment().side_channel_port;
+        port(base, rank, self.compat().defaults().ports, "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    }
+
+    /// The port of MooncakeConnector's bootstrap server, one for all ranks; before vLLM 0.16 the port of this rank's
+    /// side channel, base + dp rank × tp size + tp rank. Errors: as [`side_channel_port`](Self::side_channel_port).
+    pub fn mooncake_port(&self, rank: Rank) -> Result<u16> {
+        let base = self.environment().mooncake_bootstrap_port;
+        if self.compat() >= Compat::V0_16 {
+            return port(base, Rank { dp: 0, ..rank }, PortRule::PerEngine, "VLLM_MOONCAKE_BOOTSTRAP_PORT");
+        }
+        port(base, rank, PortRule::PerWorker, "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+    }
+
+    /// When blocks are given back that nobody came for. `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` wins when it is set.
+    pub fn block_release(&self) -> BlockRelease {
+        match self.environment().abort_request_timeout.or(self.compat().defaults().abort_after) {
+            Some(after) => BlockRelease::After(after),
+            None => BlockRelease::Lease(Lease { duration: self.nixl().kv_lease_duration }),
+        }
+    }
+}
+
+fn port(base: u16, rank: Rank, rule: PortRule, variable: &str) -> Result<u16> {
+    let Rank { dp, tp, tp_size } = rank;
+    if tp >= tp_size {
+        let sentence = format!("tp rank {tp} of {tp_size} does not exist; ranks count from 0");
+        return Err(Error::new(Kind::Invalid, sentence));
+    }
+    let offset = match rule {
+        PortRule::PerEngine => u64::from(dp),
+        PortRule::PerWorker => u64::from(dp) * u64::from(tp_size) + u64::from(tp),
+    };
+    u16::try_from(u64::from(base) + offset).map_err(|_| {
+        Error::new(
+            Kind::Invalid,
+            format!("port {base} + {offset} for dp rank {dp}, tp rank {tp} is above 65535; lower {variable}"),
+        )
+    })
+}

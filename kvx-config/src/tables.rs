@@ -1,0 +1,311 @@
+//! The keys of `kv_connector_extra_config`, as data: kvx's own tables, and what vLLM's connectors read.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::compat::Compat;
+use super::fields;
+use super::warning::{Concern, Warning};
+use kvx_core::{Error, Kind, Result, nearest};
+
+/// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OptionTable {
+    /// The table's key, the backend's name in lower case.
+    pub name: &'static str,
+    /// Other names of the same backend. They are no tables: an error says which name to write.
+    pub aliases: &'static [&'static str],
+    /// Every key that the table may have.
+    pub keys: &'static [&'static str],
+}
+
+/// All of kvx's own tables. A key that is not listed is an error: a backend that learns an option adds it to its row.
+pub const OPTION_TABLES: &[OptionTable] = &[
+    OptionTable {
+        name: "tcp",
+        aliases: &[],
+        keys: &["advertise", "bind", "connections", "max_connections", "ports"],
+    },
+    OptionTable { name: "shm", aliases: &[], keys: &["foreign_memory"] },
+    OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "set", "tls"] },
+    OptionTable { name: "libfabric", aliases: &["ofi"], keys: &["domain", "provider", "rails"] },
+    OptionTable {
+        name: "mooncake",
+        aliases: &[],
+        keys: &[
+            "any_version",
+            "device_name",
+            "host",
+            "location",
+            "metadata",
+            "mooncake_protocol",
+            "num_workers",
+        ],
+    },
+    OptionTable {
+        name: "rixl",
+        aliases: &["nixl"],
+        keys: &["any_version", "params", "plugin", "progress_thread", "stay_awake"],
+    },
+];
+
+#[derive(Clone, Copy)]
+enum Shape {
+    Texts,
+    Text,
+    Flag,
+    Whole,
+    Number,
+    Seconds,
+    Any,
+}
+
+struct KnownKey {
+    name: &'static str,
+    shape: Shape,
+    since: Compat,
+    until: Compat,
+}
+
+const fn known(name: &'static str, shape: Shape) -> KnownKey {
+    KnownKey { name, shape, since: Compat::V0_9, until: Compat::V0_33 }
+}
+
+const fn recent(name: &'static str, shape: Shape) -> KnownKey {
+    KnownKey { since: Compat::V0_20, ..known(name, shape) }
+}
+
+/// What vLLM's connectors and kvx read at the top of `kv_connector_extra_config`.
+const KNOWN_KEYS: &[KnownKey] = &[
+    known("backends", Shape::Texts),
+    known("kv_compat", Shape::Any),
+    known("num_threads", Shape::Whole),
+    KnownKey { since: Compat::V0_32, ..known("kv_lease_duration", Shape::Seconds) },
+    recent("decoder_kv_blocks_ttl", Shape::Seconds),
+    recent("kv_recompute_threshold", Shape::Whole),
+    recent("bidirectional_kv_xfer", Shape::Flag),
+    recent("push_registration_timeout", Shape::Seconds),
+    recent("engine_ttl", Shape::Number),
+    KnownKey { since: Compat::V0_16, ..known("enforce_handshake_compat", Shape::Flag) },
+    KnownKey {
+        since: Compat::V0_16,
+        until: Compat::V0_20,
+        ..known("enable_cross_layers_blocks", Shape::Flag)
+    },
+    known("num_workers", Shape::Whole),
+    known("mooncake_protocol", Shape::Text),
+    known("device_name", Shape::Text),
+    KnownKey { since: Compat::V0_16, ..known("bootstrap_server_address", Shape::Text) },
+    recent("prefill_side_swa_replay", Shape::Flag),
+    known("connectors", Shape::Any),
+];
+
+fn extra(key: &str) -> String {
+    format!("kv_connector_extra_config.{key}")
+}
+
+fn check_shape(key: &str, value: &Value, shape: Shape) -> Result<()> {
+    let key = &extra(key);
+    match shape {
+        Shape::Texts => fields::texts(key, value).map(drop),
+        Shape::Text => fields::text(key, value).map(drop),
+        Shape::Flag => fields::flag(key, value).map(drop),
+        Shape::Whole => fields::whole(key, value, 0..=i64::from(u32::MAX)).map(drop),
+        Shape::Number => fields::number(key, value).map(drop),
+        Shape::Seconds => fields::seconds(key, value).map(drop),
+        Shape::Any => Ok(()),
+    }
+}
+
+/// Checks the whole of `kv_connector_extra_config`; what is only odd comes back as warnings.
+pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<Warning>> {
+    let mut warnings = Vec::new();
+    for (key, value) in object {
+        if let Some(table) = OPTION_TABLES.iter().find(|table| table.name == key) {
+            check_table(table, value)?;
+        } else if let Some(known) = KNOWN_KEYS.iter().find(|known| known.name == key) {
+            check_shape(key, value, known.shape)?;
+            if compat < known.since || compat > known.until {
+                let sentence = format!("{} is not read by {compat}; kvx ignores it: remove it", extra(key));
+                warnings.push(Warning::new(Concern::Version, sentence));
+            }
+        } else {
+            warnings.push(unknown(key, value)?);
+        }
+    }
+    if object.get("backends").is_some_and(Value::is_string) {
+        warnings.push(Warning::new(
+            Concern::Differs,
+            "kv_connector_extra_config.backends is one string; kvx takes it for a list of one, vLLM for a list of \
+             letters: write a list, or backends+ as a dotted argument",
+        ));
+    }
+    Ok(warnings)
+}
+
+fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
+    let Value::Object(object) = value else {
+        let name = extra(table.name);
+        let sentence = format!("{name} is {value}; write an object with keys of: {}", table.keys.join(", "));
+        return Err(Error::new(Kind::Invalid, sentence));
+    };
+    let Some(key) = object.keys().find(|key| !table.keys.contains(&key.as_str())) else { return Ok(()) };
+    let name = table.name;
+    let hint = nearest(key, table.keys.iter().copied())
+        .map_or_else(String::new, |near| format!("; did you mean {name}.{near}?"));
+    let known = match table.keys {
+        [] => format!("; the table {name} has no keys: remove it"),
+        keys => format!("; known: {}", keys.join(", ")),
+    };
+    Err(Error::new(Kind::Invalid, format!("{}.{key} is not an option{hint}{known}", extra(name))))
+}
+
+/// An unknown key is kept; an unknown *table* under another name of a backend of kvx is an error.
+fn unknown(key: &str, value: &Value) -> Result<Warning> {
+    let lower = key.to_ascii_lowercase();
+    let meant =
+        OPTION_TABLES.iter().find(|table| table.name == lower || table.aliases.contains(&lower.as_str()));
+    if let Some(table) = meant.filter(|_| value.is_object()) {
+        let sentence = format!("{} is no table; write {}", extra(key), extra(table.name));
+        return Err(Error::new(Kind::Invalid, sentence));
+    }
+    let names = KNOWN_KEYS.iter().map(|known| known.name).chain(OPTION_TABLES.iter().map(|table| table.name));
+    let hint = nearest(key, names).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    Ok(Warning::new(
+        Concern::Unknown,
+        format!("{} is kept, but nothing in kvx or vLLM's connectors reads it{hint}", extra(key)),
+    ))
+}
+
+/// Threads that make progress, of a backend that reads `num_threads`, unless it is written. vLLM's default is 4: in kvx each is a
+/// worker with connections of its own, for whoever asks for it.
+pub const NUM_THREADS: u32 = 1;
+
+/// The keys whose default is not vLLM's, with vLLM's.
+pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] = &[("num_threads", "4")];
+
+/// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NixlSettings {
+    /// `num_threads`: threads of a UCX backend, [`NUM_THREADS`]; 4 to vLLM.
+    pub num_threads: u32,
+    /// `kv_lease_duration`: how long a prefill keeps blocks that nobody has asked for, 30 s.
+    pub kv_lease_duration: Duration,
+    /// `decoder_kv_blocks_ttl`: how long a decode keeps blocks for the next turn, 480 s.
+    pub decoder_kv_blocks_ttl: Duration,
+    /// `push_registration_timeout`: how long a decode waits for a push, as `decoder_kv_blocks_ttl`.
+    pub push_registration_timeout: Duration,
+    /// `kv_recompute_threshold`: fewer tokens than this are computed rather than fetched back, 64.
+    pub kv_recompute_threshold: u32,
+    /// `bidirectional_kv_xfer`: prefill also reads from decode, false.
+    pub bidirectional_kv_xfer: bool,
+    /// `engine_ttl`: how long an idle peer is remembered, an hour; `None` (0 or less): for ever.
+    pub engine_ttl: Option<Duration>,
+    /// `enforce_handshake_compat`: refuse a peer whose compatibility hash differs, true.
+    pub enforce_handshake_compat: bool,
+    /// `enable_cross_layers_blocks`: one region for all layers, false; vLLM 0.16 to 0.20 only.
+    pub enable_cross_layers_blocks: bool,
+}
+
+/// The values of `kv_connector_extra_config` that MooncakeConnector reads, with their defaults.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct MooncakeSettings {
+    /// `num_workers`: sender threads, 10.
+    pub num_workers: u32,
+    /// `mooncake_protocol`: `rdma`.
+    pub mooncake_protocol: String,
+    /// `device_name`: RDMA devices, comma separated; empty: all.
+    pub device_name: String,
+    /// `bootstrap_server_address`: host and port of a bootstrap server that is not the prefill's own.
+    pub bootstrap_server_address: Option<String>,
+    /// `prefill_side_swa_replay`: false.
+    pub prefill_side_swa_replay: bool,
+}
+
+/// Reads known keys; those that the chosen version does not read are as if absent.
+struct Reader<'a> {
+    object: &'a Map<String, Value>,
+    compat: Compat,
+}
+
+impl Reader<'_> {
+    fn read<T>(&self, key: &str, read: impl FnOnce(&str, &Value) -> Result<T>) -> Result<Option<T>> {
+        let known = KNOWN_KEYS.iter().find(|known| known.name == key);
+        let applies = known.is_some_and(|known| (known.since..=known.until).contains(&self.compat));
+        self.object.get(key).filter(|_| applies).map(|value| read(&extra(key), value)).transpose()
+    }
+
+    fn whole(&self, key: &str, default: u32) -> Result<u32> {
+        let read = |key: &str, value: &Value| fields::whole(key, value, 0..=i64::from(u32::MAX));
+        Ok(self.read(key, read)?.and_then(|number| u32::try_from(number).ok()).unwrap_or(default))
+    }
+
+    fn flag(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.read(key, fields::flag)?.unwrap_or(default))
+    }
+
+    fn seconds(&self, key: &str, default: Duration) -> Result<Duration> {
+        Ok(self.read(key, fields::seconds)?.unwrap_or(default))
+    }
+}
+
+pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSettings> {
+    let reader = Reader { object, compat };
+    let decoder_kv_blocks_ttl = reader.seconds("decoder_kv_blocks_ttl", Duration::from_secs(480))?;
+    let engine_ttl = match reader.read("engine_ttl", fields::number)?.unwrap_or(3600.0) {
+        seconds if seconds <= 0.0 => None,
+        seconds => Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
+    };
+    Ok(NixlSettings {
+        num_threads: reader.whole("num_threads", NUM_THREADS)?,
+        kv_lease_duration: reader.seconds("kv_lease_duration", Duration::from_secs(30))?,
+        decoder_kv_blocks_ttl,
+        push_registration_timeout: reader.seconds("push_registration_timeout", decoder_kv_blocks_ttl)?,
+        kv_recompute_threshold: reader.whole("kv_recompute_threshold", 64)?,
+        bidirectional_kv_xfer: reader.flag("bidirectional_kv_xfer", false)?,
+        engine_ttl,
+        enforce_handshake_compat: reader.flag("enforce_handshake_compat", true)?,
+        enable_cross_layers_blocks: reader.flag("enable_cross_layers_blocks", false)?,
+    })
+}
+
+pub(super) fn mooncake(object: &Map<String, Value>, compat: Compat) -> Result<MooncakeSettings> {
+    let reader = Reader { object, compat };
+    Ok(MooncakeSettings {
+        num_workers: reader.whole("num_workers", 10)?,
+        mooncake_protocol: reader.read("mooncake_protocol", fields::text)?.unwrap_or_else(|| "rdma".into()),
+        device_name: reader.read("device_name", fields::text)?.unwrap_or_default(),
+        bootstrap_server_address: reader.read("bootstrap_server_address", fields::text)?,
+        prefill_side_swa_replay: reader.flag("prefill_side_swa_replay", false)?,
+    })
+}
+
+/// `backends`, as written; an empty list or an empty name is a mistake.
+pub(super) fn backends(object: &Map<String, Value>) -> Result<Option<Vec<String>>> {
+    let Some(value) = object.get("backends") else { return Ok(None) };
+    let names = fields::texts(&extra("backends"), value)?;
+    if names.is_empty() || names.iter().any(|name| name.trim().is_empty()) {
+        let sentence = format!(
+            "{} is {value}: it names no backend; remove the key for the default order, or write [\"TCP\"]",
+            extra("backends")
+        );
+        return Err(Error::new(Kind::Invalid, sentence));
+    }
+    Ok(Some(names))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_and_known_keys_do_not_share_names() {
+        for table in OPTION_TABLES {
+            assert!(KNOWN_KEYS.iter().all(|known| known.name != table.name), "{}", table.name);
+            assert!(table.keys.is_sorted(), "{}: {:?}", table.name, table.keys);
+        }
+    }
+}

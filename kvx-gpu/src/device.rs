@@ -1,0 +1,380 @@
+//! A device, as agents and programs use it.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, OnceLock};
+
+use super::copies::merged;
+use super::driver::{About, Driver, Inside, StreamHandle, Way};
+use super::imports::{Handle, Imports, Name};
+use super::kernels::{DeviceGrid, Swap};
+use super::memory::{DevicePtr, Exported, Pinned, PoolBuilder, adopt, in_a_pool, pin};
+use super::thread::{Blocks, DeviceThread, Job, Work};
+use kvx_backend::process::ProcessId;
+use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Memory, MemoryKind, Result, Ticket};
+
+/// A GPU, and kvx's machine for it. Give it to an agent with [`Builder::device`](kvx_core::Builder::device).
+///
+/// Nothing happens on the device before it is used; the first use makes its context, which takes time and memory.
+pub struct Device {
+    driver: Arc<dyn Driver>,
+    pinned: Arc<Pinned>,
+    exported: Exported,
+    imports: Arc<Imports>,
+    thread: OnceLock<DeviceThread>,
+    starting: Mutex<()>,
+}
+
+impl Device {
+    /// The machine for the device of a driver. One for each device and process: memory belongs to the one that made it.
+    pub fn new(driver: Arc<dyn Driver>) -> Arc<Self> {
+        Arc::new(Device {
+            imports: Imports::new(&driver),
+            driver,
+            pinned: Arc::default(),
+            exported: Exported::default(),
+            thread: OnceLock::new(),
+            starting: Mutex::default(),
+        })
+    }
+
+    /// What is known of it.
+    pub fn about(&self) -> &About {
+        self.driver.about()
+    }
+
+    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device has
+    /// such. `build` makes it.
+    pub fn pool(self: &Arc<Self>, len: usize) -> PoolBuilder {
+        PoolBuilder::new(self, len)
+    }
+
+    /// Adopts memory that the program, or a framework in it, has allocated on this device.
+    ///
+    /// Errors: `Invalid` for addresses of the host or of other devices; `Unsupported` for managed memory and for memory
+    /// from the driver's own pools, which other processes and cards cannot be given: the sentence says what to do.
+    ///
+    /// # Safety
+    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may be never
+    /// (quarantine).
+    pub unsafe fn adopt(
+        self: &Arc<Self>,
+        address: DevicePtr,
+        len: usize,
+        owner: impl Any + Send + Sync,
+    ) -> Result<Memory> {
+        // SAFETY: the caller's promise.
+        unsafe { adopt(self, address, len, owner) }
+    }
+
+    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not wait
+    /// for that.
+    ///
+    /// # Safety
+    /// The stream is one of this device's, and lives until `done` has settled.
+    pub unsafe fn after(&self, stream: StreamHandle, done: Ticket) {
+        // SAFETY: the caller's promise.
+        unsafe { self.ask(Work::Behind(stream), std::iter::empty(), done) };
+    }
+
+    /// Collects blocks into the packed bytes at `packed`: of each grid those that the indices choose. All lie on this
+    /// device, or are reached by it.
+    ///
+    /// # Safety
+    /// All blocks and the packed bytes are valid memory until `done` has settled.
+    pub unsafe fn gather(&self, packed: DevicePtr, grids: &[DeviceGrid], indices: &Arc<[u32]>, done: Ticket) {
+        // SAFETY: the caller's promise.
+        unsafe { self.grids(true, packed, grids, indices, done) };
+    }
+
+    /// Spreads the packed bytes at `packed` over blocks: the reverse of [`gather`](Device::gather).
+    ///
+    /// # Safety
+    /// As [`gather`](Device::gather).
+    pub unsafe fn scatter(
+        &self,
+        packed: DevicePtr,
+        grids: &[DeviceGrid],
+        indices: &Arc<[u32]>,
+        done: Ticket,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { self.grids(false, packed, grids, indices, done) };
+    }
+
+    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the device has
+    /// no kernels, with `Invalid` for sides of different counts.
+    ///
+    /// # Safety
+    /// All blocks are valid memory until `done` has settled, and those that are written do not overlap others.
+    pub unsafe fn permute(&self, to: &BlocksAt, from: &BlocksAt, swap: Swap, done: Ticket) {
+        if to.count() != from.count() {
+            return done.settle(Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "{} blocks cannot become {}: give as many indices on both sides",
+                    from.count(),
+                    to.count()
+                ),
+            )));
+        }
+        let work = Work::Permute { to: to.blocks(), from: from.blocks(), count: to.count(), swap };
+        // SAFETY: the caller's promise.
+        unsafe { self.ask(work, [to.base.0, from.base.0].into_iter(), done) };
+    }
+
+    /// # Safety
+    /// As [`gather`](Device::gather).
+    unsafe fn grids(
+        &self,
+        gather: bool,
+        DevicePtr(packed): DevicePtr,
+        grids: &[DeviceGrid],
+        indices: &Arc<[u32]>,
+        done: Ticket,
+    ) {
+        let work = Work::Grids { gather, packed, grids: grids.to_vec(), indices: Arc::clone(indices) };
+        let addresses = grids.iter().map(|grid| grid.base).chain([packed]);
+        // SAFETY: the caller's promise.
+        unsafe { self.ask(work, addresses, done) };
+    }
+
+    pub(super) fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    pub(super) fn exported(&self) -> &Exported {
+        &self.exported
+    }
+
+    /// Hands work to the device's thread. `addresses`: one in each allocation that may be another process's.
+    ///
+    /// # Safety
+    /// All memory that the work names is valid until `done` has settled.
+    pub(super) unsafe fn ask(&self, work: Work, addresses: impl Iterator<Item = u64>, done: Ticket) {
+        match self.thread() {
+            Ok(thread) => {
+                let owners = self.imports.owners(addresses);
+                // SAFETY: the caller's promise.
+                unsafe { thread.ask(Job { work, owners, done }) }
+            }
+            Err(error) => done.settle(Err(error)),
+        }
+    }
+
+    /// The thread, started on first use.
+    fn thread(&self) -> Result<&DeviceThread> {
+        kvx_core::fork::check()?;
+        if let Some(thread) = self.thread.get() {
+            return Ok(thread);
+        }
+        let _one = self.starting.lock();
+        if let Some(thread) = self.thread.get() {
+            return Ok(thread);
+        }
+        let thread = DeviceThread::start(Arc::clone(&self.driver), Arc::clone(&self.pinned))?;
+        Ok(self.thread.get_or_init(|| thread))
+    }
+
+    /// The allocation around a range, if one holds all of it.
+    fn around(&self, address: u64, len: usize) -> Result<(Range<u64>, bool)> {
+        let allocation = self.driver.allocation(address)?;
+        let end = address.checked_add(len as u64).filter(|_| len > 0).ok_or_else(|| {
+            Error::new(Kind::Invalid, format!("{len} bytes at {address:#x}: share at least one"))
+        })?;
+        let whole = end <= allocation.end;
+        Ok((allocation, whole))
+    }
+}
+
+/// The blocks of one side of a [permutation](Device::permute): at `base + index * stride`.
+#[derive(Clone, Debug)]
+pub struct BlocksAt {
+    /// Where block 0 begins.
+    pub base: DevicePtr,
+    /// From block to block.
+    pub stride: u64,
+    /// Which, in which order.
+    pub chosen: Chosen,
+}
+
+/// Which blocks of a side.
+#[derive(Clone, Debug)]
+pub enum Chosen {
+    /// The first so many.
+    First(usize),
+    /// These.
+    Indices(Arc<[u32]>),
+}
+
+impl BlocksAt {
+    fn count(&self) -> usize {
+        match &self.chosen {
+            Chosen::First(count) => *count,
+            Chosen::Indices(indices) => indices.len(),
+        }
+    }
+
+    fn blocks(&self) -> Blocks {
+        let indices = match &self.chosen {
+            Chosen::First(_) => None,
+            Chosen::Indices(indices) => Some(Arc::clone(indices)),
+        };
+        Blocks { base: self.base.0, stride: self.stride, indices }
+    }
+}
+
+// SAFETY: only the device's thread copies, and it settles a ticket when an event behind its copies is reached.
+unsafe impl DeviceAccess for Device {
+    fn kind(&self) -> MemoryKind {
+        self.about().kind
+    }
+
+    fn device(&self) -> DeviceId {
+        self.about().id
+    }
+
+    fn ordinal(&self) -> u32 {
+        self.about().ordinal
+    }
+
+    fn pinned(&self, len: usize) -> Result<Memory> {
+        self.thread()?; // loads the kernels: here it may take its time
+        pin(&self.driver, &self.pinned, len)
+    }
+
+    unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket) {
+        let (way, lines) = match direction {
+            Direction::ToDevice => {
+                let hop = |piece: &Piece| Hop { from: piece.host as u64, to: piece.device, len: piece.len };
+                (Way::ToDevice, merged(pieces.iter().map(hop)))
+            }
+            Direction::ToHost => {
+                let hop = |piece: &Piece| Hop { from: piece.device, to: piece.host as u64, len: piece.len };
+                (Way::ToHost, merged(pieces.iter().map(hop)))
+            }
+        };
+        if lines.is_empty() {
+            return done.settle(Ok(()));
+        }
+        let addresses = pieces.iter().map(|piece| piece.device);
+        // SAFETY: the caller's promise.
+        unsafe { self.ask(Work::Lines { way, lines }, addresses, done) };
+    }
+
+    unsafe fn hop(&self, hops: &[Hop], done: Ticket) {
+        let lines = merged(hops.iter().copied());
+        if lines.is_empty() {
+            return done.settle(Ok(()));
+        }
+        let addresses = hops.iter().flat_map(|hop| [hop.from, hop.to]);
+        // SAFETY: the caller's promise.
+        unsafe { self.ask(Work::Lines { way: Way::Within, lines }, addresses, done) };
+    }
+
+    fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
+        let _inside = Inside::of(&*self.driver)?;
+        let (allocation, whole) = self.around(address, len)?;
+        if !whole {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the pool with \
+                     Device::pool",
+                    self.about().driver
+                ),
+            ));
+        }
+        let exported = self.exported.lock().get(&allocation.start).map(AsRawFd::as_raw_fd);
+        let name = match exported {
+            Some(file) => Name::Descriptor(file),
+            None => Name::Driver(self.driver.share(allocation.start).map_err(|error| {
+                match self.driver.classify(address) {
+                    Ok(pointer) if pointer.pooled => in_a_pool(address, self.about().driver).source(error),
+                    _ => error.kind_is(Kind::Unsupported),
+                }
+            })?),
+        };
+        let handle = Handle {
+            owner: ProcessId::this(),
+            base: allocation.start,
+            len: allocation.end - allocation.start,
+            name,
+        };
+        Ok(IpcHandle { bytes: handle.encode(), offset: address - allocation.start })
+    }
+
+    fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
+        let named = Handle::decode(&handle.bytes)?;
+        let within =
+            |all: u64| handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all);
+        let outside = || {
+            Error::new(
+                Kind::Malformed,
+                format!("bytes {}..+{len} lie outside the device memory that the peer shares", handle.offset),
+            )
+        };
+        if !within(named.len) {
+            return Err(outside());
+        }
+        let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
+        if named.owner == ProcessId::this() {
+            // Drivers refuse what a process has shared itself; here it is where it always was.
+            let inside = Inside::of(&*self.driver)?;
+            let allocation = self.driver.allocation(named.base)?;
+            drop(inside);
+            if allocation != (named.base..named.base.saturating_add(named.len)) {
+                return Err(Error::new(Kind::Revoked, "the device memory that was shared is freed"));
+            }
+            // SAFETY: who shares memory keeps it until nobody uses it any more, as `share` says.
+            return Ok(unsafe { Memory::adopt_device(named.base + handle.offset, len, owner, access, ()) });
+        }
+        if owner != self.device() {
+            let inside = Inside::of(&*self.driver)?;
+            let reached = self.driver.reaches(owner)?;
+            drop(inside);
+            if reached == Some(false) {
+                return Err(self
+                    .driver
+                    .cannot("no way to the peer's device: their memory meets on the host"));
+            }
+        }
+        let (address, all, held) = self.imports.open(&handle.bytes, &named)?;
+        if !within(all) {
+            return Err(outside());
+        }
+        // SAFETY: the range lies in what was opened, and stays so until `held` is dropped.
+        Ok(unsafe { Memory::adopt_device(address + handle.offset, len, owner, access, held) })
+    }
+
+    fn dma_buf(&self, address: u64, len: usize) -> Result<DmaBuf> {
+        let _inside = Inside::of(&*self.driver)?;
+        let (allocation, whole) = self.around(address, len)?;
+        let page = rustix::param::page_size() as u64;
+        let start = address - address % page;
+        let end = (address + len as u64).next_multiple_of(page);
+        // Memory of several mappings in a row ends elsewhere than its first one: the driver knows whether that works.
+        if start < allocation.start || (whole && end > allocation.end) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of {page} bytes; \
+                     make the pool with Device::pool"
+                ),
+            ));
+        }
+        let (file, offset) = self.driver.dma_buf(start..end)?;
+        Ok(DmaBuf { file, offset: offset + (address - start) })
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let About { driver, name, bus, ordinal, .. } = self.about();
+        write!(f, "Device({driver} {ordinal}: {name} at {bus})")
+    }
+}

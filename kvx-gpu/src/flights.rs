@@ -1,0 +1,177 @@
+//! What is on the streams: flights, which end in the order of their events.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::driver::{Driver, EventHandle, StreamHandle};
+use super::tables::{Table, Tables};
+use kvx_backend::process::Watched;
+use kvx_core::sync::contained;
+use kvx_core::{Error, Kind, Result, Ticket};
+
+/// How long a driver may answer with errors that say nothing of the work before that work counts as lost.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Work that a stream was given.
+pub(super) struct Flight {
+    pub(super) done: Ticket,
+    /// An error: not all of it was started.
+    pub(super) started: Result<()>,
+    /// Processes whose memory it reads or writes.
+    pub(super) owners: Vec<Arc<Watched>>,
+    pub(super) tables: Vec<Table>,
+}
+
+impl Flight {
+    /// Nobody touches its memory any more.
+    fn settle(self, ended: Result<()>, tables: &mut Tables) {
+        tables.give(self.tables);
+        let result = ended.and(self.started).and_then(|()| {
+            // Looked at after the bytes have come: memory of a process that has ended may have been anything by then.
+            match self.owners.iter().any(|owner| owner.ending()) {
+                false => Ok(()),
+                true => Err(Error::new(
+                    Kind::PeerLost,
+                    "the process whose device memory was copied has ended meanwhile: what came is not to be used",
+                )),
+            }
+        });
+        contained(|| self.done.settle(result));
+    }
+}
+
+/// A stream and its flights.
+pub(super) struct Lane {
+    pub(super) stream: StreamHandle,
+    flights: VecDeque<(Flight, Mark)>,
+}
+
+/// The event behind a flight.
+struct Mark {
+    event: Option<EventHandle>,
+    recorded: bool,
+    /// Since when the driver gives no answer.
+    silent: Option<Instant>,
+}
+
+/// What a look at a lane found.
+pub(super) struct Look {
+    pub(super) ended: usize,
+    /// The driver has given the device up.
+    pub(super) broken: Option<Error>,
+}
+
+impl Lane {
+    pub(super) fn new(stream: StreamHandle) -> Self {
+        Lane { stream, flights: VecDeque::new() }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.flights.is_empty()
+    }
+
+    /// Takes in what was just put on the stream.
+    pub(super) fn push(&mut self, flight: Flight, driver: &dyn Driver, events: &mut Events) {
+        let mut mark = Mark { event: None, recorded: false, silent: None };
+        // An error is met again, and dealt with, by the next look.
+        mark.record(self.stream, driver, events).ok();
+        self.flights.push_back((flight, mark));
+    }
+
+    /// Settles the flights that have ended.
+    pub(super) fn look(&mut self, driver: &dyn Driver, events: &mut Events, tables: &mut Tables) -> Look {
+        let mut look = Look { ended: 0, broken: None };
+        while let Some((_, mark)) = self.flights.front_mut() {
+            let reached = mark.record(self.stream, driver, events).and_then(|event| {
+                // SAFETY: the event lives and is recorded.
+                unsafe { driver.reached(event) }
+            });
+            let lost = match reached {
+                Ok(false) => {
+                    mark.silent = None;
+                    return look;
+                }
+                Ok(true) => None,
+                Err(error) if driver.ends_all_work(code(&error)) => {
+                    look.broken = Some(error);
+                    return look;
+                }
+                Err(error) if mark.silent.get_or_insert_with(Instant::now).elapsed() > PATIENCE => {
+                    Some(error)
+                }
+                Err(_) => return look,
+            };
+            let Some((flight, mark)) = self.flights.pop_front() else { return look };
+            look.ended += 1;
+            match lost {
+                None => {
+                    events.give(mark.event);
+                    flight.settle(Ok(()), tables);
+                }
+                Some(error) => {
+                    // Its ticket is dropped, and so its memory quarantined; the event and the tables may be in use.
+                    tracing::error!(%error, "a driver does not tell whether its copies have ended");
+                    contained(|| drop(flight));
+                }
+            }
+        }
+        look
+    }
+
+    /// The driver does no more work: ends all flights with its error.
+    pub(super) fn fail(&mut self, error: &Error, tables: &mut Tables) {
+        for (flight, _) in self.flights.drain(..) {
+            flight.settle(Err(error.clone()), tables);
+        }
+    }
+}
+
+impl Mark {
+    /// The event, recorded: at the latest now, behind all that is on the stream.
+    fn record(
+        &mut self,
+        stream: StreamHandle,
+        driver: &dyn Driver,
+        events: &mut Events,
+    ) -> Result<EventHandle> {
+        let event = match self.event {
+            Some(event) => event,
+            None => *self.event.insert(events.take(driver)?),
+        };
+        if !self.recorded {
+            // SAFETY: both live; the stream's lane is this one's.
+            unsafe { driver.record(event, stream) }?;
+            self.recorded = true;
+        }
+        Ok(event)
+    }
+}
+
+/// Events that are not in use.
+#[derive(Default)]
+pub(super) struct Events(Vec<EventHandle>);
+
+impl Events {
+    fn take(&mut self, driver: &dyn Driver) -> Result<EventHandle> {
+        self.0.pop().map_or_else(|| driver.event(), Ok)
+    }
+
+    fn give(&mut self, event: Option<EventHandle>) {
+        self.0.extend(event);
+    }
+
+    pub(super) fn end(&mut self, driver: &dyn Driver) {
+        for event in self.0.drain(..) {
+            // SAFETY: it came from `take`, and no flight has it.
+            if let Err(error) = unsafe { driver.end_event(event) } {
+                tracing::debug!(%error, "an event was not destroyed");
+            }
+        }
+    }
+}
+
+/// What the driver said.
+pub(super) fn code(error: &Error) -> i64 {
+    error.native_detail().map_or(0, |native| native.code)
+}

@@ -1,0 +1,269 @@
+//! Memory of other processes: each allocation is opened once, however many regions lie in it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use super::driver::{Driver, Inside, Mapped};
+use kvx_backend::process::{ProcessId, Watched};
+use kvx_core::memory::IpcHandle;
+use kvx_core::sync::Mutex;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result, fork};
+
+/// The form of the handles of this release.
+const FORM: u8 = 1;
+
+/// What an allocation is called by other processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Handle {
+    pub(super) owner: ProcessId,
+    /// Where its owner has it.
+    pub(super) base: u64,
+    pub(super) len: u64,
+    pub(super) name: Name,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Name {
+    /// The driver's.
+    Driver(Vec<u8>),
+    /// A descriptor that its owner has open.
+    Descriptor(RawFd),
+}
+
+impl Handle {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![FORM];
+        self.owner.encode(&mut out);
+        out.put_u64(self.base);
+        out.put_u64(self.len);
+        match &self.name {
+            Name::Driver(bytes) => {
+                out.put_u8(0);
+                out.put(bytes);
+            }
+            Name::Descriptor(file) => {
+                out.put_u8(1);
+                out.put_u32(file.cast_unsigned());
+            }
+        }
+        debug_assert!(out.len() <= IpcHandle::LONGEST);
+        out
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("the handle of device memory", bytes);
+        if bytes.len() > IpcHandle::LONGEST {
+            return Err(reader.malformed(format_args!("{} bytes", bytes.len())));
+        }
+        if reader.u8()? != FORM {
+            return Err(Error::new(
+                Kind::Incompatible,
+                "the peer's kvx names its device memory in another way: use the same release on both ends",
+            ));
+        }
+        let owner = ProcessId::decode(&mut reader)?;
+        let (base, len) = (reader.u64()?, reader.u64()?);
+        let name = match reader.u8()? {
+            0 => Name::Driver(reader.bytes(reader.left())?.to_vec()),
+            1 => Name::Descriptor(reader.u32()?.cast_signed()),
+            other => return Err(reader.malformed(format_args!("form {other} of a name"))),
+        };
+        reader.end()?;
+        Ok(Handle { owner, base, len, name })
+    }
+}
+
+/// What a device has opened.
+pub(super) struct Imports {
+    driver: Arc<dyn Driver>,
+    /// Held over calls of the driver, alone: an allocation that is being closed must not be opened at the same time.
+    one: Mutex<()>,
+    table: Mutex<Table>,
+    forks: u64,
+}
+
+#[derive(Default)]
+struct Table {
+    by_handle: HashMap<Vec<u8>, Opened>,
+    by_address: BTreeMap<u64, (u64, Arc<Watched>)>,
+}
+
+struct Opened {
+    uses: usize,
+    address: u64,
+    len: u64,
+    /// For what was not opened by the driver's name.
+    mapped: Option<Mapped>,
+    owner: Arc<Watched>,
+}
+
+impl Imports {
+    pub(super) fn new(driver: &Arc<dyn Driver>) -> Arc<Self> {
+        let (one, table) = (Mutex::new(()), Mutex::new(Table::default()));
+        Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
+    }
+
+    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an owner
+    /// that is gone; `Unsupported`.
+    pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
+        let _one = self.one.lock();
+        if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
+            if opened.owner.ending() {
+                return Err(gone());
+            }
+            opened.uses += 1;
+            return Ok((opened.address, opened.len, self.used(key)));
+        }
+        let owner = Arc::new(self.watch(&handle.owner)?);
+        let (address, len, mapped) = {
+            let inside = Inside::of(&*self.driver)?;
+            let opened = self.map(handle, &owner);
+            drop(inside);
+            // A driver's error says little of an owner that has ended meanwhile.
+            if owner.ending() { Err(gone()) } else { opened }?
+        };
+        let mut table = self.table.lock();
+        table.by_address.insert(address, (len, Arc::clone(&owner)));
+        table.by_handle.insert(key.to_vec(), Opened { uses: 1, address, len, mapped, owner });
+        drop(table);
+        Ok((address, len, self.used(key)))
+    }
+
+    fn used(self: &Arc<Self>, key: &[u8]) -> Use {
+        Use { imports: Arc::clone(self), key: key.to_vec() }
+    }
+
+    fn watch(&self, owner: &ProcessId) -> Result<Watched> {
+        owner.watch().ok_or_else(|| {
+            if owner.is_near() {
+                return gone();
+            }
+            Error::new(
+                Kind::Unsupported,
+                "device memory is shared between processes that see each other: run both in one PID namespace",
+            )
+        })
+    }
+
+    fn map(&self, handle: &Handle, owner: &Watched) -> Result<(u64, u64, Option<Mapped>)> {
+        match &handle.name {
+            Name::Driver(name) => {
+                let address = self.driver.open(name)?;
+                match self.driver.allocation(address) {
+                    Ok(range) => Ok((address, range.end.saturating_sub(address), None)),
+                    Err(error) => {
+                        // SAFETY: opened above, and used by nobody.
+                        unsafe { self.driver.close(address) }.ok(); // the error that led here is the one to tell
+                        Err(error)
+                    }
+                }
+            }
+            Name::Descriptor(number) => {
+                let file = taken_from(owner, *number)?;
+                let len = usize::try_from(handle.len).unwrap_or(usize::MAX);
+                let mapped = self.driver.import(file.as_fd(), len)?;
+                Ok((mapped.address, mapped.len as u64, Some(mapped)))
+            }
+        }
+    }
+
+    /// The processes whose memory lies at these addresses.
+    pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<Watched>> {
+        let table = self.table.lock();
+        let mut owners: Vec<Arc<Watched>> = Vec::new();
+        if table.by_address.is_empty() {
+            return owners;
+        }
+        let mut last = 0..0;
+        for address in addresses {
+            if last.contains(&address) {
+                continue;
+            }
+            let Some((base, (len, owner))) = table.by_address.range(..=address).next_back() else { continue };
+            if address - base < *len && !owners.iter().any(|known| Arc::ptr_eq(known, owner)) {
+                last = *base..base + len;
+                owners.push(Arc::clone(owner));
+            }
+        }
+        owners
+    }
+}
+
+fn gone() -> Error {
+    Error::new(Kind::PeerLost, "the process that shared this device memory has ended")
+}
+
+/// A copy of another process's descriptor.
+fn taken_from(owner: &Watched, number: RawFd) -> Result<OwnedFd> {
+    pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
+        Error::os(
+            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one user, with \
+             kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, or let the owner make its pool without virtual memory",
+            error,
+        )
+        .kind_is(Kind::Unsupported)
+    })
+}
+
+/// One use of an opened allocation, which is closed with the last.
+pub(super) struct Use {
+    imports: Arc<Imports>,
+    key: Vec<u8>,
+}
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        let Imports { driver, one, table, forks } = &*self.imports;
+        if fork::count() != *forks {
+            return; // a child after fork has no device
+        }
+        let _one = one.lock();
+        let closed = {
+            let mut table = table.lock();
+            let Some(opened) = table.by_handle.get_mut(&self.key) else { return };
+            opened.uses -= 1;
+            if opened.uses > 0 {
+                return;
+            }
+            let address = opened.address;
+            table.by_address.remove(&address);
+            table.by_handle.remove(&self.key)
+        };
+        let Some(opened) = closed else { return };
+        let closed = Inside::of(&**driver).and_then(|_inside| match opened.mapped {
+            // SAFETY: opened once, and this was its last use.
+            None => unsafe { driver.close(opened.address) },
+            // SAFETY: as above.
+            Some(mapped) => unsafe { driver.unmap(mapped) },
+        });
+        if let Err(error) = closed {
+            tracing::warn!(%error, "a peer's device memory was not closed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_travel_and_wrong_ones_are_refused() {
+        for name in [Name::Driver(vec![7; 64]), Name::Descriptor(19)] {
+            let handle = Handle { owner: ProcessId::this(), base: 1 << 40, len: 1 << 30, name };
+            let bytes = handle.encode();
+            assert!(bytes.len() <= IpcHandle::LONGEST);
+            assert_eq!(Handle::decode(&bytes).unwrap(), handle);
+            for len in 0..54 {
+                // All but the name, whose length the driver judges.
+                Handle::decode(&bytes[..len]).unwrap_err();
+            }
+        }
+        assert_eq!(Handle::decode(&[9; 60]).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(Handle::decode(&[1; 300]).unwrap_err().kind(), Kind::Malformed);
+    }
+}

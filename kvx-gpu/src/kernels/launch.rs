@@ -1,0 +1,146 @@
+//! What a driver is told to launch a kernel: its entry, the size of the grid, and numbers.
+
+use kvx_core::memory::Hop;
+use kvx_core::{Error, Kind, Result};
+
+use super::Swap;
+
+/// Threads of a block of every launch, in one dimension.
+pub const THREADS: u32 = 256;
+
+/// The names of the kernels.
+pub const ENTRIES: [&str; 4] = ["kvx_gather", "kvx_scatter", "kvx_hops", "kvx_permute"];
+
+/// Bytes that one block of threads moves at a time, if they are aligned.
+const PIECE: u64 = THREADS as u64 * 4 * 16;
+
+/// What drivers take in the second and third dimension of a grid.
+const MOST: u64 = 65_535;
+
+/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the other from `at` on in
+/// the packed bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceGrid {
+    /// Where block 0 begins; an address, or for the [reference](super::reference) an offset.
+    pub base: u64,
+    /// From block to block.
+    pub stride: u64,
+    /// Bytes of a block.
+    pub length: u64,
+    /// Where its first block begins in the packed bytes.
+    pub at: u64,
+}
+
+/// Where the blocks of a permutation are: at `base + index * stride`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Address of block 0.
+    pub base: u64,
+    /// From block to block.
+    pub stride: u64,
+    /// Address of an array of `u32`, one for each block; 0: the blocks lie in order.
+    pub indices: u64,
+}
+
+/// A launch: [`THREADS`] threads in blocks of one dimension, no shared memory, and parameters of 64 bits each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// The kernel, one of [`ENTRIES`].
+    pub entry: &'static str,
+    /// Blocks of threads in each dimension. A smaller grid does the same work with fewer processors.
+    pub grid: [u32; 3],
+    /// The kernel's parameters, in order.
+    pub parameters: Vec<u64>,
+}
+
+impl Launch {
+    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices choose. `grids` is the
+    /// address of the [encoded](encode_grids) table, `indices` that of the `u32`s.
+    pub fn gather(packed: u64, grids: u64, table: &[DeviceGrid], indices: u64, count: usize) -> Self {
+        Launch::over_grids("kvx_gather", packed, grids, table, indices, count)
+    }
+
+    /// Spreads packed bytes over blocks: the reverse of [`gather`](Launch::gather).
+    pub fn scatter(packed: u64, grids: u64, table: &[DeviceGrid], indices: u64, count: usize) -> Self {
+        Launch::over_grids("kvx_scatter", packed, grids, table, indices, count)
+    }
+
+    fn over_grids(
+        entry: &'static str,
+        packed: u64,
+        grids: u64,
+        table: &[DeviceGrid],
+        indices: u64,
+        count: usize,
+    ) -> Self {
+        let longest = table.iter().map(|grid| grid.length).max().unwrap_or(0);
+        let [of_grids, count] = [table.len() as u64, count as u64];
+        Launch {
+            entry,
+            grid: [blocks(count), pieces(longest, PIECE), of_grids.clamp(1, MOST) as u32],
+            parameters: vec![packed, grids, of_grids, indices, count],
+        }
+    }
+
+    /// Copies that have nothing in common: `hops` is the address of the [encoded](encode_hops) table.
+    pub fn hops(hops: u64, table: &[Hop]) -> Self {
+        let longest = table.iter().map(|hop| hop.len as u64).max().unwrap_or(0);
+        let count = table.len() as u64;
+        Launch {
+            entry: "kvx_hops",
+            grid: [blocks(count), pieces(longest, PIECE), 1],
+            parameters: vec![hops, count],
+        }
+    }
+
+    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for blocks of 4 GiB or more.
+    pub fn permute(to: Place, from: Place, count: usize, swap: Swap) -> Result<Self> {
+        let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
+        let length = length.ok_or_else(|| {
+            Error::new(Kind::Invalid, format!("a permutation of {swap:?}: blocks have less than 4 GiB"))
+        })?;
+        let Swap { outer, rows, columns, run } = swap;
+        let count = count as u64;
+        Ok(Launch {
+            entry: "kvx_permute",
+            // One unit a thread at a time: finding where it comes from takes longer than to move it.
+            grid: [blocks(count), pieces(length, PIECE / 4), 1],
+            parameters: vec![
+                to.base,
+                to.stride,
+                to.indices,
+                from.base,
+                from.stride,
+                from.indices,
+                count,
+                outer,
+                rows,
+                columns,
+                run,
+            ],
+        })
+    }
+}
+
+/// The first dimension of a grid; drivers refuse one of nothing.
+fn blocks(count: u64) -> u32 {
+    count.clamp(1, i32::MAX as u64) as u32
+}
+
+fn pieces(longest: u64, piece: u64) -> u32 {
+    longest.div_ceil(piece).clamp(1, MOST) as u32
+}
+
+/// A table of grids as the kernels read it, to be copied to an address that is a multiple of 8.
+pub fn encode_grids(table: &[DeviceGrid]) -> Vec<u8> {
+    encode(table.iter().map(|grid| [grid.base, grid.stride, grid.length, grid.at]))
+}
+
+/// A table of hops as the kernel reads it, to be copied to an address that is a multiple of 8.
+pub fn encode_hops(table: &[Hop]) -> Vec<u8> {
+    encode(table.iter().map(|hop| [hop.from, hop.to, hop.len as u64]))
+}
+
+fn encode<const N: usize>(rows: impl Iterator<Item = [u64; N]>) -> Vec<u8> {
+    rows.flatten().flat_map(u64::to_ne_bytes).collect()
+}

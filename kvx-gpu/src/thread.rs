@@ -1,0 +1,469 @@
+//! The one thread of a device: it alone talks to the device's streams.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::copies::{Step, merged, steps};
+use super::driver::{Driver, FunctionHandle, Inside, StreamHandle, Way};
+use super::flights::{Events, Flight, Lane, code};
+use super::kernels::{self, DeviceGrid, ENTRIES, Launch, Place, Swap, THREADS};
+use super::memory::Pinned;
+use super::tables::{TABLE, Table, Tables};
+use kvx_backend::process::Watched;
+use kvx_core::memory::Hop;
+use kvx_core::sync::{Condvar, Mutex, breathe, contained};
+use kvx_core::{Error, Kind, Result, Ticket};
+
+/// What the thread is asked for.
+pub(super) enum Work {
+    /// Copies that are merged already.
+    Lines { way: Way, lines: Vec<Hop> },
+    /// Zeros.
+    Zero { address: u64, len: usize },
+    /// Nothing but to say when a stream of the program's has come this far.
+    Behind(StreamHandle),
+    /// Blocks of grids to packed bytes, or the other way.
+    Grids { gather: bool, packed: u64, grids: Vec<DeviceGrid>, indices: Arc<[u32]> },
+    /// Blocks whose dimensions change places.
+    Permute { to: Blocks, from: Blocks, count: usize, swap: Swap },
+}
+
+/// Work, and whom it concerns.
+pub(super) struct Job {
+    pub(super) work: Work,
+    /// Processes whose memory it reads or writes.
+    pub(super) owners: Vec<Arc<Watched>>,
+    pub(super) done: Ticket,
+}
+
+/// The blocks of one side of a permutation.
+#[derive(Clone, Debug)]
+pub(super) struct Blocks {
+    pub(super) base: u64,
+    pub(super) stride: u64,
+    /// `None`: in order.
+    pub(super) indices: Option<Arc<[u32]>>,
+}
+
+/// A running thread. Dropped, it does what it was asked for, and ends.
+pub(super) struct DeviceThread {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    inbox: Mutex<Inbox>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Inbox {
+    jobs: VecDeque<Job>,
+    stop: bool,
+    /// Nobody looks into it any more.
+    ended: bool,
+}
+
+/// When the thread ends, and be it by a panic, nobody waits for it in vain.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        let mut inbox = self.0.inbox.lock();
+        inbox.ended = true;
+        let never_started = std::mem::take(&mut inbox.jobs);
+        drop(inbox);
+        for job in never_started {
+            contained(|| job.done.settle(Err(ended())));
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::new(
+        Kind::Native,
+        "the thread of the device has ended: report this as a bug, and start the process again",
+    )
+}
+
+impl DeviceThread {
+    /// Starts it. Errors: what the driver says to the first calls on a device.
+    pub(super) fn start(driver: Arc<dyn Driver>, pinned: Arc<Pinned>) -> Result<Self> {
+        let shared = Arc::new(Shared { inbox: Mutex::default(), changed: Condvar::new() });
+        let (told, ready) = std::sync::mpsc::sync_channel(1);
+        let ours = Arc::clone(&shared);
+        let name = format!("kvx-gpu {} {}", driver.about().driver, driver.about().ordinal);
+        let run = move || {
+            let _ended = Ended(&ours);
+            let begun =
+                Inside::of(&*driver).and_then(|inside| Ok((inside, Streams::new(&*driver, &pinned)?)));
+            match begun {
+                Ok((_inside, mut streams)) => {
+                    told.send(Ok(())).ok(); // whoever starts it waits
+                    ours.run(&mut streams);
+                }
+                Err(error) => _ = told.send(Err(error)),
+            }
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(run).map_err(|error| {
+            Error::os("the thread of a device could not be started", error).kind_is(Kind::Exhausted)
+        })?;
+        // The sender ends with the thread.
+        let begun = ready.recv().unwrap_or_else(|_| Err(ended()));
+        begun.map(|()| DeviceThread { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Hands it a job; its ticket settles when the work has ended.
+    ///
+    /// # Safety
+    /// All memory that the work names is valid until then.
+    pub(super) unsafe fn ask(&self, job: Job) {
+        let mut inbox = self.shared.inbox.lock();
+        if inbox.ended {
+            drop(inbox);
+            return job.done.settle(Err(ended()));
+        }
+        inbox.jobs.push_back(job);
+        drop(inbox);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Drop for DeviceThread {
+    fn drop(&mut self) {
+        if kvx_core::fork::check().is_err() {
+            return; // the thread is the parent's
+        }
+        self.shared.inbox.lock().stop = true;
+        self.shared.changed.notify_all();
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+}
+
+/// How long it looks without a pause after the last thing that happened: as long as a small copy takes.
+const EAGER: Duration = Duration::from_micros(30);
+/// Its shortest and its longest pause. In between it pauses for a part of the time that nothing has happened for.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(200));
+
+impl Shared {
+    fn run(&self, streams: &mut Streams<'_>) {
+        let (mut since, mut looks) = (Instant::now(), 0);
+        let mut jobs = VecDeque::new();
+        loop {
+            let stop = self.wait(&mut jobs, streams, since, looks);
+            let mut happened = jobs.len();
+            for job in jobs.drain(..) {
+                streams.start(job);
+            }
+            happened += streams.look();
+            (since, looks) = if happened > 0 { (Instant::now(), 0) } else { (since, looks + 1) };
+            if stop && streams.are_empty() {
+                return streams.end();
+            }
+        }
+    }
+
+    /// Takes the jobs there are; sleeps first if there are none, as long as is fit. Says whether to stop.
+    fn wait(&self, jobs: &mut VecDeque<Job>, streams: &Streams<'_>, since: Instant, looks: u32) -> bool {
+        let mut inbox = self.inbox.lock();
+        if inbox.jobs.is_empty() {
+            if streams.are_empty() {
+                while inbox.jobs.is_empty() && !inbox.stop {
+                    inbox = self.changed.wait_until(inbox, None);
+                }
+            } else if since.elapsed() > EAGER {
+                let pause = (since.elapsed() / 8).clamp(PAUSES.0, PAUSES.1);
+                inbox = self.changed.wait_until(inbox, Some(Instant::now() + pause));
+            } else {
+                drop(inbox);
+                breathe(looks);
+                inbox = self.inbox.lock();
+            }
+        }
+        std::mem::swap(jobs, &mut inbox.jobs);
+        inbox.stop
+    }
+}
+
+/// Up to so many calls of the driver are made one by one.
+const FEW_CALLS: usize = 8;
+/// The same within a device, where a call takes longer than the bytes do.
+const FEW_CALLS_WITHIN: usize = 2;
+/// Copies of one batch.
+const BATCH: usize = 1024;
+/// Bytes of a hop in its table.
+const HOP: usize = 24;
+
+/// The streams of a device and what is on them. Lives on its thread.
+struct Streams<'a> {
+    driver: &'a dyn Driver,
+    pinned: &'a Pinned,
+    /// One for each way, in the order of [`Way`]; then streams of the program's.
+    lanes: Vec<Lane>,
+    events: Events,
+    tables: Tables,
+    kernels: Result<Vec<FunctionHandle>>,
+    broken: Option<Error>,
+}
+
+/// Lanes of the device's own.
+const OWN: usize = 3;
+
+impl<'a> Streams<'a> {
+    fn new(driver: &'a dyn Driver, pinned: &'a Pinned) -> Result<Self> {
+        let mut lanes = Vec::with_capacity(OWN);
+        for _ in 0..OWN {
+            lanes.push(Lane::new(driver.stream()?));
+        }
+        let kernels = driver.load();
+        if let Err(error) = &kernels {
+            let device = &driver.about().name;
+            tracing::warn!(%error, device, "no kernels: scattered blocks are copied one by one, and none is permuted");
+        }
+        let (events, tables) = (Events::default(), Tables::default());
+        Ok(Streams { driver, pinned, lanes, events, tables, kernels, broken: None })
+    }
+
+    fn are_empty(&self) -> bool {
+        self.lanes.iter().all(Lane::is_empty)
+    }
+
+    /// Starts work. Whatever happens, its ticket settles once nothing of it is on a stream.
+    fn start(&mut self, Job { work, owners, done }: Job) {
+        if let Some(error) = &self.broken {
+            let error = error.clone();
+            return contained(|| done.settle(Err(error)));
+        }
+        let way = match &work {
+            Work::Lines { way, .. } => *way,
+            Work::Behind(stream) => {
+                self.lanes.push(Lane::new(*stream));
+                let flight = Flight { done, started: Ok(()), owners, tables: Vec::new() };
+                let lane = self.lanes.last_mut().expect("one was pushed just now");
+                return lane.push(flight, self.driver, &mut self.events);
+            }
+            Work::Zero { .. } | Work::Grids { .. } | Work::Permute { .. } => Way::Within,
+        };
+        let stream = self.lanes[way as usize].stream;
+        let mut tables = Vec::new();
+        let started = match work {
+            Work::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
+            Work::Zero { address, len } => {
+                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and below.
+                unsafe { self.driver.zero(address, len, stream) }
+            }
+            Work::Grids { gather, packed, grids, indices } => {
+                self.grids(gather, packed, &grids, &indices, stream, &mut tables)
+            }
+            Work::Permute { to, from, count, swap } => {
+                self.permute(&to, &from, count, swap, stream, &mut tables)
+            }
+            Work::Behind(_) => Ok(()),
+        };
+        let flight = Flight { done, started, owners, tables };
+        self.lanes[way as usize].push(flight, self.driver, &mut self.events);
+    }
+
+    /// Settles what has ended, and says how much that was.
+    fn look(&mut self) -> usize {
+        let mut ended = 0;
+        let mut broken = None;
+        for lane in &mut self.lanes {
+            let look = lane.look(self.driver, &mut self.events, &mut self.tables);
+            ended += look.ended;
+            broken = broken.or(look.broken);
+        }
+        if let Some(error) = broken {
+            let error = self.give_up(error);
+            for lane in &mut self.lanes {
+                lane.fail(&error, &mut self.tables);
+            }
+            ended += 1;
+        }
+        let mut at = 0;
+        self.lanes.retain(|lane| {
+            at += 1;
+            at <= OWN || !lane.is_empty()
+        });
+        ended
+    }
+
+    /// The driver has ended all work of this process, and does no more.
+    fn give_up(&mut self, error: Error) -> Error {
+        let device = &self.driver.about().name;
+        tracing::error!(%error, device, "the driver has given up the device for this process");
+        let native = error.native_detail().cloned();
+        let mut told = Error::new(
+            Kind::Native,
+            format!("the driver has given up {device} for this process: start the process again"),
+        );
+        if let Some(native) = native {
+            told = told.native(native.code, native.text);
+        }
+        let told = told.source(error);
+        self.broken = Some(told.clone());
+        told
+    }
+
+    fn end(&mut self) {
+        self.events.end(self.driver);
+        self.tables.end(self.driver);
+        for lane in self.lanes.drain(..).take(OWN) {
+            // SAFETY: its own stream, on which nothing is in flight.
+            if let Err(error) = unsafe { self.driver.end_stream(lane.stream) } {
+                tracing::debug!(%error, code = code(&error), "a stream was not destroyed");
+            }
+        }
+    }
+
+    fn lines(
+        &mut self,
+        way: Way,
+        lines: &[Hop],
+        stream: StreamHandle,
+        tables: &mut Vec<Table>,
+    ) -> Result<()> {
+        let few = if way == Way::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
+        let calls = steps(lines).take(few + 1).count();
+        // Copy engines leave the processors to the model; within a device small copies are too slow for them.
+        let batches = self.driver.has_batches();
+        if calls > few && batches && way != Way::Within {
+            return self.batches(way, lines, stream);
+        }
+        if calls > few && self.kernels.is_ok() && self.reached_by_kernels(way, lines) {
+            return self.hops(lines, stream, tables);
+        }
+        if calls > few && batches {
+            return self.batches(way, lines, stream);
+        }
+        for step in steps(lines) {
+            // SAFETY: as in `start`: each step is made of lines of the work.
+            unsafe {
+                match step {
+                    Step::Line(line) => self.driver.copy(way, line, stream),
+                    Step::Rows(rows) => self.driver.copy_rows(way, rows, stream),
+                }
+            }?;
+        }
+        Ok(())
+    }
+
+    fn batches(&self, way: Way, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+        lines.chunks(BATCH).try_for_each(|batch| {
+            // SAFETY: as in `start`.
+            unsafe { self.driver.copy_batch(way, batch, stream) }
+        })
+    }
+
+    /// Whether kernels reach both sides: the host's must be pinned.
+    fn reached_by_kernels(&self, way: Way, lines: &[Hop]) -> bool {
+        match way {
+            Way::Within => true,
+            Way::ToDevice => self.pinned.has_all(lines.iter().map(|line| (line.from, line.len))),
+            Way::ToHost => self.pinned.has_all(lines.iter().map(|line| (line.to, line.len))),
+        }
+    }
+
+    fn hops(&mut self, lines: &[Hop], stream: StreamHandle, tables: &mut Vec<Table>) -> Result<()> {
+        for part in lines.chunks(TABLE / HOP) {
+            let table = self.table(&kernels::encode_hops(part), stream, tables)?;
+            self.launch(&Launch::hops(table, part), stream)?;
+        }
+        Ok(())
+    }
+
+    /// As many indices at a time as fit into a table.
+    fn grids(
+        &mut self,
+        gather: bool,
+        packed: u64,
+        grids: &[DeviceGrid],
+        indices: &[u32],
+        stream: StreamHandle,
+        tables: &mut Vec<Table>,
+    ) -> Result<()> {
+        if self.kernels.is_err() {
+            let blocks = grids.iter().flat_map(|grid| one_by_one(gather, packed, grid, indices));
+            return self.lines(Way::Within, &merged(blocks), stream, tables);
+        }
+        for (part, chosen) in indices.chunks(TABLE / 4).enumerate() {
+            let done = (part * (TABLE / 4)) as u64;
+            let chosen_at = self.table(&encode_indices(chosen), stream, tables)?;
+            for some in grids.chunks(TABLE / 32) {
+                let moved = |grid: &DeviceGrid| DeviceGrid { at: grid.at + done * grid.length, ..*grid };
+                let some: Vec<_> = some.iter().map(moved).collect();
+                let table = self.table(&kernels::encode_grids(&some), stream, tables)?;
+                let launch = if gather { Launch::gather } else { Launch::scatter };
+                self.launch(&launch(packed, table, &some, chosen_at, chosen.len()), stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn permute(
+        &mut self,
+        to: &Blocks,
+        from: &Blocks,
+        count: usize,
+        swap: Swap,
+        stream: StreamHandle,
+        tables: &mut Vec<Table>,
+    ) -> Result<()> {
+        let most = TABLE / 4;
+        for first in (0..count).step_by(most) {
+            let count = most.min(count - first);
+            let mut place = |blocks: &Blocks| -> Result<Place> {
+                let Blocks { base, stride, .. } = *blocks;
+                Ok(match &blocks.indices {
+                    None => Place { base: base + first as u64 * stride, stride, indices: 0 },
+                    Some(indices) => {
+                        let bytes = encode_indices(&indices[first..first + count]);
+                        Place { base, stride, indices: self.table(&bytes, stream, tables)? }
+                    }
+                })
+            };
+            let (to, from) = (place(to)?, place(from)?);
+            self.launch(&Launch::permute(to, from, count, swap)?, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Puts a table on the device; it stays until the flight that gets `tables` has ended.
+    fn table(&mut self, bytes: &[u8], stream: StreamHandle, tables: &mut Vec<Table>) -> Result<u64> {
+        tables.push(self.tables.take(self.driver)?);
+        let table = tables.last_mut().expect("one was pushed just now");
+        table.fill(self.driver, bytes, stream)
+    }
+
+    fn launch(&self, launch: &Launch, stream: StreamHandle) -> Result<()> {
+        let functions = self.kernels.as_ref().map_err(Clone::clone)?;
+        let at = ENTRIES.iter().position(|entry| *entry == launch.entry);
+        let function = at.and_then(|at| functions.get(at)).ok_or_else(|| {
+            Error::new(Kind::Unsupported, format!("kernel {} was not loaded", launch.entry))
+        })?;
+        // SAFETY: as in `start`; `Launch` lays the parameters out as its kernel takes them.
+        unsafe { self.driver.launch(*function, launch.grid, THREADS, &launch.parameters, stream) }
+    }
+}
+
+/// The blocks of a grid that the indices choose, as copies to the packed bytes or from them.
+fn one_by_one(gather: bool, packed: u64, grid: &DeviceGrid, indices: &[u32]) -> impl Iterator<Item = Hop> {
+    let DeviceGrid { base, stride, length, at } = *grid;
+    indices.iter().enumerate().map(move |(place, index)| {
+        let block = base + u64::from(*index) * stride;
+        let packed = packed + at + place as u64 * length;
+        let (from, to) = if gather { (block, packed) } else { (packed, block) };
+        Hop { from, to, len: length as usize }
+    })
+}
+
+fn encode_indices(indices: &[u32]) -> Vec<u8> {
+    indices.iter().flat_map(|index| index.to_ne_bytes()).collect()
+}

@@ -1,0 +1,222 @@
+//! The bounce buffers of one direction.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use super::stream::Shared;
+use kvx_core::sync::Mutex;
+use kvx_core::{DeviceAccess, Error, Kind, Memory, Result, quarantine_for_ever};
+
+/// The bounce buffers of one direction.
+pub(super) struct Pool {
+    pub(super) access: Arc<dyn DeviceAccess>,
+    pub(super) len: usize,
+    pub(super) count: usize,
+    pub(super) state: Mutex<PoolState>,
+}
+
+#[derive(Default)]
+pub(super) struct PoolState {
+    free: Vec<Memory>,
+    /// Buffers there are, or that somebody is making.
+    made: usize,
+    /// Buffers that a lost copy may still touch. They count as made: a device that loses copies gets no new ones.
+    lost: usize,
+    /// Those who get the next buffers, in order. While somebody waits, none is free.
+    queue: VecDeque<Weak<Shared>>,
+    /// Stores that keep a buffer although their socket is dry.
+    paused: Vec<Weak<Shared>>,
+}
+
+impl Pool {
+    fn make(&self) -> Result<Memory> {
+        let memory = self.access.pinned(self.len)?;
+        if memory.kind().is_host() && memory.len() >= self.len {
+            return Ok(memory);
+        }
+        Err(Error::new(
+            Kind::Invalid,
+            format!(
+                "the device gave {} bytes of {} memory to bounce through, {} of host memory were asked for: report \
+                 this as a bug of its crate",
+                memory.len(),
+                memory.kind(),
+                self.len
+            ),
+        ))
+    }
+
+    /// Makes what is not made yet.
+    pub(super) fn fill(self: &Arc<Self>) -> Result<()> {
+        loop {
+            {
+                let mut state = self.state.lock();
+                if state.made >= self.count {
+                    return Ok(());
+                }
+                state.made += 1;
+            }
+            match self.make() {
+                Ok(memory) => self.give(memory),
+                Err(error) => {
+                    self.not_made();
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// A buffer could not be made: those who wait for one may do so in vain.
+    fn not_made(&self) {
+        let mut state = self.state.lock();
+        state.made -= 1;
+        let queue = state.hopeless();
+        drop(state);
+        ask_again(queue);
+    }
+
+    /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will be.
+    pub(super) fn take(self: &Arc<Self>, stream: &Arc<Shared>) -> Result<Option<Bounce>> {
+        let mut refused = None;
+        loop {
+            let mut state = self.state.lock();
+            if let Some(memory) = state.free.pop() {
+                return Ok(Some(Bounce::new(memory, self)));
+            }
+            if state.made < self.count && refused.is_none() {
+                state.made += 1;
+                drop(state);
+                match self.make() {
+                    Ok(memory) => return Ok(Some(Bounce::new(memory, self))),
+                    Err(error) => {
+                        self.not_made();
+                        refused = Some(error);
+                        continue; // the buffers there are will do
+                    }
+                }
+            }
+            if state.lost == state.made {
+                return Err(refused.unwrap_or_else(|| {
+                    Error::new(
+                        Kind::Exhausted,
+                        "the device has lost a copy on each of the bounce buffers: restart the process, and report \
+                         this as a bug of its crate",
+                    )
+                }));
+            }
+            state.queue.push_back(Arc::downgrade(stream));
+            let paused = std::mem::take(&mut state.paused);
+            drop(state);
+            paused.iter().filter_map(Weak::upgrade).for_each(|holder| holder.wake());
+            return Ok(None);
+        }
+    }
+
+    /// Takes a buffer back: for the first who waits, or to keep.
+    fn give(self: &Arc<Self>, memory: Memory) {
+        let mut bounce = Bounce::new(memory, self);
+        loop {
+            let next = {
+                let mut state = self.state.lock();
+                match (state.queue.pop_front(), bounce.memory.take()) {
+                    (None, memory) => return state.free.extend(memory),
+                    (Some(next), memory) => {
+                        bounce.memory = memory;
+                        next
+                    }
+                }
+            };
+            let Some(stream) = next.upgrade() else { continue };
+            match stream.grant(bounce) {
+                None => return stream.wake(),
+                Some(back) => bounce = back,
+            }
+        }
+    }
+
+    /// A buffer will never come back.
+    fn lose(&self, memory: Memory) {
+        quarantine_for_ever(Arc::new(memory), "bounce buffer", "a device lost the ticket of a copy");
+        let mut state = self.state.lock();
+        state.lost += 1;
+        let queue = state.hopeless();
+        drop(state);
+        ask_again(queue);
+    }
+
+    /// Whether others wait for a buffer; if not, `stream` is woken once they do.
+    pub(super) fn is_scarce(&self, stream: &Arc<Shared>) -> bool {
+        let mut state = self.state.lock();
+        if !state.queue.is_empty() {
+            return true;
+        }
+        if !state.paused.iter().any(|other| other.as_ptr() == Arc::as_ptr(stream)) {
+            state.paused.retain(|other| other.strong_count() > 0);
+            state.paused.push(Arc::downgrade(stream));
+        }
+        false
+    }
+}
+
+impl PoolState {
+    /// Those who wait, if no buffer is left that could ever come.
+    fn hopeless(&mut self) -> VecDeque<Weak<Shared>> {
+        if self.lost < self.made { VecDeque::new() } else { std::mem::take(&mut self.queue) }
+    }
+}
+
+fn ask_again(queue: VecDeque<Weak<Shared>>) {
+    for stream in queue.iter().filter_map(Weak::upgrade) {
+        stream.told.lock().queued = false;
+        stream.wake();
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        write!(f, "{} of {} buffers", self.count - state.made + state.free.len(), self.count)
+    }
+}
+
+/// A bounce buffer in somebody's hands. No copy touches it; dropped, it goes back to its pool.
+pub(super) struct Bounce {
+    memory: Option<Memory>,
+    pool: Arc<Pool>,
+}
+
+impl Bounce {
+    fn new(memory: Memory, pool: &Arc<Pool>) -> Self {
+        Bounce { memory: Some(memory), pool: Arc::clone(pool) }
+    }
+
+    pub(super) fn base(&self) -> *mut u8 {
+        self.memory.as_ref().expect("a buffer is taken from its hand only when that ends").as_ptr()
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: a buffer holds `len` bytes of host memory, and nobody else touches it while it is in this hand.
+        unsafe { std::slice::from_raw_parts(self.base(), self.pool.len) }
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and the hand is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.base(), self.pool.len) }
+    }
+
+    /// A copy that may still touch it was lost.
+    pub(super) fn lose(mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.pool.lose(memory);
+        }
+    }
+}
+
+impl Drop for Bounce {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.pool.give(memory);
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! What fetches and stores have in common: blocks, buffers, copies.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::Copies;
+use super::pool::{Bounce, Pool};
+use kvx_core::Settle;
+use kvx_core::memory::{Direction, Piece};
+use kvx_core::sync::Mutex;
+use kvx_core::{DeviceAccess, Error, Extent, Extents, Kind, Memory, Result, Ticket};
+
+/// The most pieces of one copy: a stream of very small blocks uses its buffers in part.
+const MAX_PIECES: usize = 4096;
+
+/// The part of a stream that copies and pools know.
+pub(super) struct Shared {
+    pub(super) token: u64,
+    pub(super) wake: Arc<dyn Fn(u64) + Send + Sync>,
+    pub(super) told: Mutex<Told>,
+}
+
+/// What a stream was told since its last turn.
+#[derive(Default)]
+pub(super) struct Told {
+    /// It waits in the pool's queue, or has been granted a buffer.
+    pub(super) queued: bool,
+    granted: Option<Bounce>,
+    /// Copies that have ended, by number; with their buffer where the stream wants it.
+    landed: Vec<(u64, Result<Option<Bounce>>)>,
+    in_flight: usize,
+    lost: bool,
+    /// It takes no more buffers.
+    stopped: bool,
+}
+
+impl Shared {
+    pub(super) fn wake(&self) {
+        (self.wake)(self.token);
+    }
+
+    /// Gives it the buffer it waited for; back if it has stopped meanwhile.
+    pub(super) fn grant(&self, bounce: Bounce) -> Option<Bounce> {
+        let mut told = self.told.lock();
+        if told.stopped {
+            return Some(bounce);
+        }
+        told.granted = Some(bounce);
+        None
+    }
+
+    fn landed(&self, number: u64, result: Result<Option<Bounce>>) {
+        let mut told = self.told.lock();
+        told.in_flight -= 1;
+        let unwanted = if told.stopped {
+            Some(result)
+        } else {
+            told.landed.push((number, result));
+            None
+        };
+        drop(told);
+        drop(unwanted);
+        self.wake();
+    }
+}
+
+/// A copy whose ticket the device holds.
+struct InFlight {
+    stream: Arc<Shared>,
+    number: u64,
+    direction: Direction,
+    bounce: Mutex<Option<Bounce>>,
+    /// Kept alive until the copy has settled.
+    memories: Arc<[Arc<Memory>]>,
+}
+
+impl Settle for InFlight {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        let bounce = self.bounce.lock().take();
+        // What has reached the device is wanted no more: the buffer is free at once.
+        let bounce = bounce.filter(|_| self.direction == Direction::ToHost);
+        self.stream.landed(self.number, result.map(|()| bounce));
+    }
+
+    fn forgotten(self: Arc<Self>) {
+        // Keeps the device's side; that it never settles is for the stream's owner to say.
+        std::mem::forget(Arc::clone(&self.memories));
+        let bounce = self.bounce.lock().take();
+        self.stream.told.lock().lost = true;
+        if let Some(bounce) = bounce {
+            bounce.lose();
+        }
+        let error = Error::new(
+            Kind::Forgotten,
+            "the device lost a copy: the memory on both sides is quarantined; report this as a bug of its crate",
+        );
+        self.stream.landed(self.number, Err(error));
+    }
+}
+
+/// The blocks of a stream that are not in a buffer yet.
+pub(super) struct Blocks {
+    pub(super) extents: Extents,
+    /// Taken from the extents and given back: these come first.
+    pub(super) back: VecDeque<Extent>,
+}
+
+impl Blocks {
+    fn take(&mut self, max: u64) -> Option<Extent> {
+        let Some(mut extent) = self.back.pop_front() else { return self.extents.take(max) };
+        if extent.len > max {
+            self.back.push_front(Extent { offset: extent.offset + max, len: extent.len - max, ..extent });
+            extent.len = max;
+        }
+        Some(extent)
+    }
+
+    pub(super) fn left(&self) -> u64 {
+        self.extents.left() + self.back.iter().map(|extent| extent.len).sum::<u64>()
+    }
+}
+
+/// What fetches and stores have in common: blocks, buffers, copies.
+pub(super) struct Stream {
+    pub(super) access: Arc<dyn DeviceAccess>,
+    pub(super) depth: usize,
+    pub(super) pool: Arc<Pool>,
+    pub(super) blocks: Blocks,
+    pub(super) shared: Arc<Shared>,
+    pub(super) memories: Arc<[Arc<Memory>]>,
+    /// The blocks of the next copy.
+    pub(super) planned: Vec<Extent>,
+    /// The same as the device wants it; empty between calls.
+    pub(super) pieces: Vec<Piece>,
+    /// Copies in the order of their bytes.
+    pub(super) started: VecDeque<Started>,
+    /// The number of the first of them.
+    pub(super) first: u64,
+    /// Lists of extents to be used again.
+    pub(super) spare: Vec<Vec<Extent>>,
+    pub(super) failed: Option<Error>,
+}
+
+pub(super) struct Started {
+    pub(super) len: usize,
+    /// What it copies from a device, in case that it is to be copied again.
+    pub(super) extents: Vec<Extent>,
+    pub(super) landed: bool,
+    pub(super) bounce: Option<Bounce>,
+}
+
+impl Stream {
+    /// Takes in what has ended since the last time. Errors: what failed, again each time.
+    pub(super) fn look(&mut self) -> Result<()> {
+        let landed = std::mem::take(&mut self.shared.told.lock().landed);
+        for (number, result) in landed {
+            // One that was given up may come before the first.
+            let at = number.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
+            match (result, at.and_then(|at| self.started.get_mut(at))) {
+                (Ok(bounce), Some(copy)) => (copy.landed, copy.bounce) = (true, bounce),
+                (Ok(_), None) => {}
+                (Err(error), _) => {
+                    self.failed.get_or_insert(error);
+                }
+            }
+        }
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// The first copy, once it has landed.
+    pub(super) fn next_landed(&mut self) -> Option<Started> {
+        self.started.front().filter(|copy| copy.landed)?;
+        self.first += 1;
+        self.started.pop_front()
+    }
+
+    /// A buffer to work with; none: the stream is woken when it gets one.
+    pub(super) fn buffer(&mut self) -> Result<Option<Bounce>> {
+        {
+            let mut told = self.shared.told.lock();
+            if let Some(granted) = told.granted.take() {
+                told.queued = false;
+                return Ok(Some(granted));
+            }
+            if std::mem::replace(&mut told.queued, true) {
+                return Ok(None);
+            }
+        }
+        let taken = self.pool.take(&self.shared);
+        if !matches!(taken, Ok(None)) {
+            self.shared.told.lock().queued = false;
+        }
+        taken.map_err(|error| self.fail(error))
+    }
+
+    /// Plans the blocks of the next buffer and says how many bytes they are. Errors: `OutOfBounds`.
+    pub(super) fn plan(&mut self) -> Result<usize> {
+        let (mut at, max) = (0, self.pool.len);
+        while at < max && self.planned.len() < MAX_PIECES {
+            let Some(extent) = self.blocks.take((max - at) as u64) else { break };
+            let len = self.memories.get(extent.region as usize).map_or(0, |memory| memory.len() as u64);
+            if extent.offset.checked_add(extent.len).is_none_or(|end| end > len) {
+                let Extent { region, offset, len: bytes } = extent;
+                return Err(self.fail(Error::new(
+                    Kind::OutOfBounds,
+                    format!(
+                        "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} of a staged stream"
+                    ),
+                )));
+            }
+            self.planned.push(extent);
+            at += extent.len as usize;
+        }
+        Ok(at)
+    }
+
+    /// Starts the copy of the first `len` bytes that are planned; the rest is to be planned again.
+    pub(super) fn start(&mut self, direction: Direction, bounce: Bounce, len: usize) {
+        let mut at = 0;
+        let mut extents = self.spare.pop().unwrap_or_default();
+        for mut extent in self.planned.drain(..) {
+            let now = extent.len.min((len - at) as u64);
+            if now > 0 {
+                if direction == Direction::ToHost {
+                    extents.push(Extent { len: now, ..extent });
+                }
+                let device = self.memories[extent.region as usize].address() + extent.offset;
+                self.pieces.push(Piece { device, host: bounce.base().wrapping_add(at), len: now as usize });
+                at += now as usize;
+            }
+            if now < extent.len {
+                (extent.offset, extent.len) = (extent.offset + now, extent.len - now);
+                self.blocks.back.push_back(extent);
+            }
+        }
+        let number = self.first + self.started.len() as u64;
+        self.started.push_back(Started { len, extents, landed: false, bounce: None });
+        self.shared.told.lock().in_flight += 1;
+        let copy = InFlight {
+            stream: Arc::clone(&self.shared),
+            number,
+            direction,
+            bounce: Mutex::new(Some(bounce)),
+            memories: Arc::clone(&self.memories),
+        };
+        // SAFETY: `plan` has checked the device side, whose memory the copy keeps; the pieces lie one after the other
+        // in the bounce buffer, which the copy holds as well and gives away only when it has settled.
+        unsafe { self.access.copy(direction, &self.pieces, Ticket::of(Arc::new(copy))) };
+        self.pieces.clear();
+    }
+
+    /// Gives up all copies, and gives back what has landed and what was granted: `copied` and they are to be planned
+    /// again, first of all.
+    pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
+        let (granted, landed) = {
+            let mut told = self.shared.told.lock();
+            let granted = told.granted.take();
+            told.queued &= granted.is_none();
+            (granted, std::mem::take(&mut told.landed))
+        };
+        for (_, result) in landed {
+            if let Err(error) = result {
+                self.fail(error);
+            }
+        }
+        drop(granted);
+        self.first += self.started.len() as u64;
+        let mut again: VecDeque<Extent> = copied.flatten().collect();
+        again.extend(self.started.drain(..).flat_map(|copy| copy.extents));
+        again.append(&mut self.blocks.back);
+        self.blocks.back = again;
+    }
+
+    fn fail(&mut self, error: Error) -> Error {
+        self.failed.get_or_insert(error).clone()
+    }
+
+    pub(super) fn stop(&mut self) {
+        self.fail(Error::new(Kind::Cancelled, "the staged stream was stopped"));
+        let mut told = self.shared.told.lock();
+        told.stopped = true;
+        let buffers = (told.granted.take(), std::mem::take(&mut told.landed));
+        drop(told);
+        drop(buffers); // for others
+        self.started.clear();
+    }
+
+    pub(super) fn copies(&self) -> Copies {
+        let told = self.shared.told.lock();
+        match (told.lost, told.in_flight) {
+            (true, _) => Copies::Lost,
+            (false, 0) => Copies::Settled,
+            (false, _) => Copies::InFlight,
+        }
+    }
+
+    /// Bytes that are not planned or not copied yet.
+    pub(super) fn left(&self) -> u64 {
+        let started = self.started.iter().filter(|copy| !copy.landed || copy.bounce.is_some());
+        self.blocks.left()
+            + self.planned.iter().map(|extent| extent.len).sum::<u64>()
+            + started.map(|copy| copy.len as u64).sum::<u64>()
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

@@ -1,0 +1,555 @@
+//! The staging adaptor over a device whose memory the host cannot reach.
+
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use super::{Buffers, Copies, Fetch, Stager, Store};
+use kvx_core::{Extents, Grid, Indices, Kind, Memory, MemoryKind, Placed, quarantined_bytes};
+use kvx_testkit::TestDevice;
+use kvx_testkit::device::{Act, Order};
+
+const BUFFER: usize = 1000;
+
+/// Stands for a machine: tokens come in, streams get turns.
+struct Machine {
+    device: Arc<TestDevice>,
+    stager: Stager,
+    tokens: Receiver<u64>,
+}
+
+fn machine(count: usize, depth: usize) -> Machine {
+    let device = TestDevice::new(MemoryKind::Cuda);
+    let (sender, tokens) = mpsc::channel();
+    let seen: Arc<OnceLock<Stager>> = Arc::default();
+    let stager = {
+        let seen = Arc::clone(&seen);
+        let wake = move |token| {
+            // Takes the locks of both pools: would hang if the call came under one.
+            let _ = format!("{:?}", seen.get());
+            sender.send(token).ok();
+        };
+        Stager::new(device.clone(), Buffers { len: BUFFER, count, depth }, wake)
+    };
+    seen.set(stager.clone()).unwrap();
+    Machine { device, stager, tokens }
+}
+
+impl Machine {
+    fn token(&self) -> u64 {
+        self.tokens.recv_timeout(Duration::from_secs(20)).expect("a stream that waits is woken")
+    }
+
+    /// Device memory with `pattern` in it.
+    fn memory(&self, len: usize, seed: u64) -> Arc<Memory> {
+        let memory = self.device.allocate(len);
+        memory.copy_in(0, &pattern(len, seed)).unwrap();
+        Arc::new(memory)
+    }
+
+    fn fetch(&self, token: u64, memory: &Arc<Memory>, blocks: &Blocks) -> Fetch {
+        self.stager.fetch(token, vec![Arc::clone(memory)], blocks.extents()).unwrap()
+    }
+
+    fn store(&self, token: u64, memory: &Arc<Memory>, blocks: &Blocks) -> Store {
+        self.stager.store(token, vec![Arc::clone(memory)], blocks.extents()).unwrap()
+    }
+
+    /// Sends all of a fetch, `chunk` bytes at a time, to a vector.
+    fn send(&self, fetch: &mut Fetch, chunk: usize) -> Vec<u8> {
+        let mut sent = Vec::new();
+        loop {
+            fetch.resume().unwrap();
+            let some = fetch.bytes();
+            if !some.is_empty() {
+                let count = some.len().min(chunk);
+                sent.extend_from_slice(&some[..count]);
+                fetch.sent(count);
+            } else if fetch.left() == 0 {
+                return sent;
+            } else {
+                self.token();
+            }
+        }
+    }
+
+    /// Receives all of a store from `bytes`, `chunk` at a time, and waits until they are on the device.
+    fn receive(&self, store: &mut Store, mut bytes: &[u8], chunk: usize) {
+        loop {
+            if let Some(room) = store.room().unwrap() {
+                let count = room.len().min(chunk).min(bytes.len());
+                room[..count].copy_from_slice(&bytes[..count]);
+                bytes = &bytes[count..];
+                store.received(count);
+            } else if store.left() == 0 {
+                break;
+            } else {
+                self.token();
+            }
+        }
+        assert!(bytes.is_empty() && store.wanted() == 0);
+        assert_eq!(store.copies(), Copies::Settled);
+    }
+}
+
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    (0..len as u64).map(|at| ((at + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect()
+}
+
+/// Blocks of one region: two grids that share an index list.
+struct Blocks(Vec<Grid>, Vec<u32>);
+
+impl Blocks {
+    /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and scatters others.
+    fn scattered(length: u64, count: u32) -> (Self, usize) {
+        let grid = Grid { base: 3, stride: length + 5, length, count };
+        let packed = Grid { base: 3 + (length + 5) * u64::from(count), stride: length, length, count };
+        let indices = (0..count / 2).rev().chain(count / 2..count).collect();
+        (Blocks(vec![grid, packed], indices), 3 + (2 * length as usize + 5) * count as usize)
+    }
+
+    fn whole(len: usize) -> Self {
+        Blocks(vec![Grid { base: 0, stride: len as u64, length: len as u64, count: 1 }], vec![0])
+    }
+
+    fn extents(&self) -> Extents {
+        let placed = self.0.iter().map(|grid| Placed { region: 0, grid: *grid }).collect();
+        Extents::new(placed, Indices::from(self.1.clone()))
+    }
+
+    fn ranges(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        self.0.iter().flat_map(|grid| {
+            self.1.iter().map(|index| {
+                let at = (grid.base + grid.stride * u64::from(*index)) as usize;
+                at..at + grid.length as usize
+            })
+        })
+    }
+
+    /// The bytes of the blocks, in the order of the stream.
+    fn of(&self, memory: &[u8]) -> Vec<u8> {
+        self.ranges().flat_map(|range| memory[range].to_vec()).collect()
+    }
+}
+
+fn content(memory: &Memory) -> Vec<u8> {
+    let mut bytes = vec![0; memory.len()];
+    memory.copy_out(0, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn bytes_leave_in_order_in_whatever_order_copies_end() {
+    for (order, length, chunk) in [
+        (Order::Oldest, 70, 1 << 20),
+        (Order::Newest, 999, 333),
+        (Order::Shuffled(5), 1, 17),
+        (Order::Newest, 4000, 999),
+    ] {
+        let machine = machine(5, 4);
+        let (blocks, len) = Blocks::scattered(length, 40);
+        let memory = machine.memory(len, 1);
+        machine.device.order(order);
+        let mut fetch = machine.fetch(1, &memory, &blocks);
+        assert_eq!(fetch.left(), 80 * length);
+        let sent = machine.send(&mut fetch, chunk);
+        assert!(sent == blocks.of(&pattern(len, 1)), "{order:?}, blocks of {length}");
+        assert_eq!((fetch.copies(), machine.device.count().faults), (Copies::Settled, 0));
+    }
+}
+
+#[test]
+fn bytes_arrive_at_their_blocks_and_nowhere_else() {
+    for (order, length, chunk) in [
+        (Order::Oldest, 70, 1 << 20),
+        (Order::Newest, 999, 333),
+        (Order::Shuffled(9), 1, 17),
+        (Order::Newest, 4000, 999),
+    ] {
+        let machine = machine(5, 4);
+        let (blocks, len) = Blocks::scattered(length, 40);
+        let memory = machine.memory(len, 1);
+        machine.device.order(order);
+        let mut store = machine.store(1, &memory, &blocks);
+        let wire = pattern(80 * length as usize, 77);
+        machine.receive(&mut store, &wire, chunk);
+        let (mut expected, mut at) = (pattern(len, 1), 0);
+        for range in blocks.ranges() {
+            at += length as usize;
+            expected[range].copy_from_slice(&wire[at - length as usize..at]);
+        }
+        assert!(content(&memory) == expected, "{order:?}, blocks of {length}");
+        assert_eq!(machine.device.count().faults, 0);
+    }
+}
+
+#[test]
+fn copies_of_one_stream_overlap_up_to_its_depth() {
+    let machine = machine(8, 3);
+    let memory = machine.memory(10 * BUFFER, 1);
+    machine.device.hold();
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(10 * BUFFER));
+    fetch.resume().unwrap();
+    assert_eq!((machine.device.waiting(), fetch.copies()), (3, Copies::InFlight));
+    machine.device.release();
+    // The first buffer is sent while others are copied.
+    while fetch.bytes().is_empty() {
+        machine.token();
+        fetch.resume().unwrap();
+    }
+    machine.device.hold();
+    let count = fetch.bytes().len();
+    fetch.sent(count);
+    fetch.resume().unwrap();
+    assert!(fetch.copies() == Copies::InFlight);
+    machine.device.release();
+    assert_eq!(machine.send(&mut fetch, BUFFER), pattern(10 * BUFFER, 1)[count..]);
+
+    let mut store = machine.store(2, &memory, &Blocks::whole(10 * BUFFER));
+    machine.device.hold();
+    while let Some(room) = store.room().unwrap() {
+        let len = room.len();
+        store.received(len);
+    }
+    assert_eq!(machine.device.waiting(), 3);
+    machine.device.release();
+}
+
+#[test]
+fn a_stream_without_a_buffer_gets_the_next_that_is_free() {
+    let machine = machine(1, 2);
+    let memory = machine.memory(2 * BUFFER, 1);
+    let whole = Blocks::whole(2 * BUFFER);
+    let mut first = machine.fetch(1, &memory, &whole);
+    first.resume().unwrap();
+    let mut waiting: Vec<_> = (2..5).map(|token| machine.fetch(token, &memory, &whole)).collect();
+    for fetch in &mut waiting {
+        fetch.resume().unwrap();
+        assert!(
+            fetch.bytes().is_empty() && fetch.copies() == Copies::Settled,
+            "nothing is started without a buffer"
+        );
+    }
+    // One that is dropped, and one that is stopped, leave their place to the next.
+    let mut last = waiting.pop().unwrap();
+    let mut stopped = waiting.pop().unwrap();
+    stopped.stop();
+    drop(waiting);
+    assert_eq!(machine.send(&mut first, BUFFER), pattern(2 * BUFFER, 1));
+    assert_eq!(machine.send(&mut last, BUFFER), pattern(2 * BUFFER, 1));
+    assert_eq!(stopped.copies(), Copies::Settled);
+}
+
+#[test]
+fn fetches_leave_buffers_to_stores() {
+    let machine = machine(1, 4);
+    let memory = machine.memory(4 * BUFFER, 1);
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(4 * BUFFER));
+    fetch.resume().unwrap(); // holds all there are, and its peer does not read
+    let mut store = machine.store(2, &machine.memory(4 * BUFFER, 2), &Blocks::whole(4 * BUFFER));
+    machine.receive(&mut store, &pattern(4 * BUFFER, 3), 100);
+}
+
+#[test]
+fn a_store_whose_socket_is_dry_gives_its_buffer_to_those_who_wait() {
+    let machine = machine(1, 4);
+    let (slow, fast) = (machine.memory(2 * BUFFER, 1), machine.memory(2 * BUFFER, 2));
+    let whole = Blocks::whole(2 * BUFFER);
+    let (wire, other) = (pattern(2 * BUFFER, 5), pattern(2 * BUFFER, 6));
+    let mut dry = machine.store(1, &slow, &whole);
+    dry.room().unwrap().unwrap()[..100].copy_from_slice(&wire[..100]);
+    dry.received(100);
+    dry.pause(); // nobody waits: it keeps what it has
+    assert_eq!((dry.copies(), dry.wanted()), (Copies::Settled, 2 * BUFFER as u64 - 100));
+
+    let mut store = machine.store(2, &fast, &whole);
+    assert!(store.room().unwrap().is_none());
+    assert_eq!(machine.token(), 1, "the dry one hears that somebody waits");
+    assert!(dry.room().unwrap().is_some());
+    dry.pause();
+    machine.receive(&mut store, &other, 300);
+
+    // It had planned more than it got: the rest finds its way.
+    machine.receive(&mut dry, &wire[100..], 300);
+    assert!(content(&slow) == wire && content(&fast) == other);
+}
+
+#[test]
+fn a_store_that_has_got_nothing_gives_its_buffer_back_as_it_was() {
+    let machine = machine(1, 4);
+    let (silent, busy) = (machine.memory(BUFFER, 1), machine.memory(BUFFER, 2));
+    let whole = Blocks::whole(BUFFER);
+    let mut first = machine.store(1, &silent, &whole);
+    assert!(first.room().unwrap().is_some());
+    let mut second = machine.store(2, &busy, &whole);
+    assert!(second.room().unwrap().is_none());
+    first.pause();
+    assert_eq!((first.wanted(), first.copies()), (BUFFER as u64, Copies::Settled));
+    machine.receive(&mut second, &pattern(BUFFER, 3), 300);
+    machine.receive(&mut first, &pattern(BUFFER, 4), 300);
+    assert!(content(&silent) == pattern(BUFFER, 4) && content(&busy) == pattern(BUFFER, 3));
+}
+
+#[test]
+fn a_fetch_whose_peer_does_not_read_gives_its_buffers_to_those_who_wait() {
+    let machine = machine(2, 2);
+    let (blocks, len) = Blocks::scattered(70, 60);
+    let memory = machine.memory(len, 1);
+    let expected = blocks.of(&pattern(len, 1));
+    let mut stuck = machine.fetch(1, &memory, &blocks);
+    stuck.resume().unwrap();
+    machine.token();
+    machine.token();
+    stuck.resume().unwrap();
+    let mut sent = stuck.bytes()[..333].to_vec(); // and then its socket is full
+    stuck.sent(333);
+    assert!(!stuck.is_in_the_way());
+
+    let mut other = machine.fetch(2, &memory, &blocks);
+    other.resume().unwrap();
+    assert_eq!(machine.token(), 1, "who is in the way is told");
+    assert!(stuck.is_in_the_way());
+    stuck.rewind();
+    assert_eq!(stuck.left(), expected.len() as u64 - 333);
+    assert_eq!(machine.send(&mut other, 1 << 20), expected);
+
+    // Copies in flight are given up, and come back to nobody.
+    machine.device.hold();
+    stuck.resume().unwrap();
+    stuck.rewind();
+    machine.device.release();
+    sent.extend(machine.send(&mut stuck, 1 << 20));
+    assert_eq!(sent, expected);
+    assert_eq!(stuck.copies(), Copies::Settled);
+}
+
+#[test]
+fn a_failed_copy_fails_its_stream_and_no_other() {
+    let machine = machine(2, 2);
+    let memory = machine.memory(4 * BUFFER, 1);
+    machine.device.next([Act::Copy, Act::Fail]);
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(4 * BUFFER));
+    let error = loop {
+        match fetch.resume() {
+            Ok(()) => drop(machine.token()),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), Kind::Native);
+    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::Native, "it stays failed");
+    fetch.stop();
+    while fetch.copies() != Copies::Settled {
+        machine.token();
+    }
+    let mut next = machine.fetch(2, &memory, &Blocks::whole(4 * BUFFER));
+    assert_eq!(machine.send(&mut next, BUFFER), pattern(4 * BUFFER, 1));
+
+    machine.device.next([Act::Fail]);
+    let mut store = machine.store(3, &memory, &Blocks::whole(BUFFER));
+    assert!(store.room().unwrap().is_some());
+    store.received(BUFFER);
+    assert_eq!(machine.token_of(3, || store.room().map(|_| ())).kind(), Kind::Native);
+    assert!(store.left() > 0, "bytes that did not arrive are not counted as arrived");
+    assert_eq!(store.copies(), Copies::Settled);
+}
+
+impl Machine {
+    /// Gives a stream turns until it fails.
+    fn token_of(&self, token: u64, mut turn: impl FnMut() -> kvx_core::Result<()>) -> kvx_core::Error {
+        loop {
+            if let Err(error) = turn() {
+                return error;
+            }
+            while self.token() != token {}
+        }
+    }
+}
+
+#[test]
+fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
+    let machine = machine(2, 1);
+    let memory = machine.memory(BUFFER, 1);
+    let whole = Blocks::whole(BUFFER);
+    let before = quarantined_bytes();
+    machine.device.next([Act::Forget]);
+    let mut fetch = machine.fetch(1, &memory, &whole);
+    assert_eq!(machine.token_of(1, || fetch.resume()).kind(), Kind::Forgotten);
+    assert!(quarantined_bytes() >= before + BUFFER as u64);
+    fetch.stop();
+    assert_eq!(fetch.copies(), Copies::Lost);
+
+    // The other buffer still works; when it is lost too, those who wait for one are told.
+    let mut next = machine.fetch(2, &memory, &whole);
+    assert_eq!(machine.send(&mut next, BUFFER), pattern(BUFFER, 1));
+    machine.device.hold();
+    machine.device.next([Act::Forget]);
+    let mut last = machine.fetch(3, &memory, &whole);
+    last.resume().unwrap();
+    let mut waiting = machine.fetch(4, &memory, &whole);
+    waiting.resume().unwrap();
+    machine.device.release();
+    assert_eq!(machine.token_of(4, || waiting.resume()).kind(), Kind::Exhausted);
+
+    let store_before = quarantined_bytes();
+    machine.device.next([Act::Forget]);
+    let mut store = machine.store(5, &memory, &whole);
+    store.room().unwrap();
+    store.received(BUFFER);
+    assert_eq!(machine.token_of(5, || store.room().map(|_| ())).kind(), Kind::Forgotten);
+    assert_eq!(store.copies(), Copies::Lost);
+    assert!(quarantined_bytes() >= store_before + BUFFER as u64);
+}
+
+#[test]
+fn a_stopped_stream_settles_when_its_last_copy_does() {
+    let machine = machine(2, 2);
+    let memory = machine.memory(4 * BUFFER, 1);
+    machine.device.hold();
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(4 * BUFFER));
+    fetch.resume().unwrap();
+    fetch.stop();
+    assert_eq!((fetch.copies(), fetch.bytes().len()), (Copies::InFlight, 0));
+    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::Cancelled);
+    machine.device.release();
+    while fetch.copies() == Copies::InFlight {
+        assert_eq!(machine.token(), 1);
+    }
+    assert_eq!(fetch.copies(), Copies::Settled);
+    let mut next = machine.fetch(2, &memory, &Blocks::whole(4 * BUFFER));
+    assert_eq!(machine.send(&mut next, BUFFER), pattern(4 * BUFFER, 1));
+}
+
+#[test]
+fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
+    let machine = machine(2, 2);
+    let memory = machine.memory(2 * BUFFER, 1);
+    let gone = Arc::downgrade(&memory);
+    machine.device.hold();
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(2 * BUFFER));
+    fetch.resume().unwrap();
+    drop((fetch, memory));
+    assert!(gone.upgrade().is_some(), "the copies in flight keep it");
+    machine.device.release();
+    let other = machine.memory(2 * BUFFER, 2); // waits for a copy that comes after those
+    assert_eq!(machine.device.count().faults, 0);
+    let mut next = machine.fetch(2, &other, &Blocks::whole(2 * BUFFER));
+    assert_eq!(machine.send(&mut next, BUFFER), pattern(2 * BUFFER, 2));
+    while gone.strong_count() > 0 {
+        machine.token();
+    }
+}
+
+#[test]
+fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
+    let machine = machine(1, 1);
+    let memory = machine.memory(BUFFER, 1);
+    let beyond = Blocks(vec![Grid { base: 8, stride: 1, length: BUFFER as u64, count: 1 }], vec![0]);
+    let mut fetch = machine.fetch(1, &memory, &beyond);
+    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::OutOfBounds);
+    let mut store = machine.store(1, &memory, &beyond);
+    assert_eq!(store.room().unwrap_err().kind(), Kind::OutOfBounds);
+    assert_eq!(machine.device.count().copies, 1, "only the pattern was written");
+    for foreign in [TestDevice::new(MemoryKind::Cuda).allocate(8), Memory::owned(vec![0; 8])] {
+        let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
+        assert_eq!(refused.unwrap_err().kind(), Kind::Unsupported);
+    }
+}
+
+#[test]
+fn a_machine_with_streams_can_move_to_its_thread() {
+    fn moves<T: Send>() {}
+    moves::<(Stager, Fetch, Store)>();
+}
+
+#[test]
+fn empty_streams_are_over_at_once() {
+    let machine = machine(1, 1);
+    let memory = machine.memory(BUFFER, 1);
+    let nothing = Blocks(vec![Grid::packed(8, 1)], Vec::new());
+    let mut fetch = machine.fetch(1, &memory, &nothing);
+    fetch.resume().unwrap();
+    assert_eq!((fetch.left(), fetch.bytes().len(), fetch.copies()), (0, 0, Copies::Settled));
+    let mut store = machine.store(1, &memory, &nothing);
+    assert!(store.room().unwrap().is_none() && store.left() == 0);
+}
+
+#[test]
+fn buffers_can_be_made_before_they_are_needed() {
+    let machine = machine(3, 1);
+    machine.stager.prepare().unwrap();
+    assert!(format!("{:?}", machine.stager).contains("3 of 3 buffers"));
+    let memory = machine.memory(BUFFER, 1);
+    let mut fetch = machine.fetch(1, &memory, &Blocks::whole(BUFFER));
+    assert_eq!(machine.send(&mut fetch, BUFFER), pattern(BUFFER, 1));
+}
+
+/// A stream of the crowd below, with its position on an imagined wire.
+enum Member {
+    Out(Fetch, Vec<u8>, Vec<u8>),
+    In(Store, Vec<u8>, usize, Arc<Memory>, Vec<u8>),
+}
+
+#[test]
+fn a_crowd_shares_few_buffers_and_nobody_is_forgotten() {
+    let machine = machine(3, 2);
+    machine.device.order(Order::Shuffled(3));
+    let mut crowd: Vec<_> = (0..40u64)
+        .map(|token| {
+            let (blocks, len) = Blocks::scattered(1 + token * 37, 6);
+            let memory = machine.memory(len, token);
+            if token % 2 == 0 {
+                let expected = blocks.of(&pattern(len, token));
+                Some(Member::Out(machine.fetch(token, &memory, &blocks), Vec::new(), expected))
+            } else {
+                let store = machine.store(token, &memory, &blocks);
+                let wire = pattern(store.left() as usize, token + 100);
+                let (mut expected, mut at) = (pattern(len, token), 0);
+                for range in blocks.ranges() {
+                    let end = at + range.len();
+                    expected[range].copy_from_slice(&wire[at..end]);
+                    at = end;
+                }
+                Some(Member::In(store, wire, 0, memory, expected))
+            }
+        })
+        .collect();
+    let mut turns: std::collections::VecDeque<u64> = (0..40).collect();
+    let mut left = crowd.len();
+    while left > 0 {
+        let token = turns.pop_front().unwrap_or_else(|| machine.token());
+        let Some(member) = &mut crowd[token as usize] else { continue };
+        let done = match member {
+            Member::Out(fetch, sent, expected) => {
+                fetch.resume().unwrap();
+                let some = fetch.bytes();
+                let count = some.len().min(400);
+                sent.extend_from_slice(&some[..count]);
+                fetch.sent(count);
+                if count > 0 {
+                    turns.push_back(token); // the socket took something: another turn later
+                }
+                let done = fetch.left() == 0;
+                assert!(!done || sent == expected);
+                done
+            }
+            Member::In(store, wire, at, memory, expected) => {
+                if let Some(room) = store.room().unwrap() {
+                    let count = room.len().min(400);
+                    room[..count].copy_from_slice(&wire[*at..*at + count]);
+                    *at += count;
+                    store.received(count);
+                    store.pause();
+                    turns.push_back(token);
+                }
+                let done = store.left() == 0;
+                assert!(!done || content(memory) == *expected);
+                done
+            }
+        };
+        if done {
+            crowd[token as usize] = None;
+            left -= 1;
+        }
+    }
+    assert_eq!(machine.device.count().faults, 0);
+}

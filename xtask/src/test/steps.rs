@@ -74,6 +74,12 @@ pub(crate) const STEPS: &[Step] = &[
     // What is carried to a machine with a GPU works there, as far as the stand-in can tell.
     Step { of: &["kvx-cuda"], ..step("gpu", Action::Cargo(&call("xtask gpu --rehearse"))) },
     Step { of: &["kvx-transfer", "kvx-core"], ..step("features", Action::Features) },
+    // As README shows it, each benchmark once.
+    Step {
+        of: &["kvx-transfer"],
+        tier: Tier::Whole,
+        ..step("bench", Action::Cargo(&call("bench --bench costs -- --test")))
+    },
     // What users get builds alone, and README's program on it.
     Step { of: &["kvx-transfer"], tier: Tier::Whole, ..step("package", Action::Package) },
 ];

@@ -75,7 +75,8 @@ fn theirs(region: &PeerRegion) -> Result<GridSet<PeerRegion>> {
 
 fn main() -> Result<()> {
     let freed = Arc::new(AtomicBool::new(false));
-    let [prefill, decode] = ["prefill-0", "decode-0"].map(|name| Agent::builder(name).build(&kvx::registry()));
+    let [prefill, decode] =
+        ["prefill-0", "decode-0"].map(|name| Agent::builder(name).build(&kvx::registry()));
     let (prefill, decode) = (prefill?, decode?);
     let cache = register(&prefill, EngineCache::new(&freed))?;
     let copy = register(&decode, EngineCache::new(&Arc::default()))?;

@@ -65,7 +65,8 @@ fn every_command_is_run_by_a_test_or_names_the_hardware_that_it_needs() {
         }
     }
     for (command, file, words) in RUN {
-        let text = std::fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        let text =
+            std::fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
         assert!(text.contains(words), "`{command}` is said to run by {file}, which has no {words:?}");
     }
 }

@@ -30,7 +30,8 @@ const LICENCES: &[&str] = &[
 ];
 
 /// Crates that are there in several versions, and why nothing of ours can change that.
-const DUPLICATES: &[(&str, &str)] = &[("syn", "derive macros of serde and of others, while they move from 2 to 3")];
+const DUPLICATES: &[(&str, &str)] =
+    &[("syn", "derive macros of serde and of others, while they move from 2 to 3")];
 
 /// What would let a build script compile or look for a native library; set to a program that fails.
 const NATIVE_TOOLS: &[&str] = &["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];
@@ -62,12 +63,15 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
         return Ok(failures); // what is built of wrong manifests shows nothing
     }
     let folder = everything.target_directory()?.join("xtask").join("package");
-    if let Err(failure) = tarballs(&everything, &folder, until)? {
+    if let Some(failure) = tarballs(&everything, &folder, until)? {
         return Ok(vec![failure]);
     }
+    failures.extend(builds_alone(&everything, &folder, until)?);
     for (what, features) in CHOICES {
         println!("README's program, outside the workspace, with {what}");
-        failures.extend(readmes_program(&everything, &folder, features, until)?.map(|why| format!("{what}: {why}")));
+        failures.extend(
+            readmes_program(&everything, &folder, features, until)?.map(|why| format!("{what}: {why}")),
+        );
     }
     Ok(failures)
 }
@@ -116,7 +120,8 @@ fn licences(everything: &Metadata) -> Vec<String> {
     let others = everything.packages().filter(|package| !package.is_member());
     let wrong = others.filter_map(|package| {
         let licence = package.text("license").unwrap_or("none");
-        (!LICENCES.contains(&licence)).then(|| format!("{package} has the licence {licence:?}: is it compatible?"))
+        (!LICENCES.contains(&licence))
+            .then(|| format!("{package} has the licence {licence:?}: is it compatible?"))
     });
     wrong.collect()
 }
@@ -133,9 +138,9 @@ fn duplicates(everything: &Metadata) -> Vec<String> {
     many.chain(gone.map(|(name, _)| format!("{name} is there once: remove its row"))).collect()
 }
 
-/// Makes the tarball of each crate and builds each alone, against the tarballs of the others.
-fn tarballs(workspace: &Metadata, folder: &Path, until: Instant) -> Result<std::result::Result<(), String>> {
-    let mut line = vec!["package", "--workspace", "--allow-dirty", "--offline"];
+/// Makes the tarball of each crate and unpacks it.
+fn tarballs(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Option<String>> {
+    let mut line = vec!["package", "--workspace", "--no-verify", "--allow-dirty", "--offline"];
     for package in workspace.packages().filter(|package| package.is_member() && !package.is_published()) {
         line.extend(["--exclude", package.name()]);
     }
@@ -143,8 +148,45 @@ fn tarballs(workspace: &Metadata, folder: &Path, until: Instant) -> Result<std::
     cargo.arg("--target-dir").arg(folder);
     let shown = format!("cargo {}", line.join(" "));
     println!("{shown}");
-    let finished = process::run(without_native_tools(cargo), left(until), Output::Shown)?;
-    Ok(if finished.succeeded() { Ok(()) } else { Err(format!("{shown}: {}", finished.end)) })
+    let finished = process::run(cargo, left(until), Output::Shown)?;
+    if !finished.succeeded() {
+        return Ok(Some(format!("{shown}: {}", finished.end)));
+    }
+    let unpacked = folder.join("unpacked");
+    if unpacked.exists() {
+        std::fs::remove_dir_all(&unpacked)?;
+    }
+    std::fs::create_dir_all(&unpacked)?;
+    for package in published(workspace) {
+        let tarball = folder.join("package").join(format!("{}-{}.crate", package.name(), package.version()));
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf").arg(&tarball).arg("-C").arg(&unpacked);
+        let finished = process::run(tar, left(until), Output::Shown)?;
+        if !finished.succeeded() {
+            return Ok(Some(format!("{}: tar: {}", tarball.display(), finished.end)));
+        }
+    }
+    Ok(None)
+}
+
+/// Builds each unpacked crate by itself, against the tarballs of the others: what it needs of them, it says.
+fn builds_alone(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Vec<String>> {
+    let mut failures = Vec::new();
+    for package in published(workspace) {
+        println!("{package}, alone, from its tarball");
+        let mut cargo = process::cargo(["build", "--offline", "--quiet"]);
+        cargo.current_dir(unpacked(folder, package)).env("CARGO_TARGET_DIR", folder.join("built"));
+        for other in published(workspace).filter(|other| other.name() != package.name()) {
+            let path = unpacked(folder, other);
+            cargo.args(["--config", &format!("patch.crates-io.{}.path={path:?}", other.name())]);
+        }
+        let finished = process::run(without_native_tools(cargo), left(until), Output::Quiet)?;
+        if !finished.succeeded() {
+            println!("{}", finished.output);
+            failures.push(format!("{package} does not build from its tarball: {}", finished.end));
+        }
+    }
+    Ok(failures)
 }
 
 /// Builds and runs README's program as a crate of its own, from the unpacked tarballs; says why it could not.
@@ -169,15 +211,11 @@ fn readmes_program(
         facade.version()
     );
     for package in published(workspace) {
-        let unpacked = unpacked(folder, package);
-        if !unpacked.is_dir() {
-            return Ok(Some(format!("{package} was not unpacked into {}", unpacked.display())));
-        }
-        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name(), unpacked));
+        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name(), unpacked(folder, package)));
     }
     std::fs::write(program.join("Cargo.toml"), manifest)?;
     let mut cargo = process::cargo(["run", "--offline", "--quiet"]);
-    cargo.current_dir(&program).env("CARGO_TARGET_DIR", folder.join("user-target"));
+    cargo.current_dir(&program).env("CARGO_TARGET_DIR", folder.join("built"));
     let finished = process::run(without_native_tools(cargo), left(until), Output::Shown)?;
     Ok(match finished.succeeded() {
         true if finished.output.contains(" bytes over ") => None,
@@ -186,9 +224,9 @@ fn readmes_program(
     })
 }
 
-/// Where `cargo package` leaves a crate that it has built.
+/// Where a crate's tarball is unpacked.
 fn unpacked(folder: &Path, package: Package<'_>) -> PathBuf {
-    folder.join("package").join(format!("{}-{}", package.name(), package.version()))
+    folder.join("unpacked").join(format!("{}-{}", package.name(), package.version()))
 }
 
 /// README's first block of Rust.
@@ -249,15 +287,19 @@ mod tests {
                 {"name": "tests", "req": "*", "path": "/w/tests", "kind": null}]"#,
         );
         let wrong = manifests(&bare).join("\n");
-        for part in
-            ["no description", "no documentation", "0 keywords", "docs.rs", "no version of tests", "not published"]
-        {
+        for part in [
+            "no description",
+            "no documentation",
+            "0 keywords",
+            "docs.rs",
+            "no version of tests",
+            "not published",
+        ] {
             assert!(wrong.contains(part), "{part} is not in:\n{wrong}");
         }
         assert!(!wrong.contains("tests 0.1.0"), "it is for this workspace alone:\n{wrong}");
-        let with_tests = metadata(
-            r#""dependencies": [{"name": "tests", "req": "*", "path": "/w/tests", "kind": "dev"}]"#,
-        );
+        let with_tests =
+            metadata(r#""dependencies": [{"name": "tests", "req": "*", "path": "/w/tests", "kind": "dev"}]"#);
         assert!(!manifests(&with_tests).join("\n").contains("version of tests"));
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
-use kvx_backend::reactor::{Armed, SLICE};
+use kvx_backend::reactor::{Armed, SLICE, Turn};
 use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 
@@ -380,7 +380,7 @@ unsafe impl Fabric for Driver {
         self.peers.disconnect(endpoint, &self.rails);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         if let Some(since) = self.sleeps.take() {
             self.patience = patience_after(self.patience, since.elapsed());
         }
@@ -398,7 +398,8 @@ unsafe impl Fabric for Driver {
             // There may be room: whatever happens makes the machine try again, and this means nothing to a link of ours.
             happened.push(Happened::Ready(endpoint));
         }
-        done
+        let look_for = if self.bell.is_some() { PATIENCE_WITH_BELL } else { self.patience };
+        Turn { look_for, ..Turn::did(done) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
@@ -428,10 +429,6 @@ unsafe impl Fabric for Driver {
         // One that ends by the clock says nothing of a sender's pauses.
         self.sleeps = longest.is_none().then(Instant::now);
         Ok(Armed::Sleep(longest))
-    }
-
-    fn patience(&self) -> Duration {
-        if self.bell.is_some() { PATIENCE_WITH_BELL } else { self.patience }
     }
 
     fn fds(&self) -> &[RawFd] {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
-use kvx_backend::reactor::Armed;
+use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
     Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
@@ -120,7 +120,7 @@ unsafe impl Fabric for Shuffling {
         self.inner.disconnect(endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         self.let_go();
         let mut told = std::mem::take(&mut self.late);
         self.inner.poll(&mut told);
@@ -128,7 +128,7 @@ unsafe impl Fabric for Shuffling {
         let late = if told.len() > 2 { told.len() / 2 } else { 0 };
         self.late = told.split_off(told.len() - late);
         happened.extend(told);
-        happened.len() + self.held.len()
+        Turn::did(happened.len() + self.held.len())
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use kvx_backend::reactor::Armed;
+use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
 
@@ -261,9 +261,6 @@ unsafe impl Fabric for Mooncake {
     type Remote = Remote;
     type State = ();
 
-    /// The engine's threads take some 30 microseconds a piece, and it tells who asks.
-    const ENDS_UNANNOUNCED: bool = true;
-
     fn connect(&mut self, endpoint: EndpointId, _peer: &Identity, address: &[u8]) -> Result<()> {
         self.add(endpoint, address, false)
     }
@@ -384,8 +381,8 @@ unsafe impl Fabric for Mooncake {
         }
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
-        let Some(engine) = self.engine.clone() else { return 0 };
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+        let Some(engine) = self.engine.clone() else { return Turn::did(0) };
         let (before, now) = (happened.len(), Instant::now());
         // Whoever spins on a transfer must not keep the engine's lock busy.
         if now >= self.listens {
@@ -401,7 +398,13 @@ unsafe impl Fabric for Mooncake {
         if count > 0 {
             self.last_event = now;
         }
-        count
+        // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
+        let (look_for, look_until) = match self.moving.is_empty() {
+            false => (Duration::from_micros(100), None),
+            true => (Duration::from_micros(20), Some(self.last_event + BUSY)),
+        };
+        // The engine's threads take some 30 microseconds a piece, and it tells who asks.
+        Turn { look_for, look_until, ends_unannounced: true, ..Turn::did(count) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
@@ -425,17 +428,6 @@ unsafe impl Fabric for Mooncake {
 
     fn fds(&self) -> &[RawFd] {
         &self.fds
-    }
-
-    fn patience(&self) -> Duration {
-        // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
-        if !self.moving.is_empty() {
-            Duration::from_micros(100)
-        } else if self.last_event.elapsed() < BUSY {
-            Duration::from_micros(20)
-        } else {
-            Duration::ZERO
-        }
     }
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {

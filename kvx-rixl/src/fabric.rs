@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use kvx_backend::reactor::Armed;
+use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 
@@ -353,7 +353,7 @@ unsafe impl Fabric for Nixl {
         }
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         // Asked first: once the plugin has read what came, nothing tells any more that it has woken.
         let woken = self.pace.is_asleep() && self.wakes.take();
         self.peers.take_loaded(happened);
@@ -383,7 +383,10 @@ unsafe impl Fabric for Nixl {
         }
         happened.extend(self.news.drain(..));
         self.pace.looked(woken, told > 0, !happened.is_empty());
-        happened.len()
+        let (look_for, look_until) = self.pace.looks();
+        // UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
+        let own_thread_only = !self.has_rdma && (self.peers.converse || self.ranges.any_told());
+        Turn { look_for, look_until, own_thread_only, ..Turn::did(happened.len()) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
@@ -401,15 +404,6 @@ unsafe impl Fabric for Nixl {
 
     fn notified(&mut self) {
         self.pace.notified();
-    }
-
-    fn patience(&self) -> Duration {
-        self.pace.patience()
-    }
-
-    /// UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
-    fn takes_guests(&self) -> bool {
-        self.has_rdma || !(self.peers.converse || self.ranges.any_told())
     }
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {

@@ -149,12 +149,12 @@ impl Pace {
         (self.heard.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
-    /// How long to go on looking before that: not at all when idle, since each look has its price.
-    pub(crate) fn patience(&self) -> Duration {
+    /// How long to go on looking before that, and until when at most: not at all when idle, since each look has its price.
+    pub(crate) fn looks(&self) -> (Duration, Option<Instant>) {
         if self.flow.as_ref().is_some_and(Flow::is_worth_a_core) {
-            return flow::GAP;
+            return (flow::GAP, None);
         }
-        if self.heard.elapsed() < BUSY { Duration::from_micros(20) } else { Duration::ZERO }
+        (Duration::from_micros(20), Some(self.heard + BUSY))
     }
 }
 
@@ -168,6 +168,13 @@ mod tests {
     }
 
     const LONG: Duration = Duration::from_secs(60);
+
+    impl Pace {
+        fn patience(&self) -> Duration {
+            let (patience, until) = self.looks();
+            if until.is_some_and(|until| until <= Instant::now()) { Duration::ZERO } else { patience }
+        }
+    }
 
     /// However long this test is kept from its core, something has only just come.
     fn just_heard() -> Pace {

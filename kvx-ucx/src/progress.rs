@@ -328,10 +328,10 @@ unsafe impl Fabric for Driver {
         self.peers.disconnect(endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> reactor::Turn {
         let done = self.progress();
         self.take_notes(happened);
-        done
+        reactor::Turn::did(done)
     }
 
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE, Turns};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -412,16 +412,15 @@ impl Progress for Machine {
         }
     }
 
-    fn progress(&mut self, out: &mut Outbox) -> usize {
-        if std::mem::take(&mut self.lent_turn) {
-            return 0;
-        }
-        self.handle_events(out) + self.look(out) + self.work(out)
-    }
-
-    fn patience(&self) -> Duration {
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
+        let done = if std::mem::take(&mut self.lent_turn) {
+            0
+        } else {
+            self.handle_events(out) + self.look(out) + self.work(out)
+        };
         // A peer that has written much is likely to go on.
-        Duration::from_micros(if self.bursting { 250 } else { 20 })
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, ..Turn::did(done) }
     }
 
     fn arm(&mut self) -> Result<Armed> {

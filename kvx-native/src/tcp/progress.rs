@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -429,7 +429,7 @@ impl Progress for Machine {
         }
     }
 
-    fn progress(&mut self, out: &mut Outbox) -> usize {
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
         let now = Instant::now();
         let brief = std::mem::take(&mut self.brief);
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
@@ -470,16 +470,9 @@ impl Progress for Machine {
             self.take_effect(now, out); // of requests that could not even begin
         }
         self.bursting |= done > BURST;
-        done
-    }
-
-    fn patience(&self) -> Duration {
         // The gap between two bursts of a stream is longer than a wake-up is worth.
-        Duration::from_micros(if self.bursting { 250 } else { 20 })
-    }
-
-    fn lets_others_go_first(&self) -> bool {
-        self.scope.piece == BESIDE_SMALL
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, yields: beside_small, ..Turn::did(done) }
     }
 
     fn arm(&mut self) -> Result<Armed> {

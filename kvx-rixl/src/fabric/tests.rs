@@ -382,24 +382,25 @@ fn messages_beside_a_transfer_shorten_its_slices() {
 }
 
 /// What peers move with this side's CPU would hold a caller up within NIXL.
-fn guests() {
+fn own_thread() {
     let mut near = near();
+    let only = |near: &mut Nixl| near.poll(&mut Vec::new()).own_thread_only;
     near.has_rdma = false;
-    assert!(near.takes_guests());
+    assert!(!only(&mut near));
     near.peers.converse = true;
-    assert!(!near.takes_guests());
+    assert!(only(&mut near));
     near.peers.converse = false;
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(near.takes_guests(), "nothing was told of");
+    assert!(!only(&mut near), "nothing was told of");
     let memory = Arc::new(Memory::owned(vec![0; 64]));
     near.ranges.register(RegionId(1), &memory).expect("registered");
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(!near.takes_guests(), "whoever was told of memory may use it");
+    assert!(only(&mut near), "whoever was told of memory may use it");
     near.has_rdma = true;
-    assert!(near.takes_guests());
+    assert!(!only(&mut near));
 }
 
 #[test]
 fn nobody_but_the_reactor_meets_what_comes_over_tcp() {
-    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", guests);
+    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", own_thread);
 }

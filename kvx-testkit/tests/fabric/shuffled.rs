@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
-use kvx_backend::reactor::Armed;
+use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
@@ -220,7 +220,7 @@ unsafe impl Fabric for Socket {
         self.peers.remove(&endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         let mut messages = Vec::new();
         let mut buffer = [0; MAX_MESSAGE];
         while messages.len() < 64 {
@@ -239,7 +239,7 @@ unsafe impl Fabric for Socket {
             happened.push(Happened::Moved { job: piece.job, pieces: 1, result: self.copy(piece) });
         }
         self.pieces = later;
-        happened.len()
+        Turn::did(happened.len())
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {

@@ -1,6 +1,7 @@
 #![cfg(target_os = "linux")]
 #![doc = include_str!("../README.md")]
 
+pub mod control;
 pub mod fabric;
 pub mod loader;
 pub mod process;

@@ -368,7 +368,7 @@ impl<F: Fabric> Progress for Machine<F> {
             || self
                 .sessions
                 .values()
-                .any(|session| !session.is_up() || session.wanted > 0 || !session.sent.is_empty());
+                .any(|session| !session.is_up() || session.wanted > 0 || session.to_peer.await_answer());
         let armed = self.fabric.arm(waiting)?;
         let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));
         Ok(match armed {

@@ -15,14 +15,14 @@ use super::config::Config;
 use super::connection::{Connection, Waiting};
 use super::copy::Copier;
 use super::ending::End;
-use super::error::{closed, error, peer_closed, peer_died};
+use super::error::{closed, error, peer_closed, peer_died, refused};
 use super::flights::{Errand, Flight, Flights, Home};
 use super::granting::{Populate, Recall};
 use super::handshake::{self, Connecting};
 use super::host;
 use super::link::{Import, Wiring};
 use super::memory::{Regions, Revoked};
-use super::messages::{MAX_MESSAGE, Message, Refusal};
+use super::messages::{MAX_MESSAGE, Message};
 use super::pulls::Pull;
 use super::reads::Read;
 use super::socket::{self, Poller, Ready, Received};
@@ -244,7 +244,7 @@ impl Machine {
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(len, file)) => {
-                    (connection.life.heard, connection.life.pinged) = (Instant::now(), None);
+                    connection.silence.heard(Instant::now());
                     Message::decode(&buffer[..len]).and_then(|message| self.take(at, message, file, out))
                 }
                 Ok(Received::Nothing) => break,
@@ -315,7 +315,7 @@ impl Machine {
                 self.take_grant(at, import, Ok(reached), file, out)
             }
             Message::Deny { import, why } if up && initiator => {
-                self.take_grant(at, import, Err(why.into_error()), None, out)
+                self.take_grant(at, import, Err(refused(why)), None, out)
             }
             Message::Lend { id, reached } if up && !initiator => {
                 self.take_lend(at, id, reached, file.as_ref())
@@ -325,7 +325,7 @@ impl Machine {
                 self.connections[at].check_queue()
             }
             Message::Done { write, result } if up && initiator => {
-                let result = result.map_err(Refusal::into_error);
+                let result = result.map_err(refused);
                 self.connections[at].writes.answered(write, result)?;
                 self.pump(at, out);
                 Ok(())

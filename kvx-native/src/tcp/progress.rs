@@ -6,6 +6,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::Look;
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
@@ -17,7 +18,7 @@ use super::error;
 use super::frames::MAX_DATA;
 use super::linking::greet;
 use super::listener::Listener;
-use super::peers::{Peer, Silence};
+use super::peers::Peer;
 use super::transport::Shared;
 use super::wake::{Event, Wake};
 
@@ -365,9 +366,9 @@ impl Machine {
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
             match peer.look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
-                Silence::Idle => {}
-                Silence::Until(at) => earlier(at),
-                Silence::Lost => lost.push(*link),
+                Look::Idle => {}
+                Look::Until(at) | Look::Ask(at) => earlier(at),
+                Look::Lost => lost.push(*link),
             }
         }
         for (key, peer) in late {
@@ -404,7 +405,7 @@ impl Progress for Machine {
             Command::Notify { link, bytes, done } => match self.peers.get_mut(&link) {
                 Some(peer) => {
                     self.brief = true;
-                    peer.notify(bytes, done);
+                    peer.notify(bytes, done, out);
                     self.eager.push(link);
                 }
                 None => out.settle(done, Err(error::gone())),

@@ -5,3 +5,4 @@ pub mod fabric;
 pub mod loader;
 pub mod process;
 pub mod reactor;
+pub mod sealed;

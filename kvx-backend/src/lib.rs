@@ -6,3 +6,4 @@ pub mod fabric;
 pub mod loader;
 pub mod process;
 pub mod reactor;
+pub mod sealed;

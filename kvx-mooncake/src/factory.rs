@@ -11,12 +11,12 @@ use kvx_core::{
     Revocation, Unavailable, WithoutAList,
 };
 
+use crate::blocking_calls::BlockingCalls;
 use crate::config::{Config, rdma_devices};
-use crate::couriers::Couriers;
 use crate::error::NAME;
+use crate::fabric::MooncakeFabric;
 use crate::ffi::{Engine, Library, Wanted};
 use crate::memory::{Enrolment, Ranges};
-use crate::progress;
 
 /// The Mooncake Transfer Engine, opened at run time. It opens only when it is named.
 #[derive(Clone, Debug, Default)]
@@ -97,7 +97,7 @@ pub(crate) fn open(
     let engine = Engine::start(library, &config.recipe).map_err(|error| error.backend(NAME))?;
     let engine = Arc::new(engine);
     tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
-    let couriers = Couriers::new(config.workers)?;
+    let calls = BlockingCalls::new(config.workers)?;
     let name = engine.name().as_bytes().to_vec();
     let ranges = Arc::<Ranges>::default();
     let registrar =
@@ -107,7 +107,7 @@ pub(crate) fn open(
         name: NAME,
         capabilities: capabilities(&protocol),
         address: Box::new(move || Ok(name.clone())),
-        fabric: progress::Mooncake::new(engine, couriers, ranges, protocol, &context.agent),
+        fabric: MooncakeFabric::new(engine, calls, ranges, protocol, &context.agent),
         registrar: Arc::new(registrar),
     };
     fabric::open(context, parts)

@@ -11,11 +11,11 @@ use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
 
 use crate::address::Address;
-use crate::callbacks::{Inbox, MAX_MESSAGE, Once, Postmark, Tally, Told};
+use crate::callbacks::{CallbackNotes, MAX_MESSAGE, Once, Postmark, Tally, Told};
 use crate::error::{self, NAME};
-use crate::ffi::{Armed, Posted, Worker};
-use crate::link::{Peers, gone};
+use crate::ffi::{Posted, Worker, WorkerArmed};
 use crate::memory::{Keys, Local, Registrations, Remote};
+use crate::peers::{Peers, gone};
 use crate::route;
 
 /// The number of kvx's active messages.
@@ -39,11 +39,11 @@ pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 const FAREWELL: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 
 /// One worker with its endpoints.
-pub(crate) struct Driver {
+pub(crate) struct UcxFabric {
     /// `None` after the end.
     worker: Option<Worker>,
     fds: [RawFd; 1],
-    inbox: Rc<Inbox>,
+    notes: Rc<CallbackNotes>,
     /// By the numbers of their jobs. UCX has their addresses, which must stay while this grows.
     tallies: Vec<Rc<Tally>>,
     peers: Peers,
@@ -58,27 +58,27 @@ pub(crate) struct Driver {
 
 // SAFETY: the machine's lock lets one thread at a time in, which is what UCX's thread mode SERIALIZED asks for, and
 // what `Rc` and `Cell` need: every clone of them is in here, or in UCX's hands.
-unsafe impl Send for Driver {}
+unsafe impl Send for UcxFabric {}
 
-impl Driver {
+impl UcxFabric {
     /// Errors: UCX's, when it delivers no messages.
     pub(crate) fn new(
         worker: Worker,
-        here: u64,
+        own_worker: u64,
         registrations: Arc<Registrations>,
         capabilities: Capabilities,
         tcp: bool,
-    ) -> Result<Driver> {
-        let inbox = Rc::new(Inbox::default());
-        // SAFETY: the driver's `inbox` is dropped after its worker: `end`, and the order of its fields.
-        unsafe { worker.deliver(MESSAGE, std::ptr::NonNull::from(&*inbox)) }
+    ) -> Result<UcxFabric> {
+        let notes = Rc::new(CallbackNotes::default());
+        // SAFETY: the fabric's `notes` is dropped after its worker: `end`, and the order of its fields.
+        unsafe { worker.deliver(MESSAGE, std::ptr::NonNull::from(&*notes)) }
             .map_err(|status| error::native("UCX delivers no messages", status))?;
-        Ok(Driver {
+        Ok(UcxFabric {
             fds: [worker.descriptor().as_raw_fd()],
             worker: Some(worker),
-            inbox,
+            notes,
             tallies: Vec::new(),
-            peers: Peers::new(here),
+            peers: Peers::new(own_worker),
             keys: Keys::default(),
             news: Vec::new(),
             registrations,
@@ -93,7 +93,7 @@ impl Driver {
             return;
         }
         // SAFETY: this thread has the machine, and the worker is alive.
-        let links = unsafe { self.peers.close(at, &self.inbox) };
+        let links = unsafe { self.peers.close(at, &self.notes) };
         let links = links.into_iter().filter(|link| Some(*link) != but);
         self.news.extend(links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false }));
     }
@@ -120,22 +120,22 @@ impl Driver {
     /// turn. Says whether so many pieces, all that UCX has, have ended in as many steps: if something else has made a step as
     /// well, somebody must look for what is to be done next.
     fn end_now(&self, pieces: usize) -> bool {
-        let (Some(worker), true) = (&self.worker, self.inbox.pieces() == pieces as isize) else {
+        let (Some(worker), true) = (&self.worker, self.notes.pieces() == pieces as isize) else {
             return false;
         };
         let mut steps = 0;
-        while self.inbox.pieces() > 0 && steps < pieces {
+        while self.notes.pieces() > 0 && steps < pieces {
             match worker.progress() as usize {
                 0 => return false,
                 now => steps += now,
             }
         }
-        self.inbox.pieces() == 0 && steps == pieces
+        self.notes.pieces() == 0 && steps == pieces
     }
 
     /// Endpoints that have failed, and everything else that was noted.
     fn take_notes(&mut self, happened: &mut Vec<Happened>) {
-        for (handle, status) in self.inbox.take_failed() {
+        for (handle, status) in self.notes.take_failed() {
             if let Some(at) = self.peers.of_handle(handle) {
                 let why =
                     error::native("the connection to the peer broke: check whether it still runs", status);
@@ -144,7 +144,7 @@ impl Driver {
         }
         // Links break first, so that what fails with them fails for that reason.
         happened.append(&mut self.news);
-        for letter in self.inbox.take_letters() {
+        for letter in self.notes.take_letters() {
             if let Some(at) = self.peers.hear(letter.from) {
                 let why =
                     Error::new(Kind::PeerLost, "the peer has given up this connection and made another");
@@ -153,7 +153,7 @@ impl Driver {
             }
             happened.push(Happened::Message(letter.message));
         }
-        self.inbox.take_ended(&self.tallies, happened);
+        self.notes.take_ended(&self.tallies, happened);
     }
 
     /// Sends what is being sent, ends what is in flight, and lets go of everything.
@@ -161,14 +161,14 @@ impl Driver {
         let Some(worker) = self.worker.take() else { return };
         let wait = |longest: Duration| {
             let until = Instant::now() + longest;
-            while !self.inbox.is_quiet() && Instant::now() < until {
+            while !self.notes.is_quiet() && Instant::now() < until {
                 if worker.progress() == 0 {
                     std::thread::sleep(Duration::from_micros(50));
                 }
             }
         };
         for endpoint in self.peers.endpoints() {
-            let ended = Once::hand_over(Told::Ended, &self.inbox);
+            let ended = Once::hand_over(Told::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
                 Posted::Pending => {}
@@ -178,17 +178,17 @@ impl Driver {
         }
         wait(FAREWELL.0);
         // SAFETY: as above.
-        unsafe { self.peers.close_all(&self.inbox) };
+        unsafe { self.peers.close_all(&self.notes) };
         wait(FAREWELL.1);
         self.keys.clear();
         // Nothing is sent, received or served without the worker.
         drop(worker);
-        self.inbox.take_ended(&self.tallies, &mut Vec::new());
+        self.notes.take_ended(&self.tallies, &mut Vec::new());
         self.registrations.worker_ended();
     }
 }
 
-impl Drop for Driver {
+impl Drop for UcxFabric {
     fn drop(&mut self) {
         self.end();
     }
@@ -196,7 +196,7 @@ impl Drop for Driver {
 
 // SAFETY: UCX touches the memory of a piece until it returns `Posted::Done` or calls back, and both are what is reported
 // as `Moved`. After `end` there is no worker.
-unsafe impl Fabric for Driver {
+unsafe impl Fabric for UcxFabric {
     type Local = Local;
     type Remote = Remote;
     type State = ();
@@ -205,7 +205,7 @@ unsafe impl Fabric for Driver {
         let Some(worker) = &self.worker else { return Err(gone()) };
         let address = Address::decode(address)?;
         // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the worker.
-        unsafe { self.peers.connect(endpoint, address, worker, &self.inbox) }
+        unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }
     }
 
     fn sets_up_within(&self) -> Duration {
@@ -218,7 +218,7 @@ unsafe impl Fabric for Driver {
             return Ok(Sent::Later);
         }
         let told = Told::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
-        let once = Once::hand_over(told, &self.inbox);
+        let once = Once::hand_over(told, &self.notes);
         // SAFETY: it was handed over just now, and UCX keeps it until the end.
         let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
         // SAFETY: this thread has the machine, and the endpoint is open; `once` keeps the frame until the end.
@@ -251,7 +251,7 @@ unsafe impl Fabric for Driver {
         let Some((endpoint, peer)) = self.peers.of(job.endpoint()) else { return Err(gone()) };
         let (number, op, is_first) = (job.id().number(), job.op(), !peer.has_moved_by(job.op()));
         for next in self.tallies.len()..=number {
-            self.tallies.push(Tally::new(JobId::from_number(next), &self.inbox));
+            self.tallies.push(Tally::new(JobId::from_number(next), &self.notes));
         }
         let tally = &self.tallies[number];
         let room = TURN.min(WINDOW.saturating_sub(peer.pieces.get()) as u32);
@@ -300,7 +300,7 @@ unsafe impl Fabric for Driver {
 
     fn flush(&mut self, endpoint: EndpointId, job: JobId) -> Result<Flushed> {
         let Some((endpoint, _)) = self.peers.of(endpoint) else { return Ok(Flushed::WithItsPieces) };
-        let once = Once::hand_over(Told::Flushed(job), &self.inbox);
+        let once = Once::hand_over(Told::Flushed(job), &self.notes);
         // SAFETY: this thread has the machine, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
             Posted::Pending => return Ok(Flushed::Later),
@@ -337,13 +337,13 @@ unsafe impl Fabric for Driver {
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {
         // UCX has chosen protocols meanwhile: they are looked at when there is time.
         self.news.extend(self.peers.take_untold().map(Happened::Changed));
-        if !self.inbox.is_empty() || !self.news.is_empty() {
+        if !self.notes.is_empty() || !self.news.is_empty() {
             return Ok(reactor::Armed::Again);
         }
         let Some(worker) = &self.worker else { return Ok(reactor::Armed::Sleep(None)) };
         match worker.arm() {
-            Ok(Armed::Busy) => Ok(reactor::Armed::Again),
-            Ok(Armed::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
+            Ok(WorkerArmed::Busy) => Ok(reactor::Armed::Again),
+            Ok(WorkerArmed::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
             Err(status) => Err(error::native("UCX cannot be slept on", status)),
         }
     }

@@ -3,20 +3,20 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use super::adapter_bindings;
-use super::bindings::Functions;
-use super::engine::{Engine, PEER_TO_PEER, Recipe};
-use super::library::{Library, Wanted};
+use super::super::adapter_bindings;
+use super::super::bindings::Functions;
+use super::super::engine::{Engine, PEER_TO_PEER, Recipe};
+use super::super::library::{Library, Wanted};
 
 /// What the others pass most of their calls on to.
-static HONEST: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
+static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
 
-pub(super) fn honest() -> &'static Functions {
-    &HONEST.get().expect("set before anybody asks").0
+pub(super) fn real_functions() -> &'static Functions {
+    &REAL.get().expect("set before anybody asks").0
 }
 
-pub(super) fn honest_adapter() -> &'static adapter_bindings::Functions {
-    &HONEST.get().expect("set before anybody asks").1
+pub(super) fn real_adapter_functions() -> &'static adapter_bindings::Functions {
+    &REAL.get().expect("set before anybody asks").1
 }
 
 /// The adapter as `cargo xtask peers mooncake` builds it.
@@ -36,7 +36,7 @@ pub(super) fn real(test: &str) -> Option<(&'static Library, Functions, adapter_b
     let library =
         Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
     let of_adapter = *library.adapter().expect("that is the adapter");
-    let (functions, of_adapter) = *HONEST.get_or_init(|| (*library.functions(), of_adapter));
+    let (functions, of_adapter) = *REAL.get_or_init(|| (*library.functions(), of_adapter));
     Some((library, functions, of_adapter))
 }
 

@@ -7,10 +7,8 @@ use std::sync::Arc;
 use kvx_backend::fabric::EndpointId;
 use kvx_core::{Error, Kind, Result};
 
+use crate::address;
 use crate::ffi::SegmentId;
-
-/// The longest address of a peer.
-const MAX_ADDRESS: usize = 512;
 
 /// How far an endpoint is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +38,7 @@ pub(crate) struct Endpoint {
 
 /// An engine of a peer, whatever the number of endpoints that lead to it: its queue is one.
 #[derive(Debug, Default)]
-pub(crate) struct Peer {
+pub(crate) struct PeerEngine {
     pub(crate) segment: Option<SegmentId>,
     /// Endpoints that lead there.
     pub(crate) endpoints: usize,
@@ -58,13 +56,13 @@ pub(crate) struct Peer {
 #[derive(Default)]
 pub(crate) struct Links {
     pub(crate) endpoints: HashMap<EndpointId, Endpoint>,
-    pub(crate) peers: HashMap<Arc<str>, Peer>,
+    pub(crate) peers: HashMap<Arc<str>, PeerEngine>,
 }
 
 impl Links {
     /// Adds an endpoint. Errors: `Malformed` for an address that is none.
     pub(crate) fn add(&mut self, id: EndpointId, address: &[u8], foreign: bool) -> Result<Arc<str>> {
-        let address = checked(address)?;
+        let address = address::checked(address)?;
         let to = match self.peers.get_key_value(address) {
             Some((to, _)) => Arc::clone(to),
             None => Arc::from(address),
@@ -98,17 +96,6 @@ impl Links {
     }
 }
 
-/// An address is the name of a segment: `host:port`, or what a metadata server knows it by.
-fn checked(address: &[u8]) -> Result<&str> {
-    let text = std::str::from_utf8(address).ok().filter(|text| {
-        (1..=MAX_ADDRESS).contains(&text.len()) && !text.chars().any(|c| c.is_control() || c.is_whitespace())
-    });
-    text.ok_or_else(|| {
-        let shown = String::from_utf8_lossy(&address[..address.len().min(80)]).into_owned();
-        Error::new(Kind::Malformed, format!("{shown:?} is no address of a Mooncake engine: it is host:port"))
-    })
-}
-
 /// A notification for a foreign agent. Errors: `Unsupported`, for what the engine cannot carry.
 pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
     let refused = |what| {
@@ -124,15 +111,6 @@ pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn addresses_are_checked_before_the_engine_sees_them() {
-        assert_eq!(checked(b"10.0.0.1:15000").expect("an address"), "10.0.0.1:15000");
-        assert!(checked(b"[fd00::1]:15000").is_ok());
-        for bad in [&b""[..], b"a b", b"a\0b", &[0xff, 0xfe], &[b'x'; 600]] {
-            assert_eq!(checked(bad).unwrap_err().kind(), Kind::Malformed);
-        }
-    }
 
     #[test]
     fn a_peer_stays_as_long_as_somebody_leads_to_it_or_pieces_are_under_way() {

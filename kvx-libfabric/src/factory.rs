@@ -7,16 +7,16 @@ use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList};
 
 use crate::address::{Address, Host};
-use crate::bell::Bell;
 use crate::config::Config;
 use crate::error::{self, NAME};
+use crate::fabric::LibfabricFabric;
 use crate::ffi::{Domain, Info, Infos, Library, Waits};
 use crate::host;
 use crate::memory::{Near, Registrations};
-use crate::progress::Driver;
 use crate::providers;
 use crate::rail::Rail;
 use crate::topology::Topology;
+use crate::wake_peer::WakeSocket;
 
 /// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and shared memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,7 +64,7 @@ impl Factory for Libfabric {
 }
 
 /// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
-pub(crate) fn parts(agent: &Context) -> Result<Parts<Driver>> {
+pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let library = Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
     let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
@@ -72,7 +72,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<Driver>> {
     let first = first(&chosen)?;
     let provider = first.provider();
     let memory = providers::kinds(first, &devices);
-    let bell = if providers::is_shared_memory(&provider) { Some(Bell::new()?) } else { None };
+    let wake_socket = if providers::is_shared_memory(&provider) { Some(WakeSocket::new()?) } else { None };
     let topology = Topology::of_this_machine();
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
@@ -89,23 +89,29 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<Driver>> {
         rails.push(rail);
     }
     let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
-    let idle = if bell.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
+    let idle = if wake_socket.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
     let capabilities = providers::capabilities(&provider, idle, memory);
     let ours = Arc::new(Address {
         provider,
         protocol: first.protocol(),
         rails: addresses,
-        host: bell.as_ref().map(|bell| Host {
+        host: wake_socket.as_ref().map(|wake_socket| Host {
             process: std::process::id(),
             probe: host::probe(),
-            bell: bell.name().into(),
+            wake_name: wake_socket.name().into(),
         }),
     });
     let description = described(library, &chosen);
     let registrations = Arc::new(Registrations::new(near, topology, config.rails));
     let here = ours.encode();
-    let fabric =
-        Driver::new(rails, ours, bell, Arc::clone(&registrations), capabilities.clone(), description);
+    let fabric = LibfabricFabric::new(
+        rails,
+        ours,
+        wake_socket,
+        Arc::clone(&registrations),
+        capabilities.clone(),
+        description,
+    );
     Ok(Parts {
         name: NAME,
         capabilities,

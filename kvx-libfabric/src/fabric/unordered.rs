@@ -12,19 +12,19 @@ use kvx_core::{
     Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
 };
 
+use crate::fabric::LibfabricFabric;
+use crate::factory::{self, Libfabric};
 use crate::ffi::Range;
 use crate::memory::{Local, Remote};
-use crate::posting::{Posting, Way};
-use crate::progress::Driver;
+use crate::posting::{PiecePath, PostingState};
 use crate::rail::{Post, Posted};
-use crate::transport::{self, Libfabric};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most pieces that are held back.
 const HELD: usize = 256;
 
 struct Shuffling {
-    inner: Driver,
+    inner: LibfabricFabric,
     held: Vec<(usize, Post, Range)>,
     late: Vec<Happened>,
     seed: u64,
@@ -72,7 +72,7 @@ impl Shuffling {
 unsafe impl Fabric for Shuffling {
     type Local = Local;
     type Remote = Remote;
-    type State = Posting;
+    type State = PostingState;
 
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()> {
         self.inner.connect(endpoint, peer, address)
@@ -101,8 +101,8 @@ unsafe impl Fabric for Shuffling {
             && let Some(segment) = job.next_piece()
         {
             let (ours, theirs) = (job.local(segment.local_region), job.remote(segment.remote_region));
-            let way = self.inner.way(peer, self.held.len(), ours, theirs, segment.remote_offset)?;
-            let Way { rail, descriptor, remote } = way;
+            let path = self.inner.path(peer, self.held.len(), ours, theirs, segment.remote_offset)?;
+            let PiecePath { rail, descriptor, remote } = path;
             let (local, len) = (job.local_address(&segment) as *mut u8, segment.len as usize);
             let post = Post { op: job.op(), job: job.id(), peer };
             self.held.push((rail, post, Range { local, len, descriptor, remote }));
@@ -169,7 +169,7 @@ impl Factory for Unordered {
     }
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
-        let Parts { name, capabilities, address, fabric: inner, registrar } = transport::parts(&agent)?;
+        let Parts { name, capabilities, address, fabric: inner, registrar } = factory::parts(&agent)?;
         let seed = u64::from_le_bytes(std::array::from_fn(|at| agent.agent.incarnation.0[at])) | 1;
         let fabric = Shuffling { inner, held: Vec::new(), late: Vec::new(), seed };
         kvx_backend::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })

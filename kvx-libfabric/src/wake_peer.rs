@@ -1,4 +1,4 @@
-//! Waking a peer of this host whose provider has nothing to sleep on.
+//! Wakes a peer of this host whose provider has nothing to sleep on.
 //!
 //! Shared memory tells nobody that something was put there, and polling costs either CPU or time. So each agent over such
 //! a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an empty
@@ -14,16 +14,16 @@ use crate::error::NAME;
 
 /// The longest name that is taken from a peer.
 pub(crate) const MAX_NAME: usize = 64;
-/// How many rings are taken off at a time: they say nothing, but a full socket would stay readable.
-const RINGS: usize = 64;
+/// How many wakes are taken at a time: they say nothing, but a full socket would stay readable.
+const WAKES: usize = 64;
 
-/// Our own.
-pub(crate) struct Bell {
+/// Our own, by which peers wake us.
+pub(crate) struct WakeSocket {
     socket: OwnedFd,
     name: Vec<u8>,
 }
 
-impl Bell {
+impl WakeSocket {
     /// Errors: `Exhausted`.
     pub(crate) fn new() -> Result<Self> {
         let os = |cause: Errno| {
@@ -39,7 +39,7 @@ impl Bell {
         let name = format!("kvx-libfabric-{:032x}", u128::from_ne_bytes(random)).into_bytes();
         let at = SocketAddrUnix::new_abstract_name(&name).map_err(os)?;
         rustix::net::bind(&socket, &at).map_err(os)?;
-        Ok(Bell { socket, name })
+        Ok(WakeSocket { socket, name })
     }
 
     /// By what peers know it.
@@ -51,20 +51,20 @@ impl Bell {
         self.socket.as_raw_fd()
     }
 
-    /// Takes off what has rung. Says whether anything had.
-    pub(crate) fn hush(&self) -> bool {
+    /// Takes the wakes that have come. Says whether any had.
+    pub(crate) fn take_wakes(&self) -> bool {
         let mut nothing = [0_u8; 1];
-        let mut rings = (0..RINGS)
+        let mut wakes = (0..WAKES)
             .map(|_| rustix::net::recv(self.socket.as_fd(), &mut nothing[..], RecvFlags::DONTWAIT).is_ok());
-        let rang = rings.next() == Some(true);
-        rang && {
-            rings.take_while(|rang| *rang).count();
+        let woken = wakes.next() == Some(true);
+        woken && {
+            wakes.take_while(|woken| *woken).count();
             true
         }
     }
 
-    /// Rings a peer's. Errors: `PeerLost` when nobody is there.
-    pub(crate) fn ring(&self, at: &SocketAddrUnix) -> Result<()> {
+    /// Wakes a peer by its socket. Errors: `PeerLost` when nobody is there.
+    pub(crate) fn wake(&self, at: &SocketAddrUnix) -> Result<()> {
         match rustix::net::sendto(self.socket.as_fd(), &[], SendFlags::DONTWAIT, at) {
             Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
             Err(cause) => {
@@ -76,10 +76,11 @@ impl Bell {
     }
 }
 
-/// Where a peer's is. Errors: `Malformed`.
-pub(crate) fn at(name: &[u8]) -> Result<SocketAddrUnix> {
-    let wrong =
-        || Error::new(Kind::Malformed, "malformed LIBFABRIC address: no such bell can be").backend(NAME);
+/// The socket of this name of a peer's. Errors: `Malformed`.
+pub(crate) fn socket_of(name: &[u8]) -> Result<SocketAddrUnix> {
+    let wrong = || {
+        Error::new(Kind::Malformed, "malformed LIBFABRIC address: no socket has such a name").backend(NAME)
+    };
     if !(1..=MAX_NAME).contains(&name.len()) {
         return Err(wrong());
     }
@@ -91,33 +92,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bell_is_heard_until_it_is_hushed_and_nobody_hears_one_that_is_gone() {
-        let (ours, theirs) = (Bell::new().unwrap(), Bell::new().unwrap());
-        let there = at(theirs.name()).unwrap();
-        let rings = |bell: &Bell| {
-            let mut ready = [rustix::event::PollFd::new(&bell.socket, rustix::event::PollFlags::IN)];
+    fn wakes_stay_until_they_are_taken_and_nobody_can_be_woken_who_is_gone() {
+        let (ours, theirs) = (WakeSocket::new().unwrap(), WakeSocket::new().unwrap());
+        let to = socket_of(theirs.name()).unwrap();
+        let is_woken = |socket: &WakeSocket| {
+            let mut ready = [rustix::event::PollFd::new(&socket.socket, rustix::event::PollFlags::IN)];
             let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
             rustix::event::poll(&mut ready, Some(&now)).unwrap() == 1
         };
-        assert!(!rings(&theirs));
+        assert!(!is_woken(&theirs));
         for _ in 0..3 {
-            ours.ring(&there).unwrap();
+            ours.wake(&to).unwrap();
         }
-        assert!(rings(&theirs) && !rings(&ours));
-        assert!(theirs.hush());
-        assert!(!theirs.hush() && !ours.hush());
-        assert!(!rings(&theirs));
+        assert!(is_woken(&theirs) && !is_woken(&ours));
+        assert!(theirs.take_wakes());
+        assert!(!theirs.take_wakes() && !ours.take_wakes());
+        assert!(!is_woken(&theirs));
         for _ in 0..2000 {
-            ours.ring(&there).unwrap(); // also when it is full
+            ours.wake(&to).unwrap(); // also when it is full
         }
         drop(theirs);
-        assert_eq!(ours.ring(&there).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(ours.wake(&to).unwrap_err().kind(), Kind::PeerLost);
     }
 
     #[test]
     fn only_names_that_a_socket_can_have_are_taken() {
-        assert!(at(b"").is_err());
-        assert!(at(&[7; MAX_NAME + 1]).is_err());
-        assert!(at(&[7; MAX_NAME]).is_ok());
+        assert!(socket_of(b"").is_err());
+        assert!(socket_of(&[7; MAX_NAME + 1]).is_err());
+        assert!(socket_of(&[7; MAX_NAME]).is_ok());
     }
 }

@@ -19,13 +19,12 @@ use kvx_core::{Error, Kind, Op, Result};
 use slab::Slab;
 
 use crate::address::Address;
-use crate::callbacks::{EndpointHandle, Inbox, Once, Postmark, Told, endpoint_failed};
+use crate::callbacks::{CallbackNotes, EndpointHandle, Once, Postmark, Told, endpoint_failed};
 use crate::error::{self, NAME};
-use crate::ffi::{Endpoint, Posted, Status, Version, Worker};
-use crate::sealed;
+use crate::ffi::{Endpoint, Posted, Status, Version, Worker, padded};
 
 /// A peer's worker.
-pub(crate) struct Peer {
+pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
     /// What messages to it are marked with: the number of this endpoint, and that of the peer's own, once it is known.
@@ -41,7 +40,7 @@ pub(crate) struct Peer {
     moved: Vec<Op>,
 }
 
-impl Peer {
+impl PeerWorker {
     /// Whether something has been posted to it.
     pub(crate) fn has_moved(&self) -> bool {
         !self.moved.is_empty()
@@ -59,10 +58,10 @@ const MAX_STRANGERS: usize = 1024;
 
 pub(crate) struct Peers {
     /// The number of our own worker.
-    here: u64,
+    own_worker: u64,
     /// How many endpoints were made.
     made: u64,
-    peers: Slab<Peer>,
+    peers: Slab<PeerWorker>,
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
     /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a message came from.
@@ -74,9 +73,9 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    pub(crate) fn new(here: u64) -> Self {
+    pub(crate) fn new(own_worker: u64) -> Self {
         Peers {
-            here,
+            own_worker,
             made: 0,
             peers: Slab::new(),
             by_worker: HashMap::new(),
@@ -114,13 +113,13 @@ impl Peers {
     /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two apart.
     ///
     /// # Safety
-    /// This thread is the one that uses the worker, which `close_all` is called before the end of; `inbox` outlives it.
+    /// This thread is the one that uses the worker, which `close_all` is called before the end of; `notes` outlives it.
     pub(crate) unsafe fn connect(
         &mut self,
         link: EndpointId,
         address: Address,
         worker: &Worker,
-        inbox: &Rc<Inbox>,
+        notes: &Rc<CallbackNotes>,
     ) -> Result<()> {
         let number = address.number();
         if let Some(&at) = self.by_worker.get(&number) {
@@ -128,18 +127,17 @@ impl Peers {
             self.by_link.insert(link, at);
             return Ok(());
         }
-        let target = NonNull::from(&**inbox).as_ptr().cast();
+        let target = NonNull::from(&**notes).as_ptr().cast();
         // SAFETY: the caller's promise.
-        let endpoint =
-            unsafe { worker.connect(&sealed::with_margin(&address.worker), endpoint_failed, target) }
-                .map_err(unreachable)?;
+        let endpoint = unsafe { worker.connect(&padded(&address.worker), endpoint_failed, target) }
+            .map_err(unreachable)?;
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.made += 1;
-        let at = self.peers.insert(Peer {
+        let at = self.peers.insert(PeerWorker {
             worker: number,
             version: address.version,
             mark: Postmark {
-                worker: self.here,
+                worker: self.own_worker,
                 endpoint: self.made,
                 answers: self.strangers.remove(&number).unwrap_or(0),
             },
@@ -157,7 +155,7 @@ impl Peers {
 
     /// The open endpoint of a link, and its peer.
     #[inline]
-    pub(crate) fn of(&self, link: EndpointId) -> Option<(&Endpoint, &Peer)> {
+    pub(crate) fn of(&self, link: EndpointId) -> Option<(&Endpoint, &PeerWorker)> {
         let peer = self.peers.get(*self.by_link.get(&link)?)?;
         peer.endpoint.as_ref().map(|endpoint| (endpoint, peer))
     }
@@ -195,14 +193,14 @@ impl Peers {
     ///
     /// # Safety
     /// This thread is the one that uses the worker, which is alive.
-    pub(crate) unsafe fn close(&mut self, at: usize, inbox: &Rc<Inbox>) -> Vec<EndpointId> {
+    pub(crate) unsafe fn close(&mut self, at: usize, notes: &Rc<CallbackNotes>) -> Vec<EndpointId> {
         let Some(peer) = self.peers.get_mut(at) else { return Vec::new() };
         let Some(endpoint) = peer.endpoint.take() else { return Vec::new() };
         let links = peer.links.clone();
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.by_worker.remove(&peer.worker);
         self.by_handle.remove(&handle);
-        let ended = Once::hand_over(Told::Ended, inbox);
+        let ended = Once::hand_over(Told::Ended, notes);
         // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in 1.22, so those of
         // operations that are still ending may be dropped later.
         match unsafe { endpoint.close(ended) } {
@@ -210,7 +208,7 @@ impl Peers {
             // SAFETY: no callback will come.
             Posted::Done | Posted::Failed(_) => unsafe { Once::take_back(ended) },
         }
-        inbox.forget_failure(handle); // its name may be given to another
+        notes.forget_failure(handle); // its name may be given to another
         self.let_go(at);
         links
     }
@@ -235,11 +233,11 @@ impl Peers {
     ///
     /// # Safety
     /// As [`close`](Peers::close).
-    pub(crate) unsafe fn close_all(&mut self, inbox: &Rc<Inbox>) {
+    pub(crate) unsafe fn close_all(&mut self, notes: &Rc<CallbackNotes>) {
         let all: Vec<usize> = self.peers.iter().map(|(at, _)| at).collect();
         for at in all {
             // SAFETY: the caller's promise.
-            unsafe { self.close(at, inbox) };
+            unsafe { self.close(at, notes) };
         }
     }
 }
@@ -262,7 +260,7 @@ mod tests {
     /// A side with an endpoint to worker 7, of number `endpoint`, that has heard of the peer's `answers`.
     fn side(endpoint: u64, answers: u64) -> Peers {
         let mut peers = Peers::new(1);
-        let peer = Peer {
+        let peer = PeerWorker {
             worker: 7,
             version: Version { major: 1, minor: 13, release: 0 },
             mark: Postmark { worker: 1, endpoint, answers },

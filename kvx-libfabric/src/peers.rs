@@ -8,31 +8,31 @@ use rustix::net::SocketAddrUnix;
 use slab::Slab;
 
 use crate::address::Address;
-use crate::bell;
 use crate::error::{self, NAME};
 use crate::ffi;
-use crate::knock::Knock;
 use crate::neighbours::Neighbour;
+use crate::probe_peer::PeerProbe;
 use crate::rail::Rail;
+use crate::wake_peer;
 
-/// A peer.
-pub(crate) struct Peer {
+/// A peer, whose endpoints are one for each of its rails.
+pub(crate) struct PeerEndpoints {
     pub(crate) address: Address,
     /// By our rail, then by the peer's: filled as they are used.
-    table: Box<[Box<[Option<ffi::Address>]>]>,
-    pub(crate) bell: Option<SocketAddrUnix>,
+    table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
+    pub(crate) wake_at: Option<SocketAddrUnix>,
     links: Vec<EndpointId>,
     /// It has taken a message.
     pub(crate) answers: bool,
     /// It takes none at the moment.
-    pub(crate) knock: Option<Knock>,
+    pub(crate) probe: Option<PeerProbe>,
     /// Dropped when no table has it any more.
     _neighbour: Option<Neighbour>,
     /// Messages to it that the provider has.
     pub(crate) unsent: usize,
 }
 
-struct Link {
+struct LeadingLink {
     peer: usize,
     /// Nothing more is posted on it.
     severed: bool,
@@ -42,10 +42,10 @@ struct Link {
 pub(crate) struct Peers {
     /// A peer was called that has never answered, and so may still do so.
     pub(crate) in_vain: bool,
-    peers: Slab<Peer>,
+    peers: Slab<PeerEndpoints>,
     /// By the address of the rail that takes messages.
     by_address: HashMap<Box<[u8]>, usize>,
-    links: HashMap<EndpointId, Link>,
+    links: HashMap<EndpointId, LeadingLink>,
 }
 
 impl Peers {
@@ -58,20 +58,21 @@ impl Peers {
                 return Err(Error::new(Kind::Malformed, why).backend(NAME));
             }
             None => {
-                let bell = address.host.as_ref().map(|host| bell::at(&host.bell)).transpose()?;
+                let wake_at =
+                    address.host.as_ref().map(|host| wake_peer::socket_of(&host.wake_name)).transpose()?;
                 let row = || vec![None; address.rails.len()].into_boxed_slice();
                 let table = rails.iter().map(|_| row()).collect();
                 let key = address.rails[0].clone();
-                let here = address.host.as_ref().is_some_and(|host| host.process == std::process::id());
+                let is_ours = address.host.as_ref().is_some_and(|host| host.process == std::process::id());
                 let neighbour =
-                    if here { Some(Neighbour::find(&key).ok_or_else(error::gone)?) } else { None };
-                let at = self.peers.insert(Peer {
+                    if is_ours { Some(Neighbour::find(&key).ok_or_else(error::gone)?) } else { None };
+                let at = self.peers.insert(PeerEndpoints {
                     address,
                     table,
-                    bell,
+                    wake_at,
                     links: Vec::new(),
                     answers: false,
-                    knock: None,
+                    probe: None,
                     _neighbour: neighbour,
                     unsent: 0,
                 });
@@ -80,7 +81,7 @@ impl Peers {
             }
         };
         self.peers[at].links.push(link);
-        self.links.insert(link, Link { peer: at, severed: false });
+        self.links.insert(link, LeadingLink { peer: at, severed: false });
         Ok(())
     }
 
@@ -90,23 +91,29 @@ impl Peers {
         self.links.get(&link).filter(|link| !link.severed).map(|link| link.peer)
     }
 
-    pub(crate) fn peer(&mut self, at: usize) -> Option<&mut Peer> {
+    pub(crate) fn peer(&mut self, at: usize) -> Option<&mut PeerEndpoints> {
         self.peers.get_mut(at)
     }
 
     /// The peer's rail `there` in the table of our rail `here`. Errors: libfabric's.
     #[inline]
-    pub(crate) fn lead(&mut self, at: usize, here: usize, there: usize, rail: &Rail) -> Result<ffi::Address> {
+    pub(crate) fn lead(
+        &mut self,
+        at: usize,
+        our_rail: usize,
+        their_rail: usize,
+        rail: &Rail,
+    ) -> Result<ffi::PeerNumber> {
         let Some(peer) = self.peers.get_mut(at) else { return Err(error::gone()) };
-        match peer.table[here][there] {
+        match peer.table[our_rail][their_rail] {
             Some(address) => Ok(address),
             None => {
                 // SAFETY: `Address::check` has compared its form with that of our own.
                 let address =
-                    unsafe { rail.endpoint().insert(&peer.address.rails[there]) }.map_err(|errno| {
+                    unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }.map_err(|errno| {
                         error::native("libfabric has no way to the peer", errno).kind_is(Kind::PeerLost)
                     })?;
-                peer.table[here][there] = Some(address);
+                peer.table[our_rail][their_rail] = Some(address);
                 Ok(address)
             }
         }
@@ -135,7 +142,7 @@ impl Peers {
 
     /// A link is over.
     pub(crate) fn disconnect(&mut self, link: EndpointId, rails: &[Rail]) {
-        if let Some(Link { peer: at, .. }) = self.links.remove(&link)
+        if let Some(LeadingLink { peer: at, .. }) = self.links.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)
         {
             peer.links.retain(|other| *other != link);
@@ -169,7 +176,7 @@ impl Peers {
         }
     }
 
-    fn forget(&mut self, peer: Peer, rails: &[Rail]) {
+    fn forget(&mut self, peer: PeerEndpoints, rails: &[Rail]) {
         self.in_vain |= peer.table[0][0].is_some() && !peer.answers;
         for (rail, row) in rails.iter().zip(&peer.table) {
             for address in row.iter().flatten() {

@@ -1,9 +1,13 @@
-//! Datagrams over Unix sockets, pieces by `process_vm_readv` and `process_vm_writev`; both in random order.
+//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's README.md walks through it.
+//!
+//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams over Unix sockets, pieces by
+//! `process_vm_readv` and `process_vm_writev`, both in random order.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::sync::Arc;
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
@@ -12,17 +16,32 @@ use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport}
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
     Capabilities, Error, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options, PerOp, Placement,
-    RegionId, Result, Revocation, Unavailable, WithoutAList,
+    RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
 };
+use kvx_testkit::{Suite, Tier, conformance_main};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
+const NAME: &str = "SHUFFLED";
+/// The longest datagram.
 const MAX_MESSAGE: usize = 2048;
 /// The most pieces that are in flight at once.
 const DEPTH: usize = 64;
 
-#[derive(Clone, Copy)]
-pub(crate) struct Shuffled;
+/// The conformance suite: every clause of CONTRACT.md, with both ends in one process and in two.
+fn main() -> ExitCode {
+    conformance_main(registry, &[Suite { tier: Tier::Fast, ..Suite::over(NAME) }])
+}
 
+fn registry(_: &str) -> Registry {
+    // As libraries do: a far end's answers must not be mixed up with it.
+    static LOGGED: Once = Once::new();
+    LOGGED.call_once(|| println!("{NAME} logs on standard output"));
+    let mut registry = Registry::new();
+    registry.add(Shuffled).expect("one name");
+    registry
+}
+
+/// What the backend promises, whatever its peer.
 fn capabilities() -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Cooperative),
@@ -37,9 +56,12 @@ fn capabilities() -> Capabilities {
     }
 }
 
+/// Makes the backend's transports.
+struct Shuffled;
+
 impl Factory for Shuffled {
     fn name(&self) -> &'static str {
-        "SHUFFLED"
+        NAME
     }
 
     fn placement(&self) -> Placement {
@@ -70,20 +92,21 @@ impl Factory for Shuffled {
         let mut address = Vec::new();
         address.put_u32(std::process::id());
         address.put_block(&name);
-        let fabric = Socket {
+        let fabric = ShuffledFabric {
             fds: [socket.as_raw_fd()],
             socket,
-            peers: HashMap::new(),
+            destinations: HashMap::new(),
             pieces: Vec::new(),
             seed: u64::from_le_bytes(std::array::from_fn(|at| context.agent.incarnation.0[at])) | 1,
         };
         let address = Box::new(move || Ok(address.clone()));
         let registrar = Arc::new(Addresses);
-        let parts = Parts { name: "SHUFFLED", capabilities: capabilities(), address, fabric, registrar };
+        let parts = Parts { name: NAME, capabilities: capabilities(), address, fabric, registrar };
         kvx_backend::fabric::open(context, parts)
     }
 }
 
+/// Registers memory: nothing needs to be known of it but its address.
 struct Addresses;
 
 // SAFETY: peers reach the memory by its address, while their process may.
@@ -93,13 +116,15 @@ unsafe impl Registrar<()> for Addresses {
     }
 }
 
-struct Peer {
+/// Where an endpoint leads.
+struct Destination {
     pid: i32,
     at: SocketAddrUnix,
     severed: bool,
 }
 
-struct Piece {
+/// A piece that was posted and has not ended.
+struct PostedPiece {
     job: JobId,
     endpoint: EndpointId,
     op: Op,
@@ -108,15 +133,17 @@ struct Piece {
     len: u64,
 }
 
-struct Socket {
+/// The "library": a socket, and the pieces that it was given.
+struct ShuffledFabric {
     socket: OwnedFd,
     fds: [RawFd; 1],
-    peers: HashMap<EndpointId, Peer>,
-    pieces: Vec<Piece>,
+    destinations: HashMap<EndpointId, Destination>,
+    pieces: Vec<PostedPiece>,
+    /// Of the random order.
     seed: u64,
 }
 
-impl Socket {
+impl ShuffledFabric {
     fn random(&mut self, below: usize) -> usize {
         self.seed ^= self.seed << 13;
         self.seed ^= self.seed >> 7;
@@ -131,9 +158,9 @@ impl Socket {
         }
     }
 
-    fn copy(&self, piece: &Piece) -> Result<()> {
+    fn copy(&self, piece: &PostedPiece) -> Result<()> {
         let lost = |why: String| Error::new(Kind::PeerLost, why);
-        let Some(peer) = self.peers.get(&piece.endpoint).filter(|peer| !peer.severed) else {
+        let Some(peer) = self.destinations.get(&piece.endpoint).filter(|peer| !peer.severed) else {
             return Err(lost("the peer is lost".into()));
         };
         let len = piece.len as usize;
@@ -154,7 +181,7 @@ impl Socket {
 }
 
 // SAFETY: pieces are copied within `poll`, before they are reported.
-unsafe impl Fabric for Socket {
+unsafe impl Fabric for ShuffledFabric {
     type Local = ();
     type Remote = u64;
     type State = ();
@@ -164,12 +191,12 @@ unsafe impl Fabric for Socket {
         let pid = reader.u32()? as i32;
         let at = SocketAddrUnix::new_abstract_name(reader.block(64)?)
             .map_err(|cause| Error::os("no such name", cause))?;
-        self.peers.insert(endpoint, Peer { pid, at, severed: false });
+        self.destinations.insert(endpoint, Destination { pid, at, severed: false });
         Ok(())
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
-        let Some(peer) = self.peers.get(&endpoint) else { return Ok(Sent::Taken) };
+        let Some(peer) = self.destinations.get(&endpoint) else { return Ok(Sent::Taken) };
         match rustix::net::sendto(self.socket.as_fd(), message, SendFlags::DONTWAIT, &peer.at) {
             Ok(_) => Ok(Sent::Taken),
             Err(rustix::io::Errno::AGAIN) => Ok(Sent::Later),
@@ -195,7 +222,7 @@ unsafe impl Fabric for Socket {
             && moved < 1 << 20
             && let Some(piece) = job.next_piece()
         {
-            self.pieces.push(Piece {
+            self.pieces.push(PostedPiece {
                 job: job.id(),
                 endpoint: job.endpoint(),
                 op: job.op(),
@@ -210,14 +237,14 @@ unsafe impl Fabric for Socket {
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
-        if let Some(peer) = self.peers.get_mut(&endpoint) {
+        if let Some(peer) = self.destinations.get_mut(&endpoint) {
             peer.severed = true;
         }
     }
 
     fn disconnect(&mut self, endpoint: EndpointId) {
         assert!(self.pieces.iter().all(|piece| piece.endpoint != endpoint), "pieces are in flight");
-        self.peers.remove(&endpoint);
+        self.destinations.remove(&endpoint);
     }
 
     fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {

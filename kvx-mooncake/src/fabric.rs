@@ -1,4 +1,4 @@
-//! The engine as the shared machine drives it: what is posted, what has ended, and what couriers report.
+//! The engine as the shared machine drives it: what is posted, what has ended, and what came of blocking calls.
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -11,13 +11,13 @@ use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
 
 use crate::batches::{Batches, Moving, Suspect};
-use crate::couriers::{Couriers, Report, TAG};
+use crate::blocking_calls::{BlockingCalls, Report, TAG};
 use crate::error;
+use crate::factory::capabilities;
 use crate::ffi::{Engine, Piece};
 use crate::frames;
-use crate::link::{Links, Note, Phase, foreign_text};
 use crate::memory::{Local, Ranges, Remote};
-use crate::transport::capabilities;
+use crate::peers::{Links, Note, Phase, foreign_text};
 
 /// The most pieces of a batch.
 const BATCH_PIECES: usize = 64;
@@ -33,10 +33,10 @@ const LOOKED_AT: usize = 64;
 const LISTENS: Duration = Duration::from_micros(20);
 /// How long something that has happened makes it likely that more does at once.
 const BUSY: Duration = Duration::from_millis(20);
-/// Sleeps meanwhile; while pieces are under way or answers awaited; and while errands wait for a courier.
+/// Sleeps meanwhile; while pieces are under way or answers awaited; and while calls wait for a thread.
 const SHORTEST: Duration = Duration::from_micros(60);
 const AWAITING: Duration = Duration::from_micros(250);
-const TENDING: Duration = Duration::from_millis(1);
+const SHORT_OF_THREADS: Duration = Duration::from_millis(1);
 /// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a wake-up costs some 70
 /// microseconds of a core, and nothing of the engine's wakes.
 const PART: u32 = 20;
@@ -44,13 +44,13 @@ const LONGEST: Duration = Duration::from_millis(20);
 /// The longest frame of a link.
 const MAX_FRAME: usize = 48 << 10;
 /// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each starts
-/// a courier for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
+/// a thread for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 
-pub(crate) struct Mooncake {
+pub(crate) struct MooncakeFabric {
     /// Until the end.
     engine: Option<Arc<Engine>>,
-    couriers: Couriers,
+    calls: BlockingCalls,
     ranges: Arc<Ranges>,
     protocol: String,
     fds: [RawFd; 1],
@@ -73,19 +73,19 @@ pub(crate) struct Mooncake {
     lost_count: bool,
 }
 
-impl Mooncake {
+impl MooncakeFabric {
     pub(crate) fn new(
         engine: Arc<Engine>,
-        couriers: Couriers,
+        calls: BlockingCalls,
         ranges: Arc<Ranges>,
         protocol: String,
         me: &Identity,
     ) -> Self {
         let name: Vec<u8> = me.name.bytes().filter(|byte| *byte != 0).collect();
-        Mooncake {
+        MooncakeFabric {
             engine: Some(engine),
-            fds: [couriers.reports().fd()],
-            couriers,
+            fds: [calls.reports().fd()],
+            calls,
             ranges,
             protocol,
             own_name: std::ffi::CString::new(name).unwrap_or_default(),
@@ -109,7 +109,7 @@ impl Mooncake {
     fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
         let engine = self.engine()?;
         let to = self.links.add(endpoint, address, foreign)?;
-        self.couriers.open(&engine, &to, foreign)
+        self.calls.open(&engine, &to, foreign)
     }
 
     fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, happened: &mut Vec<Happened>) {
@@ -123,7 +123,7 @@ impl Mooncake {
                 peer.bytes -= bytes;
             }
             if self.links.forget_unused(&to) {
-                self.couriers.leave(&to);
+                self.calls.leave(&to);
             }
             match failed {
                 None => happened.push(Happened::Moved { job, pieces, result: Ok(()) }),
@@ -141,7 +141,7 @@ impl Mooncake {
         let peer = self.links.peers.get_mut(&suspect.to);
         match peer.filter(|_| !broken) {
             Some(peer) if peer.probing => self.suspects.push(suspect),
-            Some(peer) if self.couriers.probe(engine, &suspect.to).is_ok() => {
+            Some(peer) if self.calls.probe(engine, &suspect.to).is_ok() => {
                 peer.probing = true;
                 self.suspects.push(suspect);
             }
@@ -173,7 +173,7 @@ impl Mooncake {
             && let Some(peer) = self.links.peers.get_mut(to)
             && !peer.refreshing
         {
-            peer.refreshing = self.couriers.open(engine, to, false).is_ok();
+            peer.refreshing = self.calls.open(engine, to, false).is_ok();
         }
     }
 
@@ -256,7 +256,7 @@ impl Mooncake {
 // SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a piece is reported when
 // the engine has said of it that it has ended: measured, nothing is written after that. `stop` says true only when no
 // piece is under way.
-unsafe impl Fabric for Mooncake {
+unsafe impl Fabric for MooncakeFabric {
     type Local = Local;
     type Remote = Remote;
     type State = ();
@@ -283,7 +283,7 @@ unsafe impl Fabric for Mooncake {
             && !std::mem::replace(&mut peer.refreshing, true)
         {
             let engine = self.engine()?;
-            self.couriers.open(&engine, &to, false)?;
+            self.calls.open(&engine, &to, false)?;
         }
         Ok(())
     }
@@ -293,7 +293,7 @@ unsafe impl Fabric for Mooncake {
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
             return Err(Error::new(Kind::PeerLost, "the link has ended"));
         };
-        Ok(if self.couriers.frame(&engine, to, endpoint, message)? { Sent::Taken } else { Sent::Later })
+        Ok(if self.calls.frame(&engine, to, endpoint, message)? { Sent::Taken } else { Sent::Later })
     }
 
     fn max_message(&self) -> usize {
@@ -368,7 +368,7 @@ unsafe impl Fabric for Mooncake {
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
-        self.couriers.forget(&to, endpoint);
+        self.calls.forget(&to, endpoint);
         let why = error::lost(&to);
         let notified = &mut self.notified;
         let told = self.suspects.extract_if(.., |suspect| suspect.endpoint == endpoint);
@@ -377,7 +377,7 @@ unsafe impl Fabric for Mooncake {
 
     fn disconnect(&mut self, endpoint: EndpointId) {
         if let Some(to) = self.links.remove(endpoint) {
-            self.couriers.leave(&to);
+            self.calls.leave(&to);
         }
     }
 
@@ -390,7 +390,7 @@ unsafe impl Fabric for Mooncake {
             self.take_notifications(&engine);
         }
         happened.append(&mut self.notified);
-        for report in self.couriers.reports().take() {
+        for report in self.calls.reports().take() {
             self.take_report(report, happened);
         }
         self.look_at_batches(&engine, now, happened);
@@ -408,11 +408,11 @@ unsafe impl Fabric for Mooncake {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if !self.couriers.reports().is_empty() || !self.notified.is_empty() {
+        if !self.calls.reports().is_empty() || !self.notified.is_empty() {
             return Ok(Armed::Again);
         }
         let short = match &self.engine {
-            Some(engine) => self.couriers.tend(engine)?,
+            Some(engine) => self.calls.start_a_thread_if_short(engine)?,
             None => false,
         };
         // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the same
@@ -421,8 +421,8 @@ unsafe impl Fabric for Mooncake {
         Ok(Armed::Sleep(Some(match () {
             () if quiet < BUSY => SHORTEST,
             () if waiting || !self.moving.is_empty() => AWAITING,
-            () if short => TENDING,
-            () => (quiet / PART).clamp(TENDING, LONGEST),
+            () if short => SHORT_OF_THREADS,
+            () => (quiet / PART).clamp(SHORT_OF_THREADS, LONGEST),
         })))
     }
 
@@ -439,21 +439,21 @@ unsafe impl Fabric for Mooncake {
         match self.leaving.remove(&local.region) {
             Some(Some(ended)) => return ended.map(|()| LetGo::Now),
             Some(None) => {}
-            None => self.couriers.let_go(&self.engine()?, &self.ranges, local)?,
+            None => self.calls.let_go(&self.engine()?, &self.ranges, local)?,
         }
         self.leaving.insert(local.region, None); // reports are taken on this thread
         Ok(LetGo::Later)
     }
 
     fn stop(&mut self) -> bool {
-        self.couriers.close();
+        self.calls.close();
         let Some(engine) = self.engine.take() else { return true };
         if !self.moving.is_empty() || self.lost_count {
             // It writes to memory that is quarantined, for as long as it likes.
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
         }
-        // A courier whom a stopped peer holds keeps the engine, which serves whoever asks until the peer lets go.
+        // A thread that a stopped peer holds up keeps the engine, which serves whoever asks until the peer lets go.
         let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
         if !ended {
             std::mem::forget(Arc::clone(&self.ranges));
@@ -474,7 +474,7 @@ unsafe impl Fabric for Mooncake {
             }
             Note::None => {
                 let text = foreign_text(bytes)?;
-                if self.couriers.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
+                if self.calls.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
                     there.note = Note::Sending;
                 }
                 Ok(Sent::Later)
@@ -483,7 +483,7 @@ unsafe impl Fabric for Mooncake {
     }
 }
 
-impl Mooncake {
+impl MooncakeFabric {
     /// Tells core at the next turn: it holds the job now.
     fn break_off_later(&mut self, id: EndpointId, why: Error) {
         let mut told = Vec::new();

@@ -13,9 +13,9 @@ use kvx_core::{
 use crate::address::Address;
 use crate::config::Config;
 use crate::error::{self, NAME};
+use crate::fabric::{SETS_UP, UcxFabric};
 use crate::ffi::{self, Library, Worker};
 use crate::memory::{Registrations, kinds};
-use crate::progress::{Driver, SETS_UP};
 use crate::threads::Threads;
 
 /// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail. A first
@@ -155,7 +155,7 @@ impl Factory for Ucx {
                 worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
             let address = Address { version: library.version(), worker: at.into() };
             let (here, address) = (address.number(), address.encode());
-            let fabric = Driver::new(
+            let fabric = UcxFabric::new(
                 worker,
                 here,
                 Arc::clone(&registrations),

@@ -10,17 +10,17 @@ use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, Identity, Kind, Result};
 
 use crate::address::Address;
-use crate::bell::Bell;
 use crate::error::{self, gone};
 use crate::ffi::{Failed, Waits};
 use crate::host;
-use crate::knock::Knock;
-use crate::link::Peers;
 use crate::memory::{Local, Registrations, Remote};
 use crate::neighbours::Neighbour;
-use crate::posting::{Bundle, Gone, Posting};
+use crate::peers::Peers;
+use crate::posting::{Bundle, Gone, PostingState};
+use crate::probe_peer::PeerProbe;
 use crate::providers;
 use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
+use crate::wake_peer::WakeSocket;
 
 /// The most messages to one peer that the provider has.
 const UNSENT: usize = 16;
@@ -33,8 +33,8 @@ const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_m
 /// How long to look for more before sleeping, at first and at most: see [`patience_after`].
 const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
 /// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or stopped then; so
-/// they ring instead.
-const PATIENCE_WITH_BELL: Duration = Duration::from_micros(5);
+/// they wake each other instead.
+const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names, in several
@@ -44,7 +44,7 @@ pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 const FAREWELL: Duration = Duration::from_millis(40);
 
 /// The endpoints of an agent.
-pub(crate) struct Driver {
+pub(crate) struct LibfabricFabric {
     /// Empty after the end.
     pub(crate) rails: Vec<Rail>,
     ours: Arc<Address>,
@@ -53,8 +53,8 @@ pub(crate) struct Driver {
     /// Whether endpoints' addresses are texts.
     texts: bool,
     pub(crate) peers: Peers,
-    /// What peers wake us with, over a provider that has nothing to sleep on and reaches this host only.
-    bell: Option<Bell>,
+    /// Peers wake us by it, over a provider that has nothing to sleep on and reaches this host only.
+    wake_socket: Option<WakeSocket>,
     /// For neighbours over shared memory in this process.
     neighbour: Option<Neighbour>,
     fds: Vec<RawFd>,
@@ -77,36 +77,36 @@ pub(crate) struct Driver {
     description: String,
 }
 
-impl Driver {
+impl LibfabricFabric {
     pub(crate) fn new(
         rails: Vec<Rail>,
         ours: Arc<Address>,
-        bell: Option<Bell>,
+        wake_socket: Option<WakeSocket>,
         registrations: Arc<Registrations>,
         capabilities: Capabilities,
         description: String,
-    ) -> Driver {
-        let mut fds: Vec<RawFd> = bell.iter().map(Bell::descriptor).collect();
+    ) -> LibfabricFabric {
+        let mut fds: Vec<RawFd> = wake_socket.iter().map(WakeSocket::descriptor).collect();
         fds.extend(rails.iter().filter_map(|rail| match rail.endpoint().waits() {
             Waits::Descriptor(descriptor) => Some(descriptor),
             Waits::Never => None,
         }));
-        let neighbour = match (&bell, rails.first()) {
+        let neighbour = match (&wake_socket, rails.first()) {
             (Some(_), Some(rail)) => Some(Neighbour::new(&ours.rails[0], rail.endpoint())),
             _ => None,
         };
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
-        let together = match &bell {
+        let together = match &wake_socket {
             Some(_) => host::TOGETHER,
             None => rails.iter().map(Rail::together).min().unwrap_or(1),
         };
-        Driver {
+        LibfabricFabric {
             rails,
             turn: providers::turn(&ours.provider),
             ours,
             texts,
             peers: Peers::default(),
-            bell,
+            wake_socket,
             neighbour,
             fds,
             broken: Vec::new(),
@@ -135,7 +135,7 @@ impl Driver {
 
     /// Lets one rail work.
     fn read(&mut self, at: usize, happened: &mut Vec<Happened>) -> usize {
-        let Driver { rails, peers, broken, .. } = self;
+        let LibfabricFabric { rails, peers, broken, .. } = self;
         let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
         for _ in 0..READS {
             let read = rails[at].read(|ended| {
@@ -185,9 +185,9 @@ impl Driver {
     }
 
     /// Wakes a peer that has nothing else to sleep on.
-    fn ring(&mut self, at: usize) -> Result<()> {
-        match (&self.bell, self.peers.peer(at).and_then(|peer| peer.bell.as_ref())) {
-            (Some(bell), Some(there)) => bell.ring(there),
+    fn wake_peer(&mut self, at: usize) -> Result<()> {
+        match (&self.wake_socket, self.peers.peer(at).and_then(|peer| peer.wake_at.as_ref())) {
+            (Some(ours), Some(theirs)) => ours.wake(theirs),
             _ => Ok(()),
         }
     }
@@ -204,7 +204,7 @@ impl Driver {
         }
         self.peers.clear(&self.rails);
         self.registrations.close();
-        if self.bell.is_some() && self.peers.in_vain {
+        if self.wake_socket.is_some() && self.peers.in_vain {
             // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen with
             // libfabric 1.17): this one stays.
             std::mem::forget(self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>());
@@ -223,7 +223,7 @@ impl Driver {
     }
 }
 
-impl Drop for Driver {
+impl Drop for LibfabricFabric {
     fn drop(&mut self) {
         self.end();
     }
@@ -268,10 +268,10 @@ fn broken_links<'a>(
 
 // SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is reported as `Moved`; a
 // piece that was not posted is not touched. After `end` there are no endpoints.
-unsafe impl Fabric for Driver {
+unsafe impl Fabric for LibfabricFabric {
     type Local = Local;
     type Remote = Remote;
-    type State = Posting;
+    type State = PostingState;
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         if self.rails.is_empty() {
@@ -309,17 +309,17 @@ unsafe impl Fabric for Driver {
             if posted == Posted::Yes {
                 peer.unsent += 1;
                 peer.answers = true;
-                peer.knock = None;
+                peer.probe = None;
             } else {
-                if peer.knock.is_none() {
-                    peer.knock = Knock::new(&peer.address.rails[0]);
+                if peer.probe.is_none() {
+                    peer.probe = PeerProbe::new(&peer.address.rails[0]);
                 }
-                peer.knock.as_mut().map_or(Ok(()), Knock::check)?;
+                peer.probe.as_mut().map_or(Ok(()), PeerProbe::check)?;
             }
         }
         // Where there was no room, the peer has to make some, or to take our name.
         if posted == Posted::Yes || self.try_again(endpoint) {
-            self.ring(at)?;
+            self.wake_peer(at)?;
         }
         Ok(if posted == Posted::Yes { Sent::Taken } else { Sent::Later })
     }
@@ -398,7 +398,7 @@ unsafe impl Fabric for Driver {
             // There may be room: whatever happens makes the machine try again, and this means nothing to a link of ours.
             happened.push(Happened::Ready(endpoint));
         }
-        let look_for = if self.bell.is_some() { PATIENCE_WITH_BELL } else { self.patience };
+        let look_for = if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };
         Turn { look_for, ..Turn::did(done) }
     }
 
@@ -407,7 +407,7 @@ unsafe impl Fabric for Driver {
             return Ok(Armed::Again);
         }
         let mut longest = waiting.then_some(SAFETY);
-        if self.bell.as_ref().is_some_and(Bell::hush) {
+        if self.wake_socket.as_ref().is_some_and(WakeSocket::take_wakes) {
             return Ok(Armed::Again); // what was put there since may not have been seen
         }
         for rail in &self.rails {
@@ -416,7 +416,7 @@ unsafe impl Fabric for Driver {
                     self.serves = true;
                     return Ok(Armed::Again);
                 }
-                Waits::Never if self.bell.is_none() => {
+                Waits::Never if self.wake_socket.is_none() => {
                     longest = Some(if waiting { LOOKS.0 } else { LOOKS.1 });
                 }
                 Waits::Descriptor(_) | Waits::Never => {}
@@ -448,6 +448,9 @@ unsafe impl Fabric for Driver {
         self.end()
     }
 }
+
+#[cfg(test)]
+mod unordered;
 
 #[cfg(test)]
 mod tests {

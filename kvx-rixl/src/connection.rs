@@ -1,4 +1,4 @@
-//! Whether a peer can still be reached after something failed, which NIXL's C interface does not tell.
+//! Finds out whether a peer can still be reached after something failed, which NIXL's C interface does not tell.
 //!
 //! UCX gives a connection up over the first error on it, whether the peer has ended or memory that it named is gone, and
 //! refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for no answer of the peer's, but
@@ -8,8 +8,8 @@ use std::ffi::CStr;
 
 use kvx_core::Op;
 
+use crate::cpu_trials;
 use crate::ffi::{Agent, Range, Request, Segment, State};
-use crate::reach;
 
 /// What is known of a connection.
 pub(crate) enum Connection {
@@ -29,7 +29,7 @@ pub(crate) fn look(agent: &Agent, peer: &CStr, there: &Range) -> Connection {
     let (Ok(mut local), Ok(mut remote)) = (agent.list(Segment::Host), agent.list(there.segment)) else {
         return Connection::Works;
     };
-    local.add(reach::page().address, 0, 0);
+    local.add(cpu_trials::page().address, 0, 0);
     remote.add(there.address, 0, there.device);
     let Ok(request) = agent.request(Op::Read, &local, &remote, peer) else { return Connection::Works };
     // SAFETY: the page is never freed, and the request is not in progress.

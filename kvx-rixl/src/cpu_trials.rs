@@ -1,4 +1,4 @@
-//! Whether a peer's memory is reached without the peer's CPU, which NIXL does not tell: it is tried out.
+//! Tries out whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
 //!
 //! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes hardly longer than the kernel
 //! itself. Over TCP, UCX asks the peer's process to read and write for it. A post may have ended all the same when it
@@ -17,7 +17,7 @@ use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{Agent, Range, Request, Segment, State};
-use crate::peers::{Export, Name, Peers, Way};
+use crate::peers::{Name, PeerRegion, Peers, Way};
 
 /// What is read of a peer's page, and written to it, at once: enough to tell one copy by the kernel from a conversation.
 const LEN: u64 = 64 << 10;
@@ -95,7 +95,7 @@ impl Tally {
 /// A peer that is being tried out.
 struct Trial {
     /// Its page.
-    page: Arc<Export>,
+    page: Arc<PeerRegion>,
     /// Who waits for it.
     endpoints: Vec<EndpointId>,
     /// A read and a write; made when NIXL knows the page.
@@ -139,7 +139,7 @@ impl Trial {
 
 /// Reads and writes do not touch the same bytes, on either side.
 fn requests(agent: &Agent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2]> {
-    let request = |op, offset| {
+    let request = |op, offset| -> Result<_> {
         let (mut local, mut remote) = (agent.list(Segment::Host)?, agent.list(page.segment)?);
         local.add(self::page().address + PAGE / 2 + offset, LEN, 0);
         remote.add(page.address + offset, LEN, page.device);
@@ -158,7 +158,7 @@ pub(crate) struct Trials {
 
 impl Trials {
     /// An endpoint wants to know what its peer can do. `page`: the peer's.
-    pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<Export>) {
+    pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<PeerRegion>) {
         if peers.reach(endpoint).is_some() {
             return;
         }
@@ -245,7 +245,7 @@ pub(crate) fn tell(
     agent: &Agent,
     peers: &mut Peers,
     endpoint: EndpointId,
-    region: &Arc<Export>,
+    region: &Arc<PeerRegion>,
 ) -> Result<bool> {
     if peers.untold(endpoint, region).is_none() {
         return Ok(true);

@@ -1,4 +1,4 @@
-//! Whether anybody listens at a peer's socket.
+//! Asks whether anybody listens at a peer's socket.
 //!
 //! libfabric's endpoints without connections connect by themselves, and try again for ever when nobody is there (seen with
 //! `tcp;ofi_rxm` of 1.17). So when a peer has made no room for a while, it is asked by a socket of our own.
@@ -17,19 +17,19 @@ use crate::error::NAME;
 /// may have ended since.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// A peer that has made no room yet.
-pub(crate) struct Knock {
+/// Asks a peer that has made no room yet.
+pub(crate) struct PeerProbe {
     at: SocketAddr,
     next: Instant,
     pause: Duration,
     socket: Option<OwnedFd>,
 }
 
-impl Knock {
+impl PeerProbe {
     /// `None` for an address that is not of a socket.
     pub(crate) fn new(address: &[u8]) -> Option<Self> {
         let (at, next) = (socket_address(address)?, Instant::now() + PATIENCE);
-        Some(Knock { at, next, pause: PATIENCE, socket: None })
+        Some(PeerProbe { at, next, pause: PATIENCE, socket: None })
     }
 
     /// Asks, if it is time, and looks at the answer. Errors: `PeerLost` when nobody is there.
@@ -91,17 +91,17 @@ mod tests {
         let port = listener.local_addr().unwrap().port().to_be_bytes();
         let family = (libc::AF_INET as u16).to_ne_bytes();
         let address = [&family[..], &port, &[127, 0, 0, 1], &[0; 8]].concat();
-        let mut there = Knock::new(&address).unwrap();
+        let mut there = PeerProbe::new(&address).unwrap();
         there.next -= PATIENCE;
         assert!(there.check().is_ok() && there.check().is_ok());
         drop(listener);
-        let mut nobody = Knock::new(&address).unwrap();
+        let mut nobody = PeerProbe::new(&address).unwrap();
         nobody.next -= PATIENCE;
         // The first was let in before, and finds out when it asks anew.
-        for knock in [&mut there, &mut nobody] {
+        for probe in [&mut there, &mut nobody] {
             let until = Instant::now() + Duration::from_secs(10);
             let why = loop {
-                match knock.check() {
+                match probe.check() {
                     Err(why) => break why,
                     Ok(()) => assert!(Instant::now() < until, "nobody is there"),
                 }
@@ -116,7 +116,7 @@ mod tests {
         six[..4].copy_from_slice(&[libc::AF_INET6 as u8, 0, 0x1f, 0x90]);
         six[23] = 1;
         assert_eq!(socket_address(&six), Some("[::1]:8080".parse().unwrap()));
-        assert!(Knock::new(b"fi_shm://7\0").is_none() && Knock::new(b"").is_none());
-        assert!(Knock::new(&six[..20]).is_none());
+        assert!(PeerProbe::new(b"fi_shm://7\0").is_none() && PeerProbe::new(b"").is_none());
+        assert!(PeerProbe::new(&six[..20]).is_none());
     }
 }

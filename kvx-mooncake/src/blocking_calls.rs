@@ -1,7 +1,7 @@
 //! Threads for the engine's calls that block: opening segments, sending notifications, unregistering memory. Toward a
 //! stopped peer the first two take a minute each.
 //!
-//! Errands to one destination are run in order, by one courier at a time. A courier that waits for a destination keeps
+//! Calls to one destination are made in order, by one thread at a time. A thread that is held up by a destination keeps
 //! nobody else waiting: others are started beside it.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -19,30 +19,30 @@ use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
 use crate::memory::{Leaving, Local, Ranges};
 
-/// What tells the notifications of kvx's own links from others.
+/// The name of the notifications of kvx's own links, which tells them from others.
 pub(crate) const TAG: &CStr = c"kvx-link-1";
 /// The longest text of one notification: the engine takes 128 KiB and refuses 1 MiB.
 const MAX_TEXT: usize = 112 << 10;
 /// The most bytes that wait for one destination.
 const MAX_WAITING: usize = 1 << 20;
-/// A courier that is away for so long does not count among those there should be.
-const AWAY: Duration = Duration::from_millis(100);
-/// How long a courier waits for work before it goes.
+/// A thread that a call has kept for so long counts as held up: another one may be started beside it.
+const HELD_UP: Duration = Duration::from_millis(100);
+/// How long a thread waits for work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
-/// The most couriers: each may be held by another stopped peer.
-const MAX_COURIERS: usize = 1024;
+/// The most threads: each may be held up by another stopped peer.
+const MAX_THREADS: usize = 1024;
 const STACK: usize = 256 << 10;
 /// How often it is looked whether what comes in is over.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
-/// Where regions are let go, which leads to nobody. No peer has an address like that.
-const HOME: &str = "";
-/// Ends the name under which a peer is probed: not behind other errands that lead there.
-const BESIDE: &str = "beside";
-/// How long the last errands may take when the fabric ends.
-const LAST_ERRANDS: Duration = Duration::from_millis(300);
+/// The destination of calls that lead to no peer: unregistering memory. No peer has an address like that.
+const OWN: &str = "";
+/// Ends the name under which a peer is probed: not behind other calls that lead there.
+const PROBED: &str = "probed";
+/// How long the last calls may take when the fabric ends.
+const LAST_CALLS: Duration = Duration::from_millis(300);
 
-/// What is to be done at a destination.
-enum Errand {
+/// A call of the engine, by what it is for.
+enum Call {
     /// `asks`: whether anybody listens there, which the engine does not ask about a segment that it has had before.
     Open {
         asks: bool,
@@ -79,47 +79,47 @@ pub(crate) enum Report {
     },
 }
 
-pub(crate) struct Couriers {
+pub(crate) struct BlockingCalls {
     shared: Arc<Shared>,
-    home: Arc<str>,
+    own: Arc<str>,
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Queues>,
     work: Condvar,
     done: Condvar,
     reports: Mailbox<Report>,
-    /// Errands wait and there are enough couriers, who may all be held up: to be looked at again.
+    /// Calls wait and there are enough threads, which may all be held up: to be looked at again.
     short: AtomicBool,
-    /// How many there should be.
+    /// How many threads there should be that are not held up.
     wanted: usize,
 }
 
 #[derive(Default)]
-struct State {
+struct Queues {
     destinations: HashMap<Arc<str>, Destination>,
-    /// Those with errands and without a courier.
+    /// Those with calls and without a thread.
     ready: VecDeque<Arc<str>>,
-    couriers: usize,
+    threads: usize,
     idle: usize,
     closed: bool,
 }
 
 #[derive(Default)]
 struct Destination {
-    errands: VecDeque<Errand>,
+    calls: VecDeque<Call>,
     bytes: usize,
     segment: Option<SegmentId>,
-    /// Since when a courier is there.
+    /// Since when a thread makes its calls.
     since: Option<Instant>,
-    /// No endpoint leads there any more: to be forgotten when all errands are run.
+    /// No endpoint leads there any more: to be forgotten when all calls are made.
     left: bool,
 }
 
-impl Couriers {
+impl BlockingCalls {
     /// Errors: `Exhausted` without a descriptor to wake the machine by.
     pub(crate) fn new(wanted: usize) -> Result<Self> {
-        Ok(Couriers {
+        Ok(BlockingCalls {
             shared: Arc::new(Shared {
                 state: Mutex::default(),
                 work: Condvar::new(),
@@ -128,20 +128,20 @@ impl Couriers {
                 short: AtomicBool::new(false),
                 wanted,
             }),
-            home: HOME.into(),
+            own: OWN.into(),
         })
     }
 
     /// Opens the peer's segment. `asks`: nobody else will find out whether the peer lives, as a handshake would.
     pub(crate) fn open(&self, engine: &Arc<Engine>, to: &Arc<str>, asks: bool) -> Result<()> {
-        self.send_out(engine, to, Errand::Open { asks }, 0).map(|_| ())
+        self.enqueue(engine, to, Call::Open { asks }, 0).map(|_| ())
     }
 
-    /// Asks whether somebody is there, beside all other errands: a peer that is stopped holds those for a minute.
+    /// Asks whether somebody is there, beside all other calls: a peer that is stopped holds those up for a minute.
     pub(crate) fn probe(&self, engine: &Arc<Engine>, to: &Arc<str>) -> Result<()> {
-        let beside = Arc::from(format!("{to} {BESIDE}"));
-        let sent = self.send_out(engine, &beside, Errand::Probe(Arc::clone(to)), 0);
-        self.leave(&beside);
+        let probed = Arc::from(format!("{to} {PROBED}"));
+        let sent = self.enqueue(engine, &probed, Call::Probe(Arc::clone(to)), 0);
+        self.leave(&probed);
         sent.map(|_| ())
     }
 
@@ -153,7 +153,7 @@ impl Couriers {
         from: EndpointId,
         frame: &[u8],
     ) -> Result<bool> {
-        self.send_out(engine, to, Errand::Frame(from, frame.into()), frame.len())
+        self.enqueue(engine, to, Call::Frame(from, frame.into()), frame.len())
     }
 
     pub(crate) fn foreign(
@@ -165,16 +165,16 @@ impl Couriers {
         text: CString,
     ) -> Result<bool> {
         let len = text.as_bytes().len();
-        self.send_out(engine, to, Errand::Foreign(from, name, text), len)
+        self.enqueue(engine, to, Call::Foreign(from, name, text), len)
     }
 
     /// Unregisters a region, and waits until nobody who has died reaches it any more.
     pub(crate) fn let_go(&self, engine: &Arc<Engine>, ranges: &Arc<Ranges>, local: &Local) -> Result<()> {
-        let errand = Errand::LetGo(Arc::clone(ranges), *local);
-        self.send_out(engine, &self.home, errand, 0).map(|_| ())
+        let call = Call::LetGo(Arc::clone(ranges), *local);
+        self.enqueue(engine, &self.own, call, 0).map(|_| ())
     }
 
-    fn send_out(&self, engine: &Arc<Engine>, to: &Arc<str>, errand: Errand, bytes: usize) -> Result<bool> {
+    fn enqueue(&self, engine: &Arc<Engine>, to: &Arc<str>, call: Call, bytes: usize) -> Result<bool> {
         let mut state = self.shared.lock();
         let destination = state.destinations.entry(Arc::clone(to)).or_default();
         if bytes > 0 && destination.bytes > 0 && destination.bytes + bytes > MAX_WAITING {
@@ -182,10 +182,10 @@ impl Couriers {
         }
         destination.left = false;
         destination.bytes += bytes;
-        destination.errands.push_back(errand);
-        if destination.since.is_none() && destination.errands.len() == 1 {
+        destination.calls.push_back(call);
+        if destination.since.is_none() && destination.calls.len() == 1 {
             state.ready.push_back(Arc::clone(to));
-            self.shared.call_one(state, engine)?;
+            self.shared.wake_or_start_a_thread(state, engine)?;
         }
         Ok(true)
     }
@@ -195,12 +195,12 @@ impl Couriers {
         let mut state = self.shared.lock();
         let Some(destination) = state.destinations.get_mut(to) else { return };
         let mut gone = 0;
-        destination.errands.retain(|errand| match errand {
-            Errand::Frame(from, frame) if *from == endpoint => {
+        destination.calls.retain(|call| match call {
+            Call::Frame(from, frame) if *from == endpoint => {
                 gone += frame.len();
                 false
             }
-            Errand::Foreign(from, _, text) if *from == endpoint => {
+            Call::Foreign(from, _, text) if *from == endpoint => {
                 gone += text.as_bytes().len();
                 false
             }
@@ -214,32 +214,32 @@ impl Couriers {
         let mut state = self.shared.lock();
         let Some(there) = state.destinations.get_mut(to) else { return };
         there.left = true;
-        if there.errands.is_empty() && there.since.is_none() {
+        if there.calls.is_empty() && there.since.is_none() {
             state.destinations.remove(to);
         }
     }
 
-    /// Looks whether errands wait because couriers are held up. Says whether that may still be so.
-    pub(crate) fn tend(&self, engine: &Arc<Engine>) -> Result<bool> {
+    /// Starts a thread if calls wait because others are held up. Says whether that may still be so.
+    pub(crate) fn start_a_thread_if_short(&self, engine: &Arc<Engine>) -> Result<bool> {
         if self.shared.short.swap(false, Ordering::Relaxed) {
             let state = self.shared.lock();
             if !state.ready.is_empty() {
-                self.shared.call_one(state, engine)?;
+                self.shared.wake_or_start_a_thread(state, engine)?;
             }
         }
         Ok(self.shared.short.load(Ordering::Relaxed))
     }
 
-    /// What came of errands.
+    /// What came of the calls.
     pub(crate) fn reports(&self) -> &Mailbox<Report> {
         &self.shared.reports
     }
 
-    /// Sends what waits, for a moment, and lets the couriers go. Those at a stopped peer go when it lets them.
+    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up end when it lets them.
     pub(crate) fn close(&self) {
-        let until = Instant::now() + LAST_ERRANDS;
+        let until = Instant::now() + LAST_CALLS;
         let mut state = self.shared.lock();
-        let busy = |state: &State| !state.ready.is_empty() || state.couriers > state.idle;
+        let busy = |state: &Queues| !state.ready.is_empty() || state.threads > state.idle;
         while busy(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
@@ -248,12 +248,12 @@ impl Couriers {
         state.closed = true;
         state.ready.clear();
         self.shared.work.notify_all();
-        let until = Instant::now() + LAST_ERRANDS;
-        let away = |state: &State| {
-            let at_a_peer = state.destinations.iter().filter(|(to, _)| &***to != HOME);
-            at_a_peer.filter(|(_, there)| there.since.is_some_and(|since| since.elapsed() > AWAY)).count()
+        let until = Instant::now() + LAST_CALLS;
+        let held_up = |state: &Queues| {
+            let at_a_peer = state.destinations.iter().filter(|(to, _)| &***to != OWN);
+            at_a_peer.filter(|(_, there)| there.since.is_some_and(|since| since.elapsed() > HELD_UP)).count()
         };
-        while state.couriers > away(&state)
+        while state.threads > held_up(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
             let left = left.min(Duration::from_millis(20));
@@ -263,12 +263,16 @@ impl Couriers {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sees to it that somebody looks at what is ready.
-    fn call_one(self: &Arc<Self>, mut state: MutexGuard<'_, State>, engine: &Arc<Engine>) -> Result<()> {
+    /// Sees to it that a thread takes what is ready.
+    fn wake_or_start_a_thread(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, Queues>,
+        engine: &Arc<Engine>,
+    ) -> Result<()> {
         if state.closed {
             return Ok(());
         }
@@ -276,9 +280,9 @@ impl Shared {
             self.work.notify_one();
             return Ok(());
         }
-        let away = |there: &Destination| there.since.is_some_and(|since| since.elapsed() >= AWAY);
-        let at_hand = state.couriers - state.destinations.values().filter(|there| away(there)).count();
-        if at_hand >= self.wanted || state.couriers >= MAX_COURIERS {
+        let held_up = |there: &Destination| there.since.is_some_and(|since| since.elapsed() >= HELD_UP);
+        let at_hand = state.threads - state.destinations.values().filter(|there| held_up(there)).count();
+        if at_hand >= self.wanted || state.threads >= MAX_THREADS {
             self.short.store(true, Ordering::Relaxed);
             return Ok(());
         }
@@ -287,15 +291,15 @@ impl Shared {
             block_sigpipe();
             shared.run(&engine);
             drop(engine); // perhaps the last to have it: then the engine ends here
-            shared.lock().couriers -= 1;
+            shared.lock().threads -= 1;
             shared.done.notify_all();
         };
-        state.couriers += 1;
+        state.threads += 1;
         if let Err(error) =
             std::thread::Builder::new().name("kvx-mooncake".into()).stack_size(STACK).spawn(run)
         {
-            state.couriers -= 1;
-            if state.couriers == 0 {
+            state.threads -= 1;
+            if state.threads == 0 {
                 let why = "no thread for Mooncake's blocking calls: raise the limit of threads";
                 return Err(Error::os(why, error).kind_is(Kind::Exhausted));
             }
@@ -303,7 +307,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The life of a courier.
+    /// The life of a thread.
     fn run(self: &Arc<Self>, engine: &Arc<Engine>) {
         let mut state = self.lock();
         loop {
@@ -322,16 +326,16 @@ impl Shared {
                 continue;
             };
             let Some(destination) = state.destinations.get_mut(&to) else { continue };
-            let errands = take(&mut destination.errands);
+            let calls = take(&mut destination.calls);
             destination.bytes = 0;
             destination.since = Some(Instant::now());
             let segment = destination.segment;
             drop(state);
-            let segment = self.visit(engine, &to, segment, errands);
+            let segment = self.run_calls(engine, &to, segment, calls);
             state = self.lock();
             let Some(destination) = state.destinations.get_mut(&to) else { continue };
             (destination.segment, destination.since) = (segment, None);
-            if !destination.errands.is_empty() {
+            if !destination.calls.is_empty() {
                 state.ready.push_back(to);
                 // Somebody else may have gone away meanwhile, with work left for nobody.
                 self.work.notify_one();
@@ -341,35 +345,35 @@ impl Shared {
         }
     }
 
-    /// Runs errands in order; gives the segment as it is known then.
-    fn visit(
+    /// Makes calls in order; gives the segment as it is known then.
+    fn run_calls(
         &self,
         engine: &Engine,
         to: &Arc<str>,
         mut segment: Option<SegmentId>,
-        errands: VecDeque<Errand>,
+        calls: VecDeque<Call>,
     ) -> Option<SegmentId> {
-        let mut errands = errands.into_iter().peekable();
-        while let Some(errand) = errands.next() {
-            match errand {
-                Errand::Open { asks } => {
+        let mut calls = calls.into_iter().peekable();
+        while let Some(call) = calls.next() {
+            match call {
+                Call::Open { asks } => {
                     let nobody = asks && engine.probe(to) == Some(false);
                     let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
                     segment = result.as_ref().ok().copied().or(segment);
                     self.reports.put(Report::Opened { to: Arc::clone(to), result });
                 }
-                Errand::Probe(to) => {
+                Call::Probe(to) => {
                     let alive = engine.probe(&to);
                     self.reports.put(Report::Probed { to, alive });
                 }
-                first @ Errand::LetGo(..) => {
-                    self.let_go(engine, std::iter::once(first).chain(errands.by_ref()).collect());
+                first @ Call::LetGo(..) => {
+                    self.let_go(engine, std::iter::once(first).chain(calls.by_ref()).collect());
                 }
-                Errand::Frame(endpoint, frame) => {
+                Call::Frame(endpoint, frame) => {
                     let (mut text, mut senders) = (Vec::new(), HashSet::from([endpoint]));
                     frames::append(&mut text, &frame);
-                    while let Some(Errand::Frame(endpoint, frame)) = errands.next_if(
-                        |next| matches!(next, Errand::Frame(_, more) if text.len() + frames::text_len(more.len()) <= MAX_TEXT),
+                    while let Some(Call::Frame(endpoint, frame)) = calls.next_if(
+                        |next| matches!(next, Call::Frame(_, more) if text.len() + frames::text_len(more.len()) <= MAX_TEXT),
                     ) {
                         frames::append(&mut text, &frame);
                         senders.insert(endpoint);
@@ -381,7 +385,7 @@ impl Shared {
                         }
                     }
                 }
-                Errand::Foreign(endpoint, name, text) => {
+                Call::Foreign(endpoint, name, text) => {
                     let result = self.notify(engine, to, segment, &name, &text);
                     self.reports.put(Report::ForeignSent { endpoint, result });
                 }
@@ -392,12 +396,12 @@ impl Shared {
 
     /// Unregisters regions, and waits until what the dead had sent for them was read to its end. Others that come meanwhile are
     /// unregistered at once.
-    fn let_go(&self, engine: &Engine, mut errands: VecDeque<Errand>) {
+    fn let_go(&self, engine: &Engine, mut calls: VecDeque<Call>) {
         let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
         let mut pause = LOOKS.0;
         loop {
-            for errand in errands.drain(..) {
-                let Errand::LetGo(ranges, local) = errand else { continue };
+            for call in calls.drain(..) {
+                let Call::LetGo(ranges, local) = call else { continue };
                 let left = ranges.remove(&local, |address| engine.unregister(address));
                 leaving.push((local.region, left));
                 waited_for = None;
@@ -424,8 +428,8 @@ impl Shared {
             if state.closed {
                 return std::mem::forget(leaving); // the engine ends, or all is kept
             }
-            if let Some(home) = state.destinations.get_mut(HOME) {
-                errands = take(&mut home.errands);
+            if let Some(own) = state.destinations.get_mut(OWN) {
+                calls = take(&mut own.calls);
             }
         }
     }

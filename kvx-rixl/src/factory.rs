@@ -15,19 +15,19 @@ use kvx_core::{
     Revocation, Unavailable, WithoutAList,
 };
 
+use crate::address::{Address, name_of};
+use crate::agent_lock::AgentLock;
 use crate::config::{Config, SPEAKS_FOR};
+use crate::cpu_trials;
+use crate::error::NAME;
 use crate::fabric::Nixl;
 use crate::ffi::{Agent, Library, Plugin, Settings};
 use crate::loads::Loads;
 use crate::memory::{Export, Ranges};
-use crate::peers::{Address, Peers, name_of};
-use crate::reach;
+use crate::peers::Peers;
 use crate::threads;
-use crate::turnstile::Turnstile;
 use crate::wakes::{self, Wakes};
 
-/// The backend's name.
-const NAME: &str = "RIXL";
 /// The longest that NIXL's thread sleeps; it wakes when something comes.
 const THREAD_SLEEPS: Duration = Duration::from_secs(1);
 /// How long it may take to open: half a second with UCX, and some more with cards for RDMA.
@@ -112,28 +112,19 @@ impl Factory for Rixl {
         let opened = opened(library, &config, &name, &context.agent.name);
         let (agent, watchers) = opened.map_err(|why| why.backend(NAME))?;
         let blob = agent.connection().map_err(|why| why.backend(NAME))?;
-        agent.register(&reach::page()).map_err(|why| why.backend(NAME))?;
-        let page = agent.export(&reach::page()).map_err(|why| why.backend(NAME))?;
-        let page = Export { range: reach::page(), blob: page.into() };
+        agent.register(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
+        let page = agent.export(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
+        let page = Export { range: cpu_trials::page(), blob: page.into() };
         let address = Address { name, blob, page }.encode();
         Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
-        let turnstile = Turnstile::new(agent).map_err(|why| why.backend(NAME))?;
-        let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
-        let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&turnstile))?;
-        let wakes =
-            Wakes::new(&[loads.fd(), turnstile.bell()], &watchers).map_err(|why| why.backend(NAME))?;
+        let agent_lock = AgentLock::new(agent).map_err(|why| why.backend(NAME))?;
+        let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
+        let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
+        let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
+            .map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
-        let stays_awake = config.stay_awake;
-        let fabric = Nixl::new(
-            turnstile,
-            Arc::clone(&ranges),
-            peers,
-            wakes,
-            stays_awake,
-            capabilities(),
-            description,
-        )?;
+        let fabric = Nixl::new(agent_lock, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
         fabric::open(
             context,
             Parts {

@@ -1,5 +1,5 @@
-//! The real engine with one of its functions in place of which another answers: one that lies is refused, and one that
-//! takes notes shows what kvx asks of it.
+//! The real engine with one of its functions replaced: by one that answers wrongly, which is refused, or by one that notes what
+//! kvx asks of it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -11,15 +11,15 @@ use kvx_backend::fabric::{EndpointId, JobId, Registrar as _};
 use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
-use super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
-use super::engine::{Piece, State};
-use super::honest::{engine, honest, honest_adapter, real};
-use super::library::Library;
-use super::{adapter_bindings, self_test};
+use super::super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
+use super::super::engine::{Piece, State};
+use super::super::library::Library;
+use super::super::{adapter_bindings, self_test};
+use super::real_engine::{engine, real, real_adapter_functions, real_functions};
 use crate::batches::{Batches, Moving};
 use crate::memory::{Enrolment, Ranges};
 
-/// How long a notification that never comes is waited for here.
+/// How long a notification that never comes is waited for.
 const MUTE: Duration = Duration::from_millis(100);
 
 type Ask = unsafe extern "C" fn(*mut c_void, u64, usize, *mut transfer_status) -> c_int;
@@ -32,7 +32,7 @@ unsafe extern "C" fn a_byte_less(
 ) -> c_int {
     // SAFETY: the caller's arguments, and the place that it gave for the answer.
     unsafe {
-        let code = (honest().getTransferStatus)(engine, batch, task, status);
+        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
         (*status).transferred_bytes = (*status).transferred_bytes.saturating_sub(1);
         code
     }
@@ -46,7 +46,7 @@ unsafe extern "C" fn failed_is_completed(
 ) -> c_int {
     // SAFETY: as above.
     unsafe {
-        let code = (honest().getTransferStatus)(engine, batch, task, status);
+        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
         if (*status).status == 6 {
             *status = transfer_status { status: 4, transferred_bytes: 16 };
         }
@@ -61,7 +61,7 @@ unsafe extern "C" fn no_task_is_wrong(
     status: *mut transfer_status,
 ) -> c_int {
     // SAFETY: as above.
-    unsafe { (honest().getTransferStatus)(engine, batch, task, status) };
+    unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) };
     0
 }
 
@@ -72,7 +72,7 @@ unsafe extern "C" fn another_error(
     status: *mut transfer_status,
 ) -> c_int {
     // SAFETY: as above.
-    let code = unsafe { (honest().getTransferStatus)(engine, batch, task, status) };
+    let code = unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) };
     if code == 0 { 0 } else { 302 }
 }
 
@@ -82,7 +82,7 @@ unsafe extern "C" fn all_is_completed(_: *mut c_void, _: u64, status: *mut trans
     0
 }
 
-unsafe extern "C" fn the_second_elsewhere(
+unsafe extern "C" fn the_second_to_another_address(
     engine: *mut c_void,
     batch: u64,
     requests: *mut transfer_request,
@@ -93,7 +93,7 @@ unsafe extern "C" fn the_second_elsewhere(
         if let Some(second) = std::slice::from_raw_parts_mut(requests, count).get_mut(1) {
             second.target_offset += 1;
         }
-        (honest().submitTransfer)(engine, batch, requests, count)
+        (real_functions().submitTransfer)(engine, batch, requests, count)
     }
 }
 
@@ -108,7 +108,7 @@ unsafe extern "C" fn writes_read(
         for request in std::slice::from_raw_parts_mut(requests, count) {
             request.opcode = 0;
         }
-        (honest().submitTransfer)(engine, batch, requests, count)
+        (real_functions().submitTransfer)(engine, batch, requests, count)
     }
 }
 
@@ -133,7 +133,7 @@ unsafe extern "C" fn sent_nothing(_: *mut c_void, _: u64, _: notify_msg) -> c_in
 unsafe extern "C" fn sent_another(engine: *mut c_void, segment: u64, message: notify_msg) -> c_int {
     let other = notify_msg { msg: c"hullo".as_ptr().cast_mut(), ..message };
     // SAFETY: the caller's arguments, and a text that stays.
-    unsafe { (honest().genNotifyInEngine)(engine, segment, other) }
+    unsafe { (real_functions().genNotifyInEngine)(engine, segment, other) }
 }
 
 unsafe extern "C" fn no_reason() -> *const c_char {
@@ -156,13 +156,13 @@ unsafe extern "C" fn piece_counted(
 ) -> c_int {
     PIECES_ASKED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the caller's arguments.
-    unsafe { (honest().getTransferStatus)(engine, batch, task, status) }
+    unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) }
 }
 
 unsafe extern "C" fn batch_counted(engine: *mut c_void, batch: u64, status: *mut transfer_status) -> c_int {
     BATCHES_ASKED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the caller's arguments.
-    unsafe { (honest_adapter().kvx_mooncake_batch_status)(engine, batch, status) }
+    unsafe { (real_adapter_functions().kvx_mooncake_batch_status)(engine, batch, status) }
 }
 
 /// The devices of the engine that was last made with any.
@@ -182,11 +182,11 @@ unsafe extern "C" fn devices_noted(
         let named = std::slice::from_raw_parts(devices, count).iter();
         let named = named.map(|device| CStr::from_ptr(*device).to_string_lossy().into_owned());
         *DEVICES.lock().expect("nobody panics with it") = named.collect();
-        (honest_adapter().kvx_mooncake_create)(metadata, name, ip, port, discovers, devices, count)
+        (real_adapter_functions().kvx_mooncake_create)(metadata, name, ip, port, discovers, devices, count)
     }
 }
 
-/// Where the memory lies that was last registered.
+/// The location of the memory that was last registered.
 static LOCATION: Mutex<String> = Mutex::new(String::new());
 
 unsafe extern "C" fn location_noted(
@@ -208,11 +208,11 @@ fn is_refused(library: &Library, heard_within: Duration, said: &[&str]) {
 }
 
 #[test]
-fn an_engine_that_lies_is_refused_with_the_reason() {
-    let test = "an_engine_that_lies_is_refused_with_the_reason";
+fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
+    let test = "an_engine_that_answers_wrongly_is_refused_with_the_reason";
     let Some((real, functions, of_adapter)) = real(test) else { return };
-    let refused = |lie: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
-        is_refused(&real.with(lie, Some(of_adapter)), self_test::PATIENCE, said);
+    let refused = |wrong: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
+        is_refused(&real.with(wrong, Some(of_adapter)), self_test::PATIENCE, said);
     };
     let ask = |ask: Ask, said: &[&str]| {
         refused(Functions { getTransferStatus: ask, ..functions }, of_adapter, said);
@@ -225,8 +225,8 @@ fn an_engine_that_lies_is_refused_with_the_reason() {
     refused(functions, whole, &["batch's state", "Completed(16)"]);
     let silent = adapter_bindings::Functions { kvx_mooncake_error: no_reason, ..of_adapter };
     refused(functions, silent, &["not there", "no reason"]);
-    let elsewhere = Functions { submitTransfer: the_second_elsewhere, ..functions };
-    refused(elsewhere, of_adapter, &["reading: byte 5000 is"]);
+    let misplaced = Functions { submitTransfer: the_second_to_another_address, ..functions };
+    refused(misplaced, of_adapter, &["reading: byte 5000 is"]);
     let reads = Functions { submitTransfer: writes_read, ..functions };
     refused(reads, of_adapter, &["writing: byte 11 is"]);
     refused(Functions { openSegmentNoCache: no_segment, ..functions }, of_adapter, &["segment", "metadata"]);
@@ -246,8 +246,8 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     let test = "an_engine_without_the_adapters_functions_is_tried_all_the_same";
     let Some((real, functions, _)) = real(test) else { return };
     self_test::run(&real.with(functions, None), self_test::PATIENCE).expect("it does what it says");
-    let refused = |lie: Functions, said: &[&str]| {
-        is_refused(&real.with(lie, None), self_test::PATIENCE, said);
+    let refused = |wrong: Functions, said: &[&str]| {
+        is_refused(&real.with(wrong, None), self_test::PATIENCE, said);
     };
     let ask = |ask: Ask, said: &[&str]| refused(Functions { getTransferStatus: ask, ..functions }, said);
     ask(a_byte_less, &["reading", "Completed(300000)"]);
@@ -343,8 +343,8 @@ fn the_engine_is_told_of_the_devices_that_are_named() {
 }
 
 #[test]
-fn the_engine_is_told_where_memory_lies() {
-    let test = "the_engine_is_told_where_memory_lies";
+fn the_engine_is_told_on_which_device_memory_is() {
+    let test = "the_engine_is_told_on_which_device_memory_is";
     let Some((real, functions, of_adapter)) = real(test) else { return };
     let noted = Functions { registerLocalMemory: location_noted, ..functions };
     let engine = Arc::new(engine(real.with(noted, Some(of_adapter)), &[]).expect("an engine"));

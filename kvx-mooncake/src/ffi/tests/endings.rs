@@ -1,4 +1,4 @@
-//! When pieces have ended, and what the dead had sent: the real engine, of which some answers are told otherwise.
+//! When pieces have ended, and what a process had sent that is dead: the real engine, with some of its answers replaced.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -10,11 +10,11 @@ use kvx_backend::fabric::{EndpointId, JobId};
 use kvx_core::transport::{Availability, Context, Factory, Transport};
 use kvx_core::{Agent, Grid, Kind, Memory, Op, Options, Placement, Plan, Registry, Unavailable};
 
-use super::adapter_bindings;
-use super::bindings::{Functions, transfer_request, transfer_status};
-use super::engine::{Piece, State};
-use super::honest::{adapter, engine, honest, real};
-use super::library::Library;
+use super::super::adapter_bindings;
+use super::super::bindings::{Functions, transfer_request, transfer_status};
+use super::super::engine::{Piece, State};
+use super::super::library::Library;
+use super::real_engine::{adapter, engine, real, real_functions};
 use crate::Mooncake;
 use crate::batches::{Batches, Moving};
 use crate::config::Config;
@@ -31,13 +31,13 @@ static SECOND_MOVES: AtomicBool = AtomicBool::new(false);
 unsafe extern "C" fn allocation_counted(engine: *mut c_void, size: usize) -> u64 {
     BATCHES.fetch_add(1, Ordering::SeqCst);
     // SAFETY: the caller's arguments.
-    unsafe { (honest().allocateBatchID)(engine, size) }
+    unsafe { (real_functions().allocateBatchID)(engine, size) }
 }
 
 unsafe extern "C" fn freeing_counted(engine: *mut c_void, batch: u64) -> c_int {
     BATCHES.fetch_sub(1, Ordering::SeqCst);
     // SAFETY: the caller's arguments.
-    unsafe { (honest().freeBatchID)(engine, batch) }
+    unsafe { (real_functions().freeBatchID)(engine, batch) }
 }
 
 /// The first piece has failed, and the second is still under way for as long as the test says.
@@ -49,7 +49,7 @@ unsafe extern "C" fn first_failed(
 ) -> c_int {
     // SAFETY: the caller's arguments, and the place that it gave for the answer.
     unsafe {
-        let code = (honest().getTransferStatus)(engine, batch, task, status);
+        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
         match task {
             0 => *status = transfer_status { status: 6, transferred_bytes: 0 },
             1 if SECOND_MOVES.load(Ordering::SeqCst) => (*status).status = 1,
@@ -127,7 +127,7 @@ unsafe extern "C" fn done_and_denied(
 ) -> c_int {
     DENIED.fetch_add(1, Ordering::SeqCst);
     // SAFETY: the caller's arguments.
-    unsafe { (honest().submitTransfer)(engine, batch, requests, count) };
+    unsafe { (real_functions().submitTransfer)(engine, batch, requests, count) };
     -1
 }
 
@@ -149,7 +149,7 @@ impl Factory for Over {
 
     fn open(&self, context: Context) -> kvx_core::Result<Arc<dyn Transport>> {
         let config = Config::read(&context.options)?;
-        crate::transport::open(self.0, config, context)
+        crate::factory::open(self.0, config, context)
     }
 }
 
@@ -175,9 +175,9 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let peer = decode.connect(&prefill.metadata().expect("it has some")).expect("metadata");
     peer.ready(CUT_OFF).wait(CUT_OFF).expect("it is there");
     let grid = Grid::packed(4096, 2);
-    let there = peer.region("kv").expect("it was told").grid(grid).expect("it fits");
-    let here = ours.grid(grid).expect("it fits");
-    let plan = Plan::read(here.blocks([0]), there.blocks([1])).expect("they fit");
+    let sender = peer.region("kv").expect("it was told").grid(grid).expect("it fits");
+    let receiver = ours.grid(grid).expect("it fits");
+    let plan = Plan::read(receiver.blocks([0]), sender.blocks([1])).expect("they fit");
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().expect("there is room");
     let settled = transfer.settled();
     let why = transfer.wait(CUT_OFF).expect_err("it was denied");
@@ -204,7 +204,7 @@ unsafe extern "C" fn listens_too(
 ) -> *mut c_void {
     *DATA_PORT.lock().expect("nobody panics") = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).ok();
     // SAFETY: the caller's arguments.
-    unsafe { (honest().installTransport)(engine, name, arguments) }
+    unsafe { (real_functions().installTransport)(engine, name, arguments) }
 }
 
 /// A connection that an engine would read from stays open on this side after the other has ended.
@@ -217,13 +217,13 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     let region = |name| owner.register(name, Arc::new(Memory::owned(vec![0; LEN]))).expect("it is free");
     let listener = DATA_PORT.lock().expect("nobody panics").take().expect("a port is free");
     let port = listener.local_addr().expect("it has one").port();
-    let there = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
-    let here = listener.accept().expect("somebody has connected").0;
+    let sender = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
+    let receiver = listener.accept().expect("somebody has connected").0;
     region("of the living").revoke(CUT_OFF).wait(CUT_OFF).expect("whoever lives is asked otherwise");
-    drop(there);
+    drop(sender);
     let why = region("of the dead").revoke(SHORT).wait(CUT_OFF).expect_err("it was not read to its end");
     assert_eq!(why.kind(), Kind::StillShared, "{why}");
-    drop(here);
+    drop(receiver);
     region("of nobody").revoke(CUT_OFF).wait(CUT_OFF).expect("all is read");
     owner.shutdown(CUT_OFF).wait(CUT_OFF).expect("nothing is under way");
 }

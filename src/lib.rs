@@ -90,3 +90,8 @@ impl BuilderExt for Builder {
         self.options(Options::from_json(config.extra().clone())).stage_device_memory(staged)
     }
 }
+
+// The guide's code is compiled like that of every example.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/life-of-a-transfer.md")]
+struct LifeOfATransfer;

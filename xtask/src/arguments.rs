@@ -15,6 +15,11 @@ pub(crate) enum Request {
     Test(TestOptions),
     /// `cargo xtask features`
     Features,
+    /// `cargo xtask package`
+    Package {
+        /// Ask the registry whether the crates' names are free.
+        names: bool,
+    },
     /// `cargo xtask bindings`
     Bindings {
         /// Compare only.
@@ -94,6 +99,12 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
             None => Ok(Request::Features),
             Some("--help" | "-h") => Ok(Request::Help),
             Some(other) => Err(format!("`features` takes no argument, but got `{other}`")),
+        },
+        Some("package") => match arguments.next().as_deref() {
+            None => Ok(Request::Package { names: false }),
+            Some("--names") => Ok(Request::Package { names: true }),
+            Some("--help" | "-h") => Ok(Request::Help),
+            Some(other) => Err(format!("`package` takes `--names`, but got `{other}`")),
         },
         Some("bindings") => parse_check("bindings", arguments, |check| Request::Bindings { check }),
         Some("kernels") => parse_check("kernels", arguments, |check| Request::Kernels { check }),
@@ -223,6 +234,9 @@ commands:
         --only STEP    only this step, may be repeated: {}
   features
       check that each feature of the facade builds alone, and what the crates depend on
+  package [--names]
+      make each crate's tarball, build it alone without native libraries, and run README's program on them
+        --names        also ask the registry whether the crates' names are free
   bindings [--check]
       generate the bindings to native libraries again, from the headers that are installed here
         --check        only compare them with the committed ones
@@ -276,6 +290,7 @@ mod tests {
         assert_eq!(words("features"), Ok(Request::Features));
         assert_eq!(words("peers mooncake"), Ok(Request::Peers(vec!["mooncake".to_owned()])));
         assert_eq!(words("peers"), Ok(Request::Peers(Vec::new())));
+        assert_eq!(words("package --names"), Ok(Request::Package { names: true }));
         assert_eq!(words("bindings"), Ok(Request::Bindings { check: false }));
         assert_eq!(words("bindings --check"), Ok(Request::Bindings { check: true }));
         assert_eq!(words("kernels"), Ok(Request::Kernels { check: false }));
@@ -309,6 +324,7 @@ mod tests {
             ("peers melon", "melon"),
             ("test --only", "--only"),
             ("features tcp", "tcp"),
+            ("package now", "now"),
             ("bindings now", "now"),
             ("kernels now", "now"),
             ("limits --times 0", "--times"),

@@ -12,6 +12,7 @@ mod install;
 mod kernels;
 mod limits;
 mod metadata;
+mod package;
 mod peers;
 mod process;
 mod runtime_compiler;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         }
         Request::Test(options) => test::run(&options),
         Request::Features => features::command(),
+        Request::Package { names } => package::command(names),
         Request::Bindings { check } => bindings::run(check),
         Request::Kernels { check } => kernels::run(check),
         Request::Peers(names) => peers::command(&names),

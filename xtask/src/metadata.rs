@@ -19,6 +19,17 @@ pub(crate) struct Metadata(Value);
 #[derive(Clone, Copy)]
 pub(crate) struct Package<'a>(&'a Value);
 
+/// What a package depends on.
+pub(crate) struct Dependency<'a> {
+    pub(crate) name: &'a str,
+    /// The versions that it may have; `*` when none are said.
+    pub(crate) requirement: &'a str,
+    /// Whether it lies beside, instead of in the registry.
+    pub(crate) is_path: bool,
+    /// Whether only tests need it.
+    pub(crate) is_for_tests: bool,
+}
+
 /// A `rust-version`: major, minor, patch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RustVersion(u32, u32, u32);
@@ -80,6 +91,48 @@ impl<'a> Package<'a> {
     pub(crate) fn features(self) -> impl Iterator<Item = &'a str> {
         let features = self.0["features"].as_object().into_iter().flatten();
         features.map(|(name, _)| name.as_str()).filter(|name| *name != "default")
+    }
+
+    /// Its version.
+    pub(crate) fn version(self) -> &'a str {
+        self.0["version"].as_str().unwrap_or_default()
+    }
+
+    /// Whether it may be published: its manifest does not say `publish = false`.
+    pub(crate) fn is_published(self) -> bool {
+        self.0["publish"].is_null()
+    }
+
+    /// What its manifest says under this key, if that is a text.
+    pub(crate) fn text(self, key: &str) -> Option<&'a str> {
+        self.0[key].as_str()
+    }
+
+    /// What its manifest lists under this key.
+    pub(crate) fn texts(self, key: &str) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.0[key].as_array().into_iter().flatten().filter_map(Value::as_str)
+    }
+
+    /// Whether it has a library.
+    pub(crate) fn has_library(self) -> bool {
+        let mut targets = self.0["targets"].as_array().into_iter().flatten();
+        targets.any(|target| target["kind"][0] == "lib")
+    }
+
+    /// Whether it says how its documentation is built.
+    pub(crate) fn says_docs_rs(self) -> bool {
+        self.0["metadata"]["docs"]["rs"].is_object()
+    }
+
+    /// What it depends on, for whatever purpose.
+    pub(crate) fn dependencies(self) -> impl Iterator<Item = Dependency<'a>> {
+        let all = self.0["dependencies"].as_array().into_iter().flatten();
+        all.map(|dependency| Dependency {
+            name: dependency["name"].as_str().unwrap_or_default(),
+            requirement: dependency["req"].as_str().unwrap_or_default(),
+            is_path: dependency["path"].is_string(),
+            is_for_tests: dependency["kind"] == "dev",
+        })
     }
 
     /// Where its manifest lies.

@@ -18,7 +18,7 @@ use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips;
-use crate::{Result, features, install};
+use crate::{Result, features, install, package};
 pub(crate) use again::{MOST, TIMES};
 use ledger::Ledger;
 use programs::Program;
@@ -58,6 +58,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
         run.step(step.name, |run| match step.action {
             Action::Cargo(call) => run.cargo(step, call),
             Action::Tests => run.tests(step.limit),
+            Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         });
     }

@@ -26,6 +26,8 @@ pub(crate) enum Action {
     Tests,
     /// The checks of `cargo xtask features`; counts as one passed or one failed.
     Features,
+    /// The checks of `cargo xtask package`; counts as one passed or one failed.
+    Package,
 }
 
 /// Arguments and environment of one call of cargo.
@@ -72,6 +74,14 @@ pub(crate) const STEPS: &[Step] = &[
     // What is carried to a machine with a GPU works there, as far as the stand-in can tell.
     Step { of: &["kvx-cuda"], ..step("gpu", Action::Cargo(&call("xtask gpu --rehearse"))) },
     Step { of: &["kvx-transfer", "kvx-core"], ..step("features", Action::Features) },
+    // As README shows it, each benchmark once.
+    Step {
+        of: &["kvx-transfer"],
+        tier: Tier::Whole,
+        ..step("bench", Action::Cargo(&call("bench --bench costs -- --test")))
+    },
+    // What users get builds alone, and README's program on it.
+    Step { of: &["kvx-transfer"], tier: Tier::Whole, ..step("package", Action::Package) },
 ];
 
 /// A step of each crate, which the fast tier leaves out.

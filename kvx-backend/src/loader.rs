@@ -1,6 +1,6 @@
 //! Opens native libraries at run time: a missing one is a reason in a list, never a crash.
 //!
-//! Libraries that kvx needs are foreign guests in a host process. They are never closed (their threads and exit
+//! The host process belongs to the program, not to the libraries that kvx needs. They are never closed (their threads and exit
 //! handlers would run into unmapped code), the environment is not changed for them, and the signal handlers that some
 //! install while they are loaded or initialised are put back: open a library and initialise it in one
 //! [`with_signals_kept`].
@@ -28,7 +28,8 @@ use std::fmt;
 #[cfg(target_env = "gnu")]
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
 
 use libloading::os::unix as native;
 
@@ -176,6 +177,36 @@ struct Origin {
     value: Option<String>,
 }
 
+/// What a process knows of a library that it opens once: the first that was asked for is the only one.
+pub struct OpenOnce<T>(OnceLock<T>);
+
+impl<T> OpenOnce<T> {
+    /// Not opened yet.
+    #[expect(clippy::new_without_default, reason = "it is made for statics, which need a constant")]
+    pub const fn new() -> Self {
+        OpenOnce(OnceLock::new())
+    }
+
+    /// The library, if it has been opened.
+    pub fn opened(&self) -> Option<&T> {
+        self.0.get()
+    }
+
+    /// The library, which `load` opens unless it is open already.
+    ///
+    /// # Errors
+    /// Those of `load`, which is tried again at the next call.
+    pub fn open(&self, load: impl FnOnce() -> Result<T, Unavailable>) -> Result<&T, Unavailable> {
+        match self.0.get() {
+            Some(library) => Ok(library),
+            None => {
+                let library = load()?;
+                Ok(self.0.get_or_init(|| library))
+            }
+        }
+    }
+}
+
 impl Library {
     /// The file that was really loaded. It may be another than the first of its name: the process may have loaded it
     /// before.
@@ -193,6 +224,24 @@ impl Library {
     pub unsafe fn symbol<T: Copy>(&self, name: &CStr) -> Result<T, Unavailable> {
         // SAFETY: the caller's promise.
         unsafe { self.optional_symbol(name) }.ok_or_else(|| self.lacks(name, ""))
+    }
+
+    /// The address of the symbol `name`, for tables of functions that are filled by name.
+    ///
+    /// # Errors
+    /// Names the symbol and the file.
+    pub fn address(&self, name: &CStr) -> Result<NonNull<c_void>, Unavailable> {
+        // SAFETY: whatever a symbol is, it is an address, and null ones are not told.
+        unsafe { self.symbol(name) }
+    }
+
+    /// As [`address`](Library::address), of the symbol as of `version`.
+    ///
+    /// # Errors
+    /// Names the symbol, the version and the file.
+    pub fn versioned_address(&self, name: &CStr, version: &CStr) -> Result<NonNull<c_void>, Unavailable> {
+        // SAFETY: as above.
+        unsafe { self.versioned_symbol(name, version) }
     }
 
     /// The symbol `name`, for what only some versions of a library have.
@@ -427,5 +476,13 @@ mod tests {
         let outcome = std::panic::catch_unwind(|| with_signals_kept(|| panic!("on purpose")));
         assert!(outcome.is_err());
         assert_eq!(with_signals_kept(|| with_signals_kept(|| 7)), 7);
+    }
+
+    #[test]
+    fn a_library_is_opened_once_and_tried_again_until_then() {
+        let once = OpenOnce::new();
+        assert!(once.open(|| Err(Unavailable::because("not there", "install it"))).is_err());
+        assert_eq!((once.opened(), once.open(|| Ok(1))), (None, Ok(&1)));
+        assert_eq!((once.open(|| Ok(2)), once.opened()), (Ok(&1), Some(&1)));
     }
 }

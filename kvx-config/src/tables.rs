@@ -46,7 +46,7 @@ pub const OPTION_TABLES: &[OptionTable] = &[
     OptionTable {
         name: "rixl",
         aliases: &["nixl"],
-        keys: &["any_version", "params", "plugin", "progress_thread", "stay_awake"],
+        keys: &["any_version", "params", "plugin", "progress_thread"],
     },
 ];
 

@@ -487,18 +487,17 @@ impl Transfer {
         };
         let until = deadline.into();
         // Lends a hand first.
-        let unannounced = link.as_ref().is_some_and(|link| link.ends_unannounced());
-        let Looks { patience, between } = Looks::after(&self.0.plan.size(), unannounced);
-        let patience = Instant::now() + patience;
-        let mut looks = 0;
+        let (begun, mut looks) = (Instant::now(), 0);
         while let Some(link) = &link {
-            let moved = link.drive();
+            let turn = link.drive();
+            let moved = turn.done > 0;
             looks = if moved { 0 } else { looks + 1 };
             if let Some(result) = self.0.take(&mut self.0.state.lock()) {
                 return result;
             }
             let now = Instant::now();
-            if until.instant().is_some_and(|until| until <= now) || (!moved && now >= patience) {
+            let Looks { patience, between } = Looks::after(&self.0.plan.size(), &turn);
+            if until.instant().is_some_and(|until| until <= now) || (!moved && now >= begun + patience) {
                 break;
             }
             if !moved {

@@ -7,7 +7,7 @@
 use std::any::Any;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::identity::{Generation, Identity, Incarnation, Sender};
 use crate::registry::{Placement, Unavailable};
@@ -209,15 +209,9 @@ pub unsafe trait Link: Send + Sync {
     /// Stops a transfer as soon as possible. Best effort; the ticket still settles.
     fn cancel(&self, id: TransferId);
 
-    /// Makes progress on the calling thread, if that is possible. Says whether anything moved.
-    fn drive(&self) -> bool {
-        false
-    }
-
-    /// Whether threads of the library move what is posted, and its end is only found by asking. A caller that waits for at most
-    /// [`INLINE_SEGMENTS`] pieces then calls [`drive`](Link::drive) for up to a millisecond before it sleeps.
-    fn ends_unannounced(&self) -> bool {
-        false
+    /// Makes progress on the calling thread, if that is possible.
+    fn drive(&self) -> Turn {
+        Turn::did(0)
     }
 
     /// The calling thread, which drove, goes to sleep: whatever comes now is the transport's own thread's to see to.
@@ -225,6 +219,51 @@ pub unsafe trait Link: Send + Sync {
 
     /// Ends the link. What is in flight settles with `Closed`, each when it is proven that nobody touches its memory.
     fn close(&self);
+}
+
+/// What one turn of a transport has done, and how the next is to be scheduled. Every layer passes it on whole, so that a
+/// further wish of a backend needs a field here and its one reader.
+///
+/// ```
+/// use kvx_core::transport::Turn;
+/// let turn = Turn { own_thread_only: true, ..Turn::did(3) };
+/// assert_eq!((turn.done, turn.ends_unannounced), (3, false));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Turn {
+    /// How much was done; 0: there is nothing to do now.
+    pub done: usize,
+    /// After a turn that did nothing: how long to go on looking for work before sleeping. A wake-up costs some 15 µs; to look
+    /// for longer pays while bytes are on their way.
+    pub look_for: Duration,
+    /// The looking ends at this moment, if it is earlier.
+    pub look_until: Option<Instant>,
+    /// Other threads may have no turn. Where a turn can last as long as a peer likes, they would miss their deadlines in it.
+    pub own_thread_only: bool,
+    /// Whoever waits for this core goes first, although there is more to do: work whose latency counts comes by. A core that is
+    /// never let go of is taken away only every few milliseconds.
+    pub yields: bool,
+    /// Whatever was begun has ended within the turn, so a sleeping reactor knows of all that is left. It sleeps on and is not asked
+    /// for how long, which costs system calls.
+    pub left_nothing: bool,
+    /// Threads of the library move what is posted, and its end is only found by asking. A caller that waits for at most
+    /// [`INLINE_SEGMENTS`] pieces then calls [`Link::drive`] for up to a millisecond before it sleeps.
+    pub ends_unannounced: bool,
+}
+
+impl Turn {
+    /// A turn that did so much, and has no wishes for the next.
+    pub const fn did(done: usize) -> Self {
+        Turn {
+            done,
+            look_for: Duration::from_micros(20),
+            look_until: None,
+            own_thread_only: false,
+            yields: false,
+            left_nothing: false,
+            ends_unannounced: false,
+        }
+    }
 }
 
 /// The most bytes that a post may move on the calling thread.

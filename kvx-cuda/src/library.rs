@@ -2,9 +2,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
-use std::sync::OnceLock;
 
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 use libloading::os::unix as native;
 
@@ -30,7 +29,7 @@ pub(crate) struct Library {
     pub(crate) path: String,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 
 impl Library {
     /// Opens the library that `KVX_CUDA_LIB` names, else `libcuda.so.1`, and initialises it.
@@ -38,13 +37,7 @@ impl Library {
     /// # Errors
     /// What was tried and the cure; tried again at the next call.
     pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-        match OPENED.get() {
-            Some(library) => Ok(library),
-            None => {
-                let library = Library::load()?;
-                Ok(OPENED.get_or_init(|| library))
-            }
-        }
+        OPENED.open(Library::load)
     }
 
     fn load() -> Result<Library, Unavailable> {

@@ -1,12 +1,12 @@
 //! Where an agent is reached: its section of the metadata.
 
+use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Result};
 
-use crate::bell;
 use crate::config::MAX_RAILS;
 use crate::error::NAME;
-use crate::sealed;
+use crate::wake_peer;
 
 /// The longest address of an endpoint, and the longest name of a provider, that are taken from a peer.
 const MAX_ADDRESS: usize = 256;
@@ -30,8 +30,8 @@ pub(crate) struct Host {
     /// Its number, and where in it a known value can be read.
     pub(crate) process: u32,
     pub(crate) probe: u64,
-    /// What wakes it.
-    pub(crate) bell: Box<[u8]>,
+    /// The name of the socket by which it is woken.
+    pub(crate) wake_name: Box<[u8]>,
 }
 
 impl Address {
@@ -50,7 +50,7 @@ impl Address {
         if let Some(host) = &self.host {
             out.put_u32(host.process);
             out.put_u64(host.probe);
-            out.put_block(&host.bell);
+            out.put_block(&host.wake_name);
         }
         sealed::seal(out)
     }
@@ -79,7 +79,7 @@ impl Address {
             _ => Some(Host {
                 process: reader.u32()?,
                 probe: reader.u64()?,
-                bell: reader.block(bell::MAX_NAME)?.into(),
+                wake_name: reader.block(wake_peer::MAX_NAME)?.into(),
             }),
         };
         reader.end()?;
@@ -129,7 +129,7 @@ mod tests {
             provider: "shm".into(),
             protocol: (14, 1),
             rails: vec![(*b"fi_shm://7:0\0").into(), (*b"fi_shm://7:0:1\0").into()],
-            host: Some(Host { process: 7, probe: 4096, bell: (*b"kvx-7").into() }),
+            host: Some(Host { process: 7, probe: 4096, wake_name: (*b"kvx-7").into() }),
         }
     }
 

@@ -120,7 +120,7 @@ fn ended(process: u32, cause: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ffi::{Address, Remote};
+    use crate::ffi::{PeerNumber, RemoteRange};
 
     /// The number of a process that has ended.
     fn ended() -> u32 {
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn ranges_are_copied_both_ways_or_it_is_said_why_not() {
-        let here = std::process::id();
+        let this_process = std::process::id();
         let (mut near, mut far) = ([1_u8; 100], [2_u8; 100]);
         let theirs = (&raw mut far).addr() as u64;
         let ours = near.as_mut_ptr();
@@ -150,16 +150,20 @@ mod tests {
             local: ours.wrapping_add(from),
             len,
             descriptor: std::ptr::null_mut(),
-            remote: Remote { peer: Address::none(), address: remote, key: 0 },
+            remote: RemoteRange { peer: PeerNumber::none(), address: remote, key: 0 },
         };
         // SAFETY: the arrays are ours, and so long.
         let copy = |op, process, ranges: &[Range]| unsafe { copy(process, op, ranges) };
-        copy(Op::Read, here, &[range(0, 20, theirs + 40), range(20, 0, theirs), range(40, 20, theirs)])
-            .unwrap();
-        copy(Op::Write, here, &[range(20, 60, theirs)]).unwrap();
-        assert_eq!(copy(Op::Read, here, &[range(0, 9, 8)]).unwrap_err().kind(), Kind::Native);
+        copy(
+            Op::Read,
+            this_process,
+            &[range(0, 20, theirs + 40), range(20, 0, theirs), range(40, 20, theirs)],
+        )
+        .unwrap();
+        copy(Op::Write, this_process, &[range(20, 60, theirs)]).unwrap();
+        assert_eq!(copy(Op::Read, this_process, &[range(0, 9, 8)]).unwrap_err().kind(), Kind::Native);
         // What lies before a place that is not there is copied all the same.
-        let error = copy(Op::Write, here, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
+        let error = copy(Op::Write, this_process, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
         assert_eq!(error.kind(), Kind::Native);
         assert_eq!(copy(Op::Write, ended(), &[range(0, 9, theirs)]).unwrap_err().kind(), Kind::PeerLost);
         let wanted = |from: usize, to: usize, of: u8| near[from..to].iter().all(|byte| *byte == of);

@@ -2,27 +2,24 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod address;
-mod bell;
 mod config;
 mod error;
+mod fabric;
+mod factory;
 mod ffi;
 mod host;
-mod knock;
-mod link;
 mod memory;
 mod neighbours;
 mod operations;
+mod peers;
 mod posting;
-mod progress;
+mod probe_peer;
 mod providers;
 mod rail;
-mod sealed;
-#[cfg(test)]
-mod shuffling;
 mod topology;
-mod transport;
+mod wake_peer;
 
-pub use transport::Libfabric;
+pub use factory::Libfabric;
 
 /// The generated bindings to libfabric, for programs that drive it themselves: no part of kvx, and without its promises.
 ///

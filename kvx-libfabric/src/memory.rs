@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvx_backend::fabric::Registrar;
+use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
@@ -14,8 +15,7 @@ use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::*;
 use crate::ffi::{Described, Domain, Endpoint, Errno, Library, Registration, Version};
 use crate::providers::is_shared_memory;
-use crate::sealed;
-use crate::topology::{self, Place, Topology};
+use crate::topology::{self, BusPlace, Topology};
 
 /// The first version that registers a file of a device's memory.
 const WITH_FILES: Version = Version::of(1, 20);
@@ -83,7 +83,7 @@ impl Mapped {
 /// A rail as memory is registered with it.
 pub(crate) struct Near {
     pub(crate) endpoint: Arc<Endpoint>,
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<BusPlace>,
 }
 
 /// The rails, and every registration with them: none outlives its memory, nor the end of the agent.
@@ -175,7 +175,7 @@ unsafe impl Registrar<Local> for Registrations {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let open = open.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
-        let places: Vec<Option<&Place>> = open.rails.iter().map(|rail| rail.place.as_ref()).collect();
+        let places: Vec<Option<&BusPlace>> = open.rails.iter().map(|rail| rail.place.as_ref()).collect();
         // One rail is the nearest, wherever it is.
         let place = if places.len() > 1 { open.topology.of_memory(memory) } else { None };
         let near = topology::nearest(place.as_ref(), &places, open.most);

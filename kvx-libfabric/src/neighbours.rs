@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ffi::Endpoint;
 
-struct Open {
+struct OpenEndpoint {
     address: Box<[u8]>,
     endpoint: Arc<Endpoint>,
     /// Its own agent, and neighbours that lead to it.
     users: usize,
 }
 
-static OPEN: Mutex<Vec<Open>> = Mutex::new(Vec::new());
+static OPEN: Mutex<Vec<OpenEndpoint>> = Mutex::new(Vec::new());
 /// One at a time closes an endpoint: those that it forgets, and that forget it, are open meanwhile.
 static CLOSING: Mutex<()> = Mutex::new(());
 
@@ -28,7 +28,7 @@ impl Neighbour {
     pub(crate) fn new(address: &[u8], endpoint: &Arc<Endpoint>) -> Self {
         let endpoint = Arc::clone(endpoint);
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.push(Open { address: address.into(), endpoint, users: 1 });
+        open.push(OpenEndpoint { address: address.into(), endpoint, users: 1 });
         Neighbour(address.into())
     }
 

@@ -20,16 +20,16 @@ pub(crate) enum Operation {
 /// Memory that some providers use while an operation lasts, as large as the largest asks for (`struct fi_context2`).
 /// Providers that want none never touch it, so it costs no cache.
 #[repr(C, align(64))]
-pub(crate) struct Context(UnsafeCell<[u8; 64]>);
+pub(crate) struct OperationContext(UnsafeCell<[u8; 64]>);
 
 // SAFETY: nobody here reads or writes what is inside.
-unsafe impl Send for Context {}
+unsafe impl Send for OperationContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for OperationContext {}
 
 /// The operations of one endpoint, which keeps their contexts.
 pub(crate) struct Operations {
-    contexts: Arc<[Context]>,
+    contexts: Arc<[OperationContext]>,
     /// By the place of the context.
     posted: Box<[Option<Operation>]>,
     free: Vec<usize>,
@@ -39,14 +39,14 @@ impl Operations {
     /// For at most so many at a time.
     pub(crate) fn new(most: usize) -> Self {
         Operations {
-            contexts: (0..most).map(|_| Context(UnsafeCell::new([0; 64]))).collect(),
+            contexts: (0..most).map(|_| OperationContext(UnsafeCell::new([0; 64]))).collect(),
             posted: vec![None; most].into(),
             free: (0..most).rev().collect(),
         }
     }
 
     /// What the endpoint is to keep.
-    pub(crate) fn contexts(&self) -> Arc<[Context]> {
+    pub(crate) fn contexts(&self) -> Arc<[OperationContext]> {
         Arc::clone(&self.contexts)
     }
 
@@ -62,8 +62,8 @@ impl Operations {
     #[inline]
     pub(crate) fn take(&mut self, context: *mut c_void) -> Option<Operation> {
         let offset = context.addr().checked_sub(self.contexts.as_ptr().addr())?;
-        let at = offset / size_of::<Context>();
-        if offset % size_of::<Context>() != 0 {
+        let at = offset / size_of::<OperationContext>();
+        if offset % size_of::<OperationContext>() != 0 {
             return None;
         }
         let operation = self.posted.get_mut(at)?.take()?;

@@ -6,22 +6,22 @@ use kvx_backend::fabric::Job;
 use kvx_core::{Result, Segment};
 
 use crate::error;
+use crate::fabric::LibfabricFabric;
 use crate::ffi::{self, Range};
 use crate::host;
 use crate::memory::{Local, Remote};
-use crate::progress::Driver;
 use crate::rail::{Post, Posted};
 
 /// How a piece goes: over which of our rails, with what, to where.
-pub(crate) struct Way {
+pub(crate) struct PiecePath {
     pub(crate) rail: usize,
     pub(crate) descriptor: *mut c_void,
-    pub(crate) remote: ffi::Remote,
+    pub(crate) remote: ffi::RemoteRange,
 }
 
 /// What is kept for a job: how often something of it was posted, which says over which rail the next pieces go.
 #[derive(Default)]
-pub(crate) struct Posting(usize);
+pub(crate) struct PostingState(usize);
 
 /// Pieces that are posted together, over one rail to one of the peer's.
 #[derive(Default)]
@@ -42,26 +42,26 @@ pub(crate) enum Gone {
     Not,
 }
 
-impl Driver {
+impl LibfabricFabric {
     /// How the `turn`th piece of a transfer to a peer goes. Errors: libfabric's.
     #[inline]
-    pub(crate) fn way(
+    pub(crate) fn path(
         &mut self,
         peer: usize,
         turn: usize,
         local: &Local,
         remote: &Remote,
         offset: u64,
-    ) -> Result<Way> {
+    ) -> Result<PiecePath> {
         let (rail, descriptor) = local.rail(turn);
         let key = remote.key(turn);
         let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
-        let remote = ffi::Remote { peer, address: key.base + offset, key: key.key };
-        Ok(Way { rail, descriptor, remote })
+        let remote = ffi::RemoteRange { peer, address: key.base + offset, key: key.key };
+        Ok(PiecePath { rail, descriptor, remote })
     }
 
     /// Takes the next pieces of a job that go the same way.
-    fn gather(&mut self, at: usize, job: &mut Job<'_, Driver>, most: u64) -> Result<Bundle> {
+    fn gather(&mut self, at: usize, job: &mut Job<'_, LibfabricFabric>, most: u64) -> Result<Bundle> {
         let mut bundle = Bundle { bytes: 0, ..std::mem::take(&mut self.bundle) };
         bundle.segments.clear();
         bundle.ranges.clear();
@@ -72,7 +72,8 @@ impl Driver {
             && let Some(piece) = job.next_piece()
         {
             let (ours, theirs) = (job.local(piece.local_region), job.remote(piece.remote_region));
-            let Way { rail, descriptor, remote } = self.way(at, turn, ours, theirs, piece.remote_offset)?;
+            let PiecePath { rail, descriptor, remote } =
+                self.path(at, turn, ours, theirs, piece.remote_offset)?;
             if bundle
                 .ranges
                 .first()
@@ -95,7 +96,7 @@ impl Driver {
     pub(crate) fn post_some(
         &mut self,
         at: usize,
-        job: &mut Job<'_, Driver>,
+        job: &mut Job<'_, LibfabricFabric>,
         most: u64,
     ) -> Result<Option<(Gone, u32, u64)>> {
         let bundle = self.gather(at, job, most)?;

@@ -8,9 +8,9 @@ use kvx_core::{
 
 use crate::config::{Config, MAX_RAILS};
 use crate::error::{self, NAME};
+use crate::fabric::SETS_UP;
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Asked, Info, Infos, Library, Version};
-use crate::progress::SETS_UP;
 
 /// What kvx knows of a provider, by the first word of its name.
 struct Known {

@@ -10,7 +10,7 @@ use kvx_core::{Op, Result};
 
 use crate::error;
 use crate::ffi::{
-    Address, Completion, Described, Domain, Endpoint, Errno, Failed, MAX_RANGES, Range, Read, Registration,
+    Completion, Described, Domain, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range, Read, Registration,
 };
 use crate::operations::{Operation, Operations};
 
@@ -204,7 +204,7 @@ impl Rail {
     }
 
     /// Sends a message.
-    pub(crate) fn send(&mut self, peer: usize, to: Address, message: &[u8]) -> Result<Posted, Errno> {
+    pub(crate) fn send(&mut self, peer: usize, to: PeerNumber, message: &[u8]) -> Result<Posted, Errno> {
         let Some(mail) = &mut self.mail else { return Err(Errno(libc::EOPNOTSUPP)) };
         let Some(buffer) = mail.free.pop() else { return Ok(Posted::Later) };
         let Some(context) = self.operations.add(Operation::Send { buffer, peer }) else {

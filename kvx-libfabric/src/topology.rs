@@ -8,7 +8,7 @@ use crate::ffi::PciAddress;
 
 /// A place in this machine: a NUMA node, and the bridges down to it from the root of its PCI buses.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BusPlace {
     node: Option<u32>,
     /// Empty for what is on no PCI bus: host memory.
     bridges: Vec<String>,
@@ -19,10 +19,10 @@ const SAME_NODE: usize = 64;
 const UNKNOWN_NODE: usize = 96;
 const OTHER_NODE: usize = 128;
 
-impl Place {
+impl BusPlace {
     /// How many bridges are between two places, if they have a root of PCI buses in common: then traffic between them stays
     /// off the memory's buses. Else it depends on the nodes.
-    fn distance(&self, other: &Place) -> usize {
+    fn distance(&self, other: &BusPlace) -> usize {
         let common = self.bridges.iter().zip(&other.bridges).take_while(|(a, b)| a == b).count();
         if common > 0 {
             return (self.bridges.len() + other.bridges.len() - 2 * common).min(SAME_NODE - 1);
@@ -51,7 +51,7 @@ impl Topology {
     }
 
     /// Where a card is: by the address that its provider knows, else by its name.
-    pub(crate) fn of_card(&self, pci: Option<PciAddress>, name: &str) -> Option<Place> {
+    pub(crate) fn of_card(&self, pci: Option<PciAddress>, name: &str) -> Option<BusPlace> {
         match pci {
             Some(pci) => self.of_pci(&pci.to_string()),
             None => ["infiniband", "net"].iter().find_map(|class| {
@@ -61,32 +61,32 @@ impl Topology {
     }
 
     /// Where memory is.
-    pub(crate) fn of_memory(&self, memory: &Memory) -> Option<Place> {
+    pub(crate) fn of_memory(&self, memory: &Memory) -> Option<BusPlace> {
         match memory.kind() {
             MemoryKind::Host | MemoryKind::Pinned => {
-                Some(Place { node: Some(node_of(memory.as_ptr())?), bridges: Vec::new() })
+                Some(BusPlace { node: Some(node_of(memory.as_ptr())?), bridges: Vec::new() })
             }
             MemoryKind::Cuda => self.of_cuda(memory.device()),
             MemoryKind::Rocm => self.of_rocm(memory.device()),
         }
     }
 
-    fn of_pci(&self, address: &str) -> Option<Place> {
+    fn of_pci(&self, address: &str) -> Option<BusPlace> {
         self.of_folder(&self.sys.join("bus/pci/devices").join(address))
     }
 
     /// A device's own folder, whatever links lead to it.
-    fn of_folder(&self, folder: &Path) -> Option<Place> {
+    fn of_folder(&self, folder: &Path) -> Option<BusPlace> {
         let folder = folder.canonicalize().ok()?;
         let below = folder.strip_prefix(self.sys.join("devices").canonicalize().ok()?).ok()?;
         let bridges = below.iter().map(|name| name.to_string_lossy().into_owned()).collect();
         let node = std::fs::read_to_string(folder.join("numa_node")).ok();
         // The kernel says -1 where there is one node, or the firmware does not tell.
-        Some(Place { node: node.and_then(|node| node.trim().parse().ok()), bridges })
+        Some(BusPlace { node: node.and_then(|node| node.trim().parse().ok()), bridges })
     }
 
     /// The GPU whose UUID the driver shows for an address.
-    fn of_cuda(&self, device: DeviceId) -> Option<Place> {
+    fn of_cuda(&self, device: DeviceId) -> Option<BusPlace> {
         let cards = std::fs::read_dir(self.proc.join("driver/nvidia/gpus")).ok()?;
         let wanted: String = device.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let found = cards.flatten().find(|card| {
@@ -99,7 +99,7 @@ impl Topology {
 
     /// The GPU whose number the driver shows, with its address as one number; or which is known by its address, having no
     /// number.
-    fn of_rocm(&self, device: DeviceId) -> Option<Place> {
+    fn of_rocm(&self, device: DeviceId) -> Option<BusPlace> {
         let text = std::str::from_utf8(&device.0).unwrap_or_default().trim_end_matches('\0');
         if text.contains(':') {
             return self.of_pci(text);
@@ -122,8 +122,8 @@ impl Topology {
 }
 
 /// The rails that are nearest to a place, at most so many; the first ones if nothing is known of it.
-pub(crate) fn nearest(to: Option<&Place>, rails: &[Option<&Place>], most: usize) -> Vec<usize> {
-    let far = |rail: &Option<&Place>| match (to, rail) {
+pub(crate) fn nearest(to: Option<&BusPlace>, rails: &[Option<&BusPlace>], most: usize) -> Vec<usize> {
+    let far = |rail: &Option<&BusPlace>| match (to, rail) {
         (Some(to), Some(rail)) => to.distance(rail),
         _ => UNKNOWN_NODE,
     };
@@ -181,12 +181,12 @@ mod tests {
 
     const EIGHT: &str = include_str!("../tests/data/eight-gpus-eight-cards.txt");
 
-    fn cards(topology: &Topology) -> Vec<Place> {
+    fn cards(topology: &Topology) -> Vec<BusPlace> {
         (0..8).map(|at| topology.of_card(None, &format!("mlx5_{at}")).expect("a card")).collect()
     }
 
     /// As kvx-cuda makes them: the bytes of the UUID that the driver shows in hexadecimal.
-    fn gpu(topology: &Topology, number: u8) -> Option<Place> {
+    fn gpu(topology: &Topology, number: u8) -> Option<BusPlace> {
         topology.of_cuda(DeviceId([0xa0 + number; 16]))
     }
 
@@ -195,7 +195,7 @@ mod tests {
         let recorded = Recorded::new("each", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
-        let rails: Vec<Option<&Place>> = places.iter().map(Some).collect();
+        let rails: Vec<Option<&BusPlace>> = places.iter().map(Some).collect();
         for number in 0..8 {
             let place = gpu(&topology, number).expect("a GPU");
             assert_eq!(nearest(Some(&place), &rails, 4), [usize::from(number)]);
@@ -208,8 +208,8 @@ mod tests {
         let recorded = Recorded::new("host", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
-        let rails: Vec<Option<&Place>> = places.iter().map(Some).collect();
-        let host = |node| Place { node: Some(node), bridges: Vec::new() };
+        let rails: Vec<Option<&BusPlace>> = places.iter().map(Some).collect();
+        let host = |node| BusPlace { node: Some(node), bridges: Vec::new() };
         assert_eq!(nearest(Some(&host(0)), &rails, 8), [0, 1, 2, 3]);
         assert_eq!(nearest(Some(&host(1)), &rails, 2), [4, 5]);
         assert_eq!(nearest(None, &rails, 3), [0, 1, 2]);
@@ -222,7 +222,7 @@ mod tests {
         let recorded = Recorded::new("other", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
-        let rails: Vec<Option<&Place>> = places[1..].iter().map(Some).collect();
+        let rails: Vec<Option<&BusPlace>> = places[1..].iter().map(Some).collect();
         let place = gpu(&topology, 0).expect("a GPU");
         assert_eq!(nearest(Some(&place), &rails, 4), [0, 1, 2], "cards 1 to 3");
     }

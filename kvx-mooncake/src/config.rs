@@ -46,7 +46,7 @@ impl Config {
 
     fn on(options: &Options, found: &[String]) -> Result<Self> {
         let (table, top) = (options.table("mooncake", KEYS)?, options.top());
-        let text = |key| Ok(table.text(key)?.or(top.text(key)?));
+        let text = |key| -> Result<_> { Ok(table.text(key)?.or(top.text(key)?)) };
         let protocol = match text("mooncake_protocol")? {
             None if found.is_empty() => "tcp".to_owned(),
             None => "rdma".to_owned(),

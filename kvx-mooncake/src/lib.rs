@@ -2,18 +2,19 @@
 #![cfg(target_os = "linux")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod address;
 mod batches;
+mod blocking_calls;
 mod config;
-mod couriers;
 mod error;
+mod fabric;
+mod factory;
 mod ffi;
 mod frames;
-mod link;
 mod memory;
-mod progress;
-mod transport;
+mod peers;
 
-pub use transport::Mooncake;
+pub use factory::Mooncake;
 
 /// The generated bindings, for programs that drive the engine themselves: no part of kvx, and without its promises.
 #[cfg(feature = "raw")]

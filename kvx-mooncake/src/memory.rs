@@ -214,10 +214,10 @@ mod tests {
     #[test]
     fn a_device_is_named_by_its_number_and_host_memory_by_the_node_that_the_operator_says() {
         let device = TestDevice::new(MemoryKind::Cuda);
-        let (there, here) = (device.allocate(4096), Memory::owned(vec![0; 64]));
+        let (on_device, on_host) = (device.allocate(4096), Memory::owned(vec![0; 64]));
         for node in [None, Some("cpu:1")] {
-            assert_eq!(location(&there, node), format!("cuda:{}", device.ordinal()));
-            assert_eq!(location(&here, node), node.unwrap_or("*"));
+            assert_eq!(location(&on_device, node), format!("cuda:{}", device.ordinal()));
+            assert_eq!(location(&on_host, node), node.unwrap_or("*"));
         }
     }
 

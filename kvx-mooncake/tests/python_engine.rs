@@ -20,7 +20,7 @@ const BLOCKS: usize = 256;
 const LEN: usize = BLOCK * BLOCKS;
 
 fn agent(name: &str) -> Agent {
-    // One courier, so that whoever is held up by a stopped peer would keep all others waiting.
+    // One thread for blocking calls, so that a call that a stopped peer holds up would keep all others waiting.
     agent_with(name, r#"{"mooncake": {"num_workers": 1, "mooncake_protocol": "tcp"}}"#)
 }
 
@@ -322,7 +322,7 @@ fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     assert_eq!(other.ask(&read), "0");
     python.stop();
     let held = peer.notify(b"are you there?", CUT_OFF);
-    // There is one courier, so another one comes only because the first is held.
+    // There should be one thread, so another one comes only because the first is held up.
     let next = agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
     next.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let begun = Instant::now();

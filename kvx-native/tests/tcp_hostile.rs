@@ -14,10 +14,10 @@ use tcp_pair::raw::*;
 use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 
 /// As END carries them.
-const UNREGISTERED: u8 = 1;
-const WRONG_KEY: u8 = 2;
+const WRONG_KEY: u8 = 1;
+const UNREGISTERED: u8 = 2;
 const OUT_OF_BOUNDS: u8 = 4;
-const CANCELLED: u8 = 5;
+const CANCELLED: u8 = 6;
 
 #[test]
 fn garbage_costs_a_connection() {

@@ -5,14 +5,13 @@
 //! | `plugin` | the first of `UCX`, `LIBFABRIC` in `backends`, else `UCX` | NIXL's plugin that moves the bytes |
 //! | `params` | the plugin's own | an object of strings, passed to the plugin: `{"engine_config": "TLS=tcp"}` |
 //! | `progress_thread` | false with `UCX`, else true | whether NIXL gets a thread of its own, which sleeps until something comes |
-//! | `stay_awake` | true | whether kvx's thread looks for notifications instead of sleeping while they flow |
 //! | `any_version` | false | use a wheel of a version that this release does not know |
 
 use kvx_core::{Error, Kind, Options, Result};
 
 use crate::ffi::UCX;
 
-const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread", "stay_awake"];
+const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread"];
 /// Backends of kvx that are plugins of NIXL as well, and NIXL's own name.
 pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
 /// The plugin that needs no thread of NIXL's: the sockets that it has wake kvx's own. NIXL's would read what has come before
@@ -27,7 +26,6 @@ pub(crate) struct Config {
     pub(crate) plugin: String,
     pub(crate) params: Vec<(String, String)>,
     pub(crate) progress_thread: bool,
-    pub(crate) stay_awake: bool,
     pub(crate) any_version: bool,
 }
 
@@ -56,7 +54,6 @@ impl Config {
             plugin,
             params: table.pairs("params")?.unwrap_or_default(),
             progress_thread,
-            stay_awake: table.flag("stay_awake")?.unwrap_or(true),
             any_version: table.flag("any_version")?.unwrap_or(false),
         })
     }
@@ -86,12 +83,6 @@ mod tests {
         let has = |text| read(text).unwrap().progress_thread;
         assert!(!has("{}") && has(r#"{"rixl": {"plugin": "LIBFABRIC"}}"#));
         assert!(has(r#"{"rixl": {"progress_thread": true}}"#));
-    }
-
-    #[test]
-    fn it_stays_awake_unless_told_to_sleep() {
-        let stays = |text| read(text).unwrap().stay_awake;
-        assert!(stays("{}") && !stays(r#"{"rixl": {"stay_awake": false}}"#));
     }
 
     #[test]

@@ -7,20 +7,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use kvx_backend::reactor::Armed;
+use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 
+use crate::address::Address;
+use crate::agent_lock::AgentLock;
+use crate::cpu_trials::{self, Trials};
 use crate::ffi::{Agent, Range, Segment, State, TransferList, Unreleased};
 use crate::memory::{self, Local, Ranges};
-use crate::pace::Pace;
-use crate::peers::{Address, Export, Peers, Way};
+use crate::peers::{PeerRegion, Peers, Way};
 use crate::prepared::{Kept, Lease, Prepared, Slice};
-use crate::reach::{self, Trials};
-use crate::slicing::{self, Slicing};
-use crate::turnstile::Turnstile;
+use crate::sleeps::Sleeps;
 use crate::wakes::Wakes;
-use flights::{Flight, For};
+use flights::{Flight, Purpose};
 
 mod flights;
 
@@ -28,6 +28,11 @@ mod flights;
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
+/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a post copies before it returns,
+/// and a message waits for its end; UCX copies as many bytes at a time, so shorter slices cost throughput.
+const SLICE_BYTES: u64 = 512 << 10;
+/// The most bytes of a transfer that may be one slice.
+const ONE_SLICE: u64 = 1 << 20;
 /// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
 /// each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
@@ -45,7 +50,7 @@ pub(crate) struct Transfer {
 }
 
 /// A region of a peer.
-pub(crate) struct Remote(Arc<Export>);
+pub(crate) struct Remote(Arc<PeerRegion>);
 
 /// Lists to make requests from: for host memory and for devices, by side.
 #[derive(Default)]
@@ -70,7 +75,7 @@ fn list<'a>(
 }
 
 pub(crate) struct Nixl {
-    turnstile: Arc<Turnstile>,
+    agent_lock: Arc<AgentLock>,
     unreleased: Arc<Unreleased>,
     ranges: Arc<Ranges>,
     peers: Peers,
@@ -84,8 +89,7 @@ pub(crate) struct Nixl {
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
-    slicing: Slicing,
-    pace: Pace,
+    sleeps: Sleeps,
     wakes: Wakes,
     fds: [RawFd; 1],
     capabilities: Capabilities,
@@ -94,49 +98,25 @@ pub(crate) struct Nixl {
     has_rdma: bool,
 }
 
-fn agent(passed: &Option<Agent>) -> Result<&Agent> {
-    passed.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
-}
-
-/// Leaves at most so many bytes of a piece, and the rest to the next one.
-fn cut(job: &mut Job<'_, Nixl>, piece: &mut kvx_core::Segment, most: u64) {
-    if piece.len > most {
-        job.put_back(kvx_core::Segment {
-            local_offset: piece.local_offset + most,
-            remote_offset: piece.remote_offset + most,
-            len: piece.len - most,
-            ..*piece
-        });
-        piece.len = most;
-    }
-}
-
-/// Passes over so many bytes, which were posted by kept slices.
-fn skip(job: &mut Job<'_, Nixl>, mut bytes: u64) {
-    while bytes > 0
-        && let Some(mut piece) = job.next_piece()
-    {
-        cut(job, &mut piece, bytes);
-        bytes -= piece.len;
-    }
+fn agent(locked: &Option<Agent>) -> Result<&Agent> {
+    locked.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
 }
 
 impl Nixl {
     pub(crate) fn new(
-        turnstile: Arc<Turnstile>,
+        agent_lock: Arc<AgentLock>,
         ranges: Arc<Ranges>,
         peers: Peers,
         wakes: Wakes,
-        stays_awake: bool,
         capabilities: Capabilities,
         description: String,
     ) -> Result<Self> {
-        let unreleased = Arc::clone(agent(&turnstile.pass())?.unreleased());
+        let unreleased = Arc::clone(agent(&agent_lock.lock())?.unreleased());
         Ok(Nixl {
-            pace: Pace::new(wakes.by_plugin, stays_awake),
+            sleeps: Sleeps::new(),
             fds: [wakes.fd().as_raw_fd()],
             wakes,
-            turnstile,
+            agent_lock,
             unreleased,
             ranges,
             peers,
@@ -147,7 +127,6 @@ impl Nixl {
             trials: Trials::default(),
             news: VecDeque::new(),
             turned_away: None,
-            slicing: Slicing::default(),
             capabilities,
             description,
             has_rdma: std::fs::read_dir(RDMA).is_ok_and(|mut devices| devices.next().is_some()),
@@ -157,12 +136,9 @@ impl Nixl {
     /// Sends, if that is possible now. Errors: `PeerLost`.
     fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
         let Way::Open(name, ..) = self.peers.way(endpoint)? else { return Ok(Sent::Later) };
-        let Some(passed) = self.turnstile.try_pass() else { return Ok(Sent::Later) };
-        match agent(&passed)?.notify(name, bytes) {
-            Ok(()) => {
-                self.slicing.told();
-                Ok(Sent::Taken)
-            }
+        let Some(locked) = self.agent_lock.try_lock() else { return Ok(Sent::Later) };
+        match agent(&locked)?.notify(name, bytes) {
+            Ok(()) => Ok(Sent::Taken),
             // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
             Err(status) => Err(status.error("sending to the peer").kind_is(Kind::PeerLost)),
         }
@@ -173,7 +149,7 @@ impl Nixl {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
-            if !export.is_told(load) && !reach::tell(agent, peers, endpoint, export)? {
+            if !export.is_told(load) && !cpu_trials::tell(agent, peers, endpoint, export)? {
                 return Ok(false);
             }
         }
@@ -192,7 +168,6 @@ impl Nixl {
         let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
         let local = list(&mut lists.local, agent, ours.segment)?;
         let remote = list(&mut lists.remote, agent, theirs.segment)?;
-        cut(job, &mut piece, most);
         let (mut bytes, mut pieces) = (0, 0);
         let last = loop {
             let (ours, theirs) =
@@ -226,7 +201,7 @@ unsafe impl Fabric for Nixl {
         if self.peers.connect(endpoint, &blob, false)? {
             self.news.push_back(Happened::Ready(endpoint));
         }
-        let page = Arc::new(Export::new(page.range, page.blob));
+        let page = Arc::new(PeerRegion::new(page.range, page.blob));
         self.trials.begin(&self.peers, endpoint, page);
         Ok(())
     }
@@ -261,21 +236,21 @@ unsafe impl Fabric for Nixl {
         if range.len < region.len {
             return Err(Error::new(Kind::Malformed, "the region is longer than what NIXL knows of it"));
         }
-        Ok(Remote(Arc::new(Export::new(range, blob))))
+        Ok(Remote(Arc::new(PeerRegion::new(range, blob))))
     }
 
     fn max_piece(&self) -> u64 {
-        slicing::LONG
+        SLICE_BYTES
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
         let endpoint = job.endpoint();
-        let turnstile = Arc::clone(&self.turnstile);
-        let Some(passed) = turnstile.try_pass() else {
+        let agent_lock = Arc::clone(&self.agent_lock);
+        let Some(locked) = agent_lock.try_lock() else {
             self.turned_away = Some(endpoint);
             return Ok(0);
         };
-        let agent = agent(&passed)?;
+        let agent = agent(&locked)?;
         let (name, load) = match self.peers.way(endpoint)? {
             Way::Open(name, load, flights) if flights < DEPTH => (Arc::clone(name), load),
             Way::Open(..) | Way::Later => return Ok(0),
@@ -290,18 +265,15 @@ unsafe impl Fabric for Nixl {
             let prepared = job.plan().native(|| Ok(Prepared::default()))?;
             job.state().lease = Some(Lease::take(&prepared, load, &self.kept));
         }
-        let most = self.slicing.most(job.plan().size().bytes);
-        if most == slicing::SHORT {
-            let from_lease = job.state().lease.as_mut().map_or(0, Lease::leave);
-            skip(job, from_lease);
-        }
+        let is_short = job.plan().size().bytes <= ONE_SLICE;
+        let most = if is_short { ONE_SLICE } else { SLICE_BYTES };
         let next = job.state().lease.as_mut().and_then(Lease::next);
-        let (slice, last) = match next {
+        let slice = match next {
             Some((slice, last)) => {
                 if last {
                     job.all_posted();
                 }
-                (slice, last)
+                slice
             }
             None => {
                 let made = Self::make(&mut self.lists, agent, &name, job, most);
@@ -313,19 +285,16 @@ unsafe impl Fabric for Nixl {
                         lease.complete();
                     }
                 }
-                (slice, last)
+                slice
             }
         };
         // SAFETY: core keeps the local memory and has checked its bounds until the slice is reported; the request
         // is not in progress, because a lease has it to itself and its last transfer has ended.
         let state = unsafe { agent.post(&slice.request) };
-        self.slicing.posted(state == State::Done, last);
-        #[cfg(test)]
-        slicing::tests::posted(&mut self.slicing, slice.bytes);
         match state {
             State::Done => {}
             State::InProgress => {
-                self.fly(For::Job(job.id()), slice.request, &name);
+                self.fly(Purpose::Job(job.id()), slice.request, &name);
                 job.posted(1);
             }
             State::Failed(status) => {
@@ -353,18 +322,18 @@ unsafe impl Fabric for Nixl {
         }
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         // Asked first: once the plugin has read what came, nothing tells any more that it has woken.
-        let woken = self.pace.is_asleep() && self.wakes.take();
+        let woken = self.sleeps.is_asleep() && self.wakes.take();
         self.peers.take_loaded(happened);
-        let turnstile = Arc::clone(&self.turnstile);
-        turnstile.silence();
+        let agent_lock = Arc::clone(&self.agent_lock);
+        agent_lock.clear_released();
         let mut told = 0;
-        if let Some(mut passed) = turnstile.try_pass() {
+        if let Some(mut locked) = agent_lock.try_lock() {
             if let Some(endpoint) = self.turned_away.take() {
-                happened.push(Happened::Ready(endpoint)); // so that core tries again what found the way barred
+                happened.push(Happened::Ready(endpoint)); // so that core tries again what found another thread at NIXL
             }
-            if let Some(agent) = passed.as_mut() {
+            if let Some(agent) = locked.as_mut() {
                 if !self.unreleased.is_empty() {
                     agent.release();
                 }
@@ -382,8 +351,11 @@ unsafe impl Fabric for Nixl {
             }
         }
         happened.extend(self.news.drain(..));
-        self.pace.looked(woken, told > 0, !happened.is_empty());
-        happened.len()
+        self.sleeps.looked(woken, told > 0, !happened.is_empty());
+        let (look_for, look_until) = self.sleeps.looks();
+        // UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
+        let own_thread_only = !self.has_rdma && (self.peers.converse || self.ranges.any_told());
+        Turn { look_for, look_until, own_thread_only, ..Turn::did(happened.len()) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
@@ -391,25 +363,12 @@ unsafe impl Fabric for Nixl {
             return Ok(Armed::Again);
         }
         let in_flight = !self.flights.is_empty();
-        self.pace.slept(!in_flight && !waiting);
-        Ok(Armed::Sleep(Some(self.pace.sleep(in_flight, waiting))))
+        self.sleeps.slept();
+        Ok(Armed::Sleep(Some(self.sleeps.next(in_flight, waiting))))
     }
 
     fn fds(&self) -> &[RawFd] {
         &self.fds
-    }
-
-    fn notified(&mut self) {
-        self.pace.notified();
-    }
-
-    fn patience(&self) -> Duration {
-        self.pace.patience()
-    }
-
-    /// UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
-    fn takes_guests(&self) -> bool {
-        self.has_rdma || !(self.peers.converse || self.ranges.any_told())
     }
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
@@ -441,7 +400,7 @@ unsafe impl Fabric for Nixl {
         let in_flight = self.gave_up || !self.flights.is_empty();
         // What is in progress is never released, nor its agent destroyed: that would be a use after free.
         std::mem::forget(std::mem::take(&mut self.flights));
-        let gone = self.turnstile.pass().take();
+        let gone = self.agent_lock.lock().take();
         self.lists = Lists::default();
         if in_flight {
             tracing::warn!("requests of NIXL are still in progress: its agent and their memory are kept");
@@ -471,7 +430,7 @@ unsafe impl Fabric for Nixl {
         let ForeignRange { address, len, kind, device } = *range;
         let segment = if kind.is_host() { Segment::Host } else { Segment::Device };
         let range = Range { segment, address, len, device };
-        Ok(Remote(Arc::new(Export::new(range, Box::default()))))
+        Ok(Remote(Arc::new(PeerRegion::new(range, Box::default()))))
     }
 
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {

@@ -2,25 +2,25 @@
 #![cfg(target_os = "linux")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod address;
+mod agent_lock;
 mod blob;
 mod config;
+mod connection;
+mod cpu_trials;
+mod error;
 mod fabric;
+mod factory;
 mod ffi;
-mod flow;
 mod loads;
-mod loss;
 mod memory;
-mod pace;
 mod peers;
 mod prepared;
-mod reach;
-mod slicing;
+mod sleeps;
 mod threads;
-mod transport;
-mod turnstile;
 mod wakes;
 
-pub use transport::Rixl;
+pub use factory::Rixl;
 
 /// The generated bindings, for programs that drive NIXL themselves: no part of kvx, and without its promises.
 #[cfg(feature = "raw")]

@@ -8,9 +8,9 @@ use std::thread::JoinHandle;
 use kvx_backend::reactor::Mailbox;
 use kvx_core::{Error, Kind, Result};
 
+use crate::agent_lock::AgentLock;
 use crate::blob;
 use crate::peers::Name;
-use crate::turnstile::Turnstile;
 
 /// What is asked; done in this order.
 pub(crate) enum Task {
@@ -39,11 +39,11 @@ pub(crate) struct Loads {
 
 impl Loads {
     /// Starts it. Errors: `Exhausted`.
-    pub(crate) fn start(name: String, turnstile: Arc<Turnstile>) -> Result<Self> {
+    pub(crate) fn start(name: String, agent_lock: Arc<AgentLock>) -> Result<Self> {
         let answers = Arc::new(Mailbox::new()?);
         let (tasks, todo) = channel();
         let theirs = Arc::clone(&answers);
-        let thread = std::thread::Builder::new().name(name).spawn(move || serve(&todo, &turnstile, &theirs));
+        let thread = std::thread::Builder::new().name(name).spawn(move || serve(&todo, &agent_lock, &theirs));
         let thread = thread.map_err(|error| {
             Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
         })?;
@@ -76,10 +76,10 @@ impl Drop for Loads {
     }
 }
 
-fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Mailbox<Loaded>) {
+fn serve(todo: &Receiver<Task>, agent_lock: &AgentLock, answers: &Mailbox<Loaded>) {
     for task in todo {
-        let passed = turnstile.pass();
-        let Some(agent) = passed.as_ref() else { continue };
+        let locked = agent_lock.lock();
+        let Some(agent) = locked.as_ref() else { continue };
         let (peer, load, result) = match task {
             Task::Forget { peer } => {
                 agent.forget(&peer);
@@ -99,7 +99,7 @@ fn serve(todo: &Receiver<Task>, turnstile: &Turnstile, answers: &Mailbox<Loaded>
                 (peer, load, result)
             }
         };
-        drop(passed);
+        drop(locked);
         answers.put(Loaded { peer, load, result });
     }
 }

@@ -5,18 +5,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_backend::fabric::{LetGo, Registrar};
+use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, RegionId, Result};
 
+use crate::address::version;
+use crate::agent_lock::AgentLock;
 use crate::blob::{Blob, Described, malformed};
 use crate::ffi::{Range, Segment};
-use crate::turnstile::Turnstile;
 
 /// What NIXL knows of our memory. It finds registrations by address: two regions of one range share one, and ranges that
 /// overlap otherwise are refused, because it could not tell them apart.
 pub(crate) struct Ranges {
-    turnstile: Arc<Turnstile>,
-    /// Locked by those who have passed the turnstile, so that nobody waits for it.
+    agent_lock: Arc<AgentLock>,
+    /// Locked by those alone who have the agent's lock, so that nobody waits for it.
     registered: Mutex<HashMap<Range, Uses>>,
     /// Foreign agents may know some of it, for ever.
     any_told: AtomicBool,
@@ -43,13 +45,13 @@ pub(crate) fn range_of(memory: &Memory) -> Range {
 }
 
 impl Ranges {
-    pub(crate) fn new(turnstile: Arc<Turnstile>) -> Self {
-        Ranges { turnstile, registered: Mutex::default(), any_told: AtomicBool::new(false) }
+    pub(crate) fn new(agent_lock: Arc<AgentLock>) -> Self {
+        Ranges { agent_lock, registered: Mutex::default(), any_told: AtomicBool::new(false) }
     }
 
     fn add(&self, memory: &Arc<Memory>) -> Result<(Range, Vec<u8>)> {
         let range = range_of(memory);
-        let passed = self.turnstile.pass();
+        let locked = self.agent_lock.lock();
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         if !registered.contains_key(&range)
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
@@ -63,7 +65,7 @@ impl Ranges {
                 ),
             ));
         }
-        let agent = passed.as_ref().ok_or_else(closed)?;
+        let agent = locked.as_ref().ok_or_else(closed)?;
         let is_new = !registered.contains_key(&range);
         if is_new {
             agent.register(&range).map_err(|why| match range.segment {
@@ -82,10 +84,10 @@ impl Ranges {
         Ok((range, blob))
     }
 
-    /// A region ends, unless somebody else has NIXL: then the turnstile's bell tells when to come again. Errors: `StillShared`,
+    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let go. Errors: `StillShared`,
     /// if foreign agents may know it; what NIXL answers.
     pub(crate) fn remove(&self, range: &Range) -> Result<LetGo> {
-        let Some(passed) = self.turnstile.try_pass() else { return Ok(LetGo::Later) };
+        let Some(locked) = self.agent_lock.try_lock() else { return Ok(LetGo::Later) };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(uses) = registered.get_mut(range) else { return Ok(LetGo::Now) };
         if uses.told {
@@ -97,7 +99,7 @@ impl Ranges {
         uses.regions -= 1;
         if uses.regions == 0 {
             registered.remove(range);
-            passed.as_ref().ok_or_else(closed)?.deregister(range)?;
+            locked.as_ref().ok_or_else(closed)?.deregister(range)?;
         }
         Ok(LetGo::Now)
     }
@@ -120,9 +122,9 @@ unsafe impl Registrar<Local> for Ranges {
     }
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        let passed = self.turnstile.pass();
+        let locked = self.agent_lock.lock();
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        let blob = passed.as_ref().ok_or_else(closed)?.whole()?;
+        let blob = locked.as_ref().ok_or_else(closed)?.whole()?;
         registered.values_mut().for_each(|uses| uses.told = true);
         self.any_told.fetch_or(!registered.is_empty(), Ordering::AcqRel);
         Ok(blob)
@@ -149,12 +151,12 @@ impl Export {
         out.put_u64(self.range.len);
         out.put_u64(self.range.device);
         out.put_block(&self.blob);
-        checked(out)
+        sealed::seal(out)
     }
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("RIXL region", unchecked("RIXL region", bytes)?);
+        let mut reader = Reader::new("RIXL region", sealed::open("RIXL region", bytes)?);
         version("region", reader.u8()?, Self::VERSION)?;
         let segment = match reader.u8()? {
             0 => Segment::Host,
@@ -177,43 +179,6 @@ impl Export {
             _ => Err(malformed("it speaks of something else than the region")),
         }
     }
-}
-
-/// Errors: `Incompatible`.
-pub(crate) fn version(what: &str, found: u8, ours: u8) -> Result<()> {
-    if found == ours {
-        return Ok(());
-    }
-    Err(Error::new(
-        Kind::Incompatible,
-        format!(
-            "the peer's RIXL {what} has version {found}, this release knows {ours}: update the older end"
-        ),
-    ))
-}
-
-/// Adds a checksum: NIXL and its plugins end the process over altered bytes.
-pub(crate) fn checked(mut bytes: Vec<u8>) -> Vec<u8> {
-    let sum = sum(&bytes);
-    bytes.put_u64(sum);
-    bytes
-}
-
-/// Takes the checksum off. Errors: `Malformed`.
-pub(crate) fn unchecked<'a>(what: &'static str, bytes: &'a [u8]) -> Result<&'a [u8]> {
-    let at = bytes.len().saturating_sub(8);
-    let (rest, end) = bytes.split_at(at);
-    if Reader::new(what, end).u64()? == sum(rest) {
-        return Ok(rest);
-    }
-    Err(Reader::new(what, bytes).malformed("its checksum is wrong"))
-}
-
-/// FNV-1a.
-fn sum(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 #[cfg(test)]
@@ -249,15 +214,15 @@ mod tests {
 
     #[test]
     fn nobody_is_kept_waiting_by_the_end_of_a_region() {
-        let turnstile = Arc::new(Turnstile::around(None).unwrap());
-        let ranges = Ranges::new(Arc::clone(&turnstile));
+        let agent_lock = Arc::new(AgentLock::around(None).unwrap());
+        let ranges = Ranges::new(Arc::clone(&agent_lock));
         let range = Range { segment: Segment::Host, address: 4096, len: 64, device: 0 };
         ranges.registered.lock().unwrap().insert(range, Uses { regions: 2, told: false });
-        let passed = turnstile.pass();
+        let locked = agent_lock.lock();
         for _ in 0..3 {
             assert_eq!(ranges.remove(&range).unwrap(), LetGo::Later, "somebody else has NIXL");
         }
-        drop(passed);
+        drop(locked);
         assert_eq!(ranges.remove(&range).unwrap(), LetGo::Now);
         assert_eq!(
             ranges.registered.lock().unwrap()[&range].regions,

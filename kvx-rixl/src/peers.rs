@@ -1,4 +1,4 @@
-//! Peers as NIXL knows them: by name, one address each; and the endpoints that lead to them.
+//! The peers that NIXL knows, by name, with one address each; and the endpoints that lead to them.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -6,72 +6,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_backend::fabric::{EndpointId, Happened};
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, MAX_NAME, PerOp, Result};
+use kvx_core::wire::Writer as _;
+use kvx_core::{Error, Kind, PerOp, Result};
 
 use crate::blob::{Blob, Described, malformed};
 use crate::ffi::Range;
 use crate::loads::{Loaded, Loads, Task};
-use crate::memory::{self, checked, unchecked, version};
-
-/// The name under which NIXL knows an agent of kvx: each life has its own.
-pub(crate) fn name_of(agent: &Identity) -> String {
-    format!("{}@{}", agent.name, agent.incarnation)
-}
-
-/// How an agent is reached; travels in its metadata.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Address {
-    pub(crate) name: String,
-    /// NIXL's own: a blob without memory.
-    pub(crate) blob: Vec<u8>,
-    /// A page that peers may try out.
-    pub(crate) page: memory::Export,
-}
-
-/// The longest address: some hundred bytes for each network device.
-const MAX_CONNECTION: usize = 256 << 10;
-
-impl Address {
-    const VERSION: u8 = 1;
-
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = vec![Self::VERSION];
-        out.put_block(self.name.as_bytes());
-        out.put_block(&self.blob);
-        out.put_block(&self.page.encode());
-        checked(out)
-    }
-
-    /// Errors: `Malformed`, `Incompatible`.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("RIXL address", unchecked("RIXL address", bytes)?);
-        version("address", reader.u8()?, Self::VERSION)?;
-        let name =
-            std::str::from_utf8(reader.block(MAX_NAME + 33)?).map_err(|_| reader.malformed("no name"))?;
-        let blob = reader.block(MAX_CONNECTION)?.to_vec();
-        let page = memory::Export::decode(reader.block(MAX_CONNECTION)?)?;
-        reader.end()?;
-        let said = Blob::read(&blob)?;
-        if said.agent != name || said.connections.is_empty() || !said.memory.is_empty() {
-            return Err(reader.malformed("its parts contradict each other"));
-        }
-        page.is_of(name)?;
-        Ok(Address { name: name.to_owned(), blob, page })
-    }
-}
 
 /// A region of a peer, which NIXL is told of when a transfer first needs it.
-pub(crate) struct Export {
+pub(crate) struct PeerRegion {
     pub(crate) range: Range,
     pub(crate) blob: Box<[u8]>,
     /// The load of the peer's address that it was told for; 0: none.
     told: AtomicU64,
 }
 
-impl Export {
+impl PeerRegion {
     pub(crate) fn new(range: Range, blob: Box<[u8]>) -> Self {
-        Export { range, blob, told: AtomicU64::new(0) }
+        PeerRegion { range, blob, told: AtomicU64::new(0) }
     }
 
     /// Whether it was told for this load.
@@ -80,8 +32,9 @@ impl Export {
     }
 }
 
+/// How NIXL stands to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum Standing {
     /// NIXL is being told of it.
     Loading,
     Ready,
@@ -93,16 +46,16 @@ enum State {
     },
 }
 
-struct Peer {
+struct PeerAgent {
     blob: Vec<u8>,
     /// What of it says how it is reached.
     connections: Vec<u8>,
     /// The number of this load; requests of another one cannot be posted.
     load: u64,
-    state: State,
+    state: Standing,
     endpoints: Vec<EndpointId>,
     /// What NIXL was told of, whether or not somebody still uses it.
-    exports: Vec<Arc<Export>>,
+    exports: Vec<Arc<PeerRegion>>,
     /// Requests in progress.
     flights: usize,
     /// The same when it was lost, or NIXL last told of it after that.
@@ -142,7 +95,7 @@ pub(crate) struct Peers {
     pub(crate) converse: bool,
     loads: Loads,
     next_load: u64,
-    by_name: BTreeMap<Name, Peer>,
+    by_name: BTreeMap<Name, PeerAgent>,
     endpoints: BTreeMap<EndpointId, Endpoint>,
 }
 
@@ -191,10 +144,10 @@ impl Peers {
         match self.by_name.get_mut(&name) {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
             Some(peer) => {
-                let same = peer.connections == connections && !matches!(peer.state, State::Lost { .. });
+                let same = peer.connections == connections && !matches!(peer.state, Standing::Lost { .. });
                 if same && peer.blob == blob && peer.next.is_none() {
                     peer.endpoints.push(endpoint);
-                    return Ok(peer.state == State::Ready);
+                    return Ok(peer.state == Standing::Ready);
                 }
                 // NIXL knows one life and one description of a name: the new one waits until nobody uses the old.
                 let (next, waiting) = peer.next.get_or_insert_with(Default::default);
@@ -261,11 +214,11 @@ impl Peers {
         self.next_load += 1;
         let load = self.next_load;
         self.loads.ask(Task::Load { peer: name.clone(), load, blob: blob.clone() });
-        let peer = Peer {
+        let peer = PeerAgent {
             blob,
             connections,
             load,
-            state: State::Loading,
+            state: Standing::Loading,
             endpoints,
             exports: Vec::new(),
             flights: 0,
@@ -276,7 +229,7 @@ impl Peers {
         self.by_name.insert(name, peer);
     }
 
-    fn peer_of(&mut self, endpoint: EndpointId) -> Option<&mut Peer> {
+    fn peer_of(&mut self, endpoint: EndpointId) -> Option<&mut PeerAgent> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         self.by_name.get_mut(name)
     }
@@ -293,9 +246,9 @@ impl Peers {
             return Ok(Way::Later); // its life has not begun
         }
         match peer.state {
-            State::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
-            State::Loading | State::Stale => Ok(Way::Later),
-            State::Lost { .. } => Err(lost("the peer is lost")),
+            Standing::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
+            Standing::Loading | Standing::Stale => Ok(Way::Later),
+            Standing::Lost { .. } => Err(lost("the peer is lost")),
         }
     }
 
@@ -304,7 +257,7 @@ impl Peers {
     }
 
     /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
-    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a Export) -> Option<&'a [u8]> {
+    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a PeerRegion) -> Option<&'a [u8]> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         let peer = self.by_name.get(name)?;
         let is_told = export.blob.is_empty() || export.is_told(peer.load);
@@ -313,15 +266,15 @@ impl Peers {
 
     /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else; it
     /// drops the whole peer instead. So the peer is loaded again when nothing is in progress.
-    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<Export>) -> bool {
+    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<PeerRegion>) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
-        let same = |other: &&Arc<Export>| other.range == export.range && other.blob == export.blob;
+        let same = |other: &&Arc<PeerRegion>| other.range == export.range && other.blob == export.blob;
         if peer.exports.iter().any(|other| same(&other)) {
             export.told.store(peer.load, Ordering::Relaxed);
             return true;
         }
         if peer.exports.iter().any(|other| other.range.overlaps(&export.range)) {
-            peer.state = State::Stale;
+            peer.state = Standing::Stale;
             self.refresh(endpoint);
             return false;
         }
@@ -329,7 +282,7 @@ impl Peers {
     }
 
     /// A region was told.
-    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<Export>) {
+    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<PeerRegion>) {
         if let Some(peer) = self.peer_of(endpoint) {
             export.told.store(peer.load, Ordering::Relaxed);
             peer.exports.push(Arc::clone(export));
@@ -346,11 +299,11 @@ impl Peers {
 
     fn refresh_name(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        if peer.state != State::Stale || peer.flights > 0 {
+        if peer.state != Standing::Stale || peer.flights > 0 {
             return;
         }
         self.next_load += 1;
-        (peer.load, peer.state) = (self.next_load, State::Loading);
+        (peer.load, peer.state) = (self.next_load, Standing::Loading);
         peer.exports.clear();
         self.loads.ask(Task::Forget { peer: name.into() });
         self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
@@ -366,7 +319,7 @@ impl Peers {
     pub(crate) fn landed(&mut self, name: &CStr) {
         if let Some(peer) = self.by_name.get_mut(name) {
             peer.flights = peer.flights.saturating_sub(1);
-            if peer.flights == 0 && peer.state == State::Stale {
+            if peer.flights == 0 && peer.state == Standing::Stale {
                 self.refresh_name(name);
             }
         }
@@ -375,7 +328,8 @@ impl Peers {
     /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its loss
     /// and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
-        let unknown = |peer: &Peer| matches!(peer.state, State::Loading | State::Lost { watched: false });
+        let unknown =
+            |peer: &PeerAgent| matches!(peer.state, Standing::Loading | Standing::Lost { watched: false });
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
@@ -386,9 +340,9 @@ impl Peers {
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request whose failure it
             // finds out; where none has ended since, it never answers.
-            State::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
-            State::Lost { watched: true } => {
-                peer.state = State::Lost { watched: false };
+            Standing::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
+            Standing::Lost { watched: true } => {
+                peer.state = Standing::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
             }
             _ => self.lose(name, false, happened),
@@ -400,7 +354,7 @@ impl Peers {
     /// not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        peer.state = State::Lost { watched: peer.flights == 0 };
+        peer.state = Standing::Lost { watched: peer.flights == 0 };
         peer.flights_when_told = peer.flights;
         if peer.flights > 0 {
             self.next_load += 1;
@@ -411,7 +365,7 @@ impl Peers {
 
     /// Whether a peer was lost, and is remembered for the sake of what is in progress to it.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
-        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, State::Lost { .. }))
+        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, Standing::Lost { .. }))
     }
 
     /// Some memory of a peer's that NIXL knows.
@@ -424,11 +378,11 @@ impl Peers {
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, happened: &mut Vec<Happened>) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        if matches!(peer.state, State::Lost { .. }) {
+        if matches!(peer.state, Standing::Lost { .. }) {
             return;
         }
         if known {
-            peer.state = State::Lost { watched: true };
+            peer.state = Standing::Lost { watched: true };
             peer.flights_when_told = peer.flights;
         } else {
             self.watch(name);
@@ -447,18 +401,18 @@ impl Peers {
         for Loaded { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else { continue };
             match (peer.state, result) {
-                (State::Lost { .. }, Ok(())) => peer.state = State::Lost { watched: true },
+                (Standing::Lost { .. }, Ok(())) => peer.state = Standing::Lost { watched: true },
                 // Nobody can say any more what becomes of its requests: they keep their memory.
-                (State::Lost { .. }, Err(why)) => {
+                (Standing::Lost { .. }, Err(why)) => {
                     tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
                 }
                 (_, Ok(())) => {
-                    peer.state = State::Ready;
+                    peer.state = Standing::Ready;
                     // To links of kvx it says only that what waited can be tried again.
                     happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
-                    peer.state = State::Lost { watched: true };
+                    peer.state = Standing::Lost { watched: true };
                     let why = why.kind_is(Kind::PeerLost);
                     happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
                         endpoint: *endpoint,

@@ -2,7 +2,7 @@
 //!
 //! NIXL's requests can be posted again, and making one costs as much as moving a small block. The first transfer of a
 //! plan makes them, slice by slice; the next ones only post them. One transfer at a time has them: another that comes
-//! meanwhile makes its own, and so does one beside which messages flow, in shorter slices.
+//! meanwhile makes its own.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -81,20 +81,6 @@ impl Lease {
         let slice = slices.get(self.next)?.clone();
         self.next += 1;
         Some((slice, self.next == slices.len()))
-    }
-
-    /// Nothing more comes from here, nor is kept: shorter slices are made instead. Says how many bytes those have that came from
-    /// here; 0 when none has, or it had been left before.
-    pub(crate) fn leave(&mut self) -> u64 {
-        let Some(slices) = self.slices.as_ref().filter(|_| self.whole) else {
-            self.slices = None;
-            return 0;
-        };
-        let next = std::mem::replace(&mut self.next, slices.slices.len());
-        match slices.slices.get(next) {
-            Some(_) => slices.slices[..next].iter().map(|slice| slice.bytes).sum(),
-            None => 0,
-        }
     }
 
     /// A slice was made.

@@ -1,4 +1,4 @@
-//! What wakes the reactor: the thread that loads addresses, the turnstile's bell, and UCX's sockets.
+//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is free again, and by UCX's sockets.
 //!
 //! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors of its own, and looking
 //! for those that were not there before the plugin was opened finds them. They are watched and never read; one that
@@ -35,8 +35,6 @@ const PLUGIN: u64 = 1;
 /// One descriptor for all that wakes.
 pub(crate) struct Wakes {
     set: OwnedFd,
-    /// Whether the plugin's are among them.
-    pub(crate) by_plugin: bool,
 }
 
 impl Wakes {
@@ -52,18 +50,17 @@ impl Wakes {
                 epoll::add(&set, own, epoll::EventData::new_u64(KVX), epoll::EventFlags::IN)
                     .map_err(exhausted)?;
             }
-            let added = plugins.iter().filter(|fd| {
+            for fd in plugins {
                 // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by now; it is removed
                 // from the set when it is closed later. What is new is told once, for its owner reads it.
-                let fd = unsafe { BorrowedFd::borrow_raw(**fd) };
+                let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-                epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).is_ok()
-            });
-            let by_plugin = added.count() > 0;
+                epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).ok();
+            }
             // The kernel limits how deep such sets may lie in each other, and this one goes into another.
             let outer = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             match epoll::add(&outer, &set, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
-                Ok(()) => return Ok(Wakes { set, by_plugin }),
+                Ok(()) => return Ok(Wakes { set }),
                 Err(cause) if plugins.is_empty() => return Err(exhausted(cause)),
                 Err(_) => {}
             }
@@ -100,7 +97,7 @@ mod tests {
         epoll::add(&theirs, &inner, epoll::EventData::new_u64(0), epoll::EventFlags::IN).unwrap();
         let loads = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let wakes = Wakes::new(&[loads.as_raw_fd()], &[theirs.as_raw_fd()]).unwrap();
-        assert!(wakes.by_plugin && !wakes.take());
+        assert!(!wakes.take());
         rustix::io::write(&inner, &1_u64.to_ne_bytes()).unwrap();
         // Nobody reads it, and still it wakes only once.
         assert!(wakes.take() && !wakes.take());

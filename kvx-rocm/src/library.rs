@@ -2,9 +2,8 @@
 
 use std::ffi::{CStr, c_char};
 use std::path::Path;
-use std::sync::OnceLock;
 
-use kvx_backend::loader::{self, Library as File, Search};
+use kvx_backend::loader::{self, Library as File, OpenOnce, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 
 use crate::ffi::{self, Status, Table, VirtualMemory};
@@ -34,7 +33,7 @@ pub(crate) struct Library {
     pub(crate) devices: i32,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 
 impl Library {
     /// Opens the library that `KVX_HIP_LIB` names, else the first of the known names, and looks for devices.
@@ -42,13 +41,7 @@ impl Library {
     /// # Errors
     /// What was tried and the cure; tried again at the next call.
     pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-        match OPENED.get() {
-            Some(library) => Ok(library),
-            None => {
-                let library = Library::load()?;
-                Ok(OPENED.get_or_init(|| library))
-            }
-        }
+        OPENED.open(Library::load)
     }
 
     fn load() -> Result<Library, Unavailable> {

@@ -1,11 +1,11 @@
 //! Where an agent is reached: its section of the metadata.
 
+use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Result};
 
 use crate::error::NAME;
 use crate::ffi::Version;
-use crate::sealed;
 
 /// The longest worker address that is taken from a peer.
 const MAX_WORKER: usize = 64 << 10;

@@ -57,7 +57,7 @@ pub(crate) struct Letter {
 
 /// The notes.
 #[derive(Default)]
-pub(crate) struct Inbox {
+pub(crate) struct CallbackNotes {
     letters: RefCell<Vec<Letter>>,
     flushed: RefCell<Vec<Happened>>,
     /// Endpoints that have failed, by their handles.
@@ -75,7 +75,7 @@ pub(crate) struct Inbox {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EndpointHandle(pub(crate) usize);
 
-impl Inbox {
+impl CallbackNotes {
     /// Whether there is something to be taken.
     pub(crate) fn is_empty(&self) -> bool {
         self.has_only_ended() && self.ended.borrow().is_empty()
@@ -128,7 +128,7 @@ impl Inbox {
     }
 }
 
-impl Receives for Inbox {
+impl Receives for CallbackNotes {
     unsafe fn received(this: NonNull<Self>, message: Message<'_>) {
         let from = Postmark::read(message.header).filter(|_| message.data.len() <= MAX_MESSAGE);
         let Some(from) = from else {
@@ -141,8 +141,8 @@ impl Receives for Inbox {
             );
         };
         // SAFETY: the driver keeps its inbox longer than its worker.
-        let inbox = unsafe { this.as_ref() };
-        inbox.letters.borrow_mut().push(Letter { from, message: message.data.to_vec() });
+        let notes = unsafe { this.as_ref() };
+        notes.letters.borrow_mut().push(Letter { from, message: message.data.to_vec() });
     }
 }
 
@@ -153,14 +153,14 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
     status: ucs_status_t,
 ) {
     // SAFETY: as `Inbox::received`.
-    let Some(inbox) = (unsafe { target.cast::<Inbox>().as_ref() }) else { return };
-    inbox.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
+    let Some(notes) = (unsafe { target.cast::<CallbackNotes>().as_ref() }) else { return };
+    notes.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
 }
 
 /// The pieces of one job, and then of the next of the same number: the driver keeps it longer than its worker.
 pub(crate) struct Tally {
     job: JobId,
-    inbox: Rc<Inbox>,
+    notes: Rc<CallbackNotes>,
     /// Pieces of all jobs that are under way to this one's peer: posted, and not taken as ended.
     to_peer: RefCell<Rc<Cell<usize>>>,
     /// Pieces that have ended since the machine took the notes.
@@ -171,10 +171,10 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    pub(crate) fn new(job: JobId, inbox: &Rc<Inbox>) -> Rc<Tally> {
+    pub(crate) fn new(job: JobId, notes: &Rc<CallbackNotes>) -> Rc<Tally> {
         Rc::new(Tally {
             job,
-            inbox: Rc::clone(inbox),
+            notes: Rc::clone(notes),
             to_peer: RefCell::default(),
             ended: Cell::new(0),
             failed: Cell::new(None),
@@ -195,7 +195,7 @@ impl Tally {
         if !Rc::ptr_eq(&self.to_peer.borrow(), to_peer) {
             *self.to_peer.borrow_mut() = Rc::clone(to_peer);
         }
-        self.inbox.pieces.set(self.inbox.pieces.get() + pending as isize);
+        self.notes.pieces.set(self.notes.pieces.get() + pending as isize);
         if done > 0 {
             self.ended(done);
         }
@@ -204,15 +204,15 @@ impl Tally {
     /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not told
     /// of any more.
     pub(crate) fn take_back(&self, pieces: u32) -> bool {
-        let inbox = &*self.inbox;
-        let alone = inbox.ended.borrow().len() == 1 && self.noted.get() && inbox.has_only_ended();
-        let all = inbox.pieces() == 0 && self.ended.get() == pieces;
+        let notes = &*self.notes;
+        let alone = notes.ended.borrow().len() == 1 && self.noted.get() && notes.has_only_ended();
+        let all = notes.pieces() == 0 && self.ended.get() == pieces;
         if !(alone && all) || self.failed.get().is_some() {
             return false;
         }
         self.take_pieces();
         self.noted.set(false);
-        inbox.ended.borrow_mut().clear();
+        notes.ended.borrow_mut().clear();
         true
     }
 
@@ -228,7 +228,7 @@ impl Tally {
     fn ended(&self, pieces: u32) {
         self.ended.set(self.ended.get() + pieces);
         if !self.noted.replace(true) {
-            self.inbox.ended.borrow_mut().push(self.job);
+            self.notes.ended.borrow_mut().push(self.job);
         }
     }
 }
@@ -237,7 +237,7 @@ impl Completed for Tally {
     unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: the driver keeps it longer than its worker.
         let tally = unsafe { this.as_ref() };
-        tally.inbox.pieces.set(tally.inbox.pieces.get() - 1);
+        tally.notes.pieces.set(tally.notes.pieces.get() - 1);
         if let Err(status) = outcome {
             tally.failed.set(tally.failed.get().or(Some(status)));
         }
@@ -247,7 +247,7 @@ impl Completed for Tally {
 
 /// An operation that is told of once, and owns what UCX reads meanwhile: its callback, or who posted it, takes it back.
 pub(crate) struct Once {
-    inbox: Rc<Inbox>,
+    notes: Rc<CallbackNotes>,
     what: Told,
 }
 
@@ -263,12 +263,12 @@ pub(crate) enum Told {
 
 impl Once {
     /// Hands it to an operation.
-    pub(crate) fn hand_over(what: Told, inbox: &Rc<Inbox>) -> NonNull<Once> {
+    pub(crate) fn hand_over(what: Told, notes: &Rc<CallbackNotes>) -> NonNull<Once> {
         if let Told::Sent { waiting, .. } = &what {
             waiting.set(waiting.get() + 1);
         }
-        inbox.others.set(inbox.others.get() + 1);
-        NonNull::from(Box::leak(Box::new(Once { inbox: Rc::clone(inbox), what })))
+        notes.others.set(notes.others.get() + 1);
+        NonNull::from(Box::leak(Box::new(Once { notes: Rc::clone(notes), what })))
     }
 
     /// The frame that UCX is to send.
@@ -290,7 +290,7 @@ impl Once {
     pub(crate) unsafe fn take_back(this: NonNull<Once>) {
         // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's promise.
         let once = unsafe { Box::from_raw(this.as_ptr()) };
-        once.inbox.others.set(once.inbox.others.get() - 1);
+        once.notes.others.set(once.notes.others.get() - 1);
         if let Told::Sent { waiting, .. } = &once.what {
             waiting.set(waiting.get() - 1);
         }
@@ -303,7 +303,7 @@ impl Completed for Once {
         let once = unsafe { this.as_ref() };
         if let Told::Flushed(job) = once.what {
             let result = outcome.map_err(error::of_piece);
-            once.inbox.flushed.borrow_mut().push(Happened::Flushed { job, result });
+            once.notes.flushed.borrow_mut().push(Happened::Flushed { job, result });
         }
         // SAFETY: as above. That a message could not be sent is told by the failure of its endpoint.
         unsafe { Once::take_back(this) };
@@ -315,15 +315,15 @@ mod tests {
     use super::*;
     use crate::ffi::bindings_1_13::UCS_ERR_CANCELED;
 
-    fn tallies() -> (Rc<Inbox>, [Rc<Tally>; 3]) {
-        let inbox = Rc::default();
-        let tallies = [0, 1, 2].map(|job| Tally::new(JobId::from_number(job), &inbox));
-        (inbox, tallies)
+    fn tallies() -> (Rc<CallbackNotes>, [Rc<Tally>; 3]) {
+        let notes = Rc::default();
+        let tallies = [0, 1, 2].map(|job| Tally::new(JobId::from_number(job), &notes));
+        (notes, tallies)
     }
 
-    fn moved(inbox: &Inbox, tallies: &[Rc<Tally>]) -> Vec<(usize, u32, bool)> {
+    fn moved(notes: &CallbackNotes, tallies: &[Rc<Tally>]) -> Vec<(usize, u32, bool)> {
         let mut happened = Vec::new();
-        inbox.take_ended(tallies, &mut happened);
+        notes.take_ended(tallies, &mut happened);
         let moved = happened.into_iter().map(|event| match event {
             Happened::Moved { job, pieces, result } => (job.number(), pieces, result.is_ok()),
             other => panic!("{other:?}"),
@@ -333,48 +333,48 @@ mod tests {
 
     #[test]
     fn pieces_are_counted_once() {
-        let (inbox, tallies) = tallies();
+        let (notes, tallies) = tallies();
         let (tally, to_peer) = (&tallies[1], Rc::default());
         let target = tally.target();
         tally.posted(&to_peer, 3, 1);
         assert_eq!(to_peer.get(), 4);
-        assert_eq!((moved(&inbox, &tallies), inbox.pieces()), (vec![(1, 1, true)], 3));
+        assert_eq!((moved(&notes, &tallies), notes.pieces()), (vec![(1, 1, true)], 3));
         // SAFETY: three callbacks are due, and the tally is alive.
         unsafe {
             Tally::completed(target, Ok(()));
             Tally::completed(target, Err(Status(UCS_ERR_CANCELED)));
         }
-        assert_eq!((to_peer.get(), moved(&inbox, &tallies)), (3, vec![(1, 2, false)]));
+        assert_eq!((to_peer.get(), moved(&notes, &tallies)), (3, vec![(1, 2, false)]));
         // SAFETY: as above.
         unsafe { Tally::completed(target, Ok(())) };
-        assert_eq!(moved(&inbox, &tallies), [(1, 1, true)]);
-        assert!(inbox.is_quiet() && inbox.is_empty() && to_peer.get() == 0);
+        assert_eq!(moved(&notes, &tallies), [(1, 1, true)]);
+        assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
     }
 
     #[test]
     fn pieces_may_end_while_their_turn_goes_on() {
-        let (inbox, tallies) = tallies();
+        let (notes, tallies) = tallies();
         let (tally, to_peer) = (&tallies[1], Rc::default());
         // SAFETY: the callback of the first of two pieces, which the post of the second has ended.
         unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
         tally.posted(&to_peer, 2, 0);
-        assert_eq!((inbox.pieces(), to_peer.get()), (1, 2));
-        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
+        assert_eq!((notes.pieces(), to_peer.get()), (1, 2));
+        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
         // SAFETY: the other's.
         unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
-        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
-        assert!(inbox.is_quiet() && inbox.is_empty() && to_peer.get() == 0);
+        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
+        assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
     }
 
     #[test]
     fn each_peer_has_its_own_pieces() {
-        let (inbox, tallies) = tallies();
+        let (notes, tallies) = tallies();
         let (one, other) = (Rc::default(), Rc::default());
         tallies[0].posted(&one, 0, 3);
         tallies[1].posted(&other, 0, 5);
         tallies[2].posted(&one, 0, 7);
         assert_eq!((one.get(), other.get()), (10, 5));
-        moved(&inbox, &tallies);
+        moved(&notes, &tallies);
         assert_eq!((one.get(), other.get()), (0, 0));
         // Another job of the same number.
         tallies[0].posted(&other, 0, 2);
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
-        let (inbox, tallies) = tallies();
+        let (notes, tallies) = tallies();
         let ([_, tally, other], to_peer) = (&tallies, Rc::default());
         let post = |tally: &Rc<Tally>, outcome| {
             tally.posted(&to_peer, 1, 0);
@@ -394,53 +394,53 @@ mod tests {
         assert!(!tally.take_back(0), "nothing has ended");
         post(tally, Ok(()));
         tally.posted(&to_peer, 0, 1);
-        assert!(!tally.take_back(1) && tally.take_back(2) && inbox.is_empty());
+        assert!(!tally.take_back(1) && tally.take_back(2) && notes.is_empty());
         tally.posted(&to_peer, 1, 1);
         assert!(!tally.take_back(1), "one has not ended");
         // SAFETY: its callback.
         unsafe { Tally::completed(tally.target(), Ok(())) };
         post(other, Ok(()));
         assert!(!tally.take_back(2), "another job's has ended as well");
-        assert_eq!(moved(&inbox, &tallies), [(1, 2, true), (2, 1, true)]);
+        assert_eq!(moved(&notes, &tallies), [(1, 2, true), (2, 1, true)]);
         post(tally, Err(Status(UCS_ERR_CANCELED)));
         assert!(!tally.take_back(1), "it has failed");
-        assert_eq!(moved(&inbox, &tallies), [(1, 1, false)]);
+        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
         post(tally, Ok(()));
         let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
-        inbox.letters.borrow_mut().push(Letter { from, message: Vec::new() });
+        notes.letters.borrow_mut().push(Letter { from, message: Vec::new() });
         assert!(!tally.take_back(1), "a message has come as well");
-        assert_eq!((moved(&inbox, &tallies), inbox.take_letters().len()), (vec![(1, 1, true)], 1));
+        assert_eq!((moved(&notes, &tallies), notes.take_letters().len()), (vec![(1, 1, true)], 1));
     }
 
     #[test]
     fn letters_bear_their_senders_mark_and_nothing_else_is_taken() {
-        let inbox = Inbox::default();
+        let notes = CallbackNotes::default();
         let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
         let frame = from.frame(b"text");
         let long = vec![0; MAX_MESSAGE + 1];
         let receive = |header: &[u8], data: &[u8]| {
             // SAFETY: the inbox is alive.
-            unsafe { Inbox::received(NonNull::from(&inbox), Message { header, data }) };
+            unsafe { CallbackNotes::received(NonNull::from(&notes), Message { header, data }) };
         };
         receive(&frame[..Postmark::LEN], &frame[Postmark::LEN..]);
         receive(&[], b"text");
         receive(&frame[..Postmark::LEN - 1], b"text");
         receive(&frame, b"text");
         receive(&frame[..Postmark::LEN], &long);
-        assert_eq!(inbox.take_letters(), [Letter { from, message: b"text".to_vec() }]);
+        assert_eq!(notes.take_letters(), [Letter { from, message: b"text".to_vec() }]);
     }
 
     #[test]
     fn a_frame_is_kept_until_it_is_sent() {
-        let inbox = Rc::new(Inbox::default());
+        let notes = Rc::new(CallbackNotes::default());
         let waiting = Rc::new(Cell::new(0));
         let told = Told::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
-        let once = Once::hand_over(told, &inbox);
+        let once = Once::hand_over(told, &notes);
         // SAFETY: it was handed over just now.
         assert_eq!(unsafe { Once::frame(once) }, b"frame");
-        assert_eq!((waiting.get(), inbox.is_quiet()), (1, false));
+        assert_eq!((waiting.get(), notes.is_quiet()), (1, false));
         // SAFETY: its one callback.
         unsafe { Once::completed(once, Ok(())) };
-        assert_eq!((waiting.get(), inbox.is_quiet()), (0, true));
+        assert_eq!((waiting.get(), notes.is_quiet()), (0, true));
     }
 }

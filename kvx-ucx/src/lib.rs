@@ -5,17 +5,16 @@ mod address;
 mod callbacks;
 mod config;
 mod error;
+mod fabric;
+mod factory;
 mod ffi;
-mod link;
 mod memory;
-mod progress;
+mod peers;
 mod protocols;
 mod route;
-mod sealed;
 mod threads;
-mod transport;
 
-pub use transport::Ucx;
+pub use factory::Ucx;
 
 /// The generated bindings to libucp, for programs that drive UCX themselves: no part of kvx, and without its promises.
 ///

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvx_backend::fabric::Registrar;
+use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
@@ -10,8 +11,7 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{Context, Endpoint, Library, MappedMemory, Mapping, RemoteKey, Version};
-use crate::sealed;
+use crate::ffi::{Context, Endpoint, Library, MappedMemory, Mapping, RemoteKey, Version, padded};
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
@@ -190,7 +190,7 @@ impl Keys {
             return Err(reader.malformed("it is for another kind of memory"));
         }
         // SAFETY: the caller's promise.
-        let key = unsafe { endpoint.unpack(&sealed::with_margin(packed)) }.map_err(|status| {
+        let key = unsafe { endpoint.unpack(&padded(packed)) }.map_err(|status| {
             error::native("UCX reaches this region of the peer by none of its lanes", status)
                 .kind_is(Kind::Unsupported)
         })?;
@@ -217,7 +217,7 @@ mod tests {
     use kvx_testkit::TestDevice;
 
     use super::*;
-    use crate::callbacks::{Inbox, endpoint_failed};
+    use crate::callbacks::{CallbackNotes, endpoint_failed};
     use crate::config::Config;
     use crate::ffi::Worker;
     use crate::versions;
@@ -255,8 +255,8 @@ mod tests {
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());
         let context = Context::new(library, &settings).expect("a context");
         let (near, far) = (Worker::new(&context).unwrap(), Worker::new(&context).unwrap());
-        let inbox = Box::<Inbox>::default();
-        let target = (&raw const *inbox).cast_mut().cast();
+        let notes = Box::<CallbackNotes>::default();
+        let target = (&raw const *notes).cast_mut().cast();
         let address = far.address().unwrap();
         // SAFETY: the inbox outlives the worker, which destroys its endpoints.
         let endpoint = unsafe { near.connect(&address, endpoint_failed, target) }.unwrap();

@@ -258,7 +258,7 @@ pub(crate) const BARS: &[Bar] = &[
         what: "RIXL notification beside reads of 64 MiB, us",
         run: "RIXL notices",
         figure: Field { at: "", field: "beside.p50_us" },
-        asked: AtMost(100.0),
+        asked: AtMost(1000.0),
     },
     cost("plan of 100,000 scattered blocks, us", "cost=plan_us", 1000.0),
     Bar {

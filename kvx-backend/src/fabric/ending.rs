@@ -13,12 +13,13 @@ use super::handle::Wiring;
 use super::machine::Machine;
 use super::messages::Message;
 use super::regions::still_shared;
-use super::session::{Phase, Pulse};
+use super::session::Phase;
 use super::{EndpointId, Fabric};
+use crate::control::Look;
 use crate::process::{ProcessId, Watched};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
-const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 /// How long a message of farewell may take.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long a machine that ends waits for peers to let go.
@@ -30,12 +31,26 @@ pub(super) struct Unproven {
     process: Option<Watched>,
 }
 
+/// What a look at the clock finds for a session.
+enum Due {
+    /// The peer is to be asked for a sign of life.
+    Ask,
+    /// It has not given one for too long.
+    Silent,
+    /// It has not answered the handshake.
+    Unanswered,
+    /// Its process has ended.
+    Died,
+    /// What was left to be sent has had its time.
+    Gone,
+}
+
 impl<F: Fabric> Machine<F> {
     /// What follows when transfers or messages of a session have ended.
     pub(super) fn after_work(&mut self, number: u64, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Some(now) = session.note_awaiting() {
-            self.look_by(now + self.pace());
+            self.look_by(now + self.time_between_looks());
         }
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if session.jobs > 0 {
@@ -117,7 +132,7 @@ impl<F: Fabric> Machine<F> {
         for done in session.take_tickets() {
             out.settle(done, Err(why.clone()));
         }
-        session.parked.clear();
+        session.from_peer.clear();
         if let Some(link) = session.link.clone()
             && self.links.remove(&link.id).is_some()
             && link.gone.set(why.clone()).is_ok() // the first lane's reason counts
@@ -152,8 +167,8 @@ impl<F: Fabric> Machine<F> {
         self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
     }
 
-    pub(super) fn pace(&self) -> Duration {
-        (self.peer_timeout / 4).clamp(PACE.0, PACE.1)
+    fn time_between_looks(&self) -> Duration {
+        (self.peer_timeout / 4).clamp(LOOKS.0, LOOKS.1)
     }
 
     /// Looks at the clock, if it is time.
@@ -165,43 +180,52 @@ impl<F: Fabric> Machine<F> {
         }
         self.next_look = None;
         self.greetings.retain(|_, greeting| greeting.until > now);
-        let pace = self.pace();
-        let ask = (self.peer_timeout / 4).clamp(PACE.0, Duration::from_secs(1));
-        let mut due: Vec<(u64, Pulse)> = Vec::new();
+        let soon = now + self.time_between_looks();
+        let mut due: Vec<(u64, Due)> = Vec::new();
         let mut again: Option<Instant> = self.greetings.values().map(|greeting| greeting.until).min();
         let mut look_at = |at: Instant| again = Some(again.map_or(at, |next| next.min(at)));
         for (number, session) in &mut self.sessions {
-            let pulse = match session.phase {
-                Phase::Greeting(until) | Phase::Leaving(until) if until <= now => Pulse::Silent,
+            let look = match session.phase {
+                Phase::Greeting(until) if until <= now => {
+                    due.push((*number, Due::Unanswered));
+                    continue;
+                }
+                Phase::Leaving(until) if until <= now => {
+                    due.push((*number, Due::Gone));
+                    continue;
+                }
                 Phase::Greeting(until) | Phase::Leaving(until) => {
                     look_at(until);
                     continue;
                 }
                 Phase::Lost => continue,
-                Phase::Up | Phase::Closing => session.life.look(now, ask, self.peer_timeout),
+                Phase::Up | Phase::Closing => session.silence.look(now, self.peer_timeout),
             };
-            if pulse != Pulse::Idle {
-                look_at(now + pace);
+            if look != Look::Idle {
+                look_at(soon);
             }
             let ended = session.process.as_ref().is_some_and(Watched::ended);
-            if ended || matches!(pulse, Pulse::Ask | Pulse::Silent) {
-                due.push((*number, if ended { Pulse::Idle } else { pulse }));
+            match look {
+                _ if ended => due.push((*number, Due::Died)),
+                Look::Ask(_) => due.push((*number, Due::Ask)),
+                Look::Lost => due.push((*number, Due::Silent)),
+                Look::Idle | Look::Until(_) => {}
             }
         }
         if let Some(again) = again {
             self.look_by(again);
         }
-        for (number, pulse) in due {
-            let phase = self.sessions.get(&number).map(|session| session.phase);
-            match (pulse, phase) {
-                (Pulse::Ask, _) => self.send(number, &Message::Ping, out),
-                (_, Some(Phase::Leaving(_))) => self.remove(number, out),
-                (Pulse::Silent, Some(Phase::Greeting(_))) => {
+        for (number, due) in due {
+            match due {
+                Due::Ask => self.send(number, &Message::Ping, out),
+                Due::Gone => self.remove(number, out),
+                Due::Died => self.peer_died(number, out),
+                Due::Unanswered => {
                     let why = "the peer has not answered the handshake: it is stopped, or hangs, or is gone";
                     let why = self.error(Kind::PeerLost, why);
                     self.lose(number, why, false, out);
                 }
-                (Pulse::Silent, _) => {
+                Due::Silent => {
                     let seconds = self.peer_timeout.as_secs_f64();
                     let why = format!(
                         "the peer has not answered for {seconds} s: it is stopped or hangs; peer_timeout sets the limit"
@@ -209,7 +233,6 @@ impl<F: Fabric> Machine<F> {
                     let why = self.error(Kind::PeerLost, why);
                     self.lose(number, why, false, out);
                 }
-                _ => self.peer_died(number, out),
             }
         }
         self.check_unproven(out);

@@ -182,7 +182,7 @@ mod tests {
 
     use super::super::hostile::{Quiet, machine};
     use super::*;
-    use crate::reactor::{Armed, Progress as _};
+    use crate::reactor::{Armed, Progress as _, Queued};
     use kvx_core::Completion;
     use kvx_core::transport::RegionSpec;
     use kvx_core::{Memory, RegionKey};
@@ -197,7 +197,7 @@ mod tests {
         machine.fabric.busy = true;
         let mut out = Outbox::default();
         machine.revoke(Arc::new(Registered::new(region, (), 1)), done, &mut out);
-        assert_eq!(machine.progress(&mut out), 0, "nothing is done");
+        assert_eq!(machine.progress(&Queued::default(), &mut out).done, 0, "nothing is done");
         assert!(matches!(machine.arm(), Ok(Armed::Sleep(None))), "it sleeps until it is woken");
         assert_eq!(kept.strong_count(), 1);
         (machine, kept, end)
@@ -219,9 +219,9 @@ mod tests {
         let (mut machine, kept, end) = busy();
         machine.fabric.busy = false;
         let mut out = Outbox::default();
-        assert_eq!(machine.progress(&mut out), 1);
+        assert_eq!(machine.progress(&Queued::default(), &mut out).done, 1);
         assert_eq!(after(&machine, out, &kept, end), (0, Ok(())));
-        assert_eq!(machine.progress(&mut Outbox::default()), 0);
+        assert_eq!(machine.progress(&Queued::default(), &mut Outbox::default()).done, 0);
     }
 
     #[test]

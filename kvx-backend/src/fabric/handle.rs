@@ -8,7 +8,7 @@ use crate::reactor::{Reactor, SLICE};
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     Context, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection,
-    RegionSpec, RemoteRegion, RemoteSpec, Transport,
+    RegionSpec, RemoteRegion, RemoteSpec, Transport, Turn,
 };
 use kvx_core::{
     Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId, RegionKey, Result,
@@ -140,7 +140,9 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         self.check_open()?;
-        self.registrar.foreign_metadata().map_err(|error| error.backend(self.name))
+        let told = self.registrar.foreign_metadata().map_err(|error| error.backend(self.name))?;
+        self.resume(); // a turn in which the library sees that somebody was told
+        Ok(told)
     }
 
     fn resume(&self) {
@@ -342,13 +344,9 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         self.submit(|link| Command::Cancel { link, id });
     }
 
-    fn drive(&self) -> bool {
+    fn drive(&self) -> Turn {
         let lanes = self.lanes();
         lanes[lanes::own(lanes.len())].drive()
-    }
-
-    fn ends_unannounced(&self) -> bool {
-        F::ENDS_UNANNOUNCED
     }
 
     fn hand_over(&self) {

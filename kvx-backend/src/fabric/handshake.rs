@@ -9,10 +9,11 @@ use kvx_core::{Error, Identity, Kind, Result};
 
 use super::handle::Wiring;
 use super::machine::Machine;
-use super::messages::{Header, Message, Refusal, VERSIONS};
+use super::messages::{Header, Message, VERSIONS};
 use super::session::{Phase, Session};
 use super::stream::Incoming;
 use super::{EndpointId, Fabric};
+use crate::control::Refusal;
 use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
@@ -93,7 +94,7 @@ impl<F: Fabric> Machine<F> {
         if session.phase == Phase::Lost || session.other != 0 && session.other != header.from {
             return;
         }
-        session.life.hear();
+        session.silence.heard(Instant::now());
         match session.incoming.take(&header, part) {
             Ok(messages) => {
                 for message in messages {
@@ -258,7 +259,7 @@ impl<F: Fabric> Machine<F> {
             }
             Message::Grant { import } if up && initiator => self.take_grant(number, import, Ok(()), out)?,
             Message::Deny { import, why } if up && initiator => {
-                self.take_grant(number, import, Err(why.into_error()), out)?;
+                self.take_grant(number, import, Err(why.into()), out)?;
             }
             Message::Recall { id } if up && initiator => self.take_recall(number, id, out),
             Message::Released { id } if up && !initiator => {
@@ -272,11 +273,7 @@ impl<F: Fabric> Machine<F> {
                 self.take_notice(number, notice, bytes, out)?;
             }
             Message::Ack { notice } if up && initiator => {
-                let Some(done) = session.sent.remove(&notice) else {
-                    let why = "malformed link message: a notification is acknowledged that was not sent";
-                    return Err(Error::new(Kind::Malformed, why));
-                };
-                out.settle(done, Ok(()));
+                out.settle(session.to_peer.acknowledged(notice)?, Ok(()));
                 self.send_notices(number, out);
             }
             Message::Ping if up => self.send(number, &Message::Alive, out),
@@ -348,7 +345,7 @@ impl<F: Fabric> Machine<F> {
     fn take_refuse(&mut self, number: u64, from: &Identity, why: Refusal, out: &mut Outbox) {
         let Some(session) = self.sessions.get(&number) else { return };
         let (why, state) = if why.kind != Kind::PeerRestarted {
-            let why = why.into_error().backend(self.name);
+            let why = Error::from(why).backend(self.name);
             (why.clone(), LinkState::Lost(why))
         } else if from.name == session.peer.name && from.incarnation != session.peer.incarnation {
             let why = format!("{from:?} answers for {:?}: connect with its new metadata", session.peer);

@@ -10,7 +10,7 @@ use super::messages::{Header, Key, Message, VERSIONS};
 use super::regions::{Regions, Registered};
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use crate::process::ProcessId;
-use crate::reactor::{Armed, Outbox, Progress};
+use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use kvx_core::{
@@ -30,7 +30,7 @@ pub(super) struct Quiet {
     pub(super) busy: bool,
     /// It does not say that it has ended.
     pub(super) kept: bool,
-    /// It takes no guests.
+    /// It wants its own thread only.
     pub(super) alone: bool,
 }
 
@@ -65,10 +65,10 @@ unsafe impl Fabric for Quiet {
     fn disconnect(&mut self, endpoint: EndpointId) {
         assert!(self.endpoints.remove(&endpoint));
     }
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize {
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
         happened.extend(self.inbox.drain(..).map(Happened::Message));
         happened.append(&mut self.foreign);
-        happened.len()
+        Turn { own_thread_only: self.alone, ..Turn::did(happened.len()) }
     }
     fn arm(&mut self, _: bool) -> Result<Armed> {
         Ok(Armed::Sleep(None))
@@ -84,9 +84,6 @@ unsafe impl Fabric for Quiet {
     }
     fn unregister(&mut self, (): &()) -> Result<LetGo> {
         Ok(if self.busy { LetGo::Later } else { LetGo::Now })
-    }
-    fn takes_guests(&self) -> bool {
-        !self.alone
     }
     fn stop(&mut self) -> bool {
         !self.kept
@@ -125,7 +122,7 @@ pub(super) fn machine() -> Machine<Quiet> {
 
 fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
     machine.fabric.inbox.push(frame);
-    machine.progress(&mut Outbox::default());
+    machine.progress(&Queued::default(), &mut Outbox::default());
 }
 
 fn hello(address: &[u8]) -> Vec<u8> {
@@ -194,11 +191,11 @@ fn the_library_is_told_of_notifications_and_of_no_other_message() {
     take(&mut machine, frame(number, 77, 2, &Message::Notify { notice: 1, bytes: b"here" }.encode()));
     assert_eq!(machine.fabric.notified, 1);
     machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: b"here".to_vec() });
-    machine.progress(&mut Outbox::default());
+    machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!(machine.fabric.notified, 2);
     let too_long = vec![0; kvx_core::transport::MAX_NOTIFICATION + 1];
     machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: too_long });
-    machine.progress(&mut Outbox::default());
+    machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!(machine.fabric.notified, 2, "it was dropped");
 }
 

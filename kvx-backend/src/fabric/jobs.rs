@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::reactor::Outbox;
 use kvx_core::{Bound, Error, Kind, Op, Result, Segment, Segments, Ticket, TransferId};
@@ -257,7 +258,7 @@ impl<F: Fabric> Machine<F> {
                     if std::mem::take(&mut running.reached)
                         && let Some(session) = self.sessions.get_mut(&running.session)
                     {
-                        session.life.hear();
+                        session.silence.heard(Instant::now());
                     }
                     if running.all_posted {
                         self.flush(key);
@@ -314,7 +315,7 @@ impl<F: Fabric> Machine<F> {
             Ok(()) => {
                 let session = running.session;
                 if let Some(session) = self.sessions.get_mut(&session) {
-                    session.life.hear();
+                    session.silence.heard(Instant::now());
                 }
             }
             Err(why) => running.fail(why),

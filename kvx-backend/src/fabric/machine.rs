@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use slab::Slab;
 
-use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turns};
+use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
 use kvx_core::transport::{Context, Events};
 use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 
@@ -120,9 +120,10 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) ended: Vec<u64>,
     /// This turn was lent by a thread that posted something small, which is done: nothing more is done on it.
     pub(super) lent_turn: bool,
-    /// Since [`Progress::left_nothing`] was asked, something else was done than transfers that ended as they were posted.
+    /// In this turn, something else was done than transfers that ended as they were posted.
     pub(super) left_something: bool,
-    queued: Queued,
+    /// How the library wants to be scheduled, as it last said.
+    polled: Turn,
     shutdown: Vec<Ticket>,
 }
 
@@ -171,7 +172,7 @@ impl<F: Fabric> Machine<F> {
             ended: Vec::new(),
             lent_turn: false,
             left_something: true,
-            queued: Queued::default(),
+            polled: Turn::did(0),
             shutdown: Vec::new(),
         })
     }
@@ -272,12 +273,12 @@ impl<F: Fabric> Machine<F> {
         self.fail_jobs(|running| running.session == number && running.transfer == id, &why, out);
     }
 
-    fn work(&mut self, out: &mut Outbox) -> usize {
+    fn work(&mut self, queued: &Queued, out: &mut Outbox) -> usize {
         if self.turns.is_empty() {
             return 0;
         }
         let (mut moved, mut works, begun) = (0, 0, Instant::now());
-        while works == 0 || goes_on(moved, works, begun.elapsed(), self.queued.any()) {
+        while works == 0 || goes_on(moved, works, begun.elapsed(), queued.any()) {
             let Some(key) = self.turns.next_turn() else { break };
             works += 1;
             moved += self.advance(key, out);
@@ -287,8 +288,8 @@ impl<F: Fabric> Machine<F> {
 
     pub(super) fn poll(&mut self, out: &mut Outbox) -> usize {
         let mut happened = std::mem::take(&mut self.happened);
-        let mut done = self.fabric.poll(&mut happened);
-        done = done.max(happened.len());
+        self.polled = self.fabric.poll(&mut happened);
+        let done = self.polled.done.max(happened.len());
         if !happened.is_empty() {
             self.unstall();
         }
@@ -307,10 +308,6 @@ impl<F: Fabric> Machine<F> {
 
 impl<F: Fabric> Progress for Machine<F> {
     type Command = Command<F::Local>;
-
-    fn begins(&mut self, queued: Queued) {
-        self.queued = queued;
-    }
 
     #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
@@ -348,13 +345,14 @@ impl<F: Fabric> Progress for Machine<F> {
         }
     }
 
-    fn progress(&mut self, out: &mut Outbox) -> usize {
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
+        let left_something = std::mem::take(&mut self.left_something);
         if std::mem::take(&mut self.lent_turn) {
-            return 0;
+            return Turn { done: 0, left_nothing: !left_something, ..self.polled };
         }
-        self.left_something = true;
         let done = self.poll(out) + self.take_ends(out) + self.send_waiting(out) + self.look(out);
-        done + self.unregister(out) + self.work(out)
+        let done = done + self.unregister(out) + self.work(queued, out);
+        Turn { done, left_nothing: false, ..self.polled }
     }
 
     fn arm(&mut self) -> Result<Armed> {
@@ -370,7 +368,7 @@ impl<F: Fabric> Progress for Machine<F> {
             || self
                 .sessions
                 .values()
-                .any(|session| !session.is_up() || session.wanted > 0 || !session.sent.is_empty());
+                .any(|session| !session.is_up() || session.wanted > 0 || session.to_peer.await_answer());
         let armed = self.fabric.arm(waiting)?;
         let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));
         Ok(match armed {
@@ -380,18 +378,6 @@ impl<F: Fabric> Progress for Machine<F> {
                 (a, b) => a.or(b),
             }),
         })
-    }
-
-    fn patience(&self) -> Duration {
-        self.fabric.patience()
-    }
-
-    fn takes_guests(&self) -> bool {
-        self.fabric.takes_guests()
-    }
-
-    fn left_nothing(&mut self) -> bool {
-        !std::mem::take(&mut self.left_something)
     }
 
     fn fds(&self) -> &[RawFd] {
@@ -430,13 +416,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_library_says_who_may_work_and_the_reactor_whether_commands_wait() {
-        let (mut machine, queued) = (machine(), Queued::default());
-        assert!(machine.takes_guests() && !machine.queued.any());
+    fn what_the_library_asks_for_reaches_the_reactor_also_after_a_turn_without_it() {
+        let (mut machine, queued, mut out) = (machine(), Queued::default(), Outbox::default());
+        assert!(!machine.progress(&queued, &mut out).own_thread_only);
         machine.fabric.alone = true;
-        machine.begins(queued.clone());
-        queued.set(true);
-        assert!(!machine.takes_guests() && machine.queued.any());
+        let turn = machine.progress(&queued, &mut out);
+        assert!(turn.own_thread_only && !turn.left_nothing);
+        machine.lent_turn = true;
+        let turn = machine.progress(&queued, &mut out);
+        assert!(turn.own_thread_only && turn.left_nothing && turn.done == 0);
     }
 
     #[test]

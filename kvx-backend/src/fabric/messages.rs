@@ -20,8 +20,9 @@
 
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, MAX_NAME, RegionId, RegionKey, Result};
+use kvx_core::{Identity, MAX_NAME, RegionId, RegionKey, Result};
 
+use crate::control::Refusal;
 use crate::process::ProcessId;
 
 /// What every hello begins with.
@@ -34,45 +35,6 @@ pub(super) const MAX_ADDRESS: usize = 1 << 20;
 pub(super) const MAX_MESSAGE: usize = MAX_ADDRESS + 4 * MAX_NAME;
 /// The longest message once the handshake is done.
 pub(super) const MAX_LATER_MESSAGE: usize = MAX_NOTIFICATION + 64;
-/// The most bytes of text in a refusal.
-const MAX_TEXT: usize = 512;
-
-/// The kinds that travel in a refusal, by their number on the wire (position + 1).
-const KINDS: [Kind; 9] = [
-    Kind::WrongKey,
-    Kind::Unregistered,
-    Kind::Revoked,
-    Kind::Unsupported,
-    Kind::Malformed,
-    Kind::Exhausted,
-    Kind::Incompatible,
-    Kind::PeerRestarted,
-    Kind::Closed,
-];
-
-/// Why something was refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
-    pub(super) kind: Kind,
-    pub(super) text: String,
-}
-
-impl From<&Error> for Refusal {
-    fn from(error: &Error) -> Self {
-        let mut text = error.sentence().to_owned();
-        let end = (0..=MAX_TEXT.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
-        Refusal { kind: error.kind(), text }
-    }
-}
-
-impl Refusal {
-    /// As the error of the operation that was refused.
-    pub(super) fn into_error(self) -> Error {
-        Error::new(self.kind, self.text)
-    }
-}
-
 /// A message. See the [module](self) for who sends which when.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message<'a> {
@@ -146,7 +108,7 @@ impl Message<'_> {
                 out.put_u8(number::REFUSE);
                 out.put(&MAGIC);
                 out.put_identity(from);
-                put_refusal(&mut out, why);
+                why.encode(&mut out);
             }
             Message::Want { import, id, key } => {
                 out.put_u8(number::WANT);
@@ -160,7 +122,7 @@ impl Message<'_> {
             Message::Deny { import, why } => {
                 out.put_u8(number::DENY);
                 out.put_u64(*import);
-                put_refusal(&mut out, why);
+                why.encode(&mut out);
             }
             Message::Recall { id } => {
                 out.put_u8(number::RECALL);
@@ -214,7 +176,7 @@ impl<'a> Message<'a> {
             }
             number::REFUSE => {
                 magic(&mut reader)?;
-                Message::Refuse { from: reader.identity()?, why: refusal(&mut reader)? }
+                Message::Refuse { from: reader.identity()?, why: Refusal::decode(&mut reader)? }
             }
             number::WANT => {
                 let import = reader.u64()?;
@@ -222,7 +184,7 @@ impl<'a> Message<'a> {
                 Message::Want { import, id, key: Key(key) }
             }
             number::GRANT => Message::Grant { import: reader.u64()? },
-            number::DENY => Message::Deny { import: reader.u64()?, why: refusal(&mut reader)? },
+            number::DENY => Message::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? },
             number::RECALL => Message::Recall { id: RegionId(reader.u64()?) },
             number::RELEASED => Message::Released { id: RegionId(reader.u64()?) },
             number::NOTIFY => {
@@ -246,18 +208,6 @@ impl<'a> Message<'a> {
 
 fn magic(reader: &mut Reader<'_>) -> Result<()> {
     if reader.array()? == MAGIC { Ok(()) } else { Err(reader.malformed("it does not come from kvx")) }
-}
-
-fn put_refusal(out: &mut Vec<u8>, why: &Refusal) {
-    let kind = KINDS.iter().position(|known| *known == why.kind).map_or(0, |at| at as u8 + 1);
-    out.put_u8(kind);
-    out.put_block(why.text.as_bytes());
-}
-
-fn refusal(reader: &mut Reader<'_>) -> Result<Refusal> {
-    let kind = KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
-    let text = String::from_utf8_lossy(reader.block(MAX_TEXT)?).into_owned();
-    Ok(Refusal { kind, text })
 }
 
 /// What stands before each frame's part of a message.
@@ -308,7 +258,7 @@ impl Header {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::Incarnation;
+    use kvx_core::{Incarnation, Kind};
 
     fn identity(name: &str) -> Identity {
         Identity { name: name.into(), incarnation: Incarnation([9; 16]) }
@@ -358,6 +308,23 @@ mod tests {
                 assert!(Message::decode(&[&bytes[..], &[0]].concat()).is_err(), "{message:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_peers_refusal_is_cleaned_of_control_characters() {
+        let why = Refusal { kind: Kind::Denied, text: "\x1b[2Jno\n".into() };
+        let cleaned = Refusal { text: " [2Jno ".into(), ..why.clone() };
+        let refused = [
+            Message::Deny { import: 3, why: why.clone() }.encode(),
+            Message::Refuse { from: identity("c"), why }.encode(),
+        ];
+        assert_eq!(
+            refused.each_ref().map(|message| Message::decode(message).unwrap()),
+            [
+                Message::Deny { import: 3, why: cleaned.clone() },
+                Message::Refuse { from: identity("c"), why: cleaned }
+            ]
+        );
     }
 
     #[test]

@@ -31,7 +31,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::reactor::Armed;
+use crate::reactor::{Armed, Turn};
 use kvx_core::transport::{Context, ForeignRange, RemoteSpec, Transport};
 use kvx_core::{Capabilities, Error, Identity, Kind, Memory, RegionId, Result};
 
@@ -82,9 +82,6 @@ pub unsafe trait Fabric: Send + 'static {
     type Remote: Send + Sync + 'static;
     /// What it keeps for each [`Job`].
     type State: Default + Send + 'static;
-
-    /// As [`Link::ends_unannounced`](kvx_core::transport::Link::ends_unannounced).
-    const ENDS_UNANNOUNCED: bool = false;
 
     /// Makes an endpoint that leads to `address`; returns at once. Until it is ready, [`send`](Fabric::send) says
     /// [`Sent::Later`]; if it never is, [`Happened::Broken`] follows. Errors: `Malformed` for an address that makes no
@@ -141,8 +138,8 @@ pub unsafe trait Fabric: Send + 'static {
     /// Nothing is posted on this endpoint any more: it can go.
     fn disconnect(&mut self, endpoint: EndpointId);
 
-    /// Lets the library work, and takes what has happened. Says how much it did; 0: nothing to do.
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> usize;
+    /// Lets the library work, and takes what has happened. Says how much it did, and how the machine is to be scheduled.
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn;
 
     /// Before sleeping; `waiting`: something is in flight. As [`Progress::arm`](crate::reactor::Progress::arm).
     fn arm(&mut self, waiting: bool) -> Result<Armed>;
@@ -153,16 +150,6 @@ pub unsafe trait Fabric: Send + 'static {
     /// A notification for the program has come with the last [`poll`](Fabric::poll), also if it has to wait for room: the next may be
     /// near. Once for each, on whichever thread has the turn.
     fn notified(&mut self) {}
-
-    /// As [`Progress::patience`](crate::reactor::Progress::patience).
-    fn patience(&self) -> Duration {
-        Duration::from_micros(20)
-    }
-
-    /// As [`Progress::takes_guests`](crate::reactor::Progress::takes_guests): whether threads that post and wait may lend a hand.
-    fn takes_guests(&self) -> bool {
-        true
-    }
 
     /// What is known of an endpoint once its handshake is done: what the route says, and what it promises.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);

@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use crate::reactor::Outbox;
 use kvx_core::transport::{Full, MAX_NOTIFICATION};
-use kvx_core::{Error, Incarnation, Kind, Result, Sender, Ticket};
+use kvx_core::{Incarnation, Result, Sender, Ticket};
 
 use super::Fabric;
 use super::machine::Machine;
 use super::messages::Message;
-use super::session::WINDOW;
 
 /// The most notifications of foreign agents that wait for room, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
@@ -51,7 +50,7 @@ impl Held {
 impl<F: Fabric> Machine<F> {
     pub(super) fn notify(&mut self, number: u64, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        if let Err((done, why)) = session.add_notice(bytes, done) {
+        if let Err((done, why)) = session.to_peer.add(bytes, done) {
             return out.settle(done, Err(why.backend(self.name)));
         }
         if session.foreign {
@@ -90,16 +89,15 @@ impl<F: Fabric> Machine<F> {
         let parked: Vec<u64> = self
             .sessions
             .iter()
-            .filter(|(_, session)| !session.parked.is_empty())
+            .filter(|(_, session)| !session.from_peer.is_empty())
             .map(|(number, _)| *number)
             .collect();
         for number in parked {
             while let Some(session) = self.sessions.get_mut(&number)
-                && let Some((notice, bytes)) = session.parked.front()
-                && self.events.notification(session.peer.as_sender(), bytes).is_ok()
+                && let Some(notice) = session
+                    .from_peer
+                    .deliver_next(|bytes| self.events.notification(session.peer.as_sender(), bytes))
             {
-                let notice = *notice;
-                session.parked.pop_front();
                 self.send(number, &Message::Ack { notice }, out);
             }
         }
@@ -114,16 +112,10 @@ impl<F: Fabric> Machine<F> {
         out: &mut Outbox,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
-        if session.parked.len() >= WINDOW {
-            let why = format!(
-                "malformed link message: more than {WINDOW} notifications before the first was acknowledged"
-            );
-            return Err(Error::new(Kind::Malformed, why));
-        }
         self.fabric.notified();
-        match self.events.notification(session.peer.as_sender(), bytes) {
-            Ok(()) => self.send(number, &Message::Ack { notice }, out),
-            Err(Full) => session.parked.push_back((notice, bytes.into())),
+        let sender = session.peer.as_sender();
+        if session.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
+            self.send(number, &Message::Ack { notice }, out);
         }
         Ok(())
     }

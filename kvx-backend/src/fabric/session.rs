@@ -1,8 +1,8 @@
 //! One side of a link: what is known of the peer, what waits for it, what it holds of ours.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvx_core::{Error, Identity, Kind, RegionId, Result, Ticket};
 
@@ -11,12 +11,9 @@ use super::jobs::Waiting;
 use super::messages::Message;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
+use crate::control::{NoticesFromPeer, NoticesToPeer, Silence};
 use crate::process::Watched;
 
-/// The most notifications of one link that are not acknowledged: what the target may have to park.
-pub(super) const WINDOW: usize = 16;
-/// The most bytes of notifications that wait on one link for the peer.
-const MAX_WAITING: usize = 64 << 20;
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
 
@@ -41,57 +38,6 @@ pub(super) enum Imported<R> {
     Refused(Error),
 }
 
-/// A notification on its way out.
-pub(super) struct Notice {
-    pub(super) bytes: Box<[u8]>,
-    pub(super) done: Ticket,
-}
-
-/// What is known of the peer's life.
-pub(super) struct Life {
-    /// When something came from it.
-    heard: Instant,
-    /// Since when an answer has been awaited.
-    awaited: Option<Instant>,
-    /// When it was asked for a sign of life that has not come.
-    pinged: Option<Instant>,
-}
-
-/// What [`Life::look`] found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pulse {
-    Idle,
-    Fine,
-    Ask,
-    Silent,
-}
-
-impl Life {
-    fn begins(now: Instant) -> Self {
-        Life { heard: now, awaited: None, pinged: None }
-    }
-
-    pub(super) fn hear(&mut self) {
-        (self.heard, self.pinged) = (Instant::now(), None);
-    }
-
-    /// Whether the peer is silent although it owes an answer.
-    pub(super) fn look(&mut self, now: Instant, pace: Duration, timeout: Duration) -> Pulse {
-        let Some(awaited) = self.awaited else { return Pulse::Idle };
-        let silent = now.saturating_duration_since(awaited.max(self.heard));
-        // Whoever was stopped himself must not blame the peer: it has had the time since the ping.
-        let pinged = self.pinged.map(|pinged| now.saturating_duration_since(pinged));
-        if silent >= timeout && pinged.is_some_and(|time| time >= timeout / 2) {
-            return Pulse::Silent;
-        }
-        if silent >= pace && pinged.is_none() {
-            self.pinged = Some(now);
-            return Pulse::Ask;
-        }
-        Pulse::Fine
-    }
-}
-
 pub(super) struct Session<F: Fabric> {
     /// Its number, which is its endpoint's as well.
     pub(super) number: u64,
@@ -106,7 +52,7 @@ pub(super) struct Session<F: Fabric> {
     pub(super) parted: bool,
     pub(super) peer: Identity,
     pub(super) process: Option<Watched>,
-    pub(super) life: Life,
+    pub(super) silence: Silence,
     pub(super) incoming: Incoming,
     outgoing: Outgoing,
 
@@ -120,16 +66,11 @@ pub(super) struct Session<F: Fabric> {
     pub(super) jobs: usize,
     /// Regions that the peer wants back and transfers still use.
     pub(super) recalled: Vec<RegionId>,
-    /// Notifications that were sent, by number, and those that were not.
-    pub(super) sent: HashMap<u64, Ticket>,
-    pub(super) notices: VecDeque<Notice>,
-    notice_bytes: usize,
-    next_notice: u64,
+    pub(super) to_peer: NoticesToPeer,
 
     /// Regions of ours that the peer was granted, and has not released.
     pub(super) granted: HashSet<RegionId>,
-    /// The peer's notifications that found no room.
-    pub(super) parked: VecDeque<(u64, Box<[u8]>)>,
+    pub(super) from_peer: NoticesFromPeer,
 }
 
 impl<F: Fabric> Session<F> {
@@ -143,7 +84,7 @@ impl<F: Fabric> Session<F> {
             parted: false,
             peer,
             process: None,
-            life: Life::begins(Instant::now()),
+            silence: Silence::new(Instant::now()),
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
             imports: BTreeMap::new(),
@@ -151,12 +92,9 @@ impl<F: Fabric> Session<F> {
             waiting: Vec::new(),
             jobs: 0,
             recalled: Vec::new(),
-            sent: HashMap::new(),
-            notices: VecDeque::new(),
-            notice_bytes: 0,
-            next_notice: 0,
+            to_peer: NoticesToPeer::default(),
             granted: HashSet::new(),
-            parked: VecDeque::new(),
+            from_peer: NoticesFromPeer::default(),
         }
     }
 
@@ -196,7 +134,7 @@ impl<F: Fabric> Session<F> {
 
     /// Whether frames wait, or notifications for a foreign agent.
     pub(super) fn has_waiting(&self) -> bool {
-        self.outgoing.len() > 0 || self.foreign && self.is_up() && !self.notices.is_empty()
+        self.outgoing.len() > 0 || self.foreign && self.is_up() && self.to_peer.front().is_some()
     }
 
     pub(super) fn forget_frames(&mut self) {
@@ -207,43 +145,15 @@ impl<F: Fabric> Session<F> {
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
         // A region that was asked for is work when a transfer waits for it: of several lanes, those that the transfers do
         // not take may be answered later than those end.
-        let awaits = !self.foreign && (!self.waiting.is_empty() || !self.sent.is_empty() || self.jobs > 0);
-        match (awaits, self.life.awaited) {
-            (true, None) => {
-                self.life.awaited = Some(Instant::now());
-                self.life.awaited
-            }
-            (false, Some(_)) => {
-                (self.life.awaited, self.life.pinged) = (None, None);
-                None
-            }
-            _ => None,
-        }
-    }
-
-    /// Queues a notification. Errors: `Exhausted`, with the ticket.
-    pub(super) fn add_notice(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
-        if self.notice_bytes + bytes.len() > MAX_WAITING {
-            let why = format!(
-                "{MAX_WAITING} bytes of notifications wait for this peer already: it does not take them"
-            );
-            return Err((done, Error::new(Kind::Exhausted, why)));
-        }
-        self.notice_bytes += bytes.len();
-        self.notices.push_back(Notice { bytes, done });
-        Ok(())
+        let in_flight = !self.waiting.is_empty() || self.to_peer.await_answer() || self.jobs > 0;
+        self.silence.note(!self.foreign && in_flight, Instant::now)
     }
 
     /// Sends the notifications that there is room for. Errors as [`send`](Session::send).
     pub(super) fn send_notices(&mut self, max: usize) -> Result<()> {
         while !self.foreign
-            && self.sent.len() < WINDOW
-            && let Some(Notice { bytes, done }) = self.notices.pop_front()
+            && let Some((notice, bytes)) = self.to_peer.next_to_send()
         {
-            self.notice_bytes -= bytes.len();
-            let notice = self.next_notice;
-            self.next_notice += 1;
-            self.sent.insert(notice, done);
             self.send(&Message::Notify { notice, bytes: &bytes }, max)?;
         }
         Ok(())
@@ -253,15 +163,14 @@ impl<F: Fabric> Session<F> {
     pub(super) fn notify_foreign(&mut self, fabric: &mut F, settled: &mut Vec<(Ticket, Result<()>)>) {
         while self.foreign
             && self.is_up()
-            && let Some(notice) = self.notices.front()
+            && let Some(bytes) = self.to_peer.front()
         {
-            let result = match fabric.notify_foreign(EndpointId(self.number), &notice.bytes) {
+            let result = match fabric.notify_foreign(EndpointId(self.number), bytes) {
                 Ok(Sent::Later) => return,
                 Ok(Sent::Taken) => Ok(()),
                 Err(why) => Err(why),
             };
-            if let Some(Notice { bytes, done }) = self.notices.pop_front() {
-                self.notice_bytes -= bytes.len();
+            if let Some((_, done)) = self.to_peer.pop() {
                 settled.push((done, result));
             }
         }
@@ -269,11 +178,9 @@ impl<F: Fabric> Session<F> {
 
     /// Every ticket of what is not in the library's hands.
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
-        let mut tickets: Vec<Ticket> = self.sent.drain().map(|(_, done)| done).collect();
-        tickets.extend(self.notices.drain(..).map(|notice| notice.done));
-        tickets.extend(self.waiting.drain(..).map(|waiting| waiting.done));
-        (self.wanted, self.notice_bytes) = (0, 0);
-        tickets
+        self.wanted = 0;
+        let waiting = self.waiting.drain(..).map(|waiting| waiting.done);
+        self.to_peer.end().chain(waiting).collect()
     }
 }
 
@@ -288,26 +195,10 @@ mod tests {
         session.wanted = 1;
         assert_eq!(session.note_awaiting(), None);
         session.jobs = 1;
-        assert!(session.note_awaiting().is_some() && session.life.awaited.is_some());
+        assert!(session.note_awaiting().is_some());
         session.jobs = 0;
-        assert_eq!((session.note_awaiting(), session.life.awaited), (None, None));
-    }
-
-    #[test]
-    fn only_a_peer_that_owes_an_answer_and_was_asked_is_silent() {
-        let (pace, timeout) = (Duration::from_secs(1), Duration::from_secs(4));
-        let start = Instant::now();
-        let at = |seconds: u64| start + Duration::from_secs(seconds);
-        let mut life = Life::begins(start);
-        assert_eq!(life.look(at(100), pace, timeout), Pulse::Idle);
-        life.awaited = Some(at(100));
-        assert_eq!(life.look(at(100), pace, timeout), Pulse::Fine);
-        assert_eq!(life.look(at(101), pace, timeout), Pulse::Ask);
-        assert_eq!(life.look(at(102), pace, timeout), Pulse::Fine);
-        assert_eq!(life.look(at(104), pace, timeout), Pulse::Silent);
-        // Stopped ourselves for a long time: the peer is asked first.
-        let mut life = Life { awaited: Some(start), ..Life::begins(start) };
-        assert_eq!(life.look(at(60), pace, timeout), Pulse::Ask);
-        assert_eq!(life.look(at(61), pace, timeout), Pulse::Fine);
+        assert_eq!(session.note_awaiting(), None);
+        session.jobs = 1;
+        assert!(session.note_awaiting().is_some(), "it had ended");
     }
 }

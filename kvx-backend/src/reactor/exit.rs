@@ -89,7 +89,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::super::tests::Nobody;
-    use super::super::{Armed, Outbox, Reactor};
+    use super::super::{Armed, Outbox, Queued, Reactor, Turn};
     use super::*;
     use kvx_core::Result;
 
@@ -100,9 +100,9 @@ mod tests {
     impl Progress for Slow {
         type Command = ();
         fn command(&mut self, (): (), _: &mut Outbox) {}
-        fn progress(&mut self, _: &mut Outbox) -> usize {
+        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
             self.0[0].fetch_add(1, Ordering::SeqCst);
-            0
+            Turn::did(0)
         }
         fn arm(&mut self) -> Result<Armed> {
             Ok(Armed::Sleep(None))
@@ -147,7 +147,7 @@ mod tests {
         let turns = counts[0].load(Ordering::SeqCst);
         reactor.submit(());
         reactor.submit_here(());
-        assert!(!reactor.drive());
+        assert_eq!(reactor.drive().done, 0);
         reactor.stop(); // waits for nobody
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [turns, 0, 0]);

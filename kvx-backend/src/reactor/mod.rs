@@ -23,6 +23,7 @@ use kvx_core::transport::{Events, LinkState};
 use kvx_core::{Error, Kind, LinkId, Result, Ticket};
 
 pub(crate) use exit::halt_before_destructors;
+pub use kvx_core::transport::Turn;
 pub use mailbox::Mailbox;
 pub use turns::Turns;
 
@@ -31,41 +32,15 @@ pub trait Progress: Send + 'static {
     /// What other threads ask of it.
     type Command: Send + 'static;
 
-    /// Called once, before the first turn: where a turn can see whether commands wait for its end.
-    fn begins(&mut self, _queued: Queued) {}
-
     /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
     fn command(&mut self, command: Self::Command, out: &mut Outbox);
 
-    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. Says how much it did; 0: nothing to do now.
-    fn progress(&mut self, out: &mut Outbox) -> usize;
+    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much may end early where commands are
+    /// `queued` behind it.
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn;
 
     /// Before sleeping: whether that is allowed, and for how long at most.
     fn arm(&mut self) -> Result<Armed>;
-
-    /// How long to go on looking for work before sleeping: a wake-up costs some 15 µs. Longer than usual pays while
-    /// bytes are on their way.
-    fn patience(&self) -> Duration {
-        Duration::from_micros(20)
-    }
-
-    /// Asked once, after a turn of another thread: whether it left nothing that the sleeping thread does not know of. Then it
-    /// may sleep on, and needs not be asked how long, which costs system calls.
-    fn left_nothing(&mut self) -> bool {
-        false
-    }
-
-    /// Whether whoever waits for this core goes first after a turn, although there is more to do: work whose latency
-    /// counts comes by. A core that is never let go of is taken away only every few milliseconds.
-    fn lets_others_go_first(&self) -> bool {
-        false
-    }
-
-    /// Whether other threads may have a turn. Where a turn can last as long as a peer likes, they would miss their deadlines in it:
-    /// only the reactor's own thread works then. Asked after each turn.
-    fn takes_guests(&self) -> bool {
-        true
-    }
 
     /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
     /// own shows one epoll descriptor.
@@ -77,21 +52,6 @@ pub trait Progress: Send + 'static {
     /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets them.
     fn late(command: Self::Command) {
         drop(command);
-    }
-}
-
-/// Whether commands wait for the end of a turn: one that has done much may end early for them.
-#[derive(Clone, Debug, Default)]
-pub struct Queued(Arc<AtomicBool>);
-
-impl Queued {
-    /// Whether there are any.
-    pub fn any(&self) -> bool {
-        self.0.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn set(&self, any: bool) {
-        self.0.store(any, Ordering::Release);
     }
 }
 
@@ -111,6 +71,21 @@ pub enum Armed {
     Again,
     /// Sleep until an fd or a command wakes; at most this long, if given.
     Sleep(Option<Duration>),
+}
+
+/// Whether commands wait for the end of a turn.
+#[derive(Debug, Default)]
+pub struct Queued(AtomicBool);
+
+impl Queued {
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    fn set(&self, any: bool) {
+        self.0.store(any, Ordering::Release);
+    }
 }
 
 /// What a turn wants to tell the world, told after the machine is released: tickets run other people's code.
@@ -164,6 +139,8 @@ struct Driven<P: Progress> {
     machine: P,
     /// Empty between turns: the room for the commands of one.
     taken: Vec<P::Command>,
+    /// Some turn since the machine was last asked how long to sleep has left something that its sleeping thread may not know of.
+    left_something: bool,
 }
 
 /// Commands of one turn for which room is kept.
@@ -186,8 +163,10 @@ struct Shared<P: Progress> {
     driving: AtomicU64,
     /// When another thread last had a turn, likewise.
     driven_at: AtomicU64,
-    /// The machine takes guests.
-    is_open: AtomicBool,
+    /// Of the last turn: only the reactor's own thread may have the next.
+    own_thread_only: AtomicBool,
+    /// Of the last turn, likewise.
+    ends_unannounced: AtomicBool,
     started: Instant,
     stopping: AtomicBool,
     /// The process ends: nobody goes into the machine any more.
@@ -198,16 +177,15 @@ struct Shared<P: Progress> {
 
 impl<P: Progress> Reactor<P> {
     /// Starts the thread `name` around `machine`.
-    pub fn start(name: String, mut machine: P, events: Arc<dyn Events>) -> Result<Self> {
+    pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
-        let queued = Queued::default();
-        machine.begins(queued.clone());
         let shared = Arc::new(Shared {
-            is_open: AtomicBool::new(machine.takes_guests()),
-            machine: Mutex::new(Some(Driven { machine, taken: Vec::new() })),
+            machine: Mutex::new(Some(Driven { machine, taken: Vec::new(), left_something: true })),
             queue: Mutex::new(Some(Vec::new())),
-            queued,
+            queued: Queued::default(),
+            own_thread_only: AtomicBool::new(false),
+            ends_unannounced: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             napping: AtomicBool::new(false),
             wakes_at: AtomicU64::new(0),
@@ -237,24 +215,27 @@ impl<P: Progress> Reactor<P> {
     /// counts.
     pub fn submit_here(&self, command: P::Command) {
         let mut command = Some(command);
-        if !self.turn_here(&mut command) {
+        if self.turn_here(&mut command).is_none() {
             command.into_iter().for_each(|command| self.shared.push(command));
             self.shared.wake_if_asleep();
         }
     }
 
-    /// One turn on this thread, if the machine is free. Says whether anything was done. For callers that call it until
-    /// what they wait for has happened: meanwhile the reactor's own thread stays out of their way.
-    pub fn drive(&self) -> bool {
+    /// One turn on this thread, if the machine is free. For callers that call it until what they wait for has happened:
+    /// meanwhile the reactor's own thread stays out of their way.
+    pub fn drive(&self) -> Turn {
         let shared = &*self.shared;
-        if !shared.is_open.load(Ordering::Relaxed) {
-            return false;
+        let mut turn = None;
+        if !shared.own_thread_only.load(Ordering::Relaxed) {
+            shared.driving.fetch_add(1, Ordering::Relaxed);
+            turn = self.turn_here(&mut None);
+            shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
+            shared.driving.fetch_sub(1, Ordering::Relaxed);
         }
-        shared.driving.fetch_add(1, Ordering::Relaxed);
-        let done = self.turn_here(&mut None);
-        shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
-        shared.driving.fetch_sub(1, Ordering::Relaxed);
-        done
+        turn.unwrap_or_else(|| {
+            let ends_unannounced = shared.ends_unannounced.load(Ordering::Relaxed);
+            Turn { ends_unannounced, ..Turn::did(0) }
+        })
     }
 
     /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at once.
@@ -265,28 +246,27 @@ impl<P: Progress> Reactor<P> {
         }
     }
 
-    /// Takes the command, if the machine is free.
+    /// Has a turn with the command, which is taken, if the machine is free.
     ///
     /// Inlined, and so is what lies between it and the library for a small transfer: a system call leaves the processor without
     /// the addresses to return to, so that each call around one costs some 12 ns.
     #[inline(always)]
-    fn turn_here(&self, command: &mut Option<P::Command>) -> bool {
-        if !self.shared.is_open.load(Ordering::Relaxed) {
-            return false;
+    fn turn_here(&self, command: &mut Option<P::Command>) -> Option<Turn> {
+        let closed = || self.shared.own_thread_only.load(Ordering::Relaxed);
+        if closed() {
+            return None;
         }
-        let Some(mut machine) = self.shared.machine.try_lock() else { return false };
-        let open = |driven: &&mut Driven<P>| !self.shared.is_halted() && driven.machine.takes_guests();
-        let Some(driven) = machine.as_mut().filter(open) else { return false };
+        let mut machine = self.shared.machine.try_lock()?;
+        let driven = machine.as_mut().filter(|_| !self.shared.is_halted() && !closed())?;
         let mut out = Outbox::default();
-        let done = self.shared.turn(driven, command.take(), &mut out);
-        let running = &mut driven.machine;
+        let turn = self.shared.turn(driven, command.take(), &mut out);
         // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
         // or something to do earlier than it knows.
-        let must_wake = done > 0
+        let must_wake = turn.done > 0
             && self.shared.asleep.load(Ordering::SeqCst)
             && !self.shared.napping.load(Ordering::SeqCst)
-            && !running.left_nothing()
-            && match running.arm() {
+            && std::mem::take(&mut driven.left_something)
+            && match driven.machine.arm() {
                 Ok(Armed::Sleep(longest)) => {
                     self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
                 }
@@ -297,7 +277,7 @@ impl<P: Progress> Reactor<P> {
         if must_wake {
             self.shared.wake();
         }
-        done > 0
+        Some(turn)
     }
 
     /// Has the machine stop, without waiting for it.
@@ -379,10 +359,10 @@ impl<P: Progress> Shared<P> {
     #[inline(always)]
     fn turn(
         &self,
-        Driven { machine, taken }: &mut Driven<P>,
+        Driven { machine, taken, left_something }: &mut Driven<P>,
         last: Option<P::Command>,
         out: &mut Outbox,
-    ) -> usize {
+    ) -> Turn {
         let mut count = usize::from(last.is_some());
         if self.queued.any() {
             if let Some(commands) = self.queue.lock().as_mut() {
@@ -396,12 +376,19 @@ impl<P: Progress> Shared<P> {
         if let Some(command) = last {
             machine.command(command, out);
         }
-        count += machine.progress(out);
-        let is_open = machine.takes_guests();
-        if is_open != self.is_open.load(Ordering::Relaxed) {
-            self.is_open.store(is_open, Ordering::Relaxed);
-        }
-        count
+        let mut turn = machine.progress(&self.queued, out);
+        turn.done += count;
+        *left_something |= !turn.left_nothing;
+        keep(&self.own_thread_only, turn.own_thread_only);
+        keep(&self.ends_unannounced, turn.ends_unannounced);
+        turn
+    }
+}
+
+/// Stores what is new: other threads read the same cache line.
+fn keep(flag: &AtomicBool, now: bool) {
+    if flag.load(Ordering::Relaxed) != now {
+        flag.store(now, Ordering::Relaxed);
     }
 }
 

@@ -23,8 +23,8 @@ impl Progress for Echo {
     fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
         self.0.push(ticket);
     }
-    fn progress(&mut self, out: &mut Outbox) -> usize {
-        self.0.pop().map(|ticket| out.settle(ticket, Ok(()))).map_or(0, |()| 1)
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
+        Turn::did(self.0.pop().map(|ticket| out.settle(ticket, Ok(()))).map_or(0, |()| 1))
     }
     fn arm(&mut self) -> Result<Armed> {
         Ok(if self.0.is_empty() { Armed::Sleep(None) } else { Armed::Again })
@@ -97,10 +97,11 @@ fn what_is_submitted_behind_a_thread_that_drove_is_done() {
     reactor.stop();
 }
 
-/// Settles what it is given, and counts the turns of threads that are not its own. Takes no guests from its first ticket on.
+/// Settles what it is given, and counts the turns of threads that are not its own. Lets none have a turn from its first
+/// ticket on.
 struct Alone {
     echo: Echo,
-    guests: Arc<AtomicU64>,
+    others: Arc<AtomicU64>,
     met: bool,
 }
 
@@ -110,13 +111,10 @@ impl Progress for Alone {
         self.met = true;
         self.echo.command(ticket, out);
     }
-    fn progress(&mut self, out: &mut Outbox) -> usize {
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
         let own = std::thread::current().name() == Some("alone");
-        self.guests.fetch_add(u64::from(!own), Ordering::Relaxed);
-        self.echo.progress(out)
-    }
-    fn takes_guests(&self) -> bool {
-        !self.met
+        self.others.fetch_add(u64::from(!own), Ordering::Relaxed);
+        Turn { own_thread_only: self.met, ..self.echo.progress(queued, out) }
     }
     fn arm(&mut self) -> Result<Armed> {
         self.echo.arm()
@@ -128,9 +126,9 @@ impl Progress for Alone {
 }
 
 #[test]
-fn a_machine_that_takes_no_guests_has_none() {
-    let guests = Arc::new(AtomicU64::new(0));
-    let machine = Alone { echo: Echo::default(), guests: Arc::clone(&guests), met: false };
+fn a_machine_that_wants_its_own_thread_only_has_no_other() {
+    let others = Arc::new(AtomicU64::new(0));
+    let machine = Alone { echo: Echo::default(), others: Arc::clone(&others), met: false };
     let reactor = Reactor::start("alone".into(), machine, Arc::new(Nobody)).unwrap();
     let ask = |submit: fn(&Reactor<Alone>, Ticket)| {
         let (done, ticket) = Completion::with_ticket();
@@ -140,11 +138,11 @@ fn a_machine_that_takes_no_guests_has_none() {
     reactor.drive();
     ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
     drop(reactor.shared.machine.lock()); // its turn has ended
-    let seen = || (guests.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
+    let seen = || (others.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
     let before = seen();
     for _ in 0..50 {
         let done = ask(Reactor::submit_here);
-        assert!(!reactor.drive());
+        assert_eq!(reactor.drive().done, 0);
         done.wait(Duration::from_secs(10)).unwrap();
     }
     assert_eq!(seen(), before, "nor does its thread wait for any");
@@ -153,23 +151,20 @@ fn a_machine_that_takes_no_guests_has_none() {
 
 /// As [`Echo`], and its turns end when a command waits.
 #[derive(Default)]
-struct Attentive(Echo, Queued);
+struct Attentive(Echo);
 
 impl Progress for Attentive {
     type Command = Ticket;
-    fn begins(&mut self, queued: Queued) {
-        self.1 = queued;
-    }
     fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
         self.0.command(ticket, out);
     }
-    fn progress(&mut self, out: &mut Outbox) -> usize {
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
         let until = Instant::now() + Duration::from_secs(9);
-        while !self.0.0.is_empty() && !self.1.any() {
+        while !self.0.0.is_empty() && !queued.any() {
             assert!(Instant::now() < until, "nobody says that one waits");
             std::thread::yield_now();
         }
-        self.0.progress(out)
+        self.0.progress(queued, out)
     }
     fn arm(&mut self) -> Result<Armed> {
         self.0.arm()
@@ -216,8 +211,8 @@ impl Progress for Fragile {
         self.0.push(ticket);
         panic!("on purpose");
     }
-    fn progress(&mut self, _: &mut Outbox) -> usize {
-        0
+    fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+        Turn::did(0)
     }
     fn arm(&mut self) -> Result<Armed> {
         Ok(Armed::Sleep(None))

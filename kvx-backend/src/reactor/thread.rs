@@ -6,8 +6,15 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::{Armed, Driven, NAP, Outbox, Progress, Shared, exit};
+use super::{Armed, Driven, NAP, Outbox, Progress, Shared, Turn, exit};
 use kvx_core::sync::{breathe, contained};
+
+/// Whether the reactor may sleep, which has found nothing to do since then.
+fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
+    let now = Instant::now();
+    now.saturating_duration_since(idle_since) >= turn.look_for
+        || turn.look_until.is_some_and(|until| now >= until)
+}
 
 impl<P: Progress> Shared<P> {
     /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
@@ -53,12 +60,12 @@ impl<P: Progress> Shared<P> {
             }
             let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut looking, mut yields) = (None, false, false);
-            let worked = self.turn(driven, None, &mut out) > 0;
+            let turn = self.turn(driven, None, &mut out);
             let machine = &mut driven.machine;
-            if worked || !out.is_empty() {
+            if turn.done > 0 || !out.is_empty() {
                 idle_since = None;
-                yields = machine.lets_others_go_first();
-            } else if idle_since.get_or_insert_with(Instant::now).elapsed() >= machine.patience() {
+                yields = turn.yields;
+            } else if has_looked_enough(&turn, *idle_since.get_or_insert_with(Instant::now)) {
                 match machine.arm() {
                     Ok(Armed::Again) => {}
                     Ok(Armed::Sleep(longest)) => sleep = Some(longest),

@@ -20,8 +20,7 @@ use crate::{Result, bytes};
 const SAID: &[u8] = b"moved";
 /// How long nothing happens before a notification that is alone.
 const QUIET: Duration = Duration::from_millis(200);
-/// How long after one the next is sent beside transfers: longer than a thread goes on looking for more, unless they flow so steadily
-/// that it does not sleep between them.
+/// How long after one the next is sent beside transfers: longer than a thread goes on looking for more before it sleeps.
 const GAP: Duration = Duration::from_millis(3);
 /// The least of either kind: fewer have no middle worth telling.
 const LEAST: usize = 11;

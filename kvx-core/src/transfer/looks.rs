@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::plan::Size;
 use crate::sync::breathe;
-use crate::transport::INLINE_SEGMENTS;
+use crate::transport::{INLINE_SEGMENTS, Turn};
 
 /// Glances from one letting-go of the core to the next.
 const GLANCES: u32 = 16;
@@ -18,9 +18,9 @@ pub(super) struct Looks {
 }
 
 impl Looks {
-    /// `unannounced`: [`Link::ends_unannounced`](crate::transport::Link::ends_unannounced).
-    pub(super) fn after(size: &Size, unannounced: bool) -> Self {
-        if unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
+    /// After a turn on the caller's thread, for a transfer of this size.
+    pub(super) fn after(size: &Size, turn: &Turn) -> Self {
+        if turn.ends_unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
             // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
             return Looks { patience: Duration::from_millis(1), between: glance };
         }
@@ -46,12 +46,9 @@ mod tests {
 
     #[test]
     fn a_small_transfer_whose_end_nobody_tells_is_looked_for_until_it_can_have_ended() {
-        let of = |segments, unannounced| {
-            Looks::after(
-                &Size { bytes: segments << 12, blocks: segments, segments, description: 0 },
-                unannounced,
-            )
-            .patience
+        let of = |segments, ends_unannounced| {
+            let size = Size { bytes: segments << 12, blocks: segments, segments, description: 0 };
+            Looks::after(&size, &Turn { ends_unannounced, ..Turn::did(0) }).patience
         };
         assert!(of(INLINE_SEGMENTS, true) > 4 * of(INLINE_SEGMENTS, false));
         assert_eq!(of(INLINE_SEGMENTS + 1, true), of(INLINE_SEGMENTS + 1, false));

@@ -20,13 +20,13 @@ const BATCH: usize = 64;
 
 /// A peer's address, as the table numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Address(fi_addr_t);
+pub(crate) struct PeerNumber(fi_addr_t);
 
 #[cfg(test)]
-impl Address {
+impl PeerNumber {
     /// Nobody's.
     pub(crate) fn none() -> Self {
-        Address(u64::MAX)
+        PeerNumber(u64::MAX)
     }
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Range {
     pub(crate) local: *mut u8,
     pub(crate) len: usize,
     pub(crate) descriptor: *mut c_void,
-    pub(crate) remote: Remote,
+    pub(crate) remote: RemoteRange,
 }
 
 // SAFETY: addresses that are only carried.
@@ -47,8 +47,8 @@ unsafe impl Send for Range {}
 
 /// Memory of a peer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Remote {
-    pub(crate) peer: Address,
+pub(crate) struct RemoteRange {
+    pub(crate) peer: PeerNumber,
     pub(crate) address: u64,
     pub(crate) key: u64,
 }
@@ -218,7 +218,7 @@ impl Endpoint {
     ///
     /// # Safety
     /// `address` is as long as the provider reads.
-    pub(crate) unsafe fn insert(&self, address: &[u8]) -> Result<Address, Errno> {
+    pub(crate) unsafe fn insert(&self, address: &[u8]) -> Result<PeerNumber, Errno> {
         let mut number = u64::MAX;
         // SAFETY: one address, of the length that the provider reads: the caller's promise.
         let answer = unsafe {
@@ -226,14 +226,14 @@ impl Endpoint {
             function!(table, ops, insert)(table, address.as_ptr().cast(), 1, &mut number, 0, ptr::null_mut())
         };
         if Errno::check(answer)? == 1 && number != u64::MAX {
-            Ok(Address(number))
+            Ok(PeerNumber(number))
         } else {
             Err(Errno(libc::EADDRNOTAVAIL))
         }
     }
 
     /// Forgets a peer.
-    pub(crate) fn remove(&self, peer: Address) {
+    pub(crate) fn remove(&self, peer: PeerNumber) {
         let mut number = peer.0;
         let table = self.table.as_ptr();
         // SAFETY: the number came from the table.
@@ -273,7 +273,7 @@ impl Endpoint {
         buffer: *const u8,
         len: usize,
         descriptor: *mut c_void,
-        peer: Address,
+        peer: PeerNumber,
         context: *mut c_void,
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
@@ -293,11 +293,11 @@ impl Endpoint {
         local: *mut u8,
         len: usize,
         descriptor: *mut c_void,
-        remote: Remote,
+        remote: RemoteRange,
         context: *mut c_void,
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
-        let Remote { peer, address, key } = remote;
+        let RemoteRange { peer, address, key } = remote;
         // SAFETY: the caller's promise.
         let answer = unsafe {
             function!(raw, rma, read)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
@@ -315,11 +315,11 @@ impl Endpoint {
         local: *const u8,
         len: usize,
         descriptor: *mut c_void,
-        remote: Remote,
+        remote: RemoteRange,
         context: *mut c_void,
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
-        let Remote { peer, address, key } = remote;
+        let RemoteRange { peer, address, key } = remote;
         // SAFETY: the caller's promise.
         let answer = unsafe {
             function!(raw, rma, write)(raw, local.cast(), len, descriptor, peer.0, address, key, context)

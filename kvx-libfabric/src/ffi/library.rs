@@ -1,12 +1,10 @@
 //! The libfabric that this process has opened.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
-use std::sync::OnceLock;
 
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::Unavailable;
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
@@ -66,7 +64,7 @@ pub(crate) struct Library {
     path: PathBuf,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 
 impl Library {
     /// Opens the library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
@@ -74,27 +72,18 @@ impl Library {
     /// # Errors
     /// What was tried and the cure; tried again at the next call.
     pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-        match Library::opened() {
-            Some(library) => Ok(library),
-            None => {
-                let library = Library::load()?;
-                Ok(OPENED.get_or_init(|| library))
-            }
-        }
+        OPENED.open(Library::load)
     }
 
     /// The library, if it has been opened.
     pub(crate) fn opened() -> Option<&'static Library> {
-        OPENED.get()
+        OPENED.opened()
     }
 
     fn load() -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let library = Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
-            let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
-                // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
-                unsafe { library.versioned_symbol::<NonNull<c_void>>(name, symbol_version(name)) }
-            };
+            let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
             // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
             // headers of 1.17 declare.
             let functions = unsafe { Functions::find(find) }?;
@@ -116,7 +105,7 @@ impl Library {
 
     /// The functions of the library that is open: for whoever holds an object of it.
     pub(super) fn functions_of_the_process() -> &'static Functions {
-        &OPENED.get().expect("an object of libfabric exists, so the library is open").functions
+        &OPENED.opened().expect("an object of libfabric exists, so the library is open").functions
     }
 
     /// Its version.

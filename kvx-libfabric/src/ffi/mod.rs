@@ -18,7 +18,9 @@ mod library;
 mod tests;
 
 pub(crate) use domain::{Described, Domain, Registration};
-pub(crate) use endpoint::{Address, Completion, Endpoint, Failed, MAX_RANGES, Range, Read, Remote, Waits};
+pub(crate) use endpoint::{
+    Completion, Endpoint, Failed, MAX_RANGES, PeerNumber, Range, Read, RemoteRange, Waits,
+};
 pub(crate) use errno::Errno;
 pub(crate) use info::{Asked, Info, Infos, PciAddress};
 pub(crate) use library::{Library, Version};

@@ -61,10 +61,16 @@ fn described(memory: &[u8]) -> Described<'static> {
 }
 
 /// Where an operation on the `offset`th byte of what is registered goes.
-fn remote(peer: Address, memory: &[u8], registration: &Registration, end: &Endpoint, offset: u64) -> Remote {
+fn remote(
+    peer: PeerNumber,
+    memory: &[u8],
+    registration: &Registration,
+    end: &Endpoint,
+    offset: u64,
+) -> RemoteRange {
     let by_address = end.domain().info().wants(FI_MR_VIRT_ADDR);
     let base = if by_address { memory.as_ptr().addr() as u64 } else { 0 };
-    Remote { peer, address: base + offset, key: registration.key() }
+    RemoteRange { peer, address: base + offset, key: registration.key() }
 }
 
 fn bytes_go_both_ways(provider: &str, test: &str) {
@@ -155,7 +161,7 @@ fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
             let lent = far.domain().register(described(&theirs), 9).unwrap();
             let peer = near.insert(&far.address().unwrap()).unwrap();
             let to = remote(peer, &theirs, &lent, &far, wrong.0);
-            let to = Remote { key: to.key + wrong.1, ..to };
+            let to = RemoteRange { key: to.key + wrong.1, ..to };
             let context = context.as_mut_ptr().cast();
             post([&near, &far], || near.put(ours.as_ptr(), 4096, local.descriptor(), to, context));
             assert_eq!(wait([&near, &far]).unwrap_err().context, context, "{wrong:?}");

@@ -1,4 +1,4 @@
-//! What still comes in over connections of processes that have ended.
+//! Finds connections over which something still comes in from processes that have ended.
 //!
 //! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until the engine has read it into
 //! memory, and at the other end, which has no owner any more, until there is room here. So a connection to the engine is known
@@ -23,8 +23,8 @@ const LISTENS: u8 = 10;
 /// The ports at which this process listens.
 pub(super) fn listening() -> Result<BTreeSet<u16>> {
     let listens = |fd: &RawFd| state(*fd) == Some(LISTENS);
-    let here = open_files()?.into_iter().filter(listens).filter_map(own);
-    Ok(here.map(|here| here.port()).collect())
+    let local = open_files()?.into_iter().filter(listens).filter_map(own);
+    Ok(local.map(|local| local.port()).collect())
 }
 
 /// The connections to these ports over which something may come in that was sent by a process of this host which has ended, by
@@ -34,14 +34,14 @@ pub(super) fn from_the_dead(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64
     for fd in open_files()? {
         // A descriptor may be given to another file at any moment. The connections that matter are there from the beginning, and
         // are looked at under their own, unless the engine closes them meanwhile: then they have ended.
-        let Some(here) = own(fd).filter(|here| ports.contains(&here.port())) else { continue };
+        let Some(local) = own(fd).filter(|local| ports.contains(&local.port())) else { continue };
         let Some(connection) = file(fd) else { continue };
         match state(fd) {
             None => continue,
             Some(LISTENS) if waiting(fd) == Some(0) => continue,
             Some(LISTENS) => return Ok(None),
             Some(ESTABLISHED) => {
-                let Some(there) = peer(fd) else {
+                let Some(remote) = peer(fd) else {
                     found.insert(connection);
                     continue;
                 };
@@ -50,13 +50,13 @@ pub(super) fn from_the_dead(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64
                     none => none.insert(Kernel::new()?),
                 };
                 // This end, to see whether the kernel tells at all: without that part it knows of no connection.
-                let told = kernel.state(here, there)?.is_some();
+                let told = kernel.state(local, remote)?.is_some();
                 if !told && state(fd) == Some(ESTABLISHED) {
                     return Err(untold());
                 }
-                let near = here.ip().to_canonical() == there.ip().to_canonical()
-                    || there.ip().to_canonical().is_loopback();
-                match kernel.state(there, here)? {
+                let near = local.ip().to_canonical() == remote.ip().to_canonical()
+                    || remote.ip().to_canonical().is_loopback();
+                match kernel.state(remote, local)? {
                     Some(ESTABLISHED) if told => {}
                     None | Some(LISTENS) if told && !near => {}
                     _ => drop(found.insert(connection)),
@@ -102,13 +102,13 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
     match i32::from(address.ss_family) {
         libc::AF_INET => {
             // SAFETY: an address of this family is one of these.
-            let there = unsafe { &*(&raw const address).cast::<libc::sockaddr_in>() };
-            Some((there.sin_addr.s_addr.to_ne_bytes(), u16::from_be(there.sin_port)).into())
+            let remote = unsafe { &*(&raw const address).cast::<libc::sockaddr_in>() };
+            Some((remote.sin_addr.s_addr.to_ne_bytes(), u16::from_be(remote.sin_port)).into())
         }
         libc::AF_INET6 => {
             // SAFETY: as above.
-            let there = unsafe { &*(&raw const address).cast::<libc::sockaddr_in6>() };
-            Some((there.sin6_addr.s6_addr, u16::from_be(there.sin6_port)).into())
+            let remote = unsafe { &*(&raw const address).cast::<libc::sockaddr_in6>() };
+            Some((remote.sin6_addr.s6_addr, u16::from_be(remote.sin6_port)).into())
         }
         _ => None,
     }
@@ -164,10 +164,10 @@ impl Kernel {
         Ok(Kernel(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
-    /// How the end of a connection stands that is `here`, and leads to `there`. `None`: there is none.
-    fn state(&mut self, here: SocketAddr, there: SocketAddr) -> Result<Option<u8>> {
-        let [here, there] = [here, there].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
-        let family = if here.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    /// The state of the end of a connection that is `local`, and leads to `remote`. `None`: there is none.
+    fn state(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Option<u8>> {
+        let [local, remote] = [local, remote].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
+        let family = if local.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
         let mut question = Vec::with_capacity(72);
         question.extend(72_u32.to_ne_bytes());
         question.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
@@ -175,10 +175,10 @@ impl Kernel {
         question.extend([0; 8]);
         question.extend([family as u8, libc::IPPROTO_TCP as u8, 0, 0]);
         question.extend(u32::MAX.to_ne_bytes()); // in any state
-        question.extend(here.port().to_be_bytes());
-        question.extend(there.port().to_be_bytes());
-        question.extend(octets(here.ip()));
-        question.extend(octets(there.ip()));
+        question.extend(local.port().to_be_bytes());
+        question.extend(remote.port().to_be_bytes());
+        question.extend(octets(local.ip()));
+        question.extend(octets(remote.ip()));
         question.extend([0; 4]); // at any interface
         question.extend([0xFF; 8]); // no cookie is known
         self.0.write_all(&question)?;
@@ -221,9 +221,9 @@ mod tests {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
         let port = listener.local_addr().expect("it has one").port();
         assert!(listening().expect("files are listed").contains(&port));
-        let there = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
-        let here = listener.accept().expect("somebody has connected").0;
-        (BTreeSet::from([port]), there, here)
+        let sender = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
+        let receiver = listener.accept().expect("somebody has connected").0;
+        (BTreeSet::from([port]), sender, receiver)
     }
 
     fn over(ports: &BTreeSet<u16>) -> bool {
@@ -231,28 +231,28 @@ mod tests {
     }
 
     /// Writes as much as goes in.
-    fn fill(mut there: &TcpStream) {
-        there.set_nonblocking(true).expect("a socket");
-        while there.write(&[7; 1 << 16]).is_ok() {}
+    fn fill(mut sender: &TcpStream) {
+        sender.set_nonblocking(true).expect("a socket");
+        while sender.write(&[7; 1 << 16]).is_ok() {}
     }
 
     #[test]
     fn what_a_closed_end_has_sent_is_over_when_this_end_is_closed() {
-        let (ports, there, mut here) = connection();
+        let (ports, sender, mut receiver) = connection();
         assert!(over(&ports), "its owner lives, and may go on");
-        fill(&there);
+        fill(&sender);
         assert!(over(&ports), "what is not over for the living, they say themselves");
-        drop(there);
+        drop(sender);
         assert_eq!(
-            state(std::os::fd::AsRawFd::as_raw_fd(&here)),
+            state(std::os::fd::AsRawFd::as_raw_fd(&receiver)),
             Some(ESTABLISHED),
             "its end is not here yet"
         );
         assert!(!over(&ports), "much of it is still with the kernel");
-        let read = std::io::copy(&mut here, &mut std::io::sink()).expect("all of it comes");
+        let read = std::io::copy(&mut receiver, &mut std::io::sink()).expect("all of it comes");
         assert!(read > 1 << 16);
         assert!(!over(&ports), "the reader has not closed it");
-        drop(here);
+        drop(receiver);
         assert!(over(&ports));
     }
 
@@ -261,28 +261,28 @@ mod tests {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
         let port = listener.local_addr().expect("it has one").port();
         let ports = BTreeSet::from([port]);
-        let there = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
+        let sender = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
         let asked = || from_the_dead(&ports).expect("the kernel tells");
         assert_eq!(asked(), None);
-        let here = listener.accept().expect("somebody has connected").0;
+        let receiver = listener.accept().expect("somebody has connected").0;
         assert_eq!(asked(), Some(BTreeSet::new()));
-        drop(there);
+        drop(sender);
         let other = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
         let other = (other, listener.accept().expect("somebody has connected").0);
         assert_eq!(asked().map(|found| found.len()), Some(1));
-        drop(here);
+        drop(receiver);
         assert_eq!(asked(), Some(BTreeSet::new()));
         drop(other);
     }
 
     #[test]
     fn what_came_before_a_reset_is_not_over_either() {
-        let (ports, there, mut here) = connection();
-        here.write_all(b"unread, so that the other end is reset").expect("it is open");
-        fill(&there);
-        drop(there);
-        assert!(!over(&ports) && here.read(&mut [0; 64]).expect("it came before") > 0 && !over(&ports));
-        drop(here);
+        let (ports, sender, mut receiver) = connection();
+        receiver.write_all(b"unread, so that the other end is reset").expect("it is open");
+        fill(&sender);
+        drop(sender);
+        assert!(!over(&ports) && receiver.read(&mut [0; 64]).expect("it came before") > 0 && !over(&ports));
+        drop(receiver);
         assert!(over(&ports));
     }
 }

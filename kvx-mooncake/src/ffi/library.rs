@@ -1,11 +1,10 @@
 //! The Mooncake that this process has opened.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::Unavailable;
 
 use super::{adapter_bindings, bindings, self_test, sockets};
@@ -45,7 +44,7 @@ pub(crate) struct Library {
     etcd: bool,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 /// One opens it at a time. With the libraries that failed their self-test, and why: what they are at is not known, and two
 /// engines of theirs stay for ever, so they are not tried again.
 static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
@@ -58,11 +57,11 @@ impl Library {
     /// What was tried, and the cure: tried again at the next call. Or how the engine failed its self-test.
     pub(crate) fn open(wanted: &Wanted) -> Result<&'static Library, Unavailable> {
         let refused = &mut *OPENING.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(library) = OPENED.get() {
+        if let Some(library) = OPENED.opened() {
             library.has_etcd(wanted.etcd)?;
             return Ok(library);
         }
-        let library = on_own_thread(|| {
+        let load = || {
             loader::with_signals_kept(|| {
                 let before = sockets::files();
                 let library = Library::load(wanted)?;
@@ -79,8 +78,8 @@ impl Library {
                 })?;
                 Ok(library)
             })
-        })?;
-        Ok(OPENED.get_or_init(|| library))
+        };
+        OPENED.open(|| on_own_thread(load))
     }
 
     fn load(wanted: &Wanted) -> Result<Library, Unavailable> {
@@ -89,8 +88,7 @@ impl Library {
             .open()
             .map_err(explained)?;
         let path = library.path().to_owned();
-        // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
-        let find = |name: &'static CStr| unsafe { library.symbol::<NonNull<c_void>>(name) };
+        let find = |name: &'static CStr| library.address(name);
         // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the bindings are made of.
         let functions = unsafe { bindings::Functions::find(find) }?;
         // SAFETY: as above; nobody else has names like these.

@@ -12,17 +12,13 @@ pub mod adapter_bindings;
 #[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
 pub mod bindings;
 
-#[cfg(test)]
-mod ends;
 mod engine;
-#[cfg(test)]
-mod honest;
 mod incoming;
 mod library;
-#[cfg(test)]
-mod lies;
 mod self_test;
 mod sockets;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use engine::{Batch, Engine, Piece, Recipe, SegmentId, State};
 pub(crate) use library::{Library, Wanted, block_sigpipe};

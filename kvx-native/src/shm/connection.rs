@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::{NoticesFromPeer, NoticesToPeer, Silence};
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
 
@@ -53,23 +54,6 @@ pub(crate) struct Waiting {
     pub(crate) done: Ticket,
 }
 
-/// A notification on its way out.
-pub(crate) struct Notice {
-    pub(crate) bytes: Box<[u8]>,
-    pub(crate) done: Ticket,
-}
-
-/// What is known of the peer's life.
-#[derive(Debug)]
-pub(crate) struct Life {
-    /// When its last message came.
-    pub(crate) heard: Instant,
-    /// Since when an answer has been awaited; `None`: none is.
-    pub(crate) awaited: Option<Instant>,
-    /// When it was asked for a sign of life that has not come.
-    pub(crate) pinged: Option<Instant>,
-}
-
 pub(crate) struct Connection {
     pub(crate) socket: OwnedFd,
     pub(crate) process: Arc<PeerProcess>,
@@ -78,7 +62,7 @@ pub(crate) struct Connection {
     pub(crate) link: Option<Arc<Wiring>>,
     /// Who is at the other end, once the handshake has told.
     pub(crate) peer: Option<Identity>,
-    pub(crate) life: Life,
+    pub(crate) silence: Silence,
     queue: VecDeque<Packet>,
     asked_for_room: bool,
     token: u64,
@@ -103,18 +87,13 @@ pub(crate) struct Connection {
     pub(crate) waiting: Vec<Waiting>,
     /// Writes that the peer pulls from us.
     pub(crate) writes: Writes,
-    /// Notifications that were sent, by number, and those that were not.
-    pub(crate) sent: HashMap<u64, Ticket>,
-    pub(crate) notices: VecDeque<Notice>,
-    pub(crate) notice_bytes: usize,
-    pub(crate) next_notice: u64,
+    pub(crate) to_peer: NoticesToPeer,
 
     /// Regions that the peer lent us, to pull its writes from.
     pub(crate) lent: HashMap<RegionId, Result<Held>>,
     /// Parts of the peer's writes that are not done.
     pub(crate) pulls: usize,
-    /// The peer's notifications that found no room.
-    pub(crate) parked: VecDeque<(u64, Box<[u8]>)>,
+    pub(crate) from_peer: NoticesFromPeer,
 }
 
 impl Connection {
@@ -131,7 +110,7 @@ impl Connection {
             phase: Phase::Hello(now + patience),
             link,
             peer: None,
-            life: Life { heard: now, awaited: None, pinged: None },
+            silence: Silence::new(now),
             queue: VecDeque::new(),
             asked_for_room: false,
             token: 0,
@@ -145,13 +124,10 @@ impl Connection {
             wanted: 0,
             waiting: Vec::new(),
             writes: Writes::default(),
-            sent: HashMap::new(),
-            notices: VecDeque::new(),
-            notice_bytes: 0,
-            next_notice: 0,
+            to_peer: NoticesToPeer::default(),
             lent: HashMap::new(),
             pulls: 0,
-            parked: VecDeque::new(),
+            from_peer: NoticesFromPeer::default(),
         }
     }
 
@@ -214,22 +190,12 @@ impl Connection {
 
     /// Whether something is in flight that only the peer can end.
     pub(crate) fn awaits(&self) -> bool {
-        self.wanted > 0 || !self.sent.is_empty() || !self.writes.is_empty()
+        self.wanted > 0 || self.to_peer.await_answer() || !self.writes.is_empty()
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says whether that began just now.
-    pub(crate) fn note_awaiting(&mut self) -> bool {
-        match (self.awaits(), self.life.awaited) {
-            (true, None) => {
-                self.life.awaited = Some(Instant::now());
-                true
-            }
-            (false, Some(_)) => {
-                (self.life.awaited, self.life.pinged) = (None, None);
-                false
-            }
-            _ => false,
-        }
+    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
+    pub(crate) fn note_awaiting(&mut self) -> Option<Instant> {
+        self.silence.note(self.awaits(), Instant::now)
     }
 
     /// Queues a message, and sends what the socket takes.

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::{Look, Silence};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, Kind, LinkId};
@@ -95,20 +96,16 @@ impl Machine {
         for waiting in connection.waiting.drain(..) {
             out.settle(waiting.done, Err(reason.clone()));
         }
-        for (_, done) in connection.sent.drain() {
+        for done in connection.to_peer.end() {
             out.settle(done, Err(reason.clone()));
         }
-        for notice in connection.notices.drain(..) {
-            out.settle(notice.done, Err(reason.clone()));
-        }
-        connection.notice_bytes = 0;
         connection.wanted = 0;
         connection.shut_windows(|_| true);
         connection.imports.clear();
         connection.watched = None;
         connection.lent.clear();
         connection.releasing.clear();
-        connection.parked.clear();
+        connection.from_peer.clear();
         connection.pulls = 0;
     }
 
@@ -148,14 +145,9 @@ impl Machine {
 
     /// After what is in flight on a connection changed: the clock watches it while an answer is awaited.
     pub(crate) fn note_awaiting(&mut self, at: usize) {
-        if self.connections[at].note_awaiting() {
-            self.look_by(Instant::now() + self.pace());
+        if let Some(now) = self.connections[at].note_awaiting() {
+            self.look_by(now + Silence::step(self.peer_timeout));
         }
-    }
-
-    /// How often to look at peers that owe an answer.
-    fn pace(&self) -> Duration {
-        (self.peer_timeout / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))
     }
 
     /// Looks at the clock, if it is time.
@@ -168,7 +160,6 @@ impl Machine {
         self.next_look = None;
         self.accept_again();
         self.connect_again(now, out);
-        let pace = self.pace();
         let mut late = Vec::new();
         let mut again: Option<Instant> = None;
         for (at, connection) in &mut self.connections {
@@ -177,20 +168,18 @@ impl Machine {
                 Phase::Hello(until) => again = Some(again.map_or(until, |next| next.min(until))),
                 Phase::Leaving => {}
                 Phase::Up => {
-                    let Some(awaited) = connection.life.awaited else { continue };
-                    let silent = now.saturating_duration_since(awaited.max(connection.life.heard));
-                    // Whoever was stopped himself must not blame the peer: it has had the time since the ping.
-                    let pinged = connection.life.pinged.map(|pinged| now.saturating_duration_since(pinged));
-                    if silent >= self.peer_timeout && pinged.is_some_and(|time| time >= self.peer_timeout / 2)
-                    {
-                        late.push(at);
-                        continue;
-                    }
-                    if silent >= pace && pinged.is_none() {
-                        connection.life.pinged = Some(now);
-                        connection.send(&self.poller, &Message::Ping);
-                    }
-                    let next = now + pace;
+                    let next = match connection.silence.look(now, self.peer_timeout) {
+                        Look::Idle => continue,
+                        Look::Lost => {
+                            late.push(at);
+                            continue;
+                        }
+                        Look::Ask(next) => {
+                            connection.send(&self.poller, &Message::Ping);
+                            next
+                        }
+                        Look::Until(next) => next,
+                    };
                     again = Some(again.map_or(next, |again| again.min(next)));
                 }
             }

@@ -1,40 +1,20 @@
 //! From what the kernel and the peer say to errors that a person can act on.
 
+use kvx_backend::control::Refusal;
 use kvx_core::{Error, Kind, RegionId};
 use rustix::io::Errno;
 
 /// The backend's name.
 pub(crate) const NAME: &str = "SHM";
 
-/// The kinds that travel in a refusal, by their number on the wire (position + 1).
-const KINDS: [Kind; 12] = [
-    Kind::WrongKey,
-    Kind::Unregistered,
-    Kind::Revoked,
-    Kind::OutOfBounds,
-    Kind::Unsupported,
-    Kind::Cancelled,
-    Kind::Malformed,
-    Kind::Exhausted,
-    Kind::Denied,
-    Kind::Incompatible,
-    Kind::PeerRestarted,
-    Kind::Closed,
-];
-
-/// A kind as it travels; what has no number of its own is 0, a native error.
-pub(crate) fn kind_to_wire(kind: Kind) -> u8 {
-    KINDS.iter().position(|known| *known == kind).map_or(0, |at| at as u8 + 1)
-}
-
-/// The kind behind a number; a number of a later version is a native error.
-pub(crate) fn kind_from_wire(number: u8) -> Kind {
-    KINDS.get(usize::from(number).wrapping_sub(1)).copied().unwrap_or(Kind::Native)
-}
-
 /// An error of this backend.
 pub(crate) fn error(kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(kind, sentence).backend(NAME)
+}
+
+/// What a peer refused.
+pub(crate) fn refused(why: Refusal) -> Error {
+    Error::from(why).backend(NAME)
 }
 
 /// The peer process has ended.
@@ -115,19 +95,4 @@ pub(crate) fn foreign_off(whose: &str) -> Error {
         Kind::Unsupported,
         format!("shm.foreign_memory is off {whose}: use kvx pools (Memory::pool), or TCP"),
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn kinds_keep_their_numbers() {
-        for kind in KINDS {
-            assert_eq!(kind_from_wire(kind_to_wire(kind)), kind);
-        }
-        assert_eq!(kind_to_wire(Kind::WrongKey), 1);
-        assert_eq!(kind_from_wire(kind_to_wire(Kind::Busy)), Kind::Native);
-        assert_eq!(kind_from_wire(200), Kind::Native);
-    }
 }

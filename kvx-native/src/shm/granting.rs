@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use kvx_backend::control::Refusal;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Kind, RegionId, RegionKey, Result, Ticket};
 
@@ -11,7 +12,7 @@ use super::connection::Imported;
 use super::ending::End;
 use super::error::{error, revoked, still_shared};
 use super::memory::{Held, How, Mapping, Revoked};
-use super::messages::{Message, Reached, Refusal};
+use super::messages::{Message, Reached};
 use super::progress::{Machine, Work};
 
 /// The most regions that one peer may lend.

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::Refusal;
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, Identity, Kind, Result};
@@ -12,10 +13,10 @@ use rustix::io::Errno;
 use super::connection::{Connection, Phase};
 use super::copy;
 use super::ending::End;
-use super::error::{error, foreign_off};
+use super::error::{error, foreign_off, refused};
 use super::host::{PeerProcess, our_uid};
 use super::link::{Sight, Wiring};
-use super::messages::{Message, Probe, Refusal, VERSIONS};
+use super::messages::{Message, Probe, VERSIONS};
 use super::progress::{LISTENERS, Machine, token};
 use super::socket::{self, Ready};
 use super::transport::name_socket_name;
@@ -265,7 +266,7 @@ impl Machine {
             probe,
             "the peer's memory is no kvx pool, and cannot be read from here",
         );
-        let theirs = reads_us.map_err(Refusal::into_error);
+        let theirs = reads_us.map_err(refused);
         link.sight.set(Sight { ours, theirs }).ok(); // a handshake ends once
         connection.peer = Some(from);
         connection.phase = Phase::Up;
@@ -277,7 +278,7 @@ impl Machine {
     pub(crate) fn take_refuse(&mut self, at: usize, from: &Identity, why: Refusal, out: &mut Outbox) {
         let Some(link) = self.connections[at].link.clone() else { return };
         let (reason, state) = if why.kind != Kind::PeerRestarted {
-            let reason = why.into_error();
+            let reason = refused(why);
             (reason.clone(), LinkState::Lost(reason))
         } else if from.name == link.peer.name && from.incarnation != link.peer.incarnation {
             let reason = error(

@@ -12,7 +12,9 @@ use kvx_core::{
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::messages::{At, Message, Probe, Reached, Refusal, VERSIONS};
+use kvx_backend::control::Refusal;
+
+use super::messages::{At, Message, Probe, Reached, VERSIONS};
 use super::socket::{self, Received};
 use crate::described::Described;
 
@@ -270,9 +272,9 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
 #[test]
 fn more_than_may_be_under_way_at_once_is_cut_off() {
     let (target, region) = target();
-    // Two fit into the queue of notifications and its neighbour; sixteen are parked; one more is too many.
+    // Two fit into the queue of notifications and its neighbour; a window is parked; one more is too many.
     let raw = Raw::shaken(&target);
-    for id in 0..40 {
+    for id in 0..100 {
         let notify = Message::Notify { id, bytes: &[7; 1000] }.encode();
         if socket::send(raw.0.as_fd(), &notify, None).is_err() {
             break;

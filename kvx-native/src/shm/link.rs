@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
+    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
 use kvx_core::{
     Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId,
@@ -190,7 +190,7 @@ unsafe impl Link for ShmLink {
         self.opened.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
     }
 
-    fn drive(&self) -> bool {
+    fn drive(&self) -> Turn {
         self.opened.reactor.drive()
     }
 

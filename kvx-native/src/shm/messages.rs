@@ -17,8 +17,8 @@
 //!   answered, the target does not touch the initiator's memory again.
 //! * **Revocation.** The owner [`Recall`](Message::Recall)s a region from everyone who was granted or lent it; each drops
 //!   its work on it, unmaps, and says [`Released`](Message::Released).
-//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it. At most 16
-//!   are unanswered, and at most 64 parts of writes: a target holds what it cannot take yet, and never stops reading.
+//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it. At most a window
+//!   is unanswered, and at most 64 parts of writes: a target holds what it cannot take yet, and never stops reading.
 //! * **Life.** While an answer is awaited, silence is broken by [`Ping`](Message::Ping), which is answered by
 //!   [`Alive`](Message::Alive) whatever else the peer is busy with. An idle connection is silent.
 //! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side. The other end drops
@@ -28,9 +28,10 @@
 use kvx_core::memory::IpcHandle;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{DeviceId, Error, Identity, Kind, RegionId, RegionKey, Result};
+use kvx_core::{DeviceId, Identity, RegionId, RegionKey, Result};
 
-use super::error::{kind_from_wire, kind_to_wire};
+use kvx_backend::control::Refusal;
+
 use crate::described::Described;
 
 /// What every handshake begins with.
@@ -39,8 +40,6 @@ const MAGIC: [u8; 8] = *b"kvx/shm\n";
 pub(crate) const VERSIONS: (u16, u16) = (1, 1);
 /// The longest message; a notification of the greatest length fits.
 pub(crate) const MAX_MESSAGE: usize = MAX_NOTIFICATION + (4 << 10);
-/// The most bytes of text in a refusal.
-const MAX_TEXT: usize = 512;
 /// The most grids that one [`Message::Write`] describes.
 pub(crate) const MAX_GRIDS: usize = 128;
 /// The most indices that one [`Message::Write`] describes.
@@ -73,29 +72,6 @@ pub(crate) enum At {
     Address(u64),
     /// On a device, whose driver knows it by this handle.
     Device { device: DeviceId, handle: IpcHandle },
-}
-
-/// Why something was refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Refusal {
-    pub(crate) kind: Kind,
-    pub(crate) text: String,
-}
-
-impl From<&Error> for Refusal {
-    fn from(error: &Error) -> Self {
-        let mut text = error.sentence().to_owned();
-        let end = (0..=MAX_TEXT.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
-        Refusal { kind: error.kind(), text }
-    }
-}
-
-impl Refusal {
-    /// As the error of the operation that was refused.
-    pub(crate) fn into_error(self) -> Error {
-        super::error::error(self.kind, self.text)
-    }
 }
 
 /// A message. See the [module](self) for who sends which when.
@@ -164,7 +140,7 @@ impl Message<'_> {
                 out.put_u8(number::REFUSE);
                 out.put(&MAGIC);
                 out.put_identity(from);
-                put_refusal(&mut out, why);
+                why.encode(&mut out);
             }
             Message::Want { import, id, key } => {
                 out.put_u8(number::WANT);
@@ -179,7 +155,7 @@ impl Message<'_> {
             Message::Deny { import, why } => {
                 out.put_u8(number::DENY);
                 out.put_u64(*import);
-                put_refusal(&mut out, why);
+                why.encode(&mut out);
             }
             Message::Lend { id, reached } => {
                 out.put_u8(number::LEND);
@@ -251,7 +227,7 @@ impl<'a> Message<'a> {
             }
             number::REFUSE => {
                 magic(&mut reader)?;
-                Message::Refuse { from: reader.identity()?, why: refusal(&mut reader)? }
+                Message::Refuse { from: reader.identity()?, why: Refusal::decode(&mut reader)? }
             }
             number::WANT => {
                 let import = reader.u64()?;
@@ -259,7 +235,7 @@ impl<'a> Message<'a> {
                 Message::Want { import, id, key }
             }
             number::GRANT => Message::Grant { import: reader.u64()?, reached: reached(&mut reader)? },
-            number::DENY => Message::Deny { import: reader.u64()?, why: refusal(&mut reader)? },
+            number::DENY => Message::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? },
             number::LEND => Message::Lend { id: RegionId(reader.u64()?), reached: reached(&mut reader)? },
             number::WRITE => {
                 let write = reader.u64()?;
@@ -346,25 +322,12 @@ fn reached(reader: &mut Reader<'_>) -> Result<Reached> {
     Ok(Reached { len, at })
 }
 
-fn put_refusal(out: &mut Vec<u8>, refusal: &Refusal) {
-    out.put_u8(kind_to_wire(refusal.kind));
-    out.put_block(refusal.text.as_bytes());
-}
-
-fn refusal(reader: &mut Reader<'_>) -> Result<Refusal> {
-    let kind = kind_from_wire(reader.u8()?);
-    let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
-        .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
-    // It ends up in logs and terminals.
-    Ok(Refusal { kind, text: text.chars().filter(|character| !character.is_control()).collect() })
-}
-
 fn put_result(out: &mut Vec<u8>, result: &Result<(), Refusal>) {
     match result {
         Ok(()) => out.put_u8(1),
         Err(refusal) => {
             out.put_u8(0);
-            put_refusal(out, refusal);
+            refusal.encode(out);
         }
     }
 }
@@ -372,7 +335,7 @@ fn put_result(out: &mut Vec<u8>, result: &Result<(), Refusal>) {
 fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
     match reader.u8()? {
         1 => Ok(Ok(())),
-        0 => refusal(reader).map(Err),
+        0 => Refusal::decode(reader).map(Err),
         other => Err(reader.malformed(format_args!("an answer of kind {other}"))),
     }
 }
@@ -386,7 +349,7 @@ fn magic(reader: &mut Reader<'_>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Grid, Incarnation, Placed};
+    use kvx_core::{Error, Grid, Incarnation, Kind, Placed};
 
     use super::*;
 
@@ -457,9 +420,27 @@ mod tests {
         assert!(write.encode().len() <= MAX_MESSAGE);
         let notify = Message::Notify { id: 1, bytes: &[7; MAX_NOTIFICATION] };
         assert!(notify.encode().len() <= MAX_MESSAGE);
-        let long = Error::new(Kind::Native, "é".repeat(MAX_TEXT));
+        let long = Error::new(Kind::Native, "é".repeat(5000));
         let refused = Message::Done { write: 1, result: Err(Refusal::from(&long)) }.encode();
         assert!(Message::decode(&refused).is_ok());
+    }
+
+    #[test]
+    fn a_peers_refusal_is_cleaned_of_control_characters() {
+        let why = Refusal { kind: Kind::Denied, text: "\x1b[2Jno\n".into() };
+        for message in [
+            Message::Deny { import: 3, why: why.clone() },
+            Message::Refuse { from: identity("c"), why: why.clone() },
+            Message::Done { write: 1, result: Err(why) },
+        ] {
+            let bytes = message.encode();
+            let text = match Message::decode(&bytes).unwrap() {
+                Message::Deny { why, .. } | Message::Refuse { why, .. } => why.text,
+                Message::Done { result, .. } => result.unwrap_err().text,
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(text, " [2Jno ");
+        }
     }
 
     #[test]

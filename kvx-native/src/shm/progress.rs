@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE, Turns};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -15,14 +15,14 @@ use super::config::Config;
 use super::connection::{Connection, Waiting};
 use super::copy::Copier;
 use super::ending::End;
-use super::error::{closed, error, peer_closed, peer_died};
+use super::error::{closed, error, peer_closed, peer_died, refused};
 use super::flights::{Errand, Flight, Flights, Home};
 use super::granting::{Populate, Recall};
 use super::handshake::{self, Connecting};
 use super::host;
 use super::link::{Import, Wiring};
 use super::memory::{Regions, Revoked};
-use super::messages::{MAX_MESSAGE, Message, Refusal};
+use super::messages::{MAX_MESSAGE, Message};
 use super::pulls::Pull;
 use super::reads::Read;
 use super::socket::{self, Poller, Ready, Received};
@@ -244,7 +244,7 @@ impl Machine {
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(len, file)) => {
-                    (connection.life.heard, connection.life.pinged) = (Instant::now(), None);
+                    connection.silence.heard(Instant::now());
                     Message::decode(&buffer[..len]).and_then(|message| self.take(at, message, file, out))
                 }
                 Ok(Received::Nothing) => break,
@@ -315,7 +315,7 @@ impl Machine {
                 self.take_grant(at, import, Ok(reached), file, out)
             }
             Message::Deny { import, why } if up && initiator => {
-                self.take_grant(at, import, Err(why.into_error()), None, out)
+                self.take_grant(at, import, Err(refused(why)), None, out)
             }
             Message::Lend { id, reached } if up && !initiator => {
                 self.take_lend(at, id, reached, file.as_ref())
@@ -325,7 +325,7 @@ impl Machine {
                 self.connections[at].check_queue()
             }
             Message::Done { write, result } if up && initiator => {
-                let result = result.map_err(Refusal::into_error);
+                let result = result.map_err(refused);
                 self.connections[at].writes.answered(write, result)?;
                 self.pump(at, out);
                 Ok(())
@@ -412,16 +412,15 @@ impl Progress for Machine {
         }
     }
 
-    fn progress(&mut self, out: &mut Outbox) -> usize {
-        if std::mem::take(&mut self.lent_turn) {
-            return 0;
-        }
-        self.handle_events(out) + self.look(out) + self.work(out)
-    }
-
-    fn patience(&self) -> Duration {
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
+        let done = if std::mem::take(&mut self.lent_turn) {
+            0
+        } else {
+            self.handle_events(out) + self.look(out) + self.work(out)
+        };
         // A peer that has written much is likely to go on.
-        Duration::from_micros(if self.bursting { 250 } else { 20 })
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, ..Turn::did(done) }
     }
 
     fn arm(&mut self) -> Result<Armed> {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kvx_backend::control::Refusal;
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
 
@@ -9,7 +10,7 @@ use super::copy::{Pulling, Stopped};
 use super::error::error;
 use super::flights::{Errand, Load};
 use super::memory::Place;
-use super::messages::{Message, Refusal};
+use super::messages::Message;
 use super::progress::{Machine, Work};
 use super::writes::WINDOW;
 use crate::described::Described;

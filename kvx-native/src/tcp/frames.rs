@@ -13,7 +13,7 @@
 //!                                        <-   ANSWER     welcome or not, who I am, proof
 //! READ id   described blocks             ->
 //!                                        <-   DATA id …  (any number, together the blocks in their order)
-//!                                        <-   END id     (empty: done; else a kind and a sentence)
+//!                                        <-   END id     (empty: done; else a refusal)
 //! WRITE id  described blocks             ->
 //! DATA id … (together the blocks)        ->
 //!                                        <-   END id     (after the last byte, or a refusal at any time)
@@ -34,6 +34,7 @@
 //! not do any more. An initiator that has cancelled a write begins nothing else on the link before its END, so that a
 //! late piece of it never lands on a later write.
 
+use kvx_backend::control::Refusal;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, Result, transport};
 
@@ -45,10 +46,6 @@ pub(super) const HEADER: usize = 16;
 pub(super) const MAX_GREETING: usize = 1024;
 /// The most payload of a DATA frame.
 pub(super) const MAX_DATA: usize = 1 << 20;
-/// The most bytes of an END: a kind and a sentence.
-const MAX_END: usize = 1024;
-/// The longest sentence that travels.
-const MAX_SENTENCE: usize = 900;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +97,7 @@ impl Frame {
         match self {
             Frame::Read | Frame::Write => described::MAX_BYTES,
             Frame::Data => MAX_DATA,
-            Frame::End => MAX_END,
+            Frame::End => Refusal::MAX_BYTES,
             Frame::Notify => transport::MAX_NOTIFICATION,
             Frame::Cancel => 1,
             Frame::Stop | Frame::Ack | Frame::Ping | Frame::Alive => 0,
@@ -172,53 +169,20 @@ pub(super) fn put_cancel(out: &mut Vec<u8>, id: u64, lane: u8) {
 pub(super) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
     put_frame(out, Frame::End, id, |out| {
         if let Err(error) = result {
-            out.put_u8(kind_to_wire(error.kind()));
-            out.put(truncated(error.sentence()).as_bytes());
+            Refusal::from(error).encode(out);
         }
     });
 }
 
 /// What an END says.
 pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
-    let Some((kind, sentence)) = body.split_first() else { return Ok(Ok(())) };
-    let reader = Reader::new("End", body);
-    let sentence =
-        std::str::from_utf8(sentence).map_err(|_| reader.malformed("a sentence that is not UTF-8"))?;
-    let sentence = truncated(sentence).replace(char::is_control, " ");
-    Ok(Err(Error::new(kind_from_wire(*kind), sentence)))
-}
-
-fn truncated(sentence: &str) -> &str {
-    let mut end = sentence.len().min(MAX_SENTENCE);
-    while !sentence.is_char_boundary(end) {
-        end -= 1;
+    if body.is_empty() {
+        return Ok(Ok(()));
     }
-    &sentence[..end]
-}
-
-/// The kinds of refusals, by their number on the wire. What is not here travels as `Native`.
-const KINDS: [(u8, Kind); 12] = [
-    (1, Kind::Unregistered),
-    (2, Kind::WrongKey),
-    (3, Kind::Revoked),
-    (4, Kind::OutOfBounds),
-    (5, Kind::Cancelled),
-    (6, Kind::Malformed),
-    (7, Kind::Exhausted),
-    (8, Kind::Unsupported),
-    (9, Kind::Closed),
-    (10, Kind::Denied),
-    (11, Kind::Incompatible),
-    (12, Kind::Invalid),
-];
-const OTHER_KIND: u8 = 255;
-
-fn kind_to_wire(kind: Kind) -> u8 {
-    KINDS.iter().find(|(_, known)| *known == kind).map_or(OTHER_KIND, |(number, _)| *number)
-}
-
-fn kind_from_wire(number: u8) -> Kind {
-    KINDS.iter().find(|(known, _)| *known == number).map_or(Kind::Native, |(_, kind)| *kind)
+    let mut reader = Reader::new("End", body);
+    let refusal = Refusal::decode(&mut reader)?;
+    reader.end()?;
+    Ok(Err(refusal.into()))
 }
 
 /// Versions of this protocol that this build speaks.
@@ -331,10 +295,7 @@ impl Answer {
 
 /// A refusal before the ends know each other.
 pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
-    put_frame(out, Frame::Refuse, 0, |out| {
-        out.put_u8(kind_to_wire(error.kind()));
-        out.put(truncated(error.sentence()).as_bytes());
-    });
+    put_frame(out, Frame::Refuse, 0, |out| Refusal::from(error).encode(out));
 }
 
 /// What a REFUSE says.
@@ -393,7 +354,7 @@ mod tests {
         let long = Error::new(Kind::Busy, "ä".repeat(5000));
         bytes.clear();
         put_end(&mut bytes, 9, Err(&long));
-        assert!(bytes.len() - HEADER <= MAX_END);
+        assert!(bytes.len() - HEADER <= Frame::End.max_len());
         assert_eq!(read_end(&bytes[HEADER..]).unwrap().unwrap_err().kind(), Kind::Native);
     }
 
@@ -432,7 +393,7 @@ mod tests {
                 Hello::decode(&body).ok();
                 Challenge::decode(&mut Reader::new("Challenge", &body)).ok();
                 if let Ok(Err(error)) = read_end(&body) {
-                    assert!(error.sentence().len() <= 4 * MAX_SENTENCE);
+                    assert!(error.sentence().len() <= Refusal::MAX_BYTES);
                     assert!(!error.sentence().contains(char::is_control));
                 }
             }

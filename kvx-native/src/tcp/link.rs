@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::transport::{Link, PeerSection, RemoteRegion, RemoteSpec};
+use kvx_core::transport::{Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
 use super::address;
@@ -81,7 +81,7 @@ unsafe impl Link for TcpLink {
         self.handle.submit(Command::Cancel { link: self.id, id });
     }
 
-    fn drive(&self) -> bool {
+    fn drive(&self) -> Turn {
         self.handle.drive()
     }
 

@@ -5,9 +5,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::{Look, NoticesToPeer, Silence};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Bound, Error, Identity, Kind, LinkId, Pair, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
 use slab::Slab;
 
 use super::conn::{Conn, Role, Scope};
@@ -15,7 +16,6 @@ use super::ending::{Concern, Ending};
 use super::error;
 use super::frames::{Frame, put_bare, put_cancel, put_frame};
 use super::link::Standing;
-use super::serve::{NOTICES, NOTICES_BYTES};
 use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
 
@@ -25,9 +25,6 @@ const SMALL: u64 = 64 << 10;
 const SMALL_BLOCKS: u64 = 4096;
 /// Data of one request of a bulk transfer, about.
 const PART: u64 = 4 << 20;
-/// Looks at a silent peer that lose it, in equal steps over the timeout. Time alone would not do: whoever was stopped
-/// himself finds everybody silent, but counts a single look, however long he was away.
-const LOOKS: u32 = 4;
 
 /// A transfer that has not settled.
 struct Transfer {
@@ -38,19 +35,6 @@ struct Transfer {
     next: usize,
     /// Parts that are out.
     out: usize,
-}
-
-/// A notification that waits to be sent.
-struct Notice {
-    bytes: Box<[u8]>,
-    done: Ticket,
-}
-
-/// A notification that was sent.
-struct Sent {
-    id: u64,
-    len: usize,
-    done: Ticket,
 }
 
 /// A link of ours.
@@ -71,27 +55,8 @@ pub(super) struct Peer {
     transfers: HashMap<TransferId, Transfer>,
     small: VecDeque<TransferId>,
     bulk: VecDeque<TransferId>,
-    notices: VecDeque<Notice>,
-    unacknowledged: VecDeque<Sent>,
-    unacknowledged_bytes: usize,
-    next_notice: u64,
-    /// Something is in flight.
-    busy: bool,
-    /// When something came from it, it owed an answer again, or a look at it found nothing: the last of these.
-    seen: Instant,
-    /// Looks that found nothing, one after the other.
-    in_vain: u32,
-}
-
-/// What a look at a peer's silence says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Silence {
-    /// Nothing is in flight.
-    Idle,
-    /// Look again then.
-    Until(Instant),
-    /// Too long.
-    Lost,
+    notices: NoticesToPeer,
+    silence: Silence,
 }
 
 impl Peer {
@@ -116,13 +81,8 @@ impl Peer {
             transfers: HashMap::new(),
             small: VecDeque::new(),
             bulk: VecDeque::new(),
-            notices: VecDeque::new(),
-            unacknowledged: VecDeque::new(),
-            unacknowledged_bytes: 0,
-            next_notice: 0,
-            busy: false,
-            seen: up_by,
-            in_vain: 0,
+            notices: NoticesToPeer::default(),
+            silence: Silence::new(up_by),
         }
     }
 
@@ -159,8 +119,10 @@ impl Peer {
     }
 
     /// Takes a notification; `issue` follows.
-    pub(super) fn notify(&mut self, bytes: Box<[u8]>, done: Ticket) {
-        self.notices.push_back(Notice { bytes, done });
+    pub(super) fn notify(&mut self, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
+        if let Err((done, why)) = self.notices.add(bytes, done) {
+            out.settle(done, Err(error::of_peer(why, &self.who)));
+        }
     }
 
     /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
@@ -197,18 +159,8 @@ impl Peer {
 
     fn issue_notices(&mut self, conn: &mut Conn) -> bool {
         let mut sent = false;
-        while let Some(notice) = self.notices.front() {
-            let len = notice.bytes.len();
-            let waiting = self.unacknowledged.len();
-            if waiting >= NOTICES || waiting > 0 && self.unacknowledged_bytes + len > NOTICES_BYTES {
-                break;
-            }
-            let Some(Notice { bytes, done }) = self.notices.pop_front() else { break };
-            let id = self.next_notice;
-            self.next_notice += 1;
+        while let Some((id, bytes)) = self.notices.next_to_send() {
             put_frame(&mut conn.output.control, Frame::Notify, id, |out| out.extend_from_slice(&bytes));
-            self.unacknowledged_bytes += len;
-            self.unacknowledged.push_back(Sent { id, len, done });
             sent = true;
         }
         sent
@@ -216,13 +168,7 @@ impl Peer {
 
     /// The peer's agent has a notification.
     pub(super) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
-        if self.unacknowledged.front().is_none_or(|sent| sent.id != id) {
-            return Err(Error::new(Kind::Malformed, "the peer acknowledges what was not sent"));
-        }
-        if let Some(sent) = self.unacknowledged.pop_front() {
-            self.unacknowledged_bytes -= sent.len;
-            out.settle(sent.done, Ok(()));
-        }
+        out.settle(self.notices.acknowledged(id)?, Ok(()));
         Ok(())
     }
 
@@ -294,8 +240,7 @@ impl Peer {
             drop(plan);
             self.settle(id, done, why.clone(), ending, out);
         }
-        let sent = self.unacknowledged.drain(..).map(|sent| sent.done);
-        for done in sent.chain(self.notices.drain(..).map(|notice| notice.done)) {
+        for done in self.notices.end() {
             out.settle(done, Err(why.clone()));
         }
     }
@@ -309,19 +254,14 @@ impl Peer {
 
     /// Something came from the peer.
     pub(super) fn heard(&mut self, now: Instant) {
-        (self.seen, self.in_vain) = (now, 0);
+        self.silence.heard(now);
     }
 
     /// Notes whether something is in flight. `Some`: it has just begun, look at the silence then.
     pub(super) fn note_busy(&mut self, now: Instant, timeout: Duration) -> Option<Instant> {
-        let in_flight = !(self.transfers.is_empty() && self.unacknowledged.is_empty());
-        let was_busy = self.busy;
-        self.busy = self.is_up() && in_flight;
-        if was_busy || !self.busy {
-            return None;
-        }
-        self.heard(now);
-        Some(now + timeout / LOOKS)
+        let in_flight = !self.transfers.is_empty() || self.notices.await_answer();
+        let begun = self.silence.note(self.is_up() && in_flight, || now)?;
+        Some(begun + Silence::step(timeout))
     }
 
     /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of life.
@@ -331,29 +271,16 @@ impl Peer {
         timeout: Duration,
         conns: &mut Slab<Conn>,
         mut touched: impl FnMut(usize),
-    ) -> Silence {
-        let step = timeout / LOOKS;
-        if !self.busy {
-            return Silence::Idle;
-        }
-        if now < self.seen + step {
-            return Silence::Until(self.seen + step);
-        }
+    ) -> Look {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
             self.heard(now); // it is this end that is slow: others have their turn, or a device
-            return Silence::Until(now + step);
         }
-        (self.seen, self.in_vain) = (now, self.in_vain + 1);
-        if self.in_vain == LOOKS {
-            return Silence::Lost;
-        }
-        if self.in_vain == 1
-            && let Some(key) = self.lanes[0]
-        {
+        let look = self.silence.look(now, timeout);
+        if let (Look::Ask(_), Some(key)) = (look, self.lanes[0]) {
             put_bare(&mut conns[key].output.control, Frame::Ping, 0);
             touched(key);
         }
-        Silence::Until(now + step)
+        look
     }
 }
 
@@ -414,12 +341,13 @@ mod tests {
             let who = Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) };
             let mut peer = Peer::new(LinkId(1), (who, [0; 16]), vec![address], 0, Arc::default(), now);
             (peer.lanes[0], peer.lanes_up) = (Some(lane), 1);
-            peer.unacknowledged.push_back(Sent { id: 0, len: 0, done: Ticket::new(|_| {}) });
+            peer.notify(Box::default(), Ticket::new(|_| {}), &mut Outbox::default());
+            peer.notices.next_to_send().unwrap();
             assert_eq!(peer.note_busy(now, TIMEOUT), Some(now + TIMEOUT / 4));
             Waiting { peer, conns, now }
         }
 
-        fn after(&mut self, time: Duration) -> Silence {
+        fn after(&mut self, time: Duration) -> Look {
             self.now += time;
             self.peer.look(self.now, TIMEOUT, &mut self.conns, |_| {})
         }
@@ -436,31 +364,14 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_peer_is_asked_and_then_lost_when_its_time_is_over() {
+    fn a_silent_peer_is_asked_and_then_lost() {
         let mut waiting = Waiting::new();
-        let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
-        for looks in 1..4 {
-            assert_eq!(waiting.after(step / 2), Silence::Until(waiting.now + step / 2));
-            assert_eq!(waiting.after(step / 2), Silence::Until(waiting.now + step));
-            assert_eq!(waiting.asked(), 1, "{looks}");
+        let step = TIMEOUT / 4;
+        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+        for _ in 0..2 {
+            assert_eq!(waiting.after(step), Look::Until(waiting.now + step));
         }
-        assert_eq!(waiting.after(step), Silence::Lost);
-        assert_eq!(waiting.now, lost_at);
-    }
-
-    #[test]
-    fn whoever_was_stopped_himself_does_not_blame_the_peer() {
-        // Stopped before it asked, just after that, and in the middle of the peer's time.
-        for looks in 0..3 {
-            let mut waiting = Waiting::new();
-            let step = TIMEOUT / 4;
-            (0..looks).for_each(|_| assert_eq!(waiting.after(step), Silence::Until(waiting.now + step)));
-            for _ in looks..3 {
-                assert_eq!(waiting.after(TIMEOUT * 10), Silence::Until(waiting.now + step), "{looks}");
-            }
-            assert_eq!(waiting.asked(), 1);
-            assert_eq!(waiting.after(step), Silence::Lost);
-        }
+        assert_eq!((waiting.after(step), waiting.asked()), (Look::Lost, 1));
     }
 
     #[test]
@@ -470,7 +381,7 @@ mod tests {
             conn.event(true, false, false);
         }
         for _ in 0..20 {
-            assert_eq!(waiting.after(TIMEOUT), Silence::Until(waiting.now + TIMEOUT / 4));
+            assert_eq!(waiting.after(TIMEOUT), Look::Until(waiting.now + TIMEOUT / 4));
         }
     }
 }

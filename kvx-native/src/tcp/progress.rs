@@ -6,7 +6,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Armed, Outbox, Progress, SLICE};
+use kvx_backend::control::Look;
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -17,7 +18,7 @@ use super::error;
 use super::frames::MAX_DATA;
 use super::linking::greet;
 use super::listener::Listener;
-use super::peers::{Peer, Silence};
+use super::peers::Peer;
 use super::transport::Shared;
 use super::wake::{Event, Wake};
 
@@ -365,9 +366,9 @@ impl Machine {
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
             match peer.look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
-                Silence::Idle => {}
-                Silence::Until(at) => earlier(at),
-                Silence::Lost => lost.push(*link),
+                Look::Idle => {}
+                Look::Until(at) | Look::Ask(at) => earlier(at),
+                Look::Lost => lost.push(*link),
             }
         }
         for (key, peer) in late {
@@ -404,7 +405,7 @@ impl Progress for Machine {
             Command::Notify { link, bytes, done } => match self.peers.get_mut(&link) {
                 Some(peer) => {
                     self.brief = true;
-                    peer.notify(bytes, done);
+                    peer.notify(bytes, done, out);
                     self.eager.push(link);
                 }
                 None => out.settle(done, Err(error::gone())),
@@ -429,7 +430,7 @@ impl Progress for Machine {
         }
     }
 
-    fn progress(&mut self, out: &mut Outbox) -> usize {
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
         let now = Instant::now();
         let brief = std::mem::take(&mut self.brief);
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
@@ -470,16 +471,9 @@ impl Progress for Machine {
             self.take_effect(now, out); // of requests that could not even begin
         }
         self.bursting |= done > BURST;
-        done
-    }
-
-    fn patience(&self) -> Duration {
         // The gap between two bursts of a stream is longer than a wake-up is worth.
-        Duration::from_micros(if self.bursting { 250 } else { 20 })
-    }
-
-    fn lets_others_go_first(&self) -> bool {
-        self.scope.piece == BESIDE_SMALL
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, yields: beside_small, ..Turn::did(done) }
     }
 
     fn arm(&mut self) -> Result<Armed> {

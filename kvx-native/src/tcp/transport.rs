@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::Reactor;
+use kvx_backend::reactor::{Reactor, Turn};
 use kvx_core::transport::{
     Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
@@ -114,7 +114,7 @@ impl Handle {
         std::process::id() == self.process
     }
 
-    pub(super) fn drive(&self) -> bool {
+    pub(super) fn drive(&self) -> Turn {
         self.reactor.drive()
     }
 

@@ -6,13 +6,13 @@ use kvx_backend::fabric::{Happened, JobId};
 use kvx_core::{Error, Kind};
 
 use super::Nixl;
+use crate::connection::{self, Connection};
 use crate::ffi::{Agent, Request, State, Status};
-use crate::loss::{self, Connection};
 use crate::peers::Name;
 
 /// What a request in progress is for.
 #[derive(Clone, Copy)]
-pub(super) enum For {
+pub(super) enum Purpose {
     Job(JobId),
     /// It tries the link out.
     Trial,
@@ -22,7 +22,7 @@ pub(super) enum For {
 
 /// A request in progress.
 pub(super) struct Flight {
-    pub(super) what_for: For,
+    pub(super) purpose: Purpose,
     pub(super) request: Arc<Request>,
     pub(super) peer: Name,
 }
@@ -35,11 +35,11 @@ impl Nixl {
         }
         if !self.peers.is_lost(name) && agent.knows(name) {
             let Some(there) = self.peers.somewhere(name) else { return why };
-            match loss::look(agent, name, &there) {
+            match connection::look(agent, name, &there) {
                 Connection::Broken => {}
                 Connection::Works => return why,
                 Connection::Flies(request) => {
-                    self.fly(For::Look, Arc::new(request), name);
+                    self.fly(Purpose::Look, Arc::new(request), name);
                     return why;
                 }
             }
@@ -75,20 +75,20 @@ impl Nixl {
 
     /// Notes whether the agent can be destroyed.
     pub(super) fn note_in_progress(&self) {
-        self.turnstile.note_in_progress(self.gave_up || !self.flights.is_empty());
+        self.agent_lock.note_in_progress(self.gave_up || !self.flights.is_empty());
     }
 
     /// A request is in progress.
-    pub(super) fn fly(&mut self, what_for: For, request: Arc<Request>, peer: &Name) {
+    pub(super) fn fly(&mut self, purpose: Purpose, request: Arc<Request>, peer: &Name) {
         self.peers.flies(peer);
-        self.flights.push(Flight { what_for, request, peer: Arc::clone(peer) });
+        self.flights.push(Flight { purpose, request, peer: Arc::clone(peer) });
         self.note_in_progress();
     }
 
     /// Asks after the requests in progress.
     pub(super) fn look_at_flights(&mut self, agent: &Agent) {
         let (mut at, mut happened) = (0, Vec::new());
-        while let Some(Flight { what_for, request, peer }) = self.flights.get(at) {
+        while let Some(Flight { purpose, request, peer }) = self.flights.get(at) {
             if !self.peers.can_be_asked(peer) {
                 at += 1;
                 continue;
@@ -110,14 +110,14 @@ impl Nixl {
                 }
                 State::Failed(status) => Err(status.error("a transfer")),
             };
-            let (what_for, peer) = (*what_for, Arc::clone(peer));
+            let (purpose, peer) = (*purpose, Arc::clone(peer));
             self.flights.swap_remove(at);
             let result = result.map_err(|why| self.blame(agent, &peer, why));
             self.peers.landed(&peer);
-            match what_for {
-                For::Job(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
-                For::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
-                For::Look => {}
+            match purpose {
+                Purpose::Job(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
+                Purpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
+                Purpose::Look => {}
             }
         }
         self.news.extend(happened);
@@ -126,7 +126,7 @@ impl Nixl {
     /// Goes on with finding out what peers can do.
     pub(super) fn try_out(&mut self, agent: &Agent) {
         for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
-            self.fly(For::Trial, request, &peer);
+            self.fly(Purpose::Trial, request, &peer);
         }
         self.news.extend(self.trials.take_over().map(Happened::Ready));
     }

@@ -9,9 +9,9 @@ use kvx_core::transport::Factory as _;
 use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;
+use crate::connection::{self, Connection};
 use crate::ffi::{Library, Settings, Status};
 use crate::loads::Loads;
-use crate::loss::{self, Connection};
 use crate::peers::Name;
 use crate::{Rixl, wheel};
 
@@ -37,13 +37,13 @@ fn near() -> Nixl {
 fn near_over(plugin: &str) -> Nixl {
     let capabilities = Rixl.available(&Options::default()).expect("the wheel").capabilities;
     let agent = opened_over(plugin, "near");
-    agent.register(&reach::page()).expect("registered");
-    let turnstile = Turnstile::new(agent).expect("a turnstile");
-    let loads = Loads::start("loads".to_owned(), Arc::clone(&turnstile)).expect("a thread");
-    let wakes = Wakes::new(&[loads.fd(), turnstile.bell()], &[]).expect("a set");
+    agent.register(&cpu_trials::page()).expect("registered");
+    let agent_lock = AgentLock::new(agent).expect("a lock");
+    let loads = Loads::start("loads".to_owned(), Arc::clone(&agent_lock)).expect("a thread");
+    let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
-    let ranges = Arc::new(Ranges::new(Arc::clone(&turnstile)));
-    Nixl::new(turnstile, ranges, peers, wakes, true, capabilities, "NIXL".to_owned()).expect("a fabric")
+    let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
+    Nixl::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned()).expect("a fabric")
 }
 
 fn range(memory: &[u8]) -> Range {
@@ -75,25 +75,25 @@ fn connected(near: &mut Nixl, far: &mut Agent, blob: &[u8]) {
 }
 
 /// Connects kvx's end with the far agent, which tells of its memory.
-fn linked(near: &mut Nixl, far: &mut Agent, there: &[u8]) -> Name {
-    far.register(&range(there)).expect("registered");
+fn linked(near: &mut Nixl, far: &mut Agent, theirs: &[u8]) -> Name {
+    far.register(&range(theirs)).expect("registered");
     let blob = far.whole().expect("a blob");
     connected(near, far, &blob);
     Name::from(c"far")
 }
 
-/// Has a request in progress, which ends when the far agent works. `here` outlives the process's use of NIXL.
-fn flies(op: Op, near: &mut Nixl, agent: &Agent, name: &Name, here: &[u8], there: &[u8]) {
-    agent.register(&range(here)).expect("registered");
+/// Has a request in progress, which ends when the far agent works. `ours` outlives the process's use of NIXL.
+fn flies(op: Op, near: &mut Nixl, agent: &Agent, name: &Name, ours: &[u8], theirs: &[u8]) {
+    agent.register(&range(ours)).expect("registered");
     let list = |memory: &[u8]| {
         let mut list = agent.list(Segment::Host).expect("a list");
         list.add(memory.as_ptr().addr() as u64, LEN as u64, 0);
         list
     };
-    let request = agent.request(op, &list(here), &list(there), name).expect("a request");
+    let request = agent.request(op, &list(ours), &list(theirs), name).expect("a request");
     // SAFETY: the caller's promise.
     assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
-    near.fly(For::Job(JobId::from_number(0)), Arc::new(request), name);
+    near.fly(Purpose::Job(JobId::from_number(0)), Arc::new(request), name);
 }
 
 fn moved(happened: &[Happened]) -> bool {
@@ -101,29 +101,29 @@ fn moved(happened: &[Happened]) -> bool {
 }
 
 /// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then when it is asked after a request
-/// that still goes on with that agent: the request is not told to have ended before its last byte is there.
+/// that still goes on with that agent: the request is not told to have ended before its last byte has arrived.
 fn dropped_while_in_progress() {
-    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
-    far.register(&range(&there)).expect("registered");
-    let (name, mut region) = (Name::from(c"far"), far.export(&range(&there)).expect("a blob"));
+    far.register(&range(&theirs)).expect("registered");
+    let (name, mut region) = (Name::from(c"far"), far.export(&range(&theirs)).expect("a blob"));
     let blob = far.connection().expect("a blob");
     connected(&mut near, &mut far, &blob);
 
-    let turnstile = Arc::clone(&near.turnstile);
-    let passed = turnstile.pass();
-    let agent = passed.as_ref().expect("it is open");
+    let agent_lock = Arc::clone(&near.agent_lock);
+    let locked = agent_lock.lock();
+    let agent = locked.as_ref().expect("it is open");
     agent.load(&region).expect("the far region");
-    flies(Op::Read, &mut near, agent, &name, &here, &there);
+    flies(Op::Read, &mut near, agent, &name, &ours, &theirs);
     let key = region.len() - 2; // a bar ends the field, and the blob
     region[key] ^= 0x55;
     assert!(agent.load(&region).is_err() && !agent.knows(&name));
-    drop(passed);
+    drop(locked);
 
     let happened = until(&mut near, |_, happened| !happened.is_empty());
     assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
-    // SAFETY: bytes of `here`, which NIXL writes in the calls of this thread.
-    let arrived = || here.iter().all(|byte| unsafe { std::ptr::read_volatile(byte) } == CONTENT);
+    // SAFETY: bytes of `ours`, which NIXL writes in the calls of this thread.
+    let arrived = || ours.iter().all(|byte| unsafe { std::ptr::read_volatile(byte) } == CONTENT);
     let happened = until(&mut near, |_, happened| {
         far.notifications(|_, _| {});
         assert!(!moved(happened) || arrived(), "it is said to have ended, and has not");
@@ -132,7 +132,7 @@ fn dropped_while_in_progress() {
     if !moved(&happened) {
         assert!(!near.stop(), "nobody can tell that it has ended, and its memory is kept");
     }
-    std::mem::forget((near, here)); // what is kept is kept
+    std::mem::forget((near, ours)); // what is kept is kept
 }
 
 #[test]
@@ -147,9 +147,11 @@ fn a_request_goes_on_when_nixl_drops_its_agent() {
 /// another agent of that name comes.
 fn gone_while_tried_out() {
     let (mut near, far) = (near(), opened("far"));
-    far.register(&reach::page()).expect("registered");
-    let page =
-        memory::Export { range: reach::page(), blob: far.export(&reach::page()).expect("a blob").into() };
+    far.register(&cpu_trials::page()).expect("registered");
+    let page = memory::Export {
+        range: cpu_trials::page(),
+        blob: far.export(&cpu_trials::page()).expect("a blob").into(),
+    };
     let address = Address { name: "far".to_owned(), blob: far.connection().expect("a blob"), page }.encode();
     let identity = Identity { name: "far".into(), incarnation: Incarnation([0; 16]) };
     let endpoint = EndpointId::from_number(1);
@@ -163,7 +165,7 @@ fn gone_while_tried_out() {
     assert_eq!(near.flights.len(), 1, "the earlier one does not count");
     assert!(Arc::strong_count(&request) > 1, "nobody releases it");
     near.disconnect(again);
-    assert!(near.flights.is_empty() && near.turnstile.is_in_progress(), "nor when the program exits");
+    assert!(near.flights.is_empty() && near.agent_lock.is_in_progress(), "nor when the program exits");
     assert!(!near.stop(), "its agent is kept");
     std::mem::forget((near, far));
 }
@@ -187,13 +189,13 @@ fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
 /// What failed says nothing of a connection that works, whether or not something else is in progress on it; and all of one whose peer
 /// has ended.
 fn found_out() {
-    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
-    let name = linked(&mut near, &mut far, &there);
-    let turnstile = Arc::clone(&near.turnstile);
+    let name = linked(&mut near, &mut far, &theirs);
+    let agent_lock = Arc::clone(&near.agent_lock);
     let failed = |near: &mut Nixl| {
-        let passed = turnstile.pass();
-        let agent = passed.as_ref().expect("it is open");
+        let locked = agent_lock.lock();
+        let agent = locked.as_ref().expect("it is open");
         near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
     };
     let mut landed = |near: &mut Nixl| {
@@ -207,8 +209,8 @@ fn found_out() {
     assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 0), "it works");
 
     {
-        let passed = turnstile.pass();
-        flies(Op::Write, &mut near, passed.as_ref().expect("it is open"), &name, &here, &there);
+        let locked = agent_lock.lock();
+        flies(Op::Write, &mut near, locked.as_ref().expect("it is open"), &name, &ours, &theirs);
     }
     assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 2), "it is answered after the write");
     let happened = landed(&mut near);
@@ -216,11 +218,11 @@ fn found_out() {
     assert!(matches!(near.peers.way(EndpointId::from_number(1)), Ok(Way::Open(_, _, 0))));
 
     drop(far);
-    let there = near.peers.somewhere(&name).expect("the blob says");
+    let known = near.peers.somewhere(&name).expect("the blob says");
     let mut looks = Vec::new(); // they end with the connection
     until(&mut near, |near, _| {
-        let passed = near.turnstile.pass();
-        match loss::look(passed.as_ref().expect("it is open"), &name, &there) {
+        let locked = near.agent_lock.lock();
+        match connection::look(locked.as_ref().expect("it is open"), &name, &known) {
             Connection::Flies(request) => looks.push(request),
             Connection::Works => {}
             Connection::Broken => return true,
@@ -232,7 +234,7 @@ fn found_out() {
     let happened = until(&mut near, |_, happened| !happened.is_empty());
     assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
     assert_eq!(failed(&mut near), Kind::PeerLost, "and is reported once");
-    std::mem::forget((near, here, looks));
+    std::mem::forget((near, ours, looks));
 }
 
 #[test]
@@ -243,15 +245,15 @@ fn a_peer_whose_connection_is_broken_is_lost() {
 /// Whether NIXL can still be asked about what is in progress to a peer that it was blamed on: it has dropped the peer, or reaches it
 /// no more and knows it.
 fn asked_after_the_blame(dropped: bool) -> bool {
-    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
-    let name = linked(&mut near, &mut far, &there);
-    let turnstile = Arc::clone(&near.turnstile);
-    let passed = turnstile.pass();
-    let agent = passed.as_ref().expect("it is open");
-    flies(Op::Read, &mut near, agent, &name, &here, &there);
+    let name = linked(&mut near, &mut far, &theirs);
+    let agent_lock = Arc::clone(&near.agent_lock);
+    let locked = agent_lock.lock();
+    let agent = locked.as_ref().expect("it is open");
+    flies(Op::Read, &mut near, agent, &name, &ours, &theirs);
     if dropped {
-        let mut region = far.export(&range(&there)).expect("a blob");
+        let mut region = far.export(&range(&theirs)).expect("a blob");
         let key = region.len() - 2; // a bar ends the field, and the blob
         region[key] ^= 0x55;
         assert!(agent.load(&region).is_err());
@@ -265,7 +267,7 @@ fn asked_after_the_blame(dropped: bool) -> bool {
     }
     assert_eq!(agent.knows(&name), !dropped);
     let asked = near.peers.can_be_asked(&name);
-    std::mem::forget((near, here, there));
+    std::mem::forget((near, ours, theirs));
     asked
 }
 
@@ -281,15 +283,15 @@ fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
 /// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first end that it finds out, and nobody
 /// answers at its address any more.
 fn ended_with_the_peer() {
-    let (there, here) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
+    let (theirs, ours) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
     let (mut near, mut far) = (near(), opened("far"));
-    let name = linked(&mut near, &mut far, &there);
-    let turnstile = Arc::clone(&near.turnstile);
+    let name = linked(&mut near, &mut far, &theirs);
+    let agent_lock = Arc::clone(&near.agent_lock);
     {
-        let passed = turnstile.pass();
-        let agent = passed.as_ref().expect("it is open");
-        for (op, here) in [Op::Read, Op::Write, Op::Read].into_iter().zip(&here) {
-            flies(op, &mut near, agent, &name, here, &there);
+        let locked = agent_lock.lock();
+        let agent = locked.as_ref().expect("it is open");
+        for (op, ours) in [Op::Read, Op::Write, Op::Read].into_iter().zip(&ours) {
+            flies(op, &mut near, agent, &name, ours, &theirs);
         }
     }
     drop(far);
@@ -297,7 +299,7 @@ fn ended_with_the_peer() {
     let lost = |happened: &&Happened| matches!(happened, Happened::Moved { result: Err(why), .. } if why.kind() == Kind::PeerLost);
     assert_eq!(happened.iter().filter(lost).count(), 3, "{happened:?}");
     assert!(near.stop(), "nothing is in progress");
-    std::mem::forget(here);
+    std::mem::forget(ours);
 }
 
 #[test]
@@ -338,16 +340,16 @@ impl Drop for Plugins {
 
 /// UCX under another name: how a plugin of which it is not known what a refused read of no bytes means is told from UCX.
 fn unasked() {
-    let (there, here) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
+    let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));
-    let name = linked(&mut near, &mut far, &there);
-    let turnstile = Arc::clone(&near.turnstile);
-    let passed = turnstile.pass();
-    let agent = passed.as_ref().expect("it is open");
-    flies(Op::Write, &mut near, agent, &name, &here, &there);
+    let name = linked(&mut near, &mut far, &theirs);
+    let agent_lock = Arc::clone(&near.agent_lock);
+    let locked = agent_lock.lock();
+    let agent = locked.as_ref().expect("it is open");
+    flies(Op::Write, &mut near, agent, &name, &ours, &theirs);
     assert_eq!(near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind(), Kind::Native);
     assert_eq!(near.flights.len(), 1, "no read waits for the write");
-    std::mem::forget((near, here, there));
+    std::mem::forget((near, ours, theirs));
 }
 
 #[test]
@@ -360,46 +362,26 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 
-/// Messages that go between the slices of a transfer make the next ones short.
-fn shortened() {
-    let there = vec![CONTENT; LEN];
-    let (mut near, mut far) = (near(), opened("far"));
-    linked(&mut near, &mut far, &there);
-    near.slicing.posted(true, false);
-    until(&mut near, |near, _| {
-        // Until two have gone soon enough after each other, however this is kept from its core.
-        let tells = |near: &mut Nixl| near.notify(EndpointId::from_number(1), b"moved").expect("it lives");
-        let sent = [tells(near), tells(near)];
-        far.notifications(|_, _| {});
-        sent == [Sent::Taken, Sent::Taken] && near.slicing.most(u64::MAX) == slicing::SHORT
-    });
-    std::mem::forget((near, there));
-}
-
-#[test]
-fn messages_beside_a_transfer_shorten_its_slices() {
-    wheel::alone("fabric::tests::messages_beside_a_transfer_shorten_its_slices", shortened);
-}
-
 /// What peers move with this side's CPU would hold a caller up within NIXL.
-fn guests() {
+fn own_thread() {
     let mut near = near();
+    let only = |near: &mut Nixl| near.poll(&mut Vec::new()).own_thread_only;
     near.has_rdma = false;
-    assert!(near.takes_guests());
+    assert!(!only(&mut near));
     near.peers.converse = true;
-    assert!(!near.takes_guests());
+    assert!(only(&mut near));
     near.peers.converse = false;
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(near.takes_guests(), "nothing was told of");
+    assert!(!only(&mut near), "nothing was told of");
     let memory = Arc::new(Memory::owned(vec![0; 64]));
     near.ranges.register(RegionId(1), &memory).expect("registered");
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(!near.takes_guests(), "whoever was told of memory may use it");
+    assert!(only(&mut near), "whoever was told of memory may use it");
     near.has_rdma = true;
-    assert!(near.takes_guests());
+    assert!(!only(&mut near));
 }
 
 #[test]
 fn nobody_but_the_reactor_meets_what_comes_over_tcp() {
-    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", guests);
+    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", own_thread);
 }

@@ -1,11 +1,9 @@
 //! The NIXL that this process has opened.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
-use std::sync::OnceLock;
 
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::Unavailable;
 use libloading::os::unix as native;
 
@@ -56,7 +54,7 @@ pub(crate) struct Library {
     path: PathBuf,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 
 impl Library {
     /// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
@@ -64,13 +62,7 @@ impl Library {
     /// # Errors
     /// What was tried and the cure; tried again at the next call.
     pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
-        let library = match OPENED.get() {
-            Some(library) => library,
-            None => {
-                let library = Library::load(Path::new("/"))?;
-                OPENED.get_or_init(|| library)
-            }
-        };
+        let library = OPENED.open(|| Library::load(Path::new("/")))?;
         match library.version {
             Some(version) if !any_version && !version.is_supported() => Err(Unavailable::because(
                 format!("{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x", library.path.display()),
@@ -84,10 +76,7 @@ impl Library {
         loader::with_signals_kept(|| {
             load_the_systems_own();
             let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
-            let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
-                // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
-                unsafe { library.symbol::<NonNull<c_void>>(name) }
-            };
+            let find = |name: &'static CStr| library.address(name);
             // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what
             // its name, which no other library uses, and the version checked by `open` say.
             let functions = unsafe { Functions::find(find) }?;

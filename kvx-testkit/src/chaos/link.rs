@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx_core::transport::{ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec};
+use kvx_core::transport::{ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
 
 use super::Fault;
@@ -255,12 +255,8 @@ unsafe impl Link for ChaosLink {
         }
     }
 
-    fn drive(&self) -> bool {
+    fn drive(&self) -> Turn {
         self.inner.get().drive()
-    }
-
-    fn ends_unannounced(&self) -> bool {
-        self.inner.get().ends_unannounced()
     }
 
     fn hand_over(&self) {

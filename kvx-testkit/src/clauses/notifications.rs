@@ -26,6 +26,8 @@ pub(super) const CLAUSES: &[Clause] = clauses!(notifications:
     N6 a_failed_transfer_notifies_nobody, Both, [Breaker::Core("notify-anyway")];
     N7 expect_counts_different_senders, Both, [Breaker::Core("expect"), Breaker::Core("sender")];
     N8 expect_takes_what_it_counts, Both, [Breaker::Core("expect-keeps")];
+    N9 waiting_notifications_are_bounded, Both, [Breaker::Core("inbox"), Breaker::Chaos(Fault::DropOnFull)];
+    N10 a_waiting_notification_is_not_overtaken, Both, [Breaker::Core("inbox"), Breaker::Chaos(Fault::DropOnFull)];
 );
 
 /// How long a clause looks whether something arrives that must not.
@@ -442,5 +444,62 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
         near.notification(Duration::ZERO).await.is_err_and(|error| error.kind() == Kind::TimedOut),
         "it holds more"
     );
+    Ok(())
+}
+
+/// N9: what a peer does not take waits up to 64 MiB; more is refused, and what waits arrives when the peer takes it.
+pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
+    const LEN: usize = 64 << 10;
+    const MOST: usize = 64 << 20;
+    /// More than may wait with what is under way.
+    const TRIED: usize = (MOST + (8 << 20)) / LEN;
+    let narrow = Setup { inbox: (1, 1 << 20), ..setup.clone() };
+    let mut pair = narrow.pair()?;
+    let peer = pair.connect().await?;
+    let mut sending = Vec::new();
+    for number in 0..TRIED {
+        let content = [&numbered(number as u32), &vec![7; LEN - 4][..]].concat();
+        sending.push((number, peer.notify(&content, CUT_OFF)));
+    }
+    let mut refused = Vec::new();
+    until("one more than may wait is refused", CUT_OFF, || {
+        sending.retain_mut(|(number, sending)| match now(sending) {
+            Some(Err(error)) => {
+                refused.push((*number, error));
+                false
+            }
+            ended => ended.is_none(),
+        });
+        Ok(!refused.is_empty())
+    })?;
+    let (first, error) = refused.swap_remove(0);
+    ensure_kind!(Err::<(), _>(error), Exhausted);
+    ensure!(first * LEN >= MOST - (1 << 20), "only {first} of {LEN} bytes each may wait");
+    let taken = pair.far.take_many(0, 20, CUT_OFF)?;
+    let heads: Vec<_> = taken
+        .into_iter()
+        .map(|sent| Sent { bytes: sent.bytes.into_iter().take(4).collect(), ..sent })
+        .collect();
+    let counts = numbers(&heads)?;
+    ensure!(counts.len() == 20, "20 of those that waited should have come, not {counts:?}");
+    each_once(&counts, counts.keys().copied())
+}
+
+/// N10: one that waits for room is not overtaken by a later one of the same sender that would have room.
+pub async fn a_waiting_notification_is_not_overtaken(setup: &Setup) -> Check {
+    const LARGE: usize = 40 << 10;
+    let narrow = Setup { inbox: (100, 64 << 10), ..setup.clone() };
+    let mut pair = narrow.pair()?;
+    let peer = pair.connect().await?;
+    let contents = [bytes(1, 0, LARGE), bytes(2, 0, LARGE), b"small".to_vec()];
+    peer.notify(&contents[0], CUT_OFF).await?;
+    let mut later: Vec<_> = contents[1..].iter().map(|content| peer.notify(content, CUT_OFF)).collect();
+    stays("a small notification waits behind a large one", LOOK, || {
+        Ok(later.iter_mut().all(|sending| now(sending).is_none()))
+    })?;
+    let taken = pair.far.take_many(0, 3, CUT_OFF)?;
+    let contents: Vec<_> = contents.iter().collect();
+    ensure!(taken.iter().map(|sent| &sent.bytes).eq(contents), "a notification that waited was overtaken");
+    all(later).await?;
     Ok(())
 }

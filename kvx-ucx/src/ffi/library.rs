@@ -1,12 +1,10 @@
 //! The UCX that this process has opened.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
-use std::sync::OnceLock;
 
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::Unavailable;
 
 use super::bindings_1_13::Functions;
@@ -49,7 +47,7 @@ pub(crate) struct Library {
     path: PathBuf,
 }
 
-static OPENED: OnceLock<Library> = OnceLock::new();
+static OPENED: OpenOnce<Library> = OpenOnce::new();
 
 impl Library {
     /// Opens the library that `KVX_UCX_LIB` names, else `libucp.so.0`.
@@ -57,18 +55,12 @@ impl Library {
     /// # Errors
     /// What was tried and the cure; tried again at the next call.
     pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-        match Library::opened() {
-            Some(library) => Ok(library),
-            None => {
-                let library = Library::load()?;
-                Ok(OPENED.get_or_init(|| library))
-            }
-        }
+        OPENED.open(Library::load)
     }
 
     /// The library, if it has been opened.
     pub(crate) fn opened() -> Option<&'static Library> {
-        OPENED.get()
+        OPENED.opened()
     }
 
     fn load() -> Result<Library, Unavailable> {
@@ -77,10 +69,7 @@ impl Library {
         }
         loader::with_signals_kept(|| {
             let library = Search::new(VARIABLE, NAMES, CURE).open()?;
-            let find = |name: &'static CStr| -> Result<NonNull<c_void>, Unavailable> {
-                // SAFETY: whatever a symbol is, it is an address, and the loader knows no null one.
-                unsafe { library.symbol::<NonNull<c_void>>(name) }
-            };
+            let find = |name: &'static CStr| library.address(name);
             // SAFETY: the loader answers with the symbol of that name; that it is the function which the headers of
             // this library declare is what its version says, below, and what its soname (libucp.so.0) promises.
             let functions = unsafe { Functions::find(find) }?;
@@ -110,7 +99,7 @@ impl Library {
 
     /// The functions of the library that is open: for whoever holds a handle of it.
     pub(super) fn functions_of_the_process() -> &'static Functions {
-        &OPENED.get().expect("a handle of UCX exists, so the library is open").functions
+        &OPENED.opened().expect("a handle of UCX exists, so the library is open").functions
     }
 
     /// Its log, if it can be held back.

@@ -259,7 +259,7 @@ fn a_worker_that_has_nothing_to_do_can_be_slept_on() {
         let context = Context::new(library, &settings(library, "tcp")).expect("a context");
         let worker = Worker::new(&context).expect("a worker");
         let end = Instant::now() + Duration::from_secs(10);
-        while worker.arm().expect("armed") == Armed::Busy {
+        while worker.arm().expect("armed") == WorkerArmed::Busy {
             while worker.progress() > 0 {}
             assert!(Instant::now() < end, "it is always busy");
         }

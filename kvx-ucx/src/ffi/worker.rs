@@ -27,7 +27,7 @@ unsafe impl Send for Worker {}
 
 /// What arming found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Armed {
+pub(crate) enum WorkerArmed {
     /// The descriptor becomes readable when there is something to do.
     Sleep,
     /// There is something to do now: progress, then arm again.
@@ -100,11 +100,11 @@ impl Worker {
     }
 
     /// Asks for the descriptor to become readable. Errors: UCX's status.
-    pub(crate) fn arm(&self) -> Result<Armed, Status> {
+    pub(crate) fn arm(&self) -> Result<WorkerArmed, Status> {
         // SAFETY: the worker is alive.
         match unsafe { (self.functions().ucp_worker_arm)(self.raw()) } {
-            UCS_OK => Ok(Armed::Sleep),
-            UCS_ERR_BUSY => Ok(Armed::Busy),
+            UCS_OK => Ok(WorkerArmed::Sleep),
+            UCS_ERR_BUSY => Ok(WorkerArmed::Busy),
             status => Err(Status(status)),
         }
     }

@@ -2,11 +2,11 @@
 
 mod writes;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use kvx_backend::control::NoticesFromPeer;
 use kvx_backend::reactor::Turns;
-use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
@@ -30,10 +30,6 @@ const MAX_DESCRIBED: usize = 4 << 20;
 const MAX_DESCRIBED_IN_ALL: usize = 64 << 20;
 /// Bytes of answers that wait on one lane before it is not read any further.
 const MAX_ANSWERS: usize = 64 << 10;
-/// Notifications that a peer may send before the first of them is acknowledged.
-pub(crate) const NOTICES: usize = 64;
-/// Bytes of them; a single one is always allowed.
-pub(crate) const NOTICES_BYTES: usize = 256 << 10;
 
 /// A read that is being answered.
 struct Reading {
@@ -72,9 +68,7 @@ pub(crate) struct Guest {
     reads_described: usize,
     /// The same of `writes`.
     writes_described: usize,
-    /// Notifications that the agent had no room for.
-    parked: VecDeque<(u64, Box<[u8]>)>,
-    parked_bytes: usize,
+    notices: NoticesFromPeer,
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
@@ -106,8 +100,7 @@ impl Guest {
             receiving: None,
             reads_described: 0,
             writes_described: 0,
-            parked: VecDeque::new(),
-            parked_bytes: 0,
+            notices: NoticesFromPeer::default(),
         }
     }
 
@@ -363,29 +356,21 @@ impl Guest {
     }
 
     fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope) -> Result<()> {
-        if self.parked.is_empty() && scope.shared.events.notification(self.who.as_sender(), bytes).is_ok() {
+        let sender = self.who.as_sender();
+        if self.notices.take(id, bytes, |bytes| scope.shared.events.notification(sender, bytes))? {
             put_bare(&mut output.control, Frame::Ack, id);
-            return Ok(());
         }
-        if self.parked.len() >= NOTICES || self.parked_bytes > NOTICES_BYTES + MAX_NOTIFICATION {
-            return Err(malformed("more notifications than may wait for their acknowledgement"));
-        }
-        self.parked_bytes += bytes.len();
-        self.parked.push_back((id, bytes.into()));
         Ok(())
     }
 
     /// The agent has room again. Says whether something was taken.
     pub(crate) fn resume(&mut self, output: &mut Output, shared: &Shared) -> bool {
-        let before = self.parked.len();
-        while let Some((id, bytes)) = self.parked.front() {
-            if shared.events.notification(self.who.as_sender(), bytes).is_err() {
-                break;
-            }
-            put_bare(&mut output.control, Frame::Ack, *id);
-            self.parked_bytes -= bytes.len();
-            self.parked.pop_front();
+        let mut some = false;
+        let deliver = |bytes: &[u8]| shared.events.notification(self.who.as_sender(), bytes);
+        while let Some(id) = self.notices.deliver_next(deliver) {
+            put_bare(&mut output.control, Frame::Ack, id);
+            some = true;
         }
-        self.parked.len() < before
+        some
     }
 }

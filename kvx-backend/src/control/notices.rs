@@ -1,0 +1,253 @@
+//! Notifications of a link: a window of those that were sent and are not acknowledged, and bounded queues at both ends.
+
+use std::collections::VecDeque;
+
+use kvx_core::transport::Full;
+use kvx_core::{Error, Kind, Result, Ticket};
+
+/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never stops reading.
+pub const WINDOW: usize = 64;
+/// The most bytes of them.
+const WINDOW_BYTES: usize = 1 << 20;
+/// The most bytes that wait at the sender, with [`COST`] for each.
+pub const MAX_WAITING_BYTES: usize = 64 << 20;
+/// What keeping a notification costs beside its bytes.
+const COST: usize = 64;
+
+struct Waiting {
+    bytes: Box<[u8]>,
+    done: Ticket,
+}
+
+struct Unacknowledged {
+    notice: u64,
+    len: usize,
+    done: Ticket,
+}
+
+/// Notifications on their way to a peer, the oldest first.
+#[derive(Default)]
+pub struct NoticesToPeer {
+    waiting: VecDeque<Waiting>,
+    waiting_cost: usize,
+    sent: VecDeque<Unacknowledged>,
+    sent_bytes: usize,
+    next: u64,
+}
+
+impl NoticesToPeer {
+    /// Queues one. Errors: `Exhausted`, with the ticket, where too much waits already.
+    pub fn add(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
+        let cost = bytes.len() + COST;
+        if self.waiting_cost + cost > MAX_WAITING_BYTES {
+            let why = format!(
+                "{} notifications wait for this peer already, of {} MiB in all: it does not take them",
+                self.waiting.len(),
+                MAX_WAITING_BYTES >> 20
+            );
+            return Err((done, Error::new(Kind::Exhausted, why)));
+        }
+        self.waiting_cost += cost;
+        self.waiting.push_back(Waiting { bytes, done });
+        Ok(())
+    }
+
+    /// The next to be sent, with its number; `None` until the window has room for it.
+    pub fn next_to_send(&mut self) -> Option<(u64, Box<[u8]>)> {
+        let len = self.waiting.front()?.bytes.len();
+        if self.sent.len() >= WINDOW || self.sent_bytes + len > WINDOW_BYTES {
+            return None;
+        }
+        let (bytes, done) = self.pop()?;
+        let notice = self.next;
+        self.next += 1;
+        self.sent_bytes += len;
+        self.sent.push_back(Unacknowledged { notice, len, done });
+        Some((notice, bytes))
+    }
+
+    /// The peer's agent has it. Errors: `Malformed` unless it is the oldest that was sent: none overtakes another.
+    pub fn acknowledged(&mut self, notice: u64) -> Result<Ticket> {
+        if self.sent.front().is_some_and(|sent| sent.notice == notice)
+            && let Some(sent) = self.sent.pop_front()
+        {
+            self.sent_bytes -= sent.len;
+            return Ok(sent.done);
+        }
+        let why = "malformed link message: a notification is acknowledged that was not sent";
+        Err(Error::new(Kind::Malformed, why))
+    }
+
+    /// Whether an acknowledgement is awaited.
+    pub fn await_answer(&self) -> bool {
+        !self.sent.is_empty()
+    }
+
+    /// The oldest that was not sent: for a peer that acknowledges nothing.
+    pub fn front(&self) -> Option<&[u8]> {
+        self.waiting.front().map(|waiting| &*waiting.bytes)
+    }
+
+    /// Takes that one out.
+    pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
+        let Waiting { bytes, done } = self.waiting.pop_front()?;
+        self.waiting_cost -= bytes.len() + COST;
+        Some((bytes, done))
+    }
+
+    /// The tickets of all of them: the link has ended.
+    pub fn end(&mut self) -> impl Iterator<Item = Ticket> {
+        (self.waiting_cost, self.sent_bytes) = (0, 0);
+        let sent = std::mem::take(&mut self.sent).into_iter().map(|sent| sent.done);
+        sent.chain(std::mem::take(&mut self.waiting).into_iter().map(|waiting| waiting.done))
+    }
+}
+
+/// Notifications of a peer that the agent has no room for, the oldest first.
+#[derive(Default)]
+pub struct NoticesFromPeer {
+    parked: VecDeque<(u64, Box<[u8]>)>,
+    bytes: usize,
+}
+
+impl NoticesFromPeer {
+    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as well, lest small ones
+    /// overtake a large one for ever. Errors: `Malformed` for more than the window.
+    pub fn take(
+        &mut self,
+        notice: u64,
+        bytes: &[u8],
+        deliver: impl FnOnce(&[u8]) -> Result<(), Full>,
+    ) -> Result<bool> {
+        if self.parked.is_empty() && deliver(bytes).is_ok() {
+            return Ok(true);
+        }
+        if self.parked.len() >= WINDOW || self.bytes + bytes.len() > WINDOW_BYTES {
+            let why = "malformed link message: more notifications than may wait for their acknowledgement";
+            return Err(Error::new(Kind::Malformed, why));
+        }
+        self.bytes += bytes.len();
+        self.parked.push_back((notice, bytes.into()));
+        Ok(false)
+    }
+
+    /// There may be room again: the number of the oldest, to be acknowledged, if `deliver` takes it.
+    pub fn deliver_next(&mut self, deliver: impl FnOnce(&[u8]) -> Result<(), Full>) -> Option<u64> {
+        deliver(&self.parked.front()?.1).ok()?;
+        let (notice, bytes) = self.parked.pop_front()?;
+        self.bytes -= bytes.len();
+        Some(notice)
+    }
+
+    /// Whether some wait.
+    pub fn is_empty(&self) -> bool {
+        self.parked.is_empty()
+    }
+
+    /// Forgets them: the link has ended.
+    pub fn clear(&mut self) {
+        *self = NoticesFromPeer::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ticket() -> Ticket {
+        Ticket::new(|_| {})
+    }
+
+    fn add(to_peer: &mut NoticesToPeer, len: usize) -> Result<(), Error> {
+        to_peer.add(vec![7; len].into(), ticket()).map_err(|(done, why)| {
+            done.settle(Err(why.clone()));
+            why
+        })
+    }
+
+    fn settle(tickets: impl Iterator<Item = Ticket>) -> usize {
+        tickets.map(|done| done.settle(Ok(()))).count()
+    }
+
+    #[test]
+    fn the_window_is_bounded_in_number_and_bytes_and_opens_with_each_acknowledgement() {
+        for (len, fit) in [(0, WINDOW), (64 << 10, 16), (1 << 20, 1)] {
+            let mut to_peer = NoticesToPeer::default();
+            (0..2 * WINDOW).for_each(|_| add(&mut to_peer, len).unwrap());
+            let sent: Vec<u64> =
+                std::iter::from_fn(|| to_peer.next_to_send()).map(|(notice, _)| notice).collect();
+            assert_eq!(sent, (0..fit as u64).collect::<Vec<_>>());
+            to_peer.acknowledged(0).unwrap().settle(Ok(()));
+            assert_eq!(to_peer.next_to_send().unwrap().0, fit as u64);
+            assert!(to_peer.next_to_send().is_none() && to_peer.await_answer());
+            assert_eq!(settle(to_peer.end()), 2 * WINDOW - 1);
+            assert!(!to_peer.await_answer() && to_peer.front().is_none());
+        }
+    }
+
+    #[test]
+    fn what_waits_for_a_peer_is_bounded_also_where_it_is_empty() {
+        for len in [0, 1000, 64 << 10] {
+            let mut to_peer = NoticesToPeer::default();
+            let most = MAX_WAITING_BYTES / (len + COST);
+            let fit = (0..=most).take_while(|_| add(&mut to_peer, len).is_ok()).count();
+            assert_eq!(fit, most);
+            assert_eq!(add(&mut to_peer, len).unwrap_err().kind(), Kind::Exhausted);
+            to_peer.next_to_send().unwrap();
+            add(&mut to_peer, len).unwrap();
+            assert_eq!(settle(to_peer.end()), most + 1);
+            add(&mut to_peer, len).unwrap();
+            settle(to_peer.end());
+        }
+    }
+
+    #[test]
+    fn only_the_oldest_that_was_sent_is_acknowledged() {
+        let mut to_peer = NoticesToPeer::default();
+        (0..3).for_each(|_| add(&mut to_peer, 1).unwrap());
+        assert!(to_peer.acknowledged(0).is_err(), "it was not sent");
+        (0..2).for_each(|_| drop(to_peer.next_to_send()));
+        assert!(to_peer.acknowledged(1).is_err(), "it is not the oldest");
+        to_peer.acknowledged(0).unwrap().settle(Ok(()));
+        assert!(to_peer.acknowledged(0).is_err(), "twice");
+        settle(to_peer.end());
+    }
+
+    #[test]
+    fn a_new_notification_does_not_overtake_parked_ones() {
+        let mut from_peer = NoticesFromPeer::default();
+        let full = |_: &[u8]| Err(Full);
+        let room = |_: &[u8]| Ok(());
+        assert!(from_peer.take(0, b"a", room).unwrap());
+        assert!(!from_peer.take(1, b"large", full).unwrap());
+        assert!(!from_peer.take(2, b"b", room).unwrap(), "there would be room for it");
+        assert_eq!(from_peer.deliver_next(full), None);
+        let mut delivered = Vec::new();
+        let mut next = || {
+            from_peer.deliver_next(|bytes| {
+                delivered.push(bytes.to_vec());
+                Ok(())
+            })
+        };
+        assert_eq!((next(), next(), next()), (Some(1), Some(2), None));
+        assert_eq!(delivered, [&b"large"[..], b"b"]);
+        assert!(from_peer.take(3, b"c", room).unwrap());
+    }
+
+    #[test]
+    fn who_sends_more_than_the_window_is_malformed() {
+        for len in [1, WINDOW_BYTES / 4] {
+            let (mut from_peer, mut to_peer) = (NoticesFromPeer::default(), NoticesToPeer::default());
+            (0..2 * WINDOW).for_each(|_| add(&mut to_peer, len).unwrap());
+            let mut last = 0;
+            while let Some((notice, bytes)) = to_peer.next_to_send() {
+                let acknowledged = from_peer.take(notice, &bytes, |_| Err(Full));
+                assert!(!acknowledged.expect("all of a window is kept"));
+                last = notice;
+            }
+            let more = from_peer.take(last + 1, &vec![0; len], |_| Err(Full));
+            assert_eq!(more.unwrap_err().kind(), Kind::Malformed);
+            settle(to_peer.end());
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Why something was refused, as it travels.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result};
+
+/// The kinds that travel; the position plus one is the number on the wire, of every transport. What is not here travels as 0,
+/// a native error. Only the end may grow.
+const KINDS: [Kind; 13] = [
+    Kind::WrongKey,
+    Kind::Unregistered,
+    Kind::Revoked,
+    Kind::OutOfBounds,
+    Kind::Unsupported,
+    Kind::Cancelled,
+    Kind::Malformed,
+    Kind::Exhausted,
+    Kind::Denied,
+    Kind::Incompatible,
+    Kind::PeerRestarted,
+    Kind::Closed,
+    Kind::Invalid,
+];
+
+/// The most bytes of its sentence.
+const MAX_TEXT: usize = 768;
+
+/// A kind and a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What a program branches on.
+    pub kind: Kind,
+    /// What a person reads.
+    pub text: String,
+}
+
+impl From<&Error> for Refusal {
+    fn from(error: &Error) -> Self {
+        let sentence = error.sentence();
+        let fits = |at: &usize| sentence.is_char_boundary(*at);
+        let end = (0..=MAX_TEXT.min(sentence.len())).rev().find(fits).unwrap_or(0);
+        Refusal { kind: error.kind(), text: sentence[..end].to_owned() }
+    }
+}
+
+impl From<Refusal> for Error {
+    /// The error of the operation that was refused.
+    fn from(refusal: Refusal) -> Error {
+        Error::new(refusal.kind, refusal.text)
+    }
+}
+
+impl Refusal {
+    /// The most bytes that [`encode`](Refusal::encode) writes.
+    pub const MAX_BYTES: usize = 1 + 4 + MAX_TEXT;
+
+    /// Writes it.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.put_u8(KINDS.iter().position(|known| *known == self.kind).map_or(0, |at| at as u8 + 1));
+        out.put_block(self.text.as_bytes());
+    }
+
+    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces. Errors: `Malformed`.
+    pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        let kind = KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
+        let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
+            .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
+        Ok(Refusal { kind, text: text.replace(char::is_control, " ") })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn travelled(refusal: &Refusal) -> Refusal {
+        let mut bytes = Vec::new();
+        refusal.encode(&mut bytes);
+        assert!(bytes.len() <= Refusal::MAX_BYTES);
+        let mut reader = Reader::new("refusal", &bytes);
+        let back = Refusal::decode(&mut reader).unwrap();
+        reader.end().unwrap();
+        back
+    }
+
+    #[test]
+    fn kinds_keep_their_numbers() {
+        for (at, kind) in KINDS.into_iter().enumerate() {
+            let refusal = Refusal { kind, text: "why".into() };
+            let mut bytes = Vec::new();
+            refusal.encode(&mut bytes);
+            assert_eq!((usize::from(bytes[0]), travelled(&refusal)), (at + 1, refusal));
+        }
+        assert_eq!((KINDS[0], KINDS[11], KINDS[12]), (Kind::WrongKey, Kind::Closed, Kind::Invalid));
+        assert_eq!(travelled(&Refusal { kind: Kind::Busy, text: String::new() }).kind, Kind::Native);
+        let later = [200, 0, 0, 0, 0];
+        assert_eq!(Refusal::decode(&mut Reader::new("refusal", &later)).unwrap().kind, Kind::Native);
+    }
+
+    #[test]
+    fn a_peers_text_is_cleaned_and_bounded() {
+        let cleaned = travelled(&Refusal { kind: Kind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
+        assert_eq!(cleaned.text, " [2Jno key ");
+        let long = Error::new(Kind::Native, "é".repeat(MAX_TEXT));
+        let cut = Refusal::from(&long);
+        assert_eq!(travelled(&cut), cut);
+        assert!(cut.text.len() <= MAX_TEXT && cut.text.chars().all(|character| character == 'é'));
+        for bad in [&[1, 0xff, 0xff, 0, 0][..], &[1, 1, 0, 0, 0, 0xff], &[1, 2, 0, 0, 0, b'a'], &[]] {
+            assert!(Refusal::decode(&mut Reader::new("refusal", bad)).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Whether a peer is silent although it owes an answer.
+
+use std::time::{Duration, Instant};
+
+/// The longest time between two looks.
+const LONGEST_STEP: Duration = Duration::from_secs(1);
+
+/// What is known of a peer's silence.
+///
+/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do: whoever was stopped
+/// himself finds everybody silent, but counts a single look, however long he was away.
+#[derive(Debug)]
+pub struct Silence {
+    /// Whether an answer is awaited.
+    awaits: bool,
+    /// When something came, an answer was awaited again, or a look found nothing: the last of these.
+    seen: Instant,
+    /// Looks that found nothing, one after the other.
+    in_vain: u32,
+}
+
+/// What a look found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// Nothing is awaited.
+    Idle,
+    /// Look again then.
+    Until(Instant),
+    /// Ask the peer for a sign of life, and look again then.
+    Ask(Instant),
+    /// The peer has been silent for too long.
+    Lost,
+}
+
+impl Silence {
+    /// Nothing is awaited yet.
+    pub fn new(now: Instant) -> Self {
+        Silence { awaits: false, seen: now, in_vain: 0 }
+    }
+
+    /// The time between two looks: a quarter of the timeout, and a second at most.
+    pub fn step(timeout: Duration) -> Duration {
+        (timeout / 4).clamp(Duration::from_millis(1), LONGEST_STEP)
+    }
+
+    /// Something came from the peer.
+    pub fn heard(&mut self, now: Instant) {
+        (self.seen, self.in_vain) = (now, 0);
+    }
+
+    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a step later.
+    pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
+        let awaited = std::mem::replace(&mut self.awaits, awaits);
+        (awaits && !awaited).then(|| {
+            let now = now();
+            self.heard(now);
+            now
+        })
+    }
+
+    /// Looks.
+    pub fn look(&mut self, now: Instant, timeout: Duration) -> Look {
+        let step = Self::step(timeout);
+        if !self.awaits {
+            return Look::Idle;
+        }
+        if now < self.seen + step {
+            return Look::Until(self.seen + step);
+        }
+        (self.seen, self.in_vain) = (now, self.in_vain.saturating_add(1));
+        match self.in_vain {
+            looks if step.saturating_mul(looks) >= timeout => Look::Lost,
+            1 => Look::Ask(now + step),
+            _ => Look::Until(now + step),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(4);
+
+    /// A peer that owes an answer since `now`, seen on a clock that the test moves.
+    struct Waiting {
+        silence: Silence,
+        now: Instant,
+    }
+
+    impl Waiting {
+        fn new() -> Self {
+            let now = Instant::now();
+            let mut silence = Silence::new(now);
+            assert_eq!(silence.look(now + TIMEOUT * 100, TIMEOUT), Look::Idle);
+            assert_eq!(silence.note(true, || now), Some(now));
+            assert_eq!(silence.note(true, || unreachable!("it awaits already")), None);
+            Waiting { silence, now }
+        }
+
+        fn after(&mut self, time: Duration) -> Look {
+            self.now += time;
+            self.silence.look(self.now, TIMEOUT)
+        }
+    }
+
+    #[test]
+    fn a_silent_peer_is_asked_once_and_lost_when_its_time_is_over() {
+        let mut waiting = Waiting::new();
+        let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
+        assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step / 2));
+        assert_eq!(waiting.after(step / 2), Look::Ask(waiting.now + step));
+        for _ in 0..2 {
+            assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step / 2));
+            assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step));
+        }
+        assert_eq!(waiting.after(step), Look::Lost);
+        assert_eq!(waiting.now, lost_at);
+    }
+
+    #[test]
+    fn long_and_short_timeouts_are_kept() {
+        for (timeout, looks) in [(10_000, 10), (10_500, 11), (1_000, 4), (20, 4), (2, 2), (0, 1)] {
+            let (timeout, start) = (Duration::from_millis(timeout), Instant::now());
+            let mut silence = Silence::new(start);
+            silence.note(true, || start);
+            let step = Silence::step(timeout);
+            let lost = (1..20).find(|look| silence.look(start + step * *look, timeout) == Look::Lost);
+            assert_eq!(lost, Some(looks), "{timeout:?}");
+        }
+    }
+
+    #[test]
+    fn whoever_was_stopped_himself_does_not_blame_the_peer() {
+        // Stopped before it asked, just after that, and in the middle of the peer's time.
+        for looks in 0..3 {
+            let mut waiting = Waiting::new();
+            let step = TIMEOUT / 4;
+            (0..looks).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
+            for look in looks..3 {
+                let next = waiting.now + TIMEOUT * 10 + step;
+                let found = if look == 0 { Look::Ask(next) } else { Look::Until(next) };
+                assert_eq!(waiting.after(TIMEOUT * 10), found, "{looks}");
+            }
+            assert_eq!(waiting.after(step), Look::Lost);
+        }
+    }
+
+    #[test]
+    fn a_word_or_an_answer_begins_the_time_anew() {
+        let mut waiting = Waiting::new();
+        let step = TIMEOUT / 4;
+        (0..3).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
+        waiting.silence.heard(waiting.now);
+        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+        assert_eq!(waiting.silence.note(false, || unreachable!("nothing begins")), None);
+        assert_eq!(waiting.after(TIMEOUT), Look::Idle);
+        let now = waiting.now;
+        assert_eq!(waiting.silence.note(true, || now), Some(now));
+        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+    }
+}

@@ -1,0 +1,469 @@
+//! libfabric as the shared machine drives it.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
+use kvx_backend::reactor::{Armed, SLICE, Turn};
+use kvx_core::transport::RemoteSpec;
+use kvx_core::{Capabilities, Error, Identity, Kind, Result};
+
+use crate::address::Address;
+use crate::error::{self, gone};
+use crate::ffi::{Failed, Waits};
+use crate::host;
+use crate::memory::{Local, Registrations, Remote};
+use crate::neighbours::Neighbour;
+use crate::peers::Peers;
+use crate::posting::{Bundle, Gone, PostingState};
+use crate::probe_peer::PeerProbe;
+use crate::providers;
+use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
+use crate::wake_peer::WakeSocket;
+
+/// The most messages to one peer that the provider has.
+const UNSENT: usize = 16;
+/// How often in a turn a rail is read while it has something to tell.
+const READS: usize = 8;
+/// The longest sleep while something is awaited, although descriptors wake.
+const SAFETY: Duration = Duration::from_millis(20);
+/// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
+const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// How long to look for more before sleeping, at first and at most: see [`patience_after`].
+const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
+/// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or stopped then; so
+/// they wake each other instead.
+const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
+/// Where there was no room: after how long it is tried again, the first time and at most.
+const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names, in several
+/// turns of both ends, each of which may have to wait for a core.
+pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
+/// How long the end waits for messages that are being sent.
+const FAREWELL: Duration = Duration::from_millis(40);
+
+/// The endpoints of an agent.
+pub(crate) struct LibfabricFabric {
+    /// Empty after the end.
+    pub(crate) rails: Vec<Rail>,
+    ours: Arc<Address>,
+    /// The most pieces that are posted in a turn.
+    turn: u32,
+    /// Whether endpoints' addresses are texts.
+    texts: bool,
+    pub(crate) peers: Peers,
+    /// Peers wake us by it, over a provider that has nothing to sleep on and reaches this host only.
+    wake_socket: Option<WakeSocket>,
+    /// For neighbours over shared memory in this process.
+    neighbour: Option<Neighbour>,
+    fds: Vec<RawFd>,
+    /// Links that broke outside of progress.
+    broken: Vec<Happened>,
+    /// Something found no room, and nothing tells when there is some: tried again then.
+    retry: Option<(EndpointId, Instant)>,
+    pause: Duration,
+    /// The provider has served a peer, of which it reports nothing.
+    serves: bool,
+    patience: Duration,
+    /// Since when it sleeps.
+    sleeps: Option<Instant>,
+    /// How many pieces may be posted together.
+    pub(crate) together: usize,
+    /// Room for them.
+    pub(crate) bundle: Bundle,
+    registrations: Arc<Registrations>,
+    capabilities: Capabilities,
+    description: String,
+}
+
+impl LibfabricFabric {
+    pub(crate) fn new(
+        rails: Vec<Rail>,
+        ours: Arc<Address>,
+        wake_socket: Option<WakeSocket>,
+        registrations: Arc<Registrations>,
+        capabilities: Capabilities,
+        description: String,
+    ) -> LibfabricFabric {
+        let mut fds: Vec<RawFd> = wake_socket.iter().map(WakeSocket::descriptor).collect();
+        fds.extend(rails.iter().filter_map(|rail| match rail.endpoint().waits() {
+            Waits::Descriptor(descriptor) => Some(descriptor),
+            Waits::Never => None,
+        }));
+        let neighbour = match (&wake_socket, rails.first()) {
+            (Some(_), Some(rail)) => Some(Neighbour::new(&ours.rails[0], rail.endpoint())),
+            _ => None,
+        };
+        let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
+        let together = match &wake_socket {
+            Some(_) => host::TOGETHER,
+            None => rails.iter().map(Rail::together).min().unwrap_or(1),
+        };
+        LibfabricFabric {
+            rails,
+            turn: providers::turn(&ours.provider),
+            ours,
+            texts,
+            peers: Peers::default(),
+            wake_socket,
+            neighbour,
+            fds,
+            broken: Vec::new(),
+            retry: None,
+            pause: RETRIES.0,
+            serves: false,
+            patience: PATIENCE.0,
+            sleeps: None,
+            together,
+            bundle: Bundle::default(),
+            registrations,
+            capabilities,
+            description,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn rail(&mut self, at: usize) -> &mut Rail {
+        &mut self.rails[at]
+    }
+
+    #[cfg(test)]
+    pub(crate) fn peer_of(&self, endpoint: EndpointId) -> Option<usize> {
+        self.peers.of(endpoint)
+    }
+
+    /// Lets one rail work.
+    fn read(&mut self, at: usize, happened: &mut Vec<Happened>) -> usize {
+        let LibfabricFabric { rails, peers, broken, .. } = self;
+        let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
+        for _ in 0..READS {
+            let read = rails[at].read(|ended| {
+                done += 1;
+                match ended {
+                    Ended::Pieces { job, peer, count, failed } => {
+                        let result =
+                            failed.map_or(Ok(()), |failed| Err(of_peer("a piece", peer, failed, &mut lost)));
+                        note(happened, job, count, result);
+                    }
+                    Ended::Send { peer, failed } => {
+                        sent.push(peer);
+                        if let Some(failed) = failed {
+                            let why = error::of_operation("a message", failed).kind_is(Kind::PeerLost);
+                            lost.push((peer, why));
+                        }
+                    }
+                    Ended::Message(bytes) => happened.push(Happened::Message(bytes)),
+                }
+            });
+            match read {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(errno) => {
+                    tracing::error!(?errno, "libfabric's completion queue does not answer any more");
+                    break;
+                }
+            }
+        }
+        for peer in sent {
+            peers.sent(peer, rails);
+        }
+        for (peer, why) in lost {
+            broken.extend(broken_links(peers, peer, &why));
+        }
+        done
+    }
+
+    /// Something has found no room. Says whether that is new.
+    fn try_again(&mut self, endpoint: EndpointId) -> bool {
+        let new = self.retry.is_none();
+        if new {
+            self.retry = Some((endpoint, Instant::now() + self.pause));
+            self.pause = (self.pause * 2).min(RETRIES.1);
+        }
+        new
+    }
+
+    /// Wakes a peer that has nothing else to sleep on.
+    fn wake_peer(&mut self, at: usize) -> Result<()> {
+        match (&self.wake_socket, self.peers.peer(at).and_then(|peer| peer.wake_at.as_ref())) {
+            (Some(ours), Some(theirs)) => ours.wake(theirs),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sends what is being sent, and lets go of everything. Says whether it is certain that the provider touches nothing of
+    /// ours any more.
+    fn end(&mut self) -> bool {
+        let until = Instant::now() + FAREWELL;
+        while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
+            let done: usize = (0..self.rails.len()).map(|at| self.read(at, &mut Vec::new())).sum();
+            if done == 0 {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        self.peers.clear(&self.rails);
+        self.registrations.close();
+        if self.wake_socket.is_some() && self.peers.in_vain {
+            // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen with
+            // libfabric 1.17): this one stays.
+            std::mem::forget(self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>());
+        }
+        if let Some(neighbour) = self.neighbour.take() {
+            // Over shared memory nothing but calls of ours touches anything, so others may close it later.
+            self.rails.drain(..).for_each(Rail::leave);
+            drop(neighbour);
+        }
+        // Nothing is sent, received or served without endpoints.
+        let mut certain = true;
+        for mut rail in self.rails.drain(..) {
+            certain &= rail.close();
+        }
+        certain
+    }
+}
+
+impl Drop for LibfabricFabric {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// How long to look for more, after a sleep. Where bytes stream, their sender pauses for as long as it copies them into its socket: a
+/// target that slept meanwhile was woken more than once for each MB, and took a sixth longer.
+fn patience_after(before: Duration, slept: Duration) -> Duration {
+    if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
+}
+
+/// Tells of pieces that have ended, together with those before if they were of the same job.
+#[inline]
+fn note(happened: &mut Vec<Happened>, job: JobId, count: u32, result: Result<()>) {
+    if let (Ok(()), Some(Happened::Moved { job: last, pieces, result: Ok(()) })) =
+        (&result, happened.last_mut())
+        && *last == job
+    {
+        *pieces += count;
+        return;
+    }
+    happened.push(Happened::Moved { job, pieces: count, result });
+}
+
+/// Why an operation has failed; a peer that is lost is noted.
+fn of_peer(what: &str, peer: usize, failed: Failed, lost: &mut Vec<(usize, Error)>) -> Error {
+    let why = error::of_operation(what, failed);
+    if why.kind() == Kind::PeerLost {
+        lost.push((peer, why.clone()));
+    }
+    why
+}
+
+fn broken_links<'a>(
+    peers: &mut Peers,
+    peer: usize,
+    why: &'a Error,
+) -> impl Iterator<Item = Happened> + use<'a> {
+    let links = peers.break_off(peer).into_iter();
+    links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false })
+}
+
+// SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is reported as `Moved`; a
+// piece that was not posted is not touched. After `end` there are no endpoints.
+unsafe impl Fabric for LibfabricFabric {
+    type Local = Local;
+    type Remote = Remote;
+    type State = PostingState;
+
+    fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
+        if self.rails.is_empty() {
+            return Err(gone());
+        }
+        let address = Address::decode(address)?;
+        address.check(&self.ours, self.texts)?;
+        if let Some(host) = &address.host {
+            host::check(host.process, host.probe)?;
+        }
+        self.peers.connect(endpoint, address, &self.rails)
+    }
+
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
+    }
+
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        let Some(at) = self.peers.of(endpoint) else { return Err(gone()) };
+        let Some(rail) = self.rails.first() else { return Err(gone()) };
+        if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
+            // A process that was killed may have left a lock behind on which this would spin.
+            host::check(host.process, host.probe).map_err(|why| why.kind_is(Kind::PeerLost))?;
+        }
+        let to = self.peers.lead(at, 0, 0, rail)?;
+        // Those to a stopped peer stay with the provider: others find room all the same.
+        let most = UNSENT.min(self.rails[0].sends());
+        if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
+            return Ok(Sent::Later);
+        }
+        let posted = self.rails[0].send(at, to, message).map_err(|errno| {
+            error::native("libfabric does not send a message to the peer", errno).kind_is(Kind::PeerLost)
+        })?;
+        if let Some(peer) = self.peers.peer(at) {
+            if posted == Posted::Yes {
+                peer.unsent += 1;
+                peer.answers = true;
+                peer.probe = None;
+            } else {
+                if peer.probe.is_none() {
+                    peer.probe = PeerProbe::new(&peer.address.rails[0]);
+                }
+                peer.probe.as_mut().map_or(Ok(()), PeerProbe::check)?;
+            }
+        }
+        // Where there was no room, the peer has to make some, or to take our name.
+        if posted == Posted::Yes || self.try_again(endpoint) {
+            self.wake_peer(at)?;
+        }
+        Ok(if posted == Posted::Yes { Sent::Taken } else { Sent::Later })
+    }
+
+    fn max_message(&self) -> usize {
+        MAX_MESSAGE
+    }
+
+    fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        let Some(peer) = self.peers.of(endpoint).and_then(|at| self.peers.peer(at)) else {
+            return Err(gone());
+        };
+        Remote::decode(region, peer.address.rails.len())
+    }
+
+    fn max_piece(&self) -> u64 {
+        let longest = self.rails.iter().map(|rail| rail.endpoint().domain().info().longest());
+        longest.min().unwrap_or(SLICE).clamp(1, SLICE)
+    }
+
+    fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
+        let Some(at) = self.peers.of(job.endpoint()) else { return Err(gone()) };
+        let (mut bytes, mut gone, mut posted, mut result) = (0, 0, 0, Ok(()));
+        while bytes < SLICE && gone < self.turn {
+            match self.post_some(at, job, SLICE - bytes) {
+                Ok(Some((Gone::Not, ..))) => {
+                    self.try_again(job.endpoint());
+                    break;
+                }
+                Ok(Some((how, count, len))) => {
+                    match how {
+                        Gone::Posted => posted += count,
+                        _ => job.reached(),
+                    }
+                    gone += count;
+                    bytes += len;
+                }
+                Ok(None) => break,
+                Err(why) => {
+                    if why.kind() == Kind::PeerLost {
+                        self.broken.extend(broken_links(&mut self.peers, at, &why));
+                    }
+                    result = Err(why);
+                    break;
+                }
+            }
+        }
+        job.posted(posted);
+        result.map(|()| bytes)
+    }
+
+    fn sever(&mut self, endpoint: EndpointId) {
+        // libfabric ends what was posted to one peer only when its connection breaks, or with the endpoint.
+        self.peers.sever(endpoint);
+    }
+
+    fn disconnect(&mut self, endpoint: EndpointId) {
+        self.peers.disconnect(endpoint, &self.rails);
+    }
+
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+        if let Some(since) = self.sleeps.take() {
+            self.patience = patience_after(self.patience, since.elapsed());
+        }
+        happened.append(&mut self.broken);
+        let done: usize = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
+        // Whoever serves goes on looking for requests for a while: to ask whether it may sleep costs more than to look.
+        let done = done + usize::from(std::mem::take(&mut self.serves));
+        if !self.broken.is_empty() {
+            // Links break first, so that what fails with them fails for that reason.
+            happened.splice(0..0, self.broken.drain(..));
+        }
+        if !happened.is_empty() {
+            (self.retry, self.pause) = (None, RETRIES.0);
+        } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
+            // There may be room: whatever happens makes the machine try again, and this means nothing to a link of ours.
+            happened.push(Happened::Ready(endpoint));
+        }
+        let look_for = if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };
+        Turn { look_for, ..Turn::did(done) }
+    }
+
+    fn arm(&mut self, waiting: bool) -> Result<Armed> {
+        if !self.broken.is_empty() {
+            return Ok(Armed::Again);
+        }
+        let mut longest = waiting.then_some(SAFETY);
+        if self.wake_socket.as_ref().is_some_and(WakeSocket::take_wakes) {
+            return Ok(Armed::Again); // what was put there since may not have been seen
+        }
+        for rail in &self.rails {
+            match rail.endpoint().waits() {
+                Waits::Descriptor(_) if !rail.endpoint().may_sleep() => {
+                    self.serves = true;
+                    return Ok(Armed::Again);
+                }
+                Waits::Never if self.wake_socket.is_none() => {
+                    longest = Some(if waiting { LOOKS.0 } else { LOOKS.1 });
+                }
+                Waits::Descriptor(_) | Waits::Never => {}
+            }
+        }
+        if let Some((_, at)) = &self.retry {
+            let left = at.saturating_duration_since(Instant::now());
+            longest = Some(longest.map_or(left, |longest| longest.min(left)));
+        }
+        // One that ends by the clock says nothing of a sender's pauses.
+        self.sleeps = longest.is_none().then(Instant::now);
+        Ok(Armed::Sleep(longest))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
+        (self.description.clone(), self.capabilities.clone())
+    }
+
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+        local.unmap();
+        Ok(LetGo::Now)
+    }
+
+    fn stop(&mut self) -> bool {
+        self.end()
+    }
+}
+
+#[cfg(test)]
+mod unordered;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_sleeps_make_patient_and_a_long_one_takes_it_back() {
+        let (short, long) = (Duration::from_micros(90), Duration::from_millis(3));
+        let mut patience = PATIENCE.0;
+        for micros in [100, 200, 400, 400] {
+            patience = patience_after(patience, short);
+            assert_eq!(patience, Duration::from_micros(micros));
+        }
+        assert_eq!(patience_after(patience, long), PATIENCE.0);
+    }
+}

@@ -1,0 +1,150 @@
+//! The factory.
+
+use std::sync::Arc;
+
+use kvx_backend::fabric::Parts;
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList};
+
+use crate::address::{Address, Host};
+use crate::config::Config;
+use crate::error::{self, NAME};
+use crate::fabric::LibfabricFabric;
+use crate::ffi::{Domain, Info, Infos, Library, Waits};
+use crate::host;
+use crate::memory::{Near, Registrations};
+use crate::providers;
+use crate::rail::Rail;
+use crate::topology::Topology;
+use crate::wake_peer::WakeSocket;
+
+/// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and shared memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Libfabric;
+
+impl Factory for Libfabric {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 40, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let library = Library::open()?;
+        let because = |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
+        let config = Config::read(options).map_err(because)?;
+        let devices = drivers();
+        let chosen = providers::choose(library, &config, !devices.is_empty()).map_err(because)?;
+        let first = first(&chosen).map_err(because)?;
+        let provider = first.provider();
+        let rdma = providers::is_rdma(&provider);
+        let used: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
+        let caution = (!rdma && config.provider.is_none()).then(|| {
+            format!(
+                "no RDMA provider is used: {provider} over {} serves; \"libfabric.provider\" and \"libfabric.domain\" name others",
+                used.join(", ")
+            )
+        });
+        Ok(Availability {
+            version: library.version().to_string(),
+            library: Some(library.path().to_owned()),
+            devices: providers::list(library).map_err(because)?,
+            rdma,
+            capabilities: providers::capabilities(&provider, Idle::Asleep, providers::kinds(first, &devices)),
+            caution,
+        })
+    }
+
+    fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
+        let parts = parts(&agent)?;
+        kvx_backend::fabric::open(agent, parts)
+    }
+}
+
+/// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
+pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
+    let library = Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
+    let config = Config::read(&agent.options)?;
+    let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
+    let chosen = providers::choose(library, &config, !devices.is_empty())?;
+    let first = first(&chosen)?;
+    let provider = first.provider();
+    let memory = providers::kinds(first, &devices);
+    let wake_socket = if providers::is_shared_memory(&provider) { Some(WakeSocket::new()?) } else { None };
+    let topology = Topology::of_this_machine();
+    let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
+    for info in chosen.iter().flat_map(Infos::iter) {
+        let domain = Domain::open(library, info).map_err(|errno| {
+            let what = format!("libfabric does not open {} on {}", info.provider(), info.domain());
+            error::native(what, errno)
+        })?;
+        let rail = Rail::open(&domain, rails.is_empty())?;
+        let endpoint = Arc::clone(rail.endpoint());
+        let address =
+            endpoint.address().map_err(|errno| error::native("an endpoint has no address", errno))?;
+        addresses.push(address.into_boxed_slice());
+        near.push(Near { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
+        rails.push(rail);
+    }
+    let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
+    let idle = if wake_socket.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
+    let capabilities = providers::capabilities(&provider, idle, memory);
+    let ours = Arc::new(Address {
+        provider,
+        protocol: first.protocol(),
+        rails: addresses,
+        host: wake_socket.as_ref().map(|wake_socket| Host {
+            process: std::process::id(),
+            probe: host::probe(),
+            wake_name: wake_socket.name().into(),
+        }),
+    });
+    let description = described(library, &chosen);
+    let registrations = Arc::new(Registrations::new(near, topology, config.rails));
+    let here = ours.encode();
+    let fabric = LibfabricFabric::new(
+        rails,
+        ours,
+        wake_socket,
+        Arc::clone(&registrations),
+        capabilities.clone(),
+        description,
+    );
+    Ok(Parts {
+        name: NAME,
+        capabilities,
+        address: Box::new(move || Ok(here.clone())),
+        fabric,
+        registrar: registrations,
+    })
+}
+
+fn first(chosen: &[Infos]) -> Result<&Info> {
+    chosen.iter().flat_map(Infos::iter).next().ok_or_else(|| {
+        Error::new(Kind::Unavailable, "libfabric shows no domain: check FI_PROVIDER").backend(NAME)
+    })
+}
+
+/// The kinds of device whose drivers this machine runs.
+fn drivers() -> Vec<MemoryKind> {
+    let drivers = [("/proc/driver/nvidia", MemoryKind::Cuda), ("/sys/class/kfd", MemoryKind::Rocm)];
+    drivers
+        .into_iter()
+        .filter(|(path, _)| std::path::Path::new(path).exists())
+        .map(|(_, kind)| kind)
+        .collect()
+}
+
+/// What the route says.
+fn described(library: &Library, chosen: &[Infos]) -> String {
+    let infos: Vec<&Info> = chosen.iter().flat_map(Infos::iter).collect();
+    let domains: Vec<String> = infos.iter().map(|info| info.domain()).collect();
+    let provider = infos
+        .first()
+        .map_or(String::new(), |info| format!("{} {}", info.provider(), info.provider_version()));
+    let copies = infos.first().is_some_and(|info| providers::is_shared_memory(&info.provider()));
+    let copies = if copies { ", bytes copied by kvx through the kernel" } else { "" };
+    format!("libfabric {}, {provider} over {}{copies}", library.version(), domains.join(" and "))
+}

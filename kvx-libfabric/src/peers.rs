@@ -1,0 +1,187 @@
+//! Peers: an entry in each rail's table of addresses for each of a peer's rails, shared by all links to it.
+
+use std::collections::HashMap;
+
+use kvx_backend::fabric::EndpointId;
+use kvx_core::{Error, Kind, Result};
+use rustix::net::SocketAddrUnix;
+use slab::Slab;
+
+use crate::address::Address;
+use crate::error::{self, NAME};
+use crate::ffi;
+use crate::neighbours::Neighbour;
+use crate::probe_peer::PeerProbe;
+use crate::rail::Rail;
+use crate::wake_peer;
+
+/// A peer, whose endpoints are one for each of its rails.
+pub(crate) struct PeerEndpoints {
+    pub(crate) address: Address,
+    /// By our rail, then by the peer's: filled as they are used.
+    table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
+    pub(crate) wake_at: Option<SocketAddrUnix>,
+    links: Vec<EndpointId>,
+    /// It has taken a message.
+    pub(crate) answers: bool,
+    /// It takes none at the moment.
+    pub(crate) probe: Option<PeerProbe>,
+    /// Dropped when no table has it any more.
+    _neighbour: Option<Neighbour>,
+    /// Messages to it that the provider has.
+    pub(crate) unsent: usize,
+}
+
+struct LeadingLink {
+    peer: usize,
+    /// Nothing more is posted on it.
+    severed: bool,
+}
+
+#[derive(Default)]
+pub(crate) struct Peers {
+    /// A peer was called that has never answered, and so may still do so.
+    pub(crate) in_vain: bool,
+    peers: Slab<PeerEndpoints>,
+    /// By the address of the rail that takes messages.
+    by_address: HashMap<Box<[u8]>, usize>,
+    links: HashMap<EndpointId, LeadingLink>,
+}
+
+impl Peers {
+    /// Leads a link to `address`, over `rails` of ours. Errors: `Malformed`, libfabric's.
+    pub(crate) fn connect(&mut self, link: EndpointId, address: Address, rails: &[Rail]) -> Result<()> {
+        let at = match self.by_address.get(&address.rails[0]) {
+            Some(&at) if self.peers[at].address == address => at,
+            Some(_) => {
+                let why = "malformed LIBFABRIC address: another peer is at the same place";
+                return Err(Error::new(Kind::Malformed, why).backend(NAME));
+            }
+            None => {
+                let wake_at =
+                    address.host.as_ref().map(|host| wake_peer::socket_of(&host.wake_name)).transpose()?;
+                let row = || vec![None; address.rails.len()].into_boxed_slice();
+                let table = rails.iter().map(|_| row()).collect();
+                let key = address.rails[0].clone();
+                let is_ours = address.host.as_ref().is_some_and(|host| host.process == std::process::id());
+                let neighbour =
+                    if is_ours { Some(Neighbour::find(&key).ok_or_else(error::gone)?) } else { None };
+                let at = self.peers.insert(PeerEndpoints {
+                    address,
+                    table,
+                    wake_at,
+                    links: Vec::new(),
+                    answers: false,
+                    probe: None,
+                    _neighbour: neighbour,
+                    unsent: 0,
+                });
+                self.by_address.insert(key, at);
+                at
+            }
+        };
+        self.peers[at].links.push(link);
+        self.links.insert(link, LeadingLink { peer: at, severed: false });
+        Ok(())
+    }
+
+    /// The place of a link's peer, if something may be posted on it.
+    #[inline]
+    pub(crate) fn of(&self, link: EndpointId) -> Option<usize> {
+        self.links.get(&link).filter(|link| !link.severed).map(|link| link.peer)
+    }
+
+    pub(crate) fn peer(&mut self, at: usize) -> Option<&mut PeerEndpoints> {
+        self.peers.get_mut(at)
+    }
+
+    /// The peer's rail `there` in the table of our rail `here`. Errors: libfabric's.
+    #[inline]
+    pub(crate) fn lead(
+        &mut self,
+        at: usize,
+        our_rail: usize,
+        their_rail: usize,
+        rail: &Rail,
+    ) -> Result<ffi::PeerNumber> {
+        let Some(peer) = self.peers.get_mut(at) else { return Err(error::gone()) };
+        match peer.table[our_rail][their_rail] {
+            Some(address) => Ok(address),
+            None => {
+                // SAFETY: `Address::check` has compared its form with that of our own.
+                let address =
+                    unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }.map_err(|errno| {
+                        error::native("libfabric has no way to the peer", errno).kind_is(Kind::PeerLost)
+                    })?;
+                peer.table[our_rail][their_rail] = Some(address);
+                Ok(address)
+            }
+        }
+    }
+
+    /// Nothing more is posted on a link.
+    pub(crate) fn sever(&mut self, link: EndpointId) {
+        if let Some(link) = self.links.get_mut(&link) {
+            link.severed = true;
+        }
+    }
+
+    /// A peer cannot be reached: gives its links that were not severed yet.
+    pub(crate) fn break_off(&mut self, at: usize) -> Vec<EndpointId> {
+        let Some(peer) = self.peers.get(at) else { return Vec::new() };
+        let mut broken = Vec::new();
+        for number in &peer.links {
+            if let Some(link) = self.links.get_mut(number)
+                && !std::mem::replace(&mut link.severed, true)
+            {
+                broken.push(*number);
+            }
+        }
+        broken
+    }
+
+    /// A link is over.
+    pub(crate) fn disconnect(&mut self, link: EndpointId, rails: &[Rail]) {
+        if let Some(LeadingLink { peer: at, .. }) = self.links.remove(&link)
+            && let Some(peer) = self.peers.get_mut(at)
+        {
+            peer.links.retain(|other| *other != link);
+            self.let_go(at, rails);
+        }
+    }
+
+    /// A message to a peer has ended.
+    pub(crate) fn sent(&mut self, at: usize, rails: &[Rail]) {
+        if let Some(peer) = self.peers.get_mut(at) {
+            peer.unsent -= 1;
+            self.let_go(at, rails);
+        }
+    }
+
+    /// Forgets a peer without links, unless the provider still has messages to it.
+    fn let_go(&mut self, at: usize, rails: &[Rail]) {
+        if self.peers.get(at).is_some_and(|peer| peer.links.is_empty() && peer.unsent == 0) {
+            let peer = self.peers.remove(at);
+            self.by_address.remove(&peer.address.rails[0]);
+            self.forget(peer, rails);
+        }
+    }
+
+    /// Forgets all of them.
+    pub(crate) fn clear(&mut self, rails: &[Rail]) {
+        self.by_address.clear();
+        self.links.clear();
+        for peer in std::mem::take(&mut self.peers) {
+            self.forget(peer.1, rails);
+        }
+    }
+
+    fn forget(&mut self, peer: PeerEndpoints, rails: &[Rail]) {
+        self.in_vain |= peer.table[0][0].is_some() && !peer.answers;
+        for (rail, row) in rails.iter().zip(&peer.table) {
+            for address in row.iter().flatten() {
+                rail.endpoint().remove(*address);
+            }
+        }
+    }
+}

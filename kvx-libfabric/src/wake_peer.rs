@@ -1,0 +1,124 @@
+//! Wakes a peer of this host whose provider has nothing to sleep on.
+//!
+//! Shared memory tells nobody that something was put there, and polling costs either CPU or time. So each agent over such
+//! a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an empty
+//! datagram to it. One that is lost because the socket is full is no loss: the peer is about to wake.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+
+use kvx_core::{Error, Kind, Result};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::error::NAME;
+
+/// The longest name that is taken from a peer.
+pub(crate) const MAX_NAME: usize = 64;
+/// How many wakes are taken at a time: they say nothing, but a full socket would stay readable.
+const WAKES: usize = 64;
+
+/// Our own, by which peers wake us.
+pub(crate) struct WakeSocket {
+    socket: OwnedFd,
+    name: Vec<u8>,
+}
+
+impl WakeSocket {
+    /// Errors: `Exhausted`.
+    pub(crate) fn new() -> Result<Self> {
+        let os = |cause: Errno| {
+            Error::os("no socket to be woken by: raise ulimit -n", cause)
+                .kind_is(Kind::Exhausted)
+                .backend(NAME)
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None).map_err(os)?;
+        let mut random = [0_u8; 16];
+        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty()).map_err(os)?;
+        let name = format!("kvx-libfabric-{:032x}", u128::from_ne_bytes(random)).into_bytes();
+        let at = SocketAddrUnix::new_abstract_name(&name).map_err(os)?;
+        rustix::net::bind(&socket, &at).map_err(os)?;
+        Ok(WakeSocket { socket, name })
+    }
+
+    /// By what peers know it.
+    pub(crate) fn name(&self) -> &[u8] {
+        &self.name
+    }
+
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    /// Takes the wakes that have come. Says whether any had.
+    pub(crate) fn take_wakes(&self) -> bool {
+        let mut nothing = [0_u8; 1];
+        let mut wakes = (0..WAKES)
+            .map(|_| rustix::net::recv(self.socket.as_fd(), &mut nothing[..], RecvFlags::DONTWAIT).is_ok());
+        let woken = wakes.next() == Some(true);
+        woken && {
+            wakes.take_while(|woken| *woken).count();
+            true
+        }
+    }
+
+    /// Wakes a peer by its socket. Errors: `PeerLost` when nobody is there.
+    pub(crate) fn wake(&self, at: &SocketAddrUnix) -> Result<()> {
+        match rustix::net::sendto(self.socket.as_fd(), &[], SendFlags::DONTWAIT, at) {
+            Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
+            Err(cause) => {
+                let why =
+                    "nobody is at the peer's end: its agent has ended, or runs in another network namespace";
+                Err(Error::os(why, cause).kind_is(Kind::PeerLost).backend(NAME))
+            }
+        }
+    }
+}
+
+/// The socket of this name of a peer's. Errors: `Malformed`.
+pub(crate) fn socket_of(name: &[u8]) -> Result<SocketAddrUnix> {
+    let wrong = || {
+        Error::new(Kind::Malformed, "malformed LIBFABRIC address: no socket has such a name").backend(NAME)
+    };
+    if !(1..=MAX_NAME).contains(&name.len()) {
+        return Err(wrong());
+    }
+    SocketAddrUnix::new_abstract_name(name).map_err(|_| wrong())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wakes_stay_until_they_are_taken_and_nobody_can_be_woken_who_is_gone() {
+        let (ours, theirs) = (WakeSocket::new().unwrap(), WakeSocket::new().unwrap());
+        let to = socket_of(theirs.name()).unwrap();
+        let is_woken = |socket: &WakeSocket| {
+            let mut ready = [rustix::event::PollFd::new(&socket.socket, rustix::event::PollFlags::IN)];
+            let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+            rustix::event::poll(&mut ready, Some(&now)).unwrap() == 1
+        };
+        assert!(!is_woken(&theirs));
+        for _ in 0..3 {
+            ours.wake(&to).unwrap();
+        }
+        assert!(is_woken(&theirs) && !is_woken(&ours));
+        assert!(theirs.take_wakes());
+        assert!(!theirs.take_wakes() && !ours.take_wakes());
+        assert!(!is_woken(&theirs));
+        for _ in 0..2000 {
+            ours.wake(&to).unwrap(); // also when it is full
+        }
+        drop(theirs);
+        assert_eq!(ours.wake(&to).unwrap_err().kind(), Kind::PeerLost);
+    }
+
+    #[test]
+    fn only_names_that_a_socket_can_have_are_taken() {
+        assert!(socket_of(b"").is_err());
+        assert!(socket_of(&[7; MAX_NAME + 1]).is_err());
+        assert!(socket_of(&[7; MAX_NAME]).is_ok());
+    }
+}

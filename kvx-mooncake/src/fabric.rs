@@ -1,0 +1,493 @@
+//! The engine as the shared machine drives it: what is posted, what has ended, and what came of blocking calls.
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use kvx_backend::reactor::{Armed, Turn};
+use kvx_core::transport::{ForeignRange, RemoteSpec};
+use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
+
+use crate::batches::{Batches, Moving, Suspect};
+use crate::blocking_calls::{BlockingCalls, Report, TAG};
+use crate::error;
+use crate::factory::capabilities;
+use crate::ffi::{Engine, Piece};
+use crate::frames;
+use crate::memory::{Local, Ranges, Remote};
+use crate::peers::{Links, Note, Phase, foreign_text};
+
+/// The most pieces of a batch.
+const BATCH_PIECES: usize = 64;
+/// The most bytes of a batch, unless one piece is longer.
+const BATCH_BYTES: u64 = 1 << 20;
+/// The most pieces under way to one peer: far below what its queue takes (1,024, and as many that wait for admission).
+const PEER_PIECES: usize = 256;
+/// The most bytes under way to one peer: what a small transfer has to wait for.
+const PEER_BYTES: u64 = 8 << 20;
+/// Batches that are looked at in one turn.
+const LOOKED_AT: usize = 64;
+/// How often the engine is asked for notifications, at most.
+const LISTENS: Duration = Duration::from_micros(20);
+/// How long something that has happened makes it likely that more does at once.
+const BUSY: Duration = Duration::from_millis(20);
+/// Sleeps meanwhile; while pieces are under way or answers awaited; and while calls wait for a thread.
+const SHORTEST: Duration = Duration::from_micros(60);
+const AWAITING: Duration = Duration::from_micros(250);
+const SHORT_OF_THREADS: Duration = Duration::from_millis(1);
+/// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a wake-up costs some 70
+/// microseconds of a core, and nothing of the engine's wakes.
+const PART: u32 = 20;
+const LONGEST: Duration = Duration::from_millis(20);
+/// The longest frame of a link.
+const MAX_FRAME: usize = 48 << 10;
+/// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each starts
+/// a thread for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
+const SETS_UP: Duration = Duration::from_secs(5);
+
+pub(crate) struct MooncakeFabric {
+    /// Until the end.
+    engine: Option<Arc<Engine>>,
+    calls: BlockingCalls,
+    ranges: Arc<Ranges>,
+    protocol: String,
+    fds: [RawFd; 1],
+    /// What foreign agents know us by.
+    own_name: std::ffi::CString,
+    links: Links,
+    moving: Batches,
+    suspects: Vec<Suspect>,
+    /// Regions that are being unregistered, and how that has ended.
+    leaving: HashMap<RegionId, Option<Result<()>>>,
+    /// A peer was lost, and may have died.
+    any_lost: bool,
+    /// Notifications were taken that have not been handed over.
+    notified: Vec<Happened>,
+    pieces: Vec<Piece>,
+    last_event: Instant,
+    /// When the engine is asked for notifications again.
+    listens: Instant,
+    /// Pieces of which nobody knows whether they are under way.
+    lost_count: bool,
+}
+
+impl MooncakeFabric {
+    pub(crate) fn new(
+        engine: Arc<Engine>,
+        calls: BlockingCalls,
+        ranges: Arc<Ranges>,
+        protocol: String,
+        me: &Identity,
+    ) -> Self {
+        let name: Vec<u8> = me.name.bytes().filter(|byte| *byte != 0).collect();
+        MooncakeFabric {
+            engine: Some(engine),
+            fds: [calls.reports().fd()],
+            calls,
+            ranges,
+            protocol,
+            own_name: std::ffi::CString::new(name).unwrap_or_default(),
+            links: Links::default(),
+            moving: Batches::default(),
+            suspects: Vec::new(),
+            leaving: HashMap::new(),
+            any_lost: false,
+            notified: Vec::new(),
+            pieces: Vec::new(),
+            last_event: Instant::now(),
+            listens: Instant::now(),
+            lost_count: false,
+        }
+    }
+
+    fn engine(&self) -> Result<Arc<Engine>> {
+        self.engine.clone().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+    }
+
+    fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
+        let engine = self.engine()?;
+        let to = self.links.add(endpoint, address, foreign)?;
+        self.calls.open(&engine, &to, foreign)
+    }
+
+    fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, happened: &mut Vec<Happened>) {
+        for _ in 0..self.moving.len().min(LOOKED_AT) {
+            let Some(ended) = self.moving.look_at_next(engine, now) else { continue };
+            let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
+            engine.free(batch);
+            let pieces = lens.len() as u32;
+            if let Some(peer) = self.links.peers.get_mut(&to) {
+                peer.pieces -= lens.len();
+                peer.bytes -= bytes;
+            }
+            if self.links.forget_unused(&to) {
+                self.calls.leave(&to);
+            }
+            match failed {
+                None => happened.push(Happened::Moved { job, pieces, result: Ok(()) }),
+                Some(failure) => {
+                    self.suspect(engine, Suspect { job, endpoint, to, pieces, failure }, happened)
+                }
+            }
+        }
+    }
+
+    /// Finds out whether a failure means that the peer is gone, before it is told.
+    fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, happened: &mut Vec<Happened>) {
+        let broken =
+            self.links.endpoints.get(&suspect.endpoint).is_none_or(|there| there.phase == Phase::Broken);
+        let peer = self.links.peers.get_mut(&suspect.to);
+        match peer.filter(|_| !broken) {
+            Some(peer) if peer.probing => self.suspects.push(suspect),
+            Some(peer) if self.calls.probe(engine, &suspect.to).is_ok() => {
+                peer.probing = true;
+                self.suspects.push(suspect);
+            }
+            _ => happened.push(suspect.moved(error::lost(&suspect.to))),
+        }
+    }
+
+    fn probed(&mut self, to: &Arc<str>, alive: Option<bool>, happened: &mut Vec<Happened>) {
+        if let Some(peer) = self.links.peers.get_mut(to) {
+            peer.probing = false;
+        }
+        let log = self.engine.as_ref().and_then(|engine| engine.log());
+        for suspect in self.suspects.extract_if(.., |suspect| suspect.to == *to) {
+            let why = match alive {
+                Some(false) => error::lost(to),
+                _ => suspect.failure.error(alive.is_some(), &log),
+            };
+            happened.push(suspect.moved(why));
+        }
+        if alive == Some(false) {
+            for endpoint in self.links.leading_to(to) {
+                self.break_off(endpoint, error::lost(to), happened);
+            }
+            return;
+        }
+        // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes a minute.
+        if let Some(engine) = &self.engine
+            && (alive == Some(true) || engine.asks_a_server())
+            && let Some(peer) = self.links.peers.get_mut(to)
+            && !peer.refreshing
+        {
+            peer.refreshing = self.calls.open(engine, to, false).is_ok();
+        }
+    }
+
+    /// That nobody is met any more is no proof that the peer has ended.
+    fn break_off(&mut self, id: EndpointId, why: Error, happened: &mut Vec<Happened>) {
+        if let Some(endpoint) = self.links.endpoints.get_mut(&id)
+            && endpoint.phase != Phase::Broken
+        {
+            endpoint.phase = Phase::Broken;
+            happened.push(Happened::Broken { endpoint: id, why, gone: false });
+        }
+    }
+
+    fn take_report(&mut self, report: Report, happened: &mut Vec<Happened>) {
+        match report {
+            Report::Opened { to, result } => {
+                if let Some(peer) = self.links.peers.get_mut(&to) {
+                    peer.refreshing = false;
+                    peer.segment = result.as_ref().ok().copied().or(peer.segment);
+                }
+                for id in self.links.leading_to(&to) {
+                    let Some(endpoint) = self.links.endpoints.get_mut(&id) else { continue };
+                    match &result {
+                        // So that core tries again what the peer's segment kept waiting.
+                        _ if endpoint.phase == Phase::Open => happened.push(Happened::Ready(id)),
+                        _ if endpoint.phase != Phase::Opening => {}
+                        Ok(_) => {
+                            endpoint.phase = Phase::Open;
+                            if endpoint.foreign {
+                                happened.push(Happened::Ready(id));
+                            }
+                        }
+                        Err(why) => {
+                            let why = why.clone().kind_is(Kind::PeerLost);
+                            self.break_off(id, why, happened);
+                        }
+                    }
+                }
+            }
+            Report::Probed { to, alive } => self.probed(&to, alive, happened),
+            Report::Unsent { endpoint, why } => {
+                self.break_off(endpoint, why.kind_is(Kind::PeerLost), happened);
+            }
+            Report::ForeignSent { endpoint, result } => {
+                if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
+                    endpoint.note = Note::Sent(result);
+                }
+            }
+            Report::LetGo { region, left, dead } => {
+                let proven = dead.or_else(|why| if self.any_lost { Err(why) } else { Ok(()) });
+                let ended = left.and_then(|left| match proven {
+                    Ok(()) => left.end(),
+                    Err(why) => {
+                        std::mem::forget(left); // for ever
+                        Err(why)
+                    }
+                });
+                if let Some(leaving) = self.leaving.get_mut(&region) {
+                    *leaving = Some(ended);
+                }
+            }
+        }
+    }
+
+    fn take_notifications(&mut self, engine: &Engine) -> usize {
+        let notified = &mut self.notified;
+        engine.notifications(|name, text| {
+            if name != TAG.to_bytes() {
+                let from = String::from_utf8_lossy(name).into();
+                return notified.push(Happened::Notified { from, bytes: text.to_vec() });
+            }
+            match frames::decode(text) {
+                Ok(frames) => notified.extend(frames.into_iter().map(Happened::Message)),
+                Err(why) => tracing::debug!(%why, "Mooncake brought something that no kvx agent sends"),
+            }
+        })
+    }
+}
+
+// SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a piece is reported when
+// the engine has said of it that it has ended: measured, nothing is written after that. `stop` says true only when no
+// piece is under way.
+unsafe impl Fabric for MooncakeFabric {
+    type Local = Local;
+    type Remote = Remote;
+    type State = ();
+
+    fn connect(&mut self, endpoint: EndpointId, _peer: &Identity, address: &[u8]) -> Result<()> {
+        self.add(endpoint, address, false)
+    }
+
+    fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
+        self.add(endpoint, blob.trim_ascii(), true)
+    }
+
+    fn sets_up_within(&self) -> Duration {
+        SETS_UP
+    }
+
+    /// Regions added later: over RDMA their keys are part of what the peer said when its segment was opened.
+    fn update(&mut self, endpoint: EndpointId, _address: &[u8]) -> Result<()> {
+        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to)) else {
+            return Ok(());
+        };
+        if self.protocol != "tcp"
+            && let Some(peer) = self.links.peers.get_mut(&to)
+            && !std::mem::replace(&mut peer.refreshing, true)
+        {
+            let engine = self.engine()?;
+            self.calls.open(&engine, &to, false)?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+        let engine = self.engine()?;
+        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
+            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+        };
+        Ok(if self.calls.frame(&engine, to, endpoint, message)? { Sent::Taken } else { Sent::Later })
+    }
+
+    fn max_message(&self) -> usize {
+        MAX_FRAME
+    }
+
+    fn unpack(&mut self, _endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
+        Remote::read(region.export)
+    }
+
+    fn unpack_foreign(&mut self, _endpoint: EndpointId, range: &ForeignRange) -> Result<Remote> {
+        Ok(Remote { address: range.address })
+    }
+
+    fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
+        let engine = self.engine()?;
+        let id = job.endpoint();
+        let Some(endpoint) = self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
+        else {
+            return Err(Error::new(Kind::PeerLost, "the link to the peer is gone: connect again"));
+        };
+        let to = Arc::clone(&endpoint.to);
+        let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
+        let Some(segment) = peer.segment.filter(|_| !peer.refreshing) else {
+            return Ok(0); // until it is opened
+        };
+        let (op, mut bytes) = (job.op(), 0);
+        self.pieces.clear();
+        while self.pieces.len() < BATCH_PIECES
+            && peer.pieces + self.pieces.len() < PEER_PIECES
+            && (peer.bytes + bytes < PEER_BYTES && bytes < BATCH_BYTES)
+            && let Some(piece) = job.next_piece()
+        {
+            bytes += piece.len;
+            self.pieces.push(Piece {
+                op,
+                local: job.local_address(&piece),
+                segment,
+                remote: job.remote(piece.remote_region).address.wrapping_add(piece.remote_offset),
+                len: piece.len,
+            });
+        }
+        if self.pieces.is_empty() {
+            return Ok(0);
+        }
+        let count = self.pieces.len();
+        // SAFETY: core keeps the local memory until the pieces that are counted here have been reported.
+        match unsafe { engine.submit(&self.pieces) } {
+            Ok(batch) => {
+                job.posted(count as u32);
+                peer.pieces += count;
+                peer.bytes += bytes;
+                let lens = self.pieces.iter().map(|piece| piece.len).collect();
+                self.moving.push(Moving::new(batch, job.id(), id, to, lens));
+                Ok(bytes)
+            }
+            Err(refused) => {
+                if !refused.whole {
+                    // Never reported: the ticket is not settled, and the memory stays in quarantine.
+                    job.posted(count as u32);
+                    self.lost_count = true;
+                    self.break_off_later(id, refused.why.clone());
+                }
+                Err(refused.why)
+            }
+        }
+    }
+
+    /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
+    fn sever(&mut self, endpoint: EndpointId) {
+        self.any_lost = true;
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
+        there.phase = Phase::Broken;
+        let to = Arc::clone(&there.to);
+        self.calls.forget(&to, endpoint);
+        let why = error::lost(&to);
+        let notified = &mut self.notified;
+        let told = self.suspects.extract_if(.., |suspect| suspect.endpoint == endpoint);
+        notified.extend(told.map(|suspect| suspect.moved(why.clone())));
+    }
+
+    fn disconnect(&mut self, endpoint: EndpointId) {
+        if let Some(to) = self.links.remove(endpoint) {
+            self.calls.leave(&to);
+        }
+    }
+
+    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+        let Some(engine) = self.engine.clone() else { return Turn::did(0) };
+        let (before, now) = (happened.len(), Instant::now());
+        // Whoever spins on a transfer must not keep the engine's lock busy.
+        if now >= self.listens {
+            self.listens = now + LISTENS;
+            self.take_notifications(&engine);
+        }
+        happened.append(&mut self.notified);
+        for report in self.calls.reports().take() {
+            self.take_report(report, happened);
+        }
+        self.look_at_batches(&engine, now, happened);
+        let count = happened.len() - before;
+        if count > 0 {
+            self.last_event = now;
+        }
+        // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
+        let (look_for, look_until) = match self.moving.is_empty() {
+            false => (Duration::from_micros(100), None),
+            true => (Duration::from_micros(20), Some(self.last_event + BUSY)),
+        };
+        // The engine's threads take some 30 microseconds a piece, and it tells who asks.
+        Turn { look_for, look_until, ends_unannounced: true, ..Turn::did(count) }
+    }
+
+    fn arm(&mut self, waiting: bool) -> Result<Armed> {
+        if !self.calls.reports().is_empty() || !self.notified.is_empty() {
+            return Ok(Armed::Again);
+        }
+        let short = match &self.engine {
+            Some(engine) => self.calls.start_a_thread_if_short(engine)?,
+            None => false,
+        };
+        // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the same
+        // whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
+        let quiet = self.last_event.elapsed();
+        Ok(Armed::Sleep(Some(match () {
+            () if quiet < BUSY => SHORTEST,
+            () if waiting || !self.moving.is_empty() => AWAITING,
+            () if short => SHORT_OF_THREADS,
+            () => (quiet / PART).clamp(SHORT_OF_THREADS, LONGEST),
+        })))
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
+        let to = self.links.endpoints.get(&endpoint).map_or("a peer that is gone", |there| &*there.to);
+        (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
+    }
+
+    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+        match self.leaving.remove(&local.region) {
+            Some(Some(ended)) => return ended.map(|()| LetGo::Now),
+            Some(None) => {}
+            None => self.calls.let_go(&self.engine()?, &self.ranges, local)?,
+        }
+        self.leaving.insert(local.region, None); // reports are taken on this thread
+        Ok(LetGo::Later)
+    }
+
+    fn stop(&mut self) -> bool {
+        self.calls.close();
+        let Some(engine) = self.engine.take() else { return true };
+        if !self.moving.is_empty() || self.lost_count {
+            // It writes to memory that is quarantined, for as long as it likes.
+            std::mem::forget((engine, Arc::clone(&self.ranges)));
+            return false;
+        }
+        // A thread that a stopped peer holds up keeps the engine, which serves whoever asks until the peer lets go.
+        let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
+        if !ended {
+            std::mem::forget(Arc::clone(&self.ranges));
+        }
+        ended
+    }
+
+    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+        let engine = self.engine()?;
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else {
+            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+        };
+        match std::mem::take(&mut there.note) {
+            Note::Sent(result) => result.map(|()| Sent::Taken),
+            Note::Sending => {
+                there.note = Note::Sending;
+                Ok(Sent::Later)
+            }
+            Note::None => {
+                let text = foreign_text(bytes)?;
+                if self.calls.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
+                    there.note = Note::Sending;
+                }
+                Ok(Sent::Later)
+            }
+        }
+    }
+}
+
+impl MooncakeFabric {
+    /// Tells core at the next turn: it holds the job now.
+    fn break_off_later(&mut self, id: EndpointId, why: Error) {
+        let mut told = Vec::new();
+        self.break_off(id, why.kind_is(Kind::PeerLost), &mut told);
+        self.notified.append(&mut told);
+    }
+}

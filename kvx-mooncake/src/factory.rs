@@ -1,0 +1,135 @@
+//! The backend: whether it can run here, and how it is opened.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_backend::fabric::{self, Parts};
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Unavailable, WithoutAList,
+};
+
+use crate::blocking_calls::BlockingCalls;
+use crate::config::{Config, rdma_devices};
+use crate::error::NAME;
+use crate::fabric::MooncakeFabric;
+use crate::ffi::{Engine, Library, Wanted};
+use crate::memory::{Enrolment, Ranges};
+
+/// The Mooncake Transfer Engine, opened at run time. It opens only when it is named.
+#[derive(Clone, Debug, Default)]
+pub struct Mooncake {
+    files: Vec<PathBuf>,
+}
+
+impl Mooncake {
+    /// Looks for the library where the environment and the dynamic linker say.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Also looks at these files, last: for a program that brings the library.
+    #[must_use]
+    pub fn or_files(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
+        self.files.extend(files);
+        self
+    }
+
+    fn library(&self, config: &Config) -> Result<&'static Library, Unavailable> {
+        Library::open(&Wanted {
+            files: self.files.clone(),
+            any_version: config.any_version,
+            etcd: config.etcd(),
+        })
+    }
+}
+
+const CAUTION: &str = "Mooncake's engine listens on all interfaces whatever it is told, and lets everybody who reaches \
+                       its ports read and write registered memory, without authentication: keep strangers off the network";
+
+impl Factory for Mooncake {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 95, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let config = Config::read(options)
+            .map_err(|error| Unavailable::because(error.sentence().to_owned(), "correct the option"))?;
+        let library = self.library(&config)?;
+        let devices = rdma_devices();
+        if config.recipe.protocol == "rdma" && devices.is_empty() {
+            return Err(Unavailable::because(
+                "mooncake_protocol is rdma, and this machine has no RDMA device",
+                "set it to tcp, or leave it out; kvx takes no other transport in its place",
+            ));
+        }
+        Ok(Availability {
+            version: library.version().to_owned(),
+            library: Some(library.path().to_owned()),
+            rdma: config.recipe.protocol == "rdma",
+            devices,
+            capabilities: capabilities(&config.recipe.protocol),
+            caution: Some(CAUTION.to_owned()),
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        let config = Config::read(&context.options).map_err(|error| error.backend(NAME))?;
+        let library = self
+            .library(&config)
+            .map_err(|why| Error::new(Kind::Unavailable, why.to_string()).backend(NAME))?;
+        open(library, config, context)
+    }
+}
+
+/// Opens the transport of an agent over this library.
+pub(crate) fn open(
+    library: &'static Library,
+    config: Config,
+    context: Context,
+) -> Result<Arc<dyn Transport>> {
+    let engine = Engine::start(library, &config.recipe).map_err(|error| error.backend(NAME))?;
+    let engine = Arc::new(engine);
+    tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
+    let calls = BlockingCalls::new(config.workers)?;
+    let name = engine.name().as_bytes().to_vec();
+    let ranges = Arc::<Ranges>::default();
+    let registrar =
+        Enrolment { engine: Arc::downgrade(&engine), ranges: Arc::clone(&ranges), node: config.node };
+    let protocol = config.recipe.protocol;
+    let parts = Parts {
+        name: NAME,
+        capabilities: capabilities(&protocol),
+        address: Box::new(move || Ok(name.clone())),
+        fabric: MooncakeFabric::new(engine, calls, ranges, protocol, &context.agent),
+        registrar: Arc::new(registrar),
+    };
+    fabric::open(context, parts)
+}
+
+/// What Mooncake promises over a transport of its own.
+pub(crate) fn capabilities(protocol: &str) -> Capabilities {
+    let tcp = protocol == "tcp";
+    let memory = if tcp {
+        MemoryKinds::HOST
+    } else {
+        MemoryKinds::of(&[MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda])
+    };
+    Capabilities {
+        isolation: PerOp::same(Isolation::Cooperative),
+        idle: Idle::Polls,
+        target_cpu: if tcp { PerOp::BOTH } else { PerOp::NEITHER },
+        revocation: Revocation::Confirmed,
+        peer_loss_within: Some(Duration::from_secs(1)),
+        settles_without_peer: PerOp::NEITHER,
+        ordered: false,
+        local: memory,
+        remote: memory,
+    }
+}

@@ -1,0 +1,55 @@
+//! The real engine, for tests that put a function of their own in the place of one of its.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use super::super::adapter_bindings;
+use super::super::bindings::Functions;
+use super::super::engine::{Engine, PEER_TO_PEER, Recipe};
+use super::super::library::{Library, Wanted};
+
+/// What the others pass most of their calls on to.
+static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
+
+pub(super) fn real_functions() -> &'static Functions {
+    &REAL.get().expect("set before anybody asks").0
+}
+
+pub(super) fn real_adapter_functions() -> &'static adapter_bindings::Functions {
+    &REAL.get().expect("set before anybody asks").1
+}
+
+/// The adapter as `cargo xtask peers mooncake` builds it.
+pub(super) fn adapter() -> Option<PathBuf> {
+    let program = std::env::current_exe().expect("a program knows where it lies");
+    let file = "peers/mooncake/libkvx_mooncake_adapter.so";
+    program.ancestors().map(|folder| folder.join(file)).find(|file| file.exists())
+}
+
+/// The real library with its functions; or the test is skipped.
+pub(super) fn real(test: &str) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
+    let Some(file) = adapter() else {
+        let why = "Mooncake's wheel and the adapter are not there";
+        kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
+        return None;
+    };
+    let library =
+        Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
+    let of_adapter = *library.adapter().expect("that is the adapter");
+    let (functions, of_adapter) = *REAL.get_or_init(|| (*library.functions(), of_adapter));
+    Some((library, functions, of_adapter))
+}
+
+fn recipe(devices: &[&str]) -> Recipe {
+    Recipe {
+        metadata: PEER_TO_PEER.into(),
+        host: "127.0.0.1".into(),
+        protocol: "tcp".into(),
+        devices: devices.iter().map(|device| (*device).to_owned()).collect(),
+    }
+}
+
+/// An engine of a library that stays as long as the engine.
+pub(super) fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
+    Engine::start(Box::leak(Box::new(library)), &recipe(devices))
+}

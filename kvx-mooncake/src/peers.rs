@@ -1,0 +1,136 @@
+//! Where links lead: endpoints, and the peers' engines behind them.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::Arc;
+
+use kvx_backend::fabric::EndpointId;
+use kvx_core::{Error, Kind, Result};
+
+use crate::address;
+use crate::ffi::SegmentId;
+
+/// How far an endpoint is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Opening,
+    Open,
+    /// Told to core; nothing is posted any more.
+    Broken,
+}
+
+/// A notification to a foreign agent, which core shows until it is taken.
+#[derive(Debug, Default)]
+pub(crate) enum Note {
+    #[default]
+    None,
+    Sending,
+    Sent(Result<()>),
+}
+
+/// One end of a link.
+pub(crate) struct Endpoint {
+    pub(crate) to: Arc<str>,
+    pub(crate) phase: Phase,
+    pub(crate) foreign: bool,
+    pub(crate) note: Note,
+}
+
+/// An engine of a peer, whatever the number of endpoints that lead to it: its queue is one.
+#[derive(Debug, Default)]
+pub(crate) struct PeerEngine {
+    pub(crate) segment: Option<SegmentId>,
+    /// Endpoints that lead there.
+    pub(crate) endpoints: usize,
+    /// Pieces under way.
+    pub(crate) pieces: usize,
+    /// Bytes in them.
+    pub(crate) bytes: u64,
+    /// What it had to say of itself is being asked for again.
+    pub(crate) refreshing: bool,
+    /// Whether it lives is being asked.
+    pub(crate) probing: bool,
+}
+
+/// Endpoints and peers of one engine.
+#[derive(Default)]
+pub(crate) struct Links {
+    pub(crate) endpoints: HashMap<EndpointId, Endpoint>,
+    pub(crate) peers: HashMap<Arc<str>, PeerEngine>,
+}
+
+impl Links {
+    /// Adds an endpoint. Errors: `Malformed` for an address that is none.
+    pub(crate) fn add(&mut self, id: EndpointId, address: &[u8], foreign: bool) -> Result<Arc<str>> {
+        let address = address::checked(address)?;
+        let to = match self.peers.get_key_value(address) {
+            Some((to, _)) => Arc::clone(to),
+            None => Arc::from(address),
+        };
+        self.peers.entry(Arc::clone(&to)).or_default().endpoints += 1;
+        let endpoint = Endpoint { to: Arc::clone(&to), phase: Phase::Opening, foreign, note: Note::None };
+        self.endpoints.insert(id, endpoint);
+        Ok(to)
+    }
+
+    /// Takes an endpoint out. Gives where it led, if nobody else's does.
+    pub(crate) fn remove(&mut self, id: EndpointId) -> Option<Arc<str>> {
+        let Endpoint { to, .. } = self.endpoints.remove(&id)?;
+        let peer = self.peers.get_mut(&to)?;
+        peer.endpoints -= 1;
+        self.forget_unused(&to).then_some(to)
+    }
+
+    /// A peer that nobody leads to, and whose pieces have all ended, is forgotten.
+    pub(crate) fn forget_unused(&mut self, to: &str) -> bool {
+        let unused = self.peers.get(to).is_some_and(|peer| peer.endpoints == 0 && peer.pieces == 0);
+        if unused {
+            self.peers.remove(to);
+        }
+        unused
+    }
+
+    /// The endpoints that lead to a peer.
+    pub(crate) fn leading_to(&self, to: &str) -> Vec<EndpointId> {
+        self.endpoints.iter().filter(|(_, endpoint)| *endpoint.to == *to).map(|(id, _)| *id).collect()
+    }
+}
+
+/// A notification for a foreign agent. Errors: `Unsupported`, for what the engine cannot carry.
+pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
+    let refused = |what| {
+        let why = format!(
+            "Mooncake's own notifications are text, and this one has {what}: send text to agents that are not kvx"
+        );
+        Error::new(Kind::Unsupported, why)
+    };
+    std::str::from_utf8(bytes).map_err(|_| refused("bytes that are no UTF-8"))?;
+    CString::new(bytes).map_err(|_| refused("a NUL"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_stays_as_long_as_somebody_leads_to_it_or_pieces_are_under_way() {
+        let mut links = Links::default();
+        let [one, two] = [1, 2].map(EndpointId::from_number);
+        let to = links.add(one, b"h:1", false).expect("an address");
+        links.add(two, b"h:1", false).expect("an address");
+        assert_eq!(links.leading_to("h:1").len(), 2);
+        assert_eq!(links.remove(one), None);
+        links.peers.get_mut("h:1").expect("it is there").pieces = 1;
+        assert_eq!(links.remove(two), None);
+        links.peers.get_mut("h:1").expect("it is there").pieces = 0;
+        assert!(links.forget_unused(&to));
+    }
+
+    #[test]
+    fn foreign_agents_get_text_only() {
+        assert_eq!(foreign_text("grüß".as_bytes()).expect("text").as_bytes(), "grüß".as_bytes());
+        for bad in [&b"a\0b"[..], &[0xff]] {
+            assert_eq!(foreign_text(bad).unwrap_err().kind(), Kind::Unsupported);
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Where an agent is reached: its section of the metadata.
+
+use kvx_backend::sealed;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Identity, Kind, MAX_NAME, Result};
+
+use crate::blob::Blob;
+use crate::memory::Export;
+
+/// The name under which NIXL knows an agent of kvx: each life has its own.
+pub(crate) fn name_of(agent: &Identity) -> String {
+    format!("{}@{}", agent.name, agent.incarnation)
+}
+
+/// How an agent is reached; travels in its metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub(crate) name: String,
+    /// NIXL's own: a blob without memory.
+    pub(crate) blob: Vec<u8>,
+    /// A page that peers may try out.
+    pub(crate) page: Export,
+}
+
+/// The longest address: some hundred bytes for each network device.
+const MAX_CONNECTION: usize = 256 << 10;
+
+impl Address {
+    const VERSION: u8 = 1;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::VERSION];
+        out.put_block(self.name.as_bytes());
+        out.put_block(&self.blob);
+        out.put_block(&self.page.encode());
+        sealed::seal(out)
+    }
+
+    /// Errors: `Malformed`, `Incompatible`.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("RIXL address", sealed::open("RIXL address", bytes)?);
+        version("address", reader.u8()?, Self::VERSION)?;
+        let name =
+            std::str::from_utf8(reader.block(MAX_NAME + 33)?).map_err(|_| reader.malformed("no name"))?;
+        let blob = reader.block(MAX_CONNECTION)?.to_vec();
+        let page = Export::decode(reader.block(MAX_CONNECTION)?)?;
+        reader.end()?;
+        let said = Blob::read(&blob)?;
+        if said.agent != name || said.connections.is_empty() || !said.memory.is_empty() {
+            return Err(reader.malformed("its parts contradict each other"));
+        }
+        page.is_of(name)?;
+        Ok(Address { name: name.to_owned(), blob, page })
+    }
+}
+
+/// Checks the version of something that a peer wrote. Errors: `Incompatible`.
+pub(crate) fn version(what: &str, found: u8, ours: u8) -> Result<()> {
+    if found == ours {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Incompatible,
+        format!(
+            "the peer's RIXL {what} has version {found}, this release knows {ours}: update the older end"
+        ),
+    ))
+}

@@ -1,0 +1,179 @@
+//! The lock that lets one thread at a time call NIXL, and for which the reactor never waits.
+
+use std::ops::{Deref, DerefMut};
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use kvx_backend::reactor::Mailbox;
+use kvx_core::Result;
+
+use crate::ffi::Agent;
+
+/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a peer's address is loaded;
+/// the reactor asks for this one first, does something else while another thread has it, and is woken when that has let go.
+pub(crate) struct AgentLock {
+    agent: Mutex<Option<Agent>>,
+    /// Threads that wait: the reactor, which comes often and briefly, lets them go first.
+    waiting: AtomicUsize,
+    /// Wakes the reactor when another thread has let go: that one may have read what would have woken it.
+    released: Mailbox<()>,
+    /// Whether requests are in progress: then it cannot be destroyed.
+    in_progress: AtomicBool,
+}
+
+/// The agent; `None` once it is gone.
+pub(crate) type Locked<'a> = MutexGuard<'a, Option<Agent>>;
+
+/// The agent, for a thread other than the reactor: wakes the reactor when it is dropped.
+pub(crate) struct WakesWhenReleased<'a> {
+    agent_lock: &'a AgentLock,
+    /// There until it is dropped.
+    locked: Option<Locked<'a>>,
+}
+
+impl Deref for WakesWhenReleased<'_> {
+    type Target = Option<Agent>;
+
+    fn deref(&self) -> &Option<Agent> {
+        self.locked.as_deref().expect("it is not dropped")
+    }
+}
+
+impl DerefMut for WakesWhenReleased<'_> {
+    fn deref_mut(&mut self) -> &mut Option<Agent> {
+        self.locked.as_deref_mut().expect("it is not dropped")
+    }
+}
+
+impl Drop for WakesWhenReleased<'_> {
+    fn drop(&mut self) {
+        self.locked = None;
+        self.agent_lock.released.put(());
+    }
+}
+
+impl AgentLock {
+    /// Errors: `Exhausted`.
+    pub(crate) fn new(agent: Agent) -> Result<Arc<Self>> {
+        let agent_lock = Arc::new(AgentLock::around(Some(agent))?);
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|other| other.strong_count() > 0);
+        open.push(Arc::downgrade(&agent_lock));
+        drop(open);
+        AT_EXIT.get_or_init(|| {
+            // SAFETY: a function without arguments that unwinds nowhere. NIXL is loaded, so its own end comes later.
+            unsafe { libc::atexit(close_all) };
+            std::process::id()
+        });
+        Ok(agent_lock)
+    }
+
+    pub(crate) fn around(agent: Option<Agent>) -> Result<Self> {
+        Ok(AgentLock {
+            agent: Mutex::new(agent),
+            waiting: AtomicUsize::new(0),
+            released: Mailbox::new()?,
+            in_progress: AtomicBool::new(false),
+        })
+    }
+
+    /// Readable once another thread has let go.
+    pub(crate) fn released_fd(&self) -> RawFd {
+        self.released.fd()
+    }
+
+    /// The reactor looks now: makes it unreadable until the next time.
+    pub(crate) fn clear_released(&self) {
+        self.released.take();
+    }
+
+    /// Notes whether requests are in progress.
+    pub(crate) fn note_in_progress(&self, in_progress: bool) {
+        self.in_progress.store(in_progress, Ordering::SeqCst);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_in_progress(&self) -> bool {
+        self.in_progress.load(Ordering::SeqCst)
+    }
+
+    /// Waits for its turn.
+    pub(crate) fn lock(&self) -> WakesWhenReleased<'_> {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let locked = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        WakesWhenReleased { agent_lock: self, locked: Some(locked) }
+    }
+
+    /// For the reactor: `None` if another thread has it or waits for it, which wakes the reactor later.
+    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            return None;
+        }
+        match self.agent.try_lock() {
+            Ok(locked) => Some(locked),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// All agents that may be open.
+static OPEN: Mutex<Vec<Weak<AgentLock>>> = Mutex::new(Vec::new());
+/// Set once their end at the program's exit is arranged: by this process.
+static AT_EXIT: OnceLock<u32> = OnceLock::new();
+/// How long the exit of a program waits for an agent that is at work.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A program that exits while an agent is open would end in NIXL's threads, whose libraries' tables are gone.
+extern "C" fn close_all() {
+    if AT_EXIT.get() != Some(&std::process::id()) {
+        return; // a fork has no threads of NIXL's
+    }
+    let Ok(open) = OPEN.try_lock() else { return };
+    let until = Instant::now() + LAST_PATIENCE;
+    for agent_lock in open.iter().filter_map(Weak::upgrade) {
+        agent_lock.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut locked = loop {
+            match agent_lock.agent.try_lock() {
+                Ok(locked) => break locked,
+                Err(_) if Instant::now() > until => return,
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let agent = locked.take();
+        if agent_lock.in_progress.load(Ordering::SeqCst) {
+            std::mem::forget(agent);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
+    use super::*;
+
+    #[test]
+    fn a_reactor_that_found_it_locked_is_woken() {
+        let agent_lock = AgentLock::around(None).unwrap();
+        let wakes = || {
+            // SAFETY: the lock has it.
+            let fd = unsafe { BorrowedFd::borrow_raw(agent_lock.released_fd()) };
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&now)) == Ok(1)
+        };
+        drop(agent_lock.try_lock().expect("nobody is there"));
+        assert!(!wakes(), "the reactor does not wake itself");
+        let locked = agent_lock.lock();
+        assert!(agent_lock.try_lock().is_none() && !wakes());
+        drop(locked);
+        assert!(wakes() && agent_lock.try_lock().is_some());
+        agent_lock.clear_released();
+        assert!(!wakes());
+    }
+}

@@ -1,0 +1,36 @@
+//! NIXL's answers as kvx's errors.
+
+use kvx_core::{Error, Kind};
+
+use crate::ffi::Status;
+use crate::ffi::bindings::{
+    NIXL_CAPI_ERROR_BACKEND, NIXL_CAPI_ERROR_EXCEPTION, NIXL_CAPI_ERROR_INVALID_PARAM,
+    NIXL_CAPI_ERROR_INVALID_STATE, NIXL_CAPI_ERROR_NO_TELEMETRY, NIXL_CAPI_ERROR_NOT_FOUND,
+    NIXL_CAPI_IN_PROG,
+};
+
+/// The backend's name.
+pub(crate) const NAME: &str = "RIXL";
+
+impl Status {
+    fn text(self) -> &'static str {
+        match self.code() {
+            NIXL_CAPI_IN_PROG => "in progress",
+            NIXL_CAPI_ERROR_INVALID_PARAM => "an invalid parameter",
+            NIXL_CAPI_ERROR_BACKEND => "an error that its C interface does not name",
+            NIXL_CAPI_ERROR_INVALID_STATE => "an invalid state",
+            NIXL_CAPI_ERROR_EXCEPTION => "an exception",
+            NIXL_CAPI_ERROR_NO_TELEMETRY => "no telemetry",
+            NIXL_CAPI_ERROR_NOT_FOUND => {
+                "not found: no metadata of the agent, or no plugin that serves the request"
+            }
+            _ => "an error that kvx has no name for",
+        }
+    }
+
+    /// As an error. NIXL's own words are on standard error, if NIXL_LOG_LEVEL lets them.
+    pub(crate) fn error(self, doing: &str) -> Error {
+        Error::new(Kind::Native, format!("NIXL failed in {doing}; its log on standard error may say more"))
+            .native(i64::from(self.code()), self.text())
+    }
+}

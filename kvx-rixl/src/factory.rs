@@ -1,0 +1,210 @@
+//! The factory.
+
+use std::ffi::CString;
+use std::os::fd::RawFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use kvx_backend::fabric::{self, Parts};
+use kvx_backend::loader;
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Unavailable, WithoutAList,
+};
+
+use crate::address::{Address, name_of};
+use crate::agent_lock::AgentLock;
+use crate::config::{Config, SPEAKS_FOR};
+use crate::cpu_trials;
+use crate::error::NAME;
+use crate::fabric::Nixl;
+use crate::ffi::{Agent, Library, Plugin, Settings};
+use crate::loads::Loads;
+use crate::memory::{Export, Ranges};
+use crate::peers::Peers;
+use crate::threads;
+use crate::wakes::{self, Wakes};
+
+/// The longest that NIXL's thread sleeps; it wakes when something comes.
+const THREAD_SLEEPS: Duration = Duration::from_secs(1);
+/// How long it may take to open: half a second with UCX, and some more with cards for RDMA.
+const OPENS_WITHIN: Duration = Duration::from_secs(60);
+
+/// Makes transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
+///
+/// Opened only when it is named.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rixl;
+
+/// What NIXL promises whatever its plugin does underneath, which its interface does not tell.
+fn capabilities() -> Capabilities {
+    let mut kinds = vec![MemoryKind::Host, MemoryKind::Pinned];
+    if Path::new("/dev/nvidiactl").exists() {
+        kinds.push(MemoryKind::Cuda);
+    }
+    if Path::new("/dev/kfd").exists() {
+        kinds.push(MemoryKind::Rocm);
+    }
+    let kinds = MemoryKinds::of(&kinds);
+    Capabilities {
+        isolation: PerOp::same(Isolation::Cooperative),
+        idle: Idle::Polls,
+        target_cpu: PerOp::BOTH,
+        revocation: Revocation::Confirmed,
+        peer_loss_within: None,
+        settles_without_peer: PerOp::NEITHER,
+        ordered: false,
+        local: kinds,
+        remote: kinds,
+    }
+}
+
+fn unavailable(why: Unavailable) -> Error {
+    Error::new(Kind::Unavailable, why.to_string()).backend(NAME)
+}
+
+fn described(library: &Library, plugin: &str) -> String {
+    match library.version() {
+        Some(version) => format!("NIXL {version}, plugin {plugin}"),
+        None => format!("NIXL, plugin {plugin}"),
+    }
+}
+
+impl Factory for Rixl {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 100, without_a_list: WithoutAList::Skip, speaks_for: SPEAKS_FOR }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let config = Config::read(options)
+            .map_err(|why| Unavailable::because(why.sentence().to_owned(), "correct the option"))?;
+        let library = Library::open(config.any_version)?;
+        let plugin = Plugin::check(library, &config.plugin)?;
+        let version = library.version();
+        Ok(Availability {
+            version: version.map_or_else(|| "unknown (outside a wheel)".to_owned(), |version| version.to_string()),
+            library: Some(library.path().to_owned()),
+            devices: vec![format!("plugin {} ({})", config.plugin, plugin.path.display())],
+            rdma: false,
+            capabilities: capabilities(),
+            caution: Some(
+                "its plugins listen on the network devices that they find, and serve whoever knows an agent's metadata; \
+                 UCX_NET_DEVICES, or rixl.params {\"engine_config\": \"NET_DEVICES=…\"}, restricts UCX"
+                    .to_owned(),
+            ),
+        })
+    }
+
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
+        let config = Config::read(&context.options)?;
+        let library = Library::open(config.any_version).map_err(unavailable)?;
+        Plugin::check(library, &config.plugin).map_err(unavailable)?;
+        let name = name_of(&context.agent);
+        let me = CString::new(name.as_str())
+            .map_err(|_| Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME))?;
+        let opened = opened(library, &config, &name, &context.agent.name);
+        let (agent, watchers) = opened.map_err(|why| why.backend(NAME))?;
+        let blob = agent.connection().map_err(|why| why.backend(NAME))?;
+        agent.register(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
+        let page = agent.export(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
+        let page = Export { range: cpu_trials::page(), blob: page.into() };
+        let address = Address { name, blob, page }.encode();
+        Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
+        let agent_lock = AgentLock::new(agent).map_err(|why| why.backend(NAME))?;
+        let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
+        let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
+        let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
+            .map_err(|why| why.backend(NAME))?;
+        let peers = Peers::new(me, loads);
+        let description = described(library, &config.plugin);
+        let fabric = Nixl::new(agent_lock, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
+        fabric::open(
+            context,
+            Parts {
+                name: NAME,
+                capabilities: capabilities(),
+                address: Box::new(move || Ok(address.clone())),
+                fabric,
+                registrar: ranges,
+            },
+        )
+    }
+}
+
+/// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which descriptors it made.
+fn opened(
+    library: &'static Library,
+    config: &Config,
+    name: &str,
+    agent: &str,
+) -> Result<(Agent, Vec<RawFd>)> {
+    let (config, name) = (config.clone(), name.to_owned());
+    within(OPENS_WITHIN, format!("kvx-rixl. {agent}"), move || {
+        let settings = Settings {
+            name: &name,
+            plugin: &config.plugin,
+            params: &config.params,
+            progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
+        };
+        let open = || wakes::of(|| threads::named(|| Agent::open(library, &settings)));
+        let (agent, watchers) = loader::with_signals_kept(open);
+        Ok((agent?, watchers))
+    })
+}
+
+/// Runs `open` on a thread of this name, which is left to itself after `limit`.
+///
+/// Errors: its own; `TimedOut`.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    name: String,
+    open: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, opened) = channel();
+    let thread = std::thread::Builder::new().name(name).spawn(move || sender.send(open()).is_ok());
+    let thread = thread.map_err(|error| {
+        Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
+    })?;
+    match opened.recv_timeout(limit) {
+        Err(RecvTimeoutError::Timeout) => Err(Error::new(
+            Kind::TimedOut,
+            format!(
+                "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug tells what it waits for"
+            ),
+        )),
+        Ok(opened) => {
+            thread.join().ok(); // it has nothing more to do
+            opened
+        }
+        Err(RecvTimeoutError::Disconnected) => {
+            Err(Error::new(Kind::Native, "opening NIXL panicked")) // the panic hook has told why
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_waits_for_ever_until_nixl_has_opened() {
+        let name = || "opens".to_owned();
+        let opened = within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
+        assert_eq!(opened.unwrap(), Some(name()));
+        let refused = || Err::<(), _>(Error::new(Kind::Invalid, "refused"));
+        assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), Kind::Invalid);
+        let panicked = within(Duration::MAX, name(), || -> Result<()> { panic!("NIXL's own") });
+        assert_eq!(panicked.unwrap_err().kind(), Kind::Native);
+        let (_never, opens) = channel::<()>();
+        let open = move || Ok(opens.recv_timeout(Duration::from_secs(10)).is_ok());
+        let late = within(Duration::from_millis(1), name(), open);
+        assert_eq!(late.unwrap_err().kind(), Kind::TimedOut);
+    }
+}

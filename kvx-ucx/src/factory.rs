@@ -1,0 +1,186 @@
+//! The factory.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_backend::fabric::{Lane, Parts};
+use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
+    Unavailable, WithoutAList,
+};
+
+use crate::address::Address;
+use crate::config::Config;
+use crate::error::{self, NAME};
+use crate::fabric::{SETS_UP, UcxFabric};
+use crate::ffi::{self, Library, Worker};
+use crate::memory::{Registrations, kinds};
+use crate::threads::Threads;
+
+/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail. A first
+/// link has the time to make its endpoints besides.
+const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
+/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer cannot be sent. Seen with 1.13.1
+/// and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
+const OVER_TCP: &str = "over tcp UCX ends the process of a target whose peer goes away amid its reads: such links are used only if ucx.tls or UCX_TLS names tcp; the backend TCP serves them else";
+/// Transports of UCX over RDMA cards begin with these.
+const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
+
+/// Makes UCX transports: over RDMA cards, between GPUs and through shared memory, whatever the UCX of this machine
+/// reaches.
+///
+/// Every worker of UCX serves messages that read and write whatever address they name, whether or not it was registered:
+/// peers are trusted ([`Isolation::Cooperative`]).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Ucx;
+
+impl Ucx {
+    /// Threads of an agent without the option `num_threads`.
+    pub const NUM_THREADS: u32 = 1;
+}
+
+/// What holds for whatever lanes UCX chooses; a link knows better.
+fn capabilities(memory: MemoryKinds) -> Capabilities {
+    Capabilities {
+        isolation: PerOp::same(Isolation::Cooperative),
+        idle: Idle::Asleep,
+        target_cpu: PerOp::BOTH,
+        revocation: Revocation::Confirmed,
+        peer_loss_within: Some(LOSS),
+        settles_without_peer: PerOp::NEITHER,
+        ordered: false,
+        local: memory,
+        remote: memory,
+    }
+}
+
+/// A context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
+fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::Context>> {
+    let settings = Config::read(options)?.settings(library.path());
+    ffi::Context::new(library, &settings).map_err(|(status, setting)| match setting {
+        Some(setting) => {
+            error::native(format!("UCX refuses the setting {setting}"), status).kind_is(Kind::Invalid)
+        }
+        None => {
+            error::native("UCX finds no transport that it may use: check UCX_TLS and \"ucx.tls\"", status)
+                .kind_is(Kind::Unavailable)
+        }
+    })
+}
+
+/// What a context may use: `transport/device`, as UCX prints its resources.
+fn resources(printed: &str) -> Vec<(&str, &str)> {
+    let resources = printed
+        .lines()
+        .filter(|line| line.contains("resource "))
+        .filter_map(|line| line.rsplit_once("-- ")?.1.trim().split_once('/'));
+    resources.collect()
+}
+
+fn is_rdma(transport: &str) -> bool {
+    let family = transport.split_once('_').map_or(transport, |(family, _)| family);
+    RDMA.contains(&family)
+}
+
+/// The RDMA devices that the kernel knows.
+fn cards() -> Vec<String> {
+    let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    let mut cards: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    cards.sort();
+    cards
+}
+
+impl Factory for Ucx {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn placement(&self) -> Placement {
+        Placement { order: 30, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
+    }
+
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
+        let library = Library::open()?;
+        let threads = Threads::now();
+        let context = context(library, options)
+            .map_err(|why| Unavailable::because(why.to_string(), "correct the setting, or remove it"))?;
+        threads.name_new();
+        let printed = context.printed();
+        let resources = resources(&printed);
+        let rdma = resources.iter().any(|(transport, _)| is_rdma(transport));
+        let shown = |(transport, device): &(&str, &str)| format!("{transport}/{device}");
+        let mut devices: Vec<String> = resources.iter().map(shown).collect();
+        devices.sort();
+        devices.dedup();
+        let cards = cards();
+        let mut cautions = Vec::new();
+        if !rdma && !cards.is_empty() {
+            cautions.push(format!(
+                "it uses none of the RDMA cards ({}): it was built without them, or its settings leave them out",
+                cards.join(", ")
+            ));
+        }
+        if resources.iter().any(|(transport, _)| *transport == "tcp") {
+            cautions.push(OVER_TCP.to_owned());
+        }
+        let caution = (!cautions.is_empty()).then(|| cautions.join("; "));
+        Ok(Availability {
+            version: library.version().to_string(),
+            library: Some(library.path().to_owned()),
+            devices,
+            rdma,
+            capabilities: capabilities(kinds(context.memory_types())),
+            caution,
+        })
+    }
+
+    fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
+        let library = Library::open().map_err(|why| {
+            let error = Error::new(Kind::Unavailable, why.reason());
+            error.backend(NAME)
+        })?;
+        let config = Config::read(&agent.options)?;
+        let threads = Threads::now();
+        let ucx = context(library, &agent.options)?;
+        let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
+        let workers = workers.map_err(|status| error::native("UCX gives no worker", status))?;
+        threads.name_new();
+        let capabilities = capabilities(kinds(ucx.memory_types()));
+        let registrations = Arc::new(Registrations::new(ucx, workers.len()));
+        let mut lanes = Vec::with_capacity(workers.len());
+        for worker in workers {
+            let at =
+                worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
+            let address = Address { version: library.version(), worker: at.into() };
+            let (here, address) = (address.number(), address.encode());
+            let fabric = UcxFabric::new(
+                worker,
+                here,
+                Arc::clone(&registrations),
+                capabilities.clone(),
+                config.names_tcp(library.path()),
+            )?;
+            lanes.push(Lane { address: Box::new(move || Ok(address.clone())), fabric });
+        }
+        let Lane { address, fabric } = lanes.remove(0);
+        let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
+        kvx_backend::fabric::open_lanes(agent, parts, lanes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_read_as_ucx_prints_them() {
+        let printed = "#            md 4  :  component 6  cma \n#\n\
+            #      resource 0  :  md 0  dev 0  flags -- self/memory0\n\
+            #      resource 1  :  md 1  dev 1  flags -- rc_mlx5/mlx5_0:1\n#\n# memory: 1.43MB";
+        assert_eq!(resources(printed), [("self", "memory0"), ("rc_mlx5", "mlx5_0:1")]);
+        assert!(is_rdma("rc_mlx5") && is_rdma("ud_verbs") && is_rdma("srd"));
+        assert!(!is_rdma("tcp") && !is_rdma("cuda_ipc") && !is_rdma("rdmacm"));
+    }
+}

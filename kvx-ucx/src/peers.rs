@@ -1,0 +1,316 @@
+//! Peers: one UCX endpoint for each worker of a peer, shared by all links to it.
+//!
+//! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made one for each link,
+//! one side's endpoint of one link would be paired with the other's of another, and the end of one link would break the
+//! other. So there is one endpoint for each peer's worker, and it stays when the last link over it has been closed: the
+//! peer may just be making its next one. It goes when either side fails or ends.
+//!
+//! A side that has given up its endpoint and made another may be heard of over the new one before the other side has
+//! noticed the end of the old one, and then nothing may be answered over that. So each message tells which endpoint it
+//! was sent by, and which endpoint of the receiver's it answers, if it has heard of one: see [`Peers::hear`].
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use kvx_backend::fabric::EndpointId;
+use kvx_core::{Error, Kind, Op, Result};
+use slab::Slab;
+
+use crate::address::Address;
+use crate::callbacks::{CallbackNotes, EndpointHandle, Once, Postmark, Told, endpoint_failed};
+use crate::error::{self, NAME};
+use crate::ffi::{Endpoint, Posted, Status, Version, Worker, padded};
+
+/// A peer's worker.
+pub(crate) struct PeerWorker {
+    worker: u64,
+    pub(crate) version: Version,
+    /// What messages to it are marked with: the number of this endpoint, and that of the peer's own, once it is known.
+    pub(crate) mark: Postmark,
+    /// `None`: closed, and only its links are still to be told.
+    endpoint: Option<Endpoint>,
+    links: Vec<EndpointId>,
+    /// Messages that UCX has not sent yet.
+    pub(crate) unsent: Rc<Cell<usize>>,
+    /// Pieces that are under way to it.
+    pub(crate) pieces: Rc<Cell<usize>>,
+    /// Operations that have been posted: UCX chooses how to do them when the first comes.
+    moved: Vec<Op>,
+}
+
+impl PeerWorker {
+    /// Whether something has been posted to it.
+    pub(crate) fn has_moved(&self) -> bool {
+        !self.moved.is_empty()
+    }
+
+    /// Whether such an operation has been posted to it.
+    #[inline]
+    pub(crate) fn has_moved_by(&self, op: Op) -> bool {
+        self.moved.contains(&op)
+    }
+}
+
+/// The most workers to which no endpoint leads and whose messages are remembered.
+const MAX_STRANGERS: usize = 1024;
+
+pub(crate) struct Peers {
+    /// The number of our own worker.
+    own_worker: u64,
+    /// How many endpoints were made.
+    made: u64,
+    peers: Slab<PeerWorker>,
+    /// By the worker's number.
+    by_worker: HashMap<u64, usize>,
+    /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a message came from.
+    strangers: HashMap<u64, u64>,
+    by_handle: HashMap<EndpointHandle, usize>,
+    by_link: BTreeMap<EndpointId, usize>,
+    /// Links whose peers were first read or written since they were described.
+    untold: Vec<EndpointId>,
+}
+
+impl Peers {
+    pub(crate) fn new(own_worker: u64) -> Self {
+        Peers {
+            own_worker,
+            made: 0,
+            peers: Slab::new(),
+            by_worker: HashMap::new(),
+            strangers: HashMap::new(),
+            by_handle: HashMap::new(),
+            by_link: BTreeMap::new(),
+            untold: Vec::new(),
+        }
+    }
+
+    /// A message came. Gives the place of the peer whose endpoint is of no use any more, because the peer has given up its
+    /// own and made another.
+    pub(crate) fn hear(&mut self, from: Postmark) -> Option<usize> {
+        let Some(&at) = self.by_worker.get(&from.worker) else {
+            // What answers an endpoint of ours answers one that is closed.
+            if from.answers == 0 {
+                if self.strangers.len() >= MAX_STRANGERS {
+                    self.strangers.clear();
+                }
+                let last = self.strangers.entry(from.worker).or_default();
+                *last = from.endpoint.max(*last);
+            }
+            return None;
+        };
+        let ours = &mut self.peers[at].mark;
+        if from.answers == ours.endpoint || from.answers == 0 && ours.answers == 0 {
+            ours.answers = from.endpoint.max(ours.answers);
+        } else if from.answers == 0 && from.endpoint > ours.answers {
+            self.strangers.insert(from.worker, from.endpoint);
+            return Some(at);
+        }
+        None
+    }
+
+    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two apart.
+    ///
+    /// # Safety
+    /// This thread is the one that uses the worker, which `close_all` is called before the end of; `notes` outlives it.
+    pub(crate) unsafe fn connect(
+        &mut self,
+        link: EndpointId,
+        address: Address,
+        worker: &Worker,
+        notes: &Rc<CallbackNotes>,
+    ) -> Result<()> {
+        let number = address.number();
+        if let Some(&at) = self.by_worker.get(&number) {
+            self.peers[at].links.push(link);
+            self.by_link.insert(link, at);
+            return Ok(());
+        }
+        let target = NonNull::from(&**notes).as_ptr().cast();
+        // SAFETY: the caller's promise.
+        let endpoint = unsafe { worker.connect(&padded(&address.worker), endpoint_failed, target) }
+            .map_err(unreachable)?;
+        let handle = EndpointHandle(endpoint.raw() as usize);
+        self.made += 1;
+        let at = self.peers.insert(PeerWorker {
+            worker: number,
+            version: address.version,
+            mark: Postmark {
+                worker: self.own_worker,
+                endpoint: self.made,
+                answers: self.strangers.remove(&number).unwrap_or(0),
+            },
+            endpoint: Some(endpoint),
+            links: vec![link],
+            unsent: Rc::default(),
+            pieces: Rc::default(),
+            moved: Vec::new(),
+        });
+        self.by_worker.insert(number, at);
+        self.by_handle.insert(handle, at);
+        self.by_link.insert(link, at);
+        Ok(())
+    }
+
+    /// The open endpoint of a link, and its peer.
+    #[inline]
+    pub(crate) fn of(&self, link: EndpointId) -> Option<(&Endpoint, &PeerWorker)> {
+        let peer = self.peers.get(*self.by_link.get(&link)?)?;
+        peer.endpoint.as_ref().map(|endpoint| (endpoint, peer))
+    }
+
+    /// Such an operation was posted on a link for the first time.
+    pub(crate) fn note_moved(&mut self, link: EndpointId, op: Op) {
+        if let Some(&at) = self.by_link.get(&link) {
+            let peer = &mut self.peers[at];
+            peer.moved.push(op);
+            self.untold.extend(&peer.links);
+        }
+    }
+
+    /// Links of which there is more to tell than when they were described.
+    pub(crate) fn take_untold(&mut self) -> impl Iterator<Item = EndpointId> + use<> {
+        std::mem::take(&mut self.untold).into_iter()
+    }
+
+    /// The open endpoints.
+    pub(crate) fn endpoints(&self) -> impl Iterator<Item = &Endpoint> {
+        self.peers.iter().filter_map(|(_, peer)| peer.endpoint.as_ref())
+    }
+
+    /// The place of the peer whose endpoint has failed.
+    pub(crate) fn of_handle(&self, handle: EndpointHandle) -> Option<usize> {
+        self.by_handle.get(&handle).copied()
+    }
+
+    /// The place of a link's peer.
+    pub(crate) fn of_link(&self, link: EndpointId) -> Option<usize> {
+        self.by_link.get(&link).copied()
+    }
+
+    /// Closes a peer's endpoint at once; what is in flight on it ends. Gives the links that were led over it.
+    ///
+    /// # Safety
+    /// This thread is the one that uses the worker, which is alive.
+    pub(crate) unsafe fn close(&mut self, at: usize, notes: &Rc<CallbackNotes>) -> Vec<EndpointId> {
+        let Some(peer) = self.peers.get_mut(at) else { return Vec::new() };
+        let Some(endpoint) = peer.endpoint.take() else { return Vec::new() };
+        let links = peer.links.clone();
+        let handle = EndpointHandle(endpoint.raw() as usize);
+        self.by_worker.remove(&peer.worker);
+        self.by_handle.remove(&handle);
+        let ended = Once::hand_over(Told::Ended, notes);
+        // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in 1.22, so those of
+        // operations that are still ending may be dropped later.
+        match unsafe { endpoint.close(ended) } {
+            Posted::Pending => {}
+            // SAFETY: no callback will come.
+            Posted::Done | Posted::Failed(_) => unsafe { Once::take_back(ended) },
+        }
+        notes.forget_failure(handle); // its name may be given to another
+        self.let_go(at);
+        links
+    }
+
+    /// A link is over.
+    pub(crate) fn disconnect(&mut self, link: EndpointId) {
+        if let Some(at) = self.by_link.remove(&link)
+            && let Some(peer) = self.peers.get_mut(at)
+        {
+            peer.links.retain(|other| *other != link);
+            self.let_go(at);
+        }
+    }
+
+    fn let_go(&mut self, at: usize) {
+        if self.peers.get(at).is_some_and(|peer| peer.endpoint.is_none() && peer.links.is_empty()) {
+            self.peers.remove(at);
+        }
+    }
+
+    /// Closes every endpoint.
+    ///
+    /// # Safety
+    /// As [`close`](Peers::close).
+    pub(crate) unsafe fn close_all(&mut self, notes: &Rc<CallbackNotes>) {
+        let all: Vec<usize> = self.peers.iter().map(|(at, _)| at).collect();
+        for at in all {
+            // SAFETY: the caller's promise.
+            unsafe { self.close(at, notes) };
+        }
+    }
+}
+
+fn unreachable(status: Status) -> Error {
+    // UCX does not tell a peer that is gone from one with which it has no transport in common.
+    error::native("UCX does not reach this peer: it is gone, or the two have no transport in common", status)
+        .kind_is(Kind::PeerLost)
+}
+
+/// Work on a link whose endpoint is closed.
+pub(crate) fn gone() -> Error {
+    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A side with an endpoint to worker 7, of number `endpoint`, that has heard of the peer's `answers`.
+    fn side(endpoint: u64, answers: u64) -> Peers {
+        let mut peers = Peers::new(1);
+        let peer = PeerWorker {
+            worker: 7,
+            version: Version { major: 1, minor: 13, release: 0 },
+            mark: Postmark { worker: 1, endpoint, answers },
+            endpoint: None,
+            links: Vec::new(),
+            unsent: Rc::default(),
+            pieces: Rc::default(),
+            moved: Vec::new(),
+        };
+        let at = peers.peers.insert(peer);
+        peers.by_worker.insert(7, at);
+        peers
+    }
+
+    fn heard(mut peers: Peers, endpoint: u64, answers: u64) -> (bool, u64) {
+        let broken = peers.hear(Postmark { worker: 7, endpoint, answers }).is_some();
+        (broken, peers.peers[0].mark.answers)
+    }
+
+    #[test]
+    fn ends_of_a_connection_find_each_other() {
+        assert_eq!(heard(side(3, 0), 5, 0), (false, 5), "both have made one");
+        assert_eq!(heard(side(3, 0), 5, 3), (false, 5), "the answer to ours");
+        assert_eq!(heard(side(3, 5), 5, 0), (false, 5), "what was sent before it heard of ours");
+        assert_eq!(heard(side(3, 4), 5, 3), (false, 5), "it gave up one that it found stale because of ours");
+    }
+
+    #[test]
+    fn what_comes_from_an_endpoint_that_was_given_up_says_nothing() {
+        assert_eq!(heard(side(3, 0), 5, 2), (false, 0), "it answers one of ours that is closed");
+        assert_eq!(heard(side(3, 6), 5, 2), (false, 6));
+        assert_eq!(heard(side(3, 6), 5, 0), (false, 6));
+    }
+
+    #[test]
+    fn a_peer_that_made_another_endpoint_unasked_has_given_up_the_one_we_lead_to() {
+        assert_eq!(heard(side(3, 5), 6, 0), (true, 5));
+        let mut peers = side(3, 5);
+        peers.hear(Postmark { worker: 7, endpoint: 6, answers: 0 });
+        assert_eq!(peers.strangers.get(&7), Some(&6), "the next endpoint to it answers that one");
+    }
+
+    #[test]
+    fn strangers_are_remembered_unless_they_answer_what_is_closed_and_are_bounded() {
+        let mut peers = Peers::new(1);
+        assert_eq!(peers.hear(Postmark { worker: 7, endpoint: 6, answers: 2 }), None);
+        assert!(peers.strangers.is_empty());
+        for worker in 0..3 * MAX_STRANGERS as u64 {
+            peers.hear(Postmark { worker, endpoint: 6, answers: 0 });
+        }
+        assert!(!peers.strangers.is_empty() && peers.strangers.len() <= MAX_STRANGERS);
+    }
+}

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvx::config::{BufferDevice, KvTransferConfig, Surroundings};
-use kvx::{Agent, Kind, Memory, Options, Result};
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::{Agent, BuilderExt as _, Kind, Memory, Result};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -13,8 +13,7 @@ fn agent(json: &str) -> Result<Agent> {
     config.log_warnings_once(); // what is doubtful is told by `tracing`
     Agent::builder(config.engine_id())
         // Its `backends` restricts to the names in it, in order of preference; each backend has a table of options.
-        .options(Options::from_json(config.extra().clone()))
-        .stage_device_memory(config.buffer_device() == BufferDevice::Cpu)
+        .config(&config)
         .build(&kvx::registry())
 }
 

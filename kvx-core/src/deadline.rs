@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use crate::peer::PeerInner;
+use crate::identity::PeerId;
 use crate::sync::{Condvar, Mutex, contained};
 use crate::{Error, Kind, RegionId, Result};
 
@@ -77,8 +77,8 @@ pub(crate) trait Expire: Send + Sync {
 pub(crate) enum Reason {
     /// A region of this agent is being revoked.
     Region(RegionId),
-    /// This peer is lost, with this error.
-    Lost(Arc<PeerInner>, Error),
+    /// The peer of this handle is lost, with this error.
+    Lost(PeerId, Error),
     /// The agent is shutting down.
     Shutdown,
 }

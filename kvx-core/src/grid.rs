@@ -5,8 +5,29 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::region::Place;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, Kind, MemoryKind, Result, fork};
+
+/// Something that grids lie on: a [`Region`](crate::Region) or a [`PeerRegion`](crate::PeerRegion).
+pub trait Place: sealed::Sealed {
+    /// Length in bytes.
+    fn len(&self) -> u64;
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Kind of memory.
+    fn kind(&self) -> MemoryKind;
+    /// Where its bytes lie, so that two regions over the same bytes are seen: an address space, and an address in it.
+    #[doc(hidden)]
+    fn origin(&self) -> (u64, u64);
+    #[doc(hidden)]
+    fn is(&self, other: &Self) -> bool;
+}
+
+/// Only this crate's regions are places.
+pub(crate) mod sealed {
+    pub trait Sealed {}
+}
 
 /// Equal blocks at equal distances: block `i` is the `length` bytes from `base + i * stride`.
 ///

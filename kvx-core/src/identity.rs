@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::breaks::broken;
 use crate::{Error, Kind, Result};
@@ -69,6 +70,18 @@ impl fmt::Debug for RegionKey {
 /// A link between two agents over one transport, as the initiating agent numbers them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinkId(pub u64);
+
+/// A handle to a peer within this process; never used twice, also where two lead to the same incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PeerId(u64);
+
+impl PeerId {
+    /// The next one.
+    pub(crate) fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        PeerId(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
 
 /// A transfer of one agent; never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod agent;
+mod bound;
 #[doc(hidden)]
 pub mod breaks;
 mod budget;
@@ -15,6 +16,7 @@ mod inbox;
 pub mod memory;
 mod metadata;
 mod names;
+mod operation;
 mod options;
 mod overlap;
 mod peer;
@@ -33,12 +35,13 @@ pub mod transport;
 pub mod wire;
 
 pub use agent::{Agent, Builder, NextNotification};
+pub use bound::{Bound, LocalSide, Pair, Placed, RemoteSide};
 pub use budget::Limits;
 pub use capabilities::{Capabilities, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 pub use completion::Completion;
 pub use deadline::Deadline;
 pub use error::{Error, Kind, Native, Result};
-pub use grid::{Blocks, Grid, GridSet, Indices};
+pub use grid::{Blocks, Grid, GridSet, Indices, Place};
 pub use identity::{
     Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
     random_number,
@@ -47,15 +50,17 @@ pub use inbox::Notification;
 pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
 pub use metadata::{Metadata, RegionInfo};
 pub use names::nearest;
+pub use operation::{Op, Size};
 pub use options::{Options, Table};
 pub use peer::{Peer, Posting};
-pub use plan::{Bound, LocalSide, Op, Pair, Placed, Plan, RemoteSide, Size};
+pub use plan::Plan;
 pub use quarantine::{quarantine_for_ever, quarantined_bytes};
-pub use region::{PeerRegion, Place, Region};
-pub use registry::{Known, Placement, Registry, Standing, Unavailable, WithoutAList};
+pub use region::{PeerRegion, Region};
+pub use registry::{Known, Registry, Standing};
 pub use route::{Considered, Route, Verdict};
 pub use secret::Secret;
 pub use segments::{Extent, Extents, Segment, Segments};
 pub use telemetry::describe_metrics;
 pub use ticket::{Settle, Ticket};
 pub use transfer::{Report, Transfer};
+pub use transport::{Placement, Unavailable, WithoutAList};

@@ -1,35 +1,16 @@
 //! Plans: what moves where, checked once, posted as often as wanted.
 
-use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::Arc;
 
-use crate::grid::{Blocks, Grid, Indices};
+use crate::bound::{Bound, KeepsBound, Pair, Placed};
+use crate::grid::{Blocks, Grid, Place};
 use crate::identity::Identity;
+use crate::operation::{Op, Size};
 use crate::overlap::{self, Target};
-use crate::region::{PeerRegion, Place, Region};
-use crate::segments::Segments;
+use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
-use crate::transport::{LocalRegion, RemoteRegion};
-use crate::{Error, Kind, LinkId, Memory, MemoryKind, RegionId, RegionKey, Result, fork};
-
-/// What a transfer does, as its initiator sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Op {
-    /// From the peer's blocks into the local ones.
-    Read,
-    /// From the local blocks into the peer's.
-    Write,
-}
-
-impl fmt::Display for Op {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Op::Read => "read",
-            Op::Write => "write",
-        })
-    }
-}
+use crate::{Error, Kind, LinkId, MemoryKind, Result, fork};
 
 /// Pairs of local and remote blocks, checked once and immutable; cheap to clone, and can be posted again and again.
 ///
@@ -49,47 +30,18 @@ pub(crate) struct PlanInner {
     pub(crate) bound: Mutex<Option<(LinkId, Arc<Bound>)>>,
 }
 
+impl KeepsBound for PlanInner {
+    fn kept(&self) -> &Mutex<Option<(LinkId, Arc<Bound>)>> {
+        &self.bound
+    }
+}
+
 impl Drop for PlanInner {
     fn drop(&mut self) {
         if fork::check().is_err() {
             std::mem::forget(self.bound.get_mut().take()); // in a fork nothing of a transport is dropped
         }
     }
-}
-
-/// How much a plan moves.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Size {
-    /// Bytes.
-    pub bytes: u64,
-    /// Blocks: indices times grids.
-    pub blocks: u64,
-    /// Contiguous pieces that are left when neighbours on both sides are merged.
-    pub segments: u64,
-    /// Bytes that the description takes.
-    pub(crate) description: usize,
-}
-
-/// One side's grid, and which of the plan's regions it lies on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed {
-    /// Position in [`Bound::local`] or [`Bound::remote`].
-    pub region: u32,
-    /// The grid.
-    pub grid: Grid,
-}
-
-/// A pair of a plan: two grid sets of as many grids, and two index lists of the same length.
-#[derive(Clone, Debug)]
-pub struct Pair {
-    /// The local grids, in order.
-    pub local: Arc<[Placed]>,
-    /// The remote grids: grid `i` pairs with local grid `i`, of the same block length.
-    pub remote: Arc<[Placed]>,
-    /// The local blocks.
-    pub local_indices: Indices,
-    /// The remote blocks: entry `i` pairs with local entry `i`.
-    pub remote_indices: Indices,
 }
 
 impl Plan {
@@ -277,195 +229,4 @@ fn place<R: Place + Clone>(regions: &mut Vec<R>, region: &R, grid: Grid) -> Plac
         regions.len() - 1
     });
     Placed { region: region as u32, grid }
-}
-
-/// A plan on the link that its route chose: what a transport works from.
-pub struct Bound {
-    // First, so that it is dropped before the regions whose keys it may hold.
-    native: OnceLock<Arc<dyn Any + Send + Sync>>,
-    making: Mutex<()>,
-    op: Op,
-    link: LinkId,
-    pairs: Arc<[Pair]>,
-    locals: Vec<LocalSide>,
-    remotes: Vec<RemoteSide>,
-    size: Size,
-}
-
-/// A local region of a bound plan.
-pub struct LocalSide {
-    /// Its number.
-    pub id: RegionId,
-    /// Its key, to be shown to a peer that is asked to read it.
-    pub key: RegionKey,
-    /// Its memory, kept alive by the bound plan.
-    pub memory: Arc<Memory>,
-    /// What the transport made of it.
-    pub region: Arc<dyn LocalRegion>,
-}
-
-/// A peer's region of a bound plan.
-pub struct RemoteSide {
-    /// Its number at the peer.
-    pub id: RegionId,
-    /// Its key.
-    pub key: RegionKey,
-    /// Its length in bytes.
-    pub len: u64,
-    /// What the link made of it.
-    pub region: Arc<dyn RemoteRegion>,
-}
-
-impl Bound {
-    pub(crate) fn new(
-        plan: &PlanInner,
-        link: LinkId,
-        locals: Vec<LocalSide>,
-        remotes: Vec<RemoteSide>,
-    ) -> Self {
-        Bound {
-            op: plan.op,
-            link,
-            pairs: Arc::clone(&plan.pairs),
-            locals,
-            remotes,
-            size: plan.size,
-            native: OnceLock::new(),
-            making: Mutex::new(()),
-        }
-    }
-
-    /// The operation.
-    pub fn op(&self) -> Op {
-        self.op
-    }
-
-    /// The link it is bound to.
-    pub fn link(&self) -> LinkId {
-        self.link
-    }
-
-    /// The pairs, for prepared lists and compact wire forms.
-    pub fn pairs(&self) -> &[Pair] {
-        &self.pairs
-    }
-
-    /// How much it moves.
-    pub fn size(&self) -> Size {
-        self.size
-    }
-
-    /// The local region that a [`Placed`] or a segment speaks of.
-    pub fn local(&self, region: u32) -> &LocalSide {
-        &self.locals[region as usize]
-    }
-
-    /// The remote region that a [`Placed`] or a segment speaks of.
-    pub fn remote(&self, region: u32) -> &RemoteSide {
-        &self.remotes[region as usize]
-    }
-
-    /// All local regions.
-    pub fn locals(&self) -> &[LocalSide] {
-        &self.locals
-    }
-
-    /// All remote regions.
-    pub fn remotes(&self) -> &[RemoteSide] {
-        &self.remotes
-    }
-
-    /// The contiguous pieces, of at most `max_len` bytes each: lazy, merged where both sides are adjacent, resumable.
-    pub fn segments(self: &Arc<Self>, max_len: u64) -> Segments {
-        Segments::new(Arc::clone(self), max_len)
-    }
-
-    /// The same plan with other handles of its regions. A transport that wraps another one gives it back the regions
-    /// that it made itself; [`native`](Bound::native) keeps the result.
-    pub fn with_regions(
-        &self,
-        local: impl Fn(&Arc<dyn LocalRegion>) -> Arc<dyn LocalRegion>,
-        remote: impl Fn(&Arc<dyn RemoteRegion>) -> Arc<dyn RemoteRegion>,
-    ) -> Bound {
-        let ours = |side: &LocalSide| LocalSide {
-            memory: Arc::clone(&side.memory),
-            region: local(&side.region),
-            ..*side
-        };
-        let theirs = |side: &RemoteSide| RemoteSide { region: remote(&side.region), ..*side };
-        Bound {
-            pairs: Arc::clone(&self.pairs),
-            locals: self.locals.iter().map(ours).collect(),
-            remotes: self.remotes.iter().map(theirs).collect(),
-            native: OnceLock::new(),
-            making: Mutex::new(()),
-            ..*self
-        }
-    }
-
-    /// What the transport prepared for this plan on this link, made at the first call and kept until the link closes
-    /// or the plan is dropped. Call it on the reactor: `make` may take long.
-    ///
-    /// # Panics
-    /// When called with two types on one link.
-    pub fn native<T: Any + Send + Sync>(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let kept = match self.native.get() {
-            Some(kept) => Arc::clone(kept),
-            None => {
-                let _one_at_a_time = self.making.lock();
-                match self.native.get() {
-                    Some(kept) => Arc::clone(kept),
-                    None => {
-                        let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
-                        Arc::clone(self.native.get_or_init(|| made))
-                    }
-                }
-            }
-        };
-        Ok(kept.downcast().unwrap_or_else(|_| panic!("a link prepares one type for its plans")))
-    }
-}
-
-impl fmt::Debug for Bound {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Bound({} {} blocks, {} bytes)", self.op, self.size.blocks, self.size.bytes)
-    }
-}
-
-/// Plans that are bound to a link, or name a region, so that its end can drop their bindings.
-#[derive(Default)]
-pub(crate) struct Bindings(Vec<Weak<PlanInner>>);
-
-impl Bindings {
-    pub(crate) fn add(&mut self, plan: &Arc<PlanInner>) {
-        if self.0.len() == self.0.capacity() {
-            self.0.retain(|plan| plan.strong_count() > 0);
-        }
-        self.0.push(Arc::downgrade(plan));
-    }
-
-    /// Takes the bindings to `link` off their plans; the caller drops what it gets without holding locks.
-    pub(crate) fn release(&mut self, link: LinkId) -> Vec<Released> {
-        self.release_if(|on| on == link)
-    }
-
-    /// Takes all bindings off their plans, as [`release`](Bindings::release).
-    pub(crate) fn release_all(&mut self) -> Vec<Released> {
-        self.release_if(|_| true)
-    }
-
-    fn release_if(&mut self, gone: impl Fn(LinkId) -> bool) -> Vec<Released> {
-        let mut released = Vec::new();
-        for plan in self.0.drain(..).filter_map(|plan| plan.upgrade()) {
-            let bound = plan.bound.lock().take_if(|(on, _)| gone(*on));
-            released.push(Released { _bound: bound, _plan: plan });
-        }
-        released
-    }
-}
-
-/// A binding that a closed link has let go.
-pub(crate) struct Released {
-    _bound: Option<(LinkId, Arc<Bound>)>,
-    _plan: Arc<PlanInner>,
 }

@@ -4,30 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::transport::{Availability, Factory};
+use crate::transport::{Availability, Factory, Unavailable};
 use crate::{Error, Kind, Options, Result, nearest};
-
-/// A backend's place in the order of preference, as data: core holds no backend's name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placement {
-    /// Lower is preferred.
-    pub order: u32,
-    /// When it is opened without being named.
-    pub without_a_list: WithoutAList,
-    /// Further names whose backends it speaks for toward foreign agents of its kind.
-    pub speaks_for: &'static [&'static str],
-}
-
-/// When a backend is opened although no list names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WithoutAList {
-    /// Always.
-    Open,
-    /// When it reports an RDMA device.
-    OpenWithRdma,
-    /// Never.
-    Skip,
-}
 
 /// A name that users may write, whether or not its backend is in this build.
 #[derive(Clone, Copy, Debug)]
@@ -38,59 +16,6 @@ pub struct Known {
     pub aliases: &'static [&'static str],
     /// The facade's feature that compiles it in; `None`: this release does not contain it.
     pub feature: Option<&'static str>,
-}
-
-/// Why a compiled-in backend cannot run on this machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unavailable {
-    /// What is missing: `libucp.so.0 not found`.
-    pub missing: String,
-    /// The variable that points to the library, if there is one.
-    pub variable: Option<&'static str>,
-    /// Its value, if it is set.
-    pub value: Option<String>,
-    /// What was tried, in order.
-    pub tried: Vec<String>,
-    /// What to do.
-    pub cure: String,
-}
-
-impl Unavailable {
-    /// Without a library: a reason and a cure.
-    pub fn because(missing: impl Into<String>, cure: impl Into<String>) -> Self {
-        Unavailable {
-            missing: missing.into(),
-            variable: None,
-            value: None,
-            tried: Vec::new(),
-            cure: cure.into(),
-        }
-    }
-
-    /// The reason alone.
-    pub fn reason(&self) -> String {
-        let mut notes = Vec::new();
-        if let Some(variable) = self.variable {
-            notes.push(match &self.value {
-                None => format!("{variable} unset"),
-                Some(value) => format!("{variable}={value}"),
-            });
-        }
-        if !self.tried.is_empty() {
-            notes.push(format!("tried {}", self.tried.join(", ")));
-        }
-        if notes.is_empty() {
-            self.missing.clone()
-        } else {
-            format!("{} ({})", self.missing, notes.join("; "))
-        }
-    }
-}
-
-impl fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.reason(), self.cure)
-    }
 }
 
 /// What a name stands for in this build and on this machine.

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::bound::{Bound, Placed};
 use crate::grid::Indices;
-use crate::plan::{Bound, Placed};
 
 /// A piece that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,13 @@ pub struct Segment {
     pub remote_offset: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl Bound {
+    /// The contiguous pieces, of at most `max_len` bytes each: lazy, merged where both sides are adjacent, resumable.
+    pub fn segments(self: &Arc<Self>, max_len: u64) -> Segments {
+        Segments::new(Arc::clone(self), max_len)
+    }
 }
 
 /// The segments of a bound plan; see [`Bound::segments`]. Owns the plan, so it can be kept between turns.

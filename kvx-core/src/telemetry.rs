@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use metrics::{Counter, Histogram};
 
-use crate::plan::Size;
-use crate::{Error, Op};
+use crate::Error;
+use crate::operation::{Op, Size};
 
 /// Says what the metrics mean to a recorder; call it once after installing one. An agent reports to the recorder that is
 /// installed when the agent is built.

@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::bound::Bound;
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
 use crate::deadline::{Expire, Reason, Watch};
-use crate::peer::{Job, PeerInner};
-use crate::plan::{Bound, Plan, Size};
+use crate::operation::{Op, Size};
+use crate::peer::{Job, NeedsLink, PeerInner};
+use crate::plan::Plan;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Settle;
 use crate::transport::Link;
@@ -139,32 +141,6 @@ impl TransferState {
         })
     }
 
-    /// Hands it to a link; unless it has ended while it was parked.
-    pub(crate) fn start(self: &Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>) {
-        let early = {
-            let mut state = self.state.lock();
-            if state.stage != Stage::Parked {
-                return;
-            }
-            state.stage = Stage::InFlight;
-            state.on = Some((Arc::clone(link), backend));
-            state.notify.take_if(|_| broken("early-notify"))
-        };
-        if let Some(bytes) = early {
-            link.notify(&bytes, Ticket::new(|_| ()));
-        }
-        if self.plan.size().bytes == 0 {
-            if !broken("zero") {
-                Arc::clone(self).settled(Ok(()));
-            }
-            return;
-        }
-        link.post(bound, self.id, Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
-        if self.cancelled.load(Ordering::SeqCst) {
-            link.cancel(self.id); // the cancel came between the choice of the link and the post
-        }
-    }
-
     /// After the post: notes what it cost, and has the clock watch what has not resolved.
     pub(crate) fn posted(self: &Arc<Self>) {
         if self.over.load(Ordering::Acquire) {
@@ -198,10 +174,6 @@ impl TransferState {
         }
     }
 
-    pub(crate) fn fail(self: &Arc<Self>, error: Error) {
-        self.end(Err(error));
-    }
-
     /// Ends it before a transport had it.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
         let parked = {
@@ -228,8 +200,8 @@ impl TransferState {
         // A link that was closed because the peer is lost says less than the loss.
         let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
         let error = lost.unwrap_or(error).operation(match self.plan.op() {
-            crate::Op::Read => "read",
-            crate::Op::Write => "write",
+            Op::Read => "read",
+            Op::Write => "write",
         });
         error.peer(Arc::clone(&self.peer.identity.name))
     }
@@ -301,17 +273,8 @@ impl TransferState {
         };
         match link {
             Some(link) => link.cancel(self.id),
-            None => self.fail(error),
+            None => self.end(Err(error)),
         }
-    }
-
-    /// Why a backend could not carry it, if it was tried.
-    pub(crate) fn refusal(&self, backend: &'static str) -> Option<Error> {
-        if !self.refused.load(Ordering::SeqCst) {
-            return None;
-        }
-        let state = self.state.lock();
-        state.refused.iter().find(|(refused, _)| *refused == backend).map(|(_, error)| error.clone())
     }
 
     /// After a link answered `Unsupported`, which says that it has moved nothing: goes back to the choice of a link.
@@ -335,12 +298,7 @@ impl TransferState {
 
     /// Goes to the choice of a link.
     pub(crate) fn dispatch(self: &Arc<Self>) {
-        self.peer.dispatch(Job::Transfer(Arc::clone(self)));
-    }
-
-    /// Whether it has ended, so that nobody need start it.
-    pub(crate) fn has_ended(&self) -> bool {
-        self.state.lock().stage != Stage::Parked
+        self.peer.dispatch(Job::Transfer(Arc::clone(self) as Arc<dyn NeedsLink>));
     }
 
     fn let_go(&self) {
@@ -361,6 +319,54 @@ impl TransferState {
                 Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")))
             }
         }
+    }
+}
+
+impl NeedsLink for TransferState {
+    fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    fn refusal(&self, backend: &'static str) -> Option<Error> {
+        if !self.refused.load(Ordering::SeqCst) {
+            return None;
+        }
+        let state = self.state.lock();
+        state.refused.iter().find(|(refused, _)| *refused == backend).map(|(_, error)| error.clone())
+    }
+
+    fn has_ended(&self) -> bool {
+        self.state.lock().stage != Stage::Parked
+    }
+
+    /// Unless it has ended while it was parked.
+    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>) {
+        let early = {
+            let mut state = self.state.lock();
+            if state.stage != Stage::Parked {
+                return;
+            }
+            state.stage = Stage::InFlight;
+            state.on = Some((Arc::clone(link), backend));
+            state.notify.take_if(|_| broken("early-notify"))
+        };
+        if let Some(bytes) = early {
+            link.notify(&bytes, Ticket::new(|_| ()));
+        }
+        if self.plan.size().bytes == 0 {
+            if !broken("zero") {
+                self.settled(Ok(()));
+            }
+            return;
+        }
+        link.post(bound, self.id, Ticket::of(Arc::clone(&self) as Arc<dyn Settle>));
+        if self.cancelled.load(Ordering::SeqCst) {
+            link.cancel(self.id); // the cancel came between the choice of the link and the post
+        }
+    }
+
+    fn fail(self: Arc<Self>, error: Error) {
+        self.end(Err(error));
     }
 }
 
@@ -457,7 +463,7 @@ impl Expire for TransferState {
                 }
             }
             // Resolved at once; it settles when the link has its own proof that nobody touches the memory.
-            Reason::Lost(peer, error) if Arc::ptr_eq(peer, &self.peer) => self.resolve(Err(error.clone())),
+            Reason::Lost(peer, error) if *peer == self.peer.id => self.resolve(Err(error.clone())),
             Reason::Lost(..) => {}
             Reason::Shutdown => {
                 let closed = || Error::new(Kind::Closed, "the agent was shut down meanwhile");

@@ -1,21 +1,27 @@
 //! How an agent is made: what it asks for, and which backends are opened.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::{Agent, AgentInner, Open, Sink};
+use super::Agent;
+use super::inner::{AgentInner, Open, Sink};
 use crate::breaks::broken;
 use crate::budget::{self, Budget};
-use crate::deadline::Clock;
 use crate::identity::{Identity, Incarnation, checked_name};
 use crate::inbox::{self, Inbox};
 use crate::memory::DeviceAccess;
-use crate::registry::{Registry, WithoutAList};
+use crate::registry::Registry;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
-use crate::transport::{Context, Events};
+use crate::transport::{Context, Events, WithoutAList};
 use crate::{Error, Kind, Options, Result, Secret, fork};
+
+impl Agent {
+    /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
+    pub fn builder(name: impl Into<String>) -> Builder {
+        Builder::new(name.into())
+    }
+}
 
 /// Says how an agent shall be; [`build`](Builder::build) makes it.
 #[must_use]
@@ -124,24 +130,12 @@ impl Builder {
             Some(names) => Some(names),
             None => self.options.backends()?,
         };
-        let (transports, not_open) = open(registry, named.as_deref(), &context)?;
-        let clock = Clock::start(&identity.name)?;
-        let agent = Arc::new(AgentInner {
-            identity,
-            transports,
-            not_open,
-            staged: self.staged,
-            clock,
-            budget: Budget::new(self.budget),
-            inbox: Inbox::new(self.inbox),
-            tables: Mutex::default(),
-            ids: AtomicU64::new(1),
-            closed: AtomicBool::new(false),
-            shutting: Mutex::new(false),
-        });
+        let opened = open(registry, named.as_deref(), &context)?;
+        let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
+        let agent = Arc::new(AgentInner::new(identity, opened, self.staged, budget, inbox)?);
         *sink.0.lock() = Arc::downgrade(&agent);
         tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
-        Ok(Agent(agent))
+        Ok(Agent::of(agent))
     }
 }
 

@@ -1,29 +1,28 @@
 //! The agent: owns transports, regions, peers.
 
 mod builder;
+pub(crate) mod inner;
 mod next;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use inner::{AgentInner, OwnsLinks, Tables};
+
 use crate::breaks::broken;
-use crate::budget::Budget;
 use crate::completion::{Completion, Shot};
-use crate::deadline::{Clock, Reason};
-use crate::identity::{
-    Generation, Identity, Incarnation, LinkId, RegionId, RegionKey, TransferId, checked_name,
-};
-use crate::inbox::{Inbox, Notification};
+use crate::deadline::Reason;
+use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey, checked_name};
+use crate::inbox::Notification;
 use crate::metadata::{Metadata, RegionInfo};
 use crate::peer::{About, Peer, PeerInner};
 use crate::region::{Region, RegionCore};
 use crate::sync::Mutex;
-use crate::telemetry::Meters;
-use crate::transport::{Events, Full, LinkState, RegionSpec, Transport};
-use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Sender, fork};
+use crate::transport::RegionSpec;
+use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, fork};
 
 pub use builder::Builder;
 pub use next::NextNotification;
@@ -40,175 +39,63 @@ pub use next::NextNotification;
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct Agent(Arc<AgentInner>);
+pub struct Agent(Arc<Handle>);
 
-pub(crate) struct AgentInner {
-    pub(crate) identity: Identity,
-    pub(crate) transports: Vec<Open>,
-    /// Backends that were asked for and could not be opened.
-    pub(crate) not_open: Vec<(&'static str, Error)>,
-    /// Device memory goes through buffers of the host only.
-    staged: bool,
-    pub(crate) clock: Clock,
-    pub(crate) budget: Budget,
-    inbox: Inbox,
-    tables: Mutex<Tables>,
-    ids: AtomicU64,
-    closed: AtomicBool,
-    /// Held by the one that shuts down; true once the transports have been.
-    shutting: Mutex<bool>,
+struct Handle {
+    inner: Arc<AgentInner>,
+    /// The newest handle to each peer.
+    peers: Mutex<HashMap<Identity, Weak<PeerInner>>>,
 }
 
-impl Drop for AgentInner {
-    fn drop(&mut self) {
-        if fork::check().is_err() {
-            std::mem::forget(std::mem::take(&mut self.transports)); // in a fork nothing of a transport is dropped
-        }
-    }
+/// Why a backend that would reach a device is not asked to.
+fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
+    let why = format!(
+        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a backend that \
+         does, or register host memory"
+    );
+    Error::new(Kind::Unsupported, why).backend(backend)
 }
 
-/// A transport of this agent.
-pub(crate) struct Open {
-    pub(crate) name: &'static str,
-    pub(crate) speaks_for: &'static [&'static str],
-    pub(crate) transport: Arc<dyn Transport>,
-    pub(crate) meters: Meters,
-}
-
-#[derive(Default)]
-struct Tables {
-    generation: u64,
-    regions: BTreeMap<RegionId, Arc<RegionInfo>>,
-    /// To be revoked at shutdown.
-    handles: Vec<Weak<RegionCore>>,
-    links: HashMap<LinkId, Weak<PeerInner>>,
-    peers: HashMap<Identity, Weak<PeerInner>>,
-}
-
-/// What transports report to. Holds the agent weakly: transports do not keep it alive.
-struct Sink(Mutex<Weak<AgentInner>>);
-
-impl Events for Sink {
-    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
-        let agent = self.0.lock().upgrade();
-        agent.map_or(Ok(()), |agent| agent.inbox.deliver(from, bytes))
-    }
-
-    fn link(&self, id: LinkId, state: LinkState) {
-        let agent = self.0.lock().upgrade();
-        let peer = agent.and_then(|agent| agent.tables.lock().links.get(&id).and_then(Weak::upgrade));
-        if let Some(peer) = peer {
-            peer.link_changed(id, state);
-        }
-    }
-}
-
-impl AgentInner {
-    /// The position of the open backend that speaks to foreign agents of this kind. Errors: `NoRoute`.
-    fn speaks(&self, backend: &str) -> Result<usize> {
-        let is = |name: &&str| name.eq_ignore_ascii_case(backend);
-        let position = |speaks: &dyn Fn(&Open) -> bool| self.transports.iter().position(speaks);
-        // Whoever speaks for others does so because they cannot themselves.
-        let speaker = position(&|open| open.speaks_for.iter().any(is));
-        speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
-            let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
-            Error::new(
-                Kind::NoRoute,
-                format!(
-                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
-                    open.join(", ")
-                ),
-            )
-        })
-    }
-
-    pub(crate) fn check_open(&self) -> Result<()> {
-        if !broken("fork") {
-            fork::check()?;
-        }
-        if self.is_closed() {
-            return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
-        }
-        Ok(())
-    }
-
-    fn next_id(&self) -> u64 {
-        self.ids.fetch_add(1, Ordering::Relaxed)
-    }
-
-    pub(crate) fn new_transfer(&self) -> TransferId {
-        TransferId(self.next_id())
-    }
-
-    pub(crate) fn new_link(&self, peer: &Arc<PeerInner>) -> LinkId {
-        let id = LinkId(self.next_id());
-        self.tables.lock().links.insert(id, Arc::downgrade(peer));
-        id
-    }
-
-    pub(crate) fn forget_link(&self, id: LinkId) {
-        let gone = self.tables.lock().links.remove(&id);
-        drop(gone);
-    }
-
-    pub(crate) fn forget_region(&self, id: RegionId) {
-        let mut tables = self.tables.lock();
-        if tables.regions.remove(&id).is_some() {
-            tables.generation += 1;
-        }
-    }
-
+impl Handle {
     fn begin(&self, peer: Arc<PeerInner>) -> Peer {
-        let mut tables = self.tables.lock();
-        tables.peers.retain(|_, peer| peer.strong_count() > 0);
-        tables.peers.insert(peer.identity.clone(), Arc::downgrade(&peer));
-        drop(tables);
+        let mut peers = self.peers.lock();
+        peers.retain(|_, peer| peer.strong_count() > 0);
+        peers.insert(peer.identity.clone(), Arc::downgrade(&peer));
+        drop(peers);
         peer.begin();
         Peer(peer)
     }
 
-    fn resume_transports(&self) {
-        for open in &self.transports {
-            open.transport.resume();
-        }
-    }
-
-    pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
-    }
-
     /// May be called again: it then waits for what the first time did not prove.
-    fn shut_down(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
-        self.closed.store(true, Ordering::Release);
-        let mut transports_asked = self.shutting.lock();
-        let (peers, regions) = {
-            let mut tables = self.tables.lock();
+    fn shut_down(&self, deadline: Deadline) -> Result<()> {
+        let agent = &self.inner;
+        agent.closed.store(true, Ordering::Release);
+        let mut transports_asked = agent.shutting.lock();
+        let regions: Vec<_> = {
+            let mut tables = agent.tables.lock();
             tables.regions.clear();
-            let peers: HashMap<_, _> = tables
-                .peers
-                .values()
-                .chain(tables.links.values())
-                .filter_map(|peer| peer.upgrade().map(|peer| (Arc::as_ptr(&peer), peer)))
-                .collect();
-            let regions: Vec<_> = tables.handles.iter().filter_map(Weak::upgrade).collect();
-            (peers, regions)
+            tables.handles.iter().filter_map(Weak::upgrade).collect()
         };
+        let mut peers: Vec<Arc<dyn OwnsLinks>> = agent.owners();
+        peers.extend(self.peers.lock().values().filter_map(|peer| Some(peer.upgrade()? as _)));
+        let peers: HashMap<_, _> =
+            peers.into_iter().map(|peer| (Arc::as_ptr(&peer).cast::<()>(), peer)).collect();
         let closed = || Error::new(Kind::Closed, "the agent was shut down");
         if !broken("shutdown-leaves") {
-            self.clock.interrupt(&Reason::Shutdown);
-            for peer in peers.values() {
-                peer.lose(closed(), Vec::new());
+            agent.clock.interrupt(&Reason::Shutdown);
+            for peer in peers.into_values() {
+                peer.end(closed());
             }
         }
-        self.inbox.close();
-        let left = self.budget.drained(deadline);
+        agent.inbox.close();
+        let left = agent.budget.drained(deadline);
         let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown()).collect();
         let mut shared = 0;
         for revocation in revoked {
             shared += usize::from(revocation.wait(deadline).is_err());
         }
         let again = std::mem::replace(&mut *transports_asked, true);
-        let closing: Vec<_> = self
+        let closing: Vec<_> = agent
             .transports
             .iter()
             .filter(|_| !again)
@@ -226,7 +113,7 @@ impl AgentInner {
                 stuck.push(format!("{name}: {error}"));
             }
         }
-        self.clock.stop();
+        agent.clock.stop();
         if left == 0 && shared == 0 && stuck.is_empty() {
             return Ok(());
         }
@@ -243,34 +130,24 @@ impl AgentInner {
     }
 }
 
-/// Why a backend that would reach a device is not asked to.
-fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
-    let why = format!(
-        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a backend that \
-         does, or register host memory"
-    );
-    Error::new(Kind::Unsupported, why).backend(backend)
-}
-
 impl Agent {
-    /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
-    pub fn builder(name: impl Into<String>) -> Builder {
-        Builder::new(name.into())
+    fn of(inner: Arc<AgentInner>) -> Self {
+        Agent(Arc::new(Handle { inner, peers: Mutex::default() }))
     }
 
     /// Its name and incarnation.
     pub fn identity(&self) -> &Identity {
-        &self.0.identity
+        &self.0.inner.identity
     }
 
     /// The backends that are open, in order of preference.
     pub fn backends(&self) -> Vec<&'static str> {
-        self.0.transports.iter().map(|open| open.name).collect()
+        self.0.inner.transports.iter().map(|open| open.name).collect()
     }
 
     /// The backends that were asked for and could not be opened, and why.
     pub fn not_open(&self) -> &[(&'static str, Error)] {
-        &self.0.not_open
+        &self.0.inner.not_open
     }
 
     /// Registers memory under a name that is unique among this agent's regions. May block: registering can pin pages.
@@ -279,7 +156,7 @@ impl Agent {
     /// `Invalid` for the name or empty memory; when no open backend can serve the memory, `Unsupported` with each
     /// reason; `Closed`, `Forked`.
     pub fn register(&self, name: &str, memory: impl Into<Arc<Memory>>) -> Result<Region> {
-        self.0.check_open()?;
+        self.0.inner.check_open()?;
         let (name, memory) = (checked_name("region", name)?, memory.into());
         if memory.is_empty() {
             return Err(Error::new(
@@ -294,16 +171,17 @@ impl Agent {
                 format!("a region named {name:?} is registered already: choose another name"),
             )
         };
-        if taken(&self.0.tables.lock()) {
+        if taken(&self.0.inner.tables.lock()) {
             return Err(name_is_taken());
         }
-        let (id, key) = (RegionId(self.0.next_id()), RegionKey::random()?);
+        let (id, key) = (RegionId(self.0.inner.next_id()), RegionKey::random()?);
         let locals: Vec<_> = self
             .0
+            .inner
             .transports
             .iter()
             .map(|open| {
-                if self.0.staged && !memory.kind().is_host() && !open.transport.stages_devices() {
+                if self.0.inner.staged && !memory.kind().is_host() && !open.transport.stages_devices() {
                     return Err(only_staged(open.name, memory.kind()));
                 }
                 let spec = RegionSpec { id, key, memory: Arc::clone(&memory) };
@@ -332,12 +210,14 @@ impl Agent {
             device: memory.device(),
             exports,
         };
-        let region =
-            Region::new(Arc::clone(&self.0), RegionCore::new(id, key, Arc::clone(&name), memory, locals));
-        let mut tables = self.0.tables.lock();
-        if taken(&tables) || self.0.is_closed() {
+        let region = Region::new(
+            Arc::clone(&self.0.inner),
+            RegionCore::new(id, key, Arc::clone(&name), memory, locals),
+        );
+        let mut tables = self.0.inner.tables.lock();
+        if taken(&tables) || self.0.inner.is_closed() {
             drop(tables);
-            self.0.check_open()?;
+            self.0.inner.check_open()?;
             return Err(name_is_taken()); // another thread was faster; the region's drop revokes it
         }
         tables.regions.insert(id, Arc::new(info));
@@ -350,17 +230,17 @@ impl Agent {
 
     /// What peers need to connect: bytes to be carried to them by any means. Newer ones update connected peers.
     pub fn metadata(&self) -> Result<Vec<u8>> {
-        self.0.check_open()?;
+        self.0.inner.check_open()?;
         let mut backends = Vec::new();
-        for open in &self.0.transports {
+        for open in &self.0.inner.transports {
             backends.push((
                 open.name.into(),
                 open.transport.address().map_err(|error| error.backend(open.name))?,
             ));
         }
-        let tables = self.0.tables.lock();
+        let tables = self.0.inner.tables.lock();
         let metadata = Metadata {
-            identity: self.0.identity.clone(),
+            identity: self.0.inner.identity.clone(),
             generation: Generation(tables.generation),
             backends,
             regions: tables.regions.values().cloned().collect(),
@@ -375,15 +255,15 @@ impl Agent {
     /// # Errors
     /// `Malformed`, `Incompatible`; `Closed`, `Forked`.
     pub fn connect(&self, metadata: &[u8]) -> Result<Peer> {
-        self.0.check_open()?;
+        self.0.inner.check_open()?;
         let metadata = Metadata::decode(metadata)?;
-        let known = self.0.tables.lock().peers.get(&metadata.identity).and_then(Weak::upgrade);
+        let known = self.0.peers.lock().get(&metadata.identity).and_then(Weak::upgrade);
         if let Some(known) = known.filter(|peer| peer.lost().is_none()) {
             known.update(metadata)?;
             return Ok(Peer(known));
         }
         let identity = metadata.identity.clone();
-        let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Kvx(Arc::new(metadata)), None);
+        let peer = PeerInner::new(Arc::clone(&self.0.inner), identity, About::Kvx(Arc::new(metadata)), None);
         Ok(self.0.begin(peer))
     }
 
@@ -393,13 +273,13 @@ impl Agent {
     /// # Errors
     /// `UnknownBackend`; `NoRoute` when that backend is not open; what the backend says of the blob.
     pub fn connect_foreign(&self, backend: &str, blob: &[u8]) -> Result<Peer> {
-        self.0.check_open()?;
-        let at = self.0.speaks(backend)?;
+        self.0.inner.check_open()?;
+        let at = self.0.inner.speaks(backend)?;
         let identity = Identity {
-            name: format!("foreign {}", self.0.transports[at].name).into(),
+            name: format!("foreign {}", self.0.inner.transports[at].name).into(),
             incarnation: Incarnation::random()?,
         };
-        let peer = PeerInner::new(Arc::clone(&self.0), identity, About::Foreign(blob.into()), Some(at));
+        let peer = PeerInner::new(Arc::clone(&self.0.inner), identity, About::Foreign(blob.into()), Some(at));
         Ok(self.0.begin(peer))
     }
 
@@ -410,23 +290,23 @@ impl Agent {
     /// # Errors
     /// `NoRoute` when that backend is not open; `Unsupported`; what the backend says.
     pub fn foreign_metadata(&self, backend: &str) -> Result<Vec<u8>> {
-        self.0.check_open()?;
-        self.0.transports[self.0.speaks(backend)?].transport.foreign_metadata()
+        self.0.inner.check_open()?;
+        self.0.inner.transports[self.0.inner.speaks(backend)?].transport.foreign_metadata()
     }
 
     /// The oldest notification, if there is one.
     pub fn try_notification(&self) -> Option<Notification> {
         fork::check().ok()?;
-        let (notification, resume) = self.0.inbox.take();
+        let (notification, resume) = self.0.inner.inbox.take();
         if resume {
-            self.0.resume_transports();
+            self.0.inner.resume_transports();
         }
         notification
     }
 
     /// The oldest notification, waited for. Dropping the future loses nothing. Errors: `TimedOut`, `Closed`, `Forked`.
     pub fn notification(&self, deadline: impl Into<Deadline>) -> NextNotification {
-        NextNotification::new(Arc::clone(&self.0), deadline.into())
+        NextNotification::new(Arc::clone(&self.0.inner), deadline.into())
     }
 
     /// Ends when `senders` different agents (name and incarnation) have sent exactly these bytes, before or after the
@@ -437,15 +317,15 @@ impl Agent {
         senders: usize,
         deadline: impl Into<Deadline>,
     ) -> Completion<Vec<Identity>> {
-        if let Err(error) = self.0.check_open() {
+        if let Err(error) = self.0.inner.check_open() {
             return Completion::ready(Err(error));
         }
         let shot = Shot::new();
         let late =
             || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
-        shot.by(&self.0.clock, deadline.into(), late);
-        if self.0.inbox.expect(bytes, senders, &shot) {
-            self.0.resume_transports();
+        shot.by(&self.0.inner.clock, deadline.into(), late);
+        if self.0.inner.inbox.expect(bytes, senders, &shot) {
+            self.0.inner.resume_transports();
         }
         Completion::of(shot)
     }
@@ -474,6 +354,6 @@ impl Agent {
 
 impl fmt::Debug for Agent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Agent({:?}, {:?})", self.0.identity, self.backends())
+        write!(f, "Agent({:?}, {:?})", self.0.inner.identity, self.backends())
     }
 }

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
-use super::AgentInner;
+use super::inner::AgentInner;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::inbox::Notification;
 use crate::{Deadline, Error, Kind, Result};

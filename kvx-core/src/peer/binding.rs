@@ -1,9 +1,11 @@
 //! From a plan to what a link works from: its regions as the link's transport knows them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::links::{About, PeerInner};
-use crate::plan::{Bound, LocalSide, Plan, RemoteSide};
+use crate::bound::{Bound, KeepsBound, LocalSide, RemoteSide};
+use crate::grid::Place;
+use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::transport::{Link, RemoteRegion, RemoteSpec};
 use crate::{Error, Kind, LinkId, Result};
@@ -24,8 +26,8 @@ impl PeerInner {
         }
         let capabilities = link.capabilities();
         for (side, kinds, kind) in [
-            ("local", capabilities.local, plan.0.locals.first().map(crate::region::Place::kind)),
-            ("remote", capabilities.remote, plan.0.remotes.first().map(crate::region::Place::kind)),
+            ("local", capabilities.local, plan.0.locals.first().map(Place::kind)),
+            ("remote", capabilities.remote, plan.0.remotes.first().map(Place::kind)),
         ] {
             if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
                 return Err(Error::new(Kind::Unsupported, format!("it does not reach {side} {kind} memory")));
@@ -47,7 +49,7 @@ impl PeerInner {
             .remotes
             .iter()
             .map(|region| {
-                let len = crate::region::Place::len(region);
+                let len = Place::len(region);
                 Ok(RemoteSide {
                     id: region.id(),
                     key: region.key(),
@@ -56,10 +58,12 @@ impl PeerInner {
                 })
             })
             .collect::<Result<Vec<_>>>()?;
-        let bound = Arc::new(Bound::new(&plan.0, id, locals, remotes));
+        let (op, size, pairs) = (plan.op(), plan.size(), Arc::clone(&plan.0.pairs));
+        let bound = Arc::new(Bound::new(op, size, pairs, id, locals, remotes));
         *plan.0.bound.lock() = Some((id, Arc::clone(&bound)));
-        self.state.lock().candidates[at].bindings.add(&plan.0);
-        plan.0.locals.iter().for_each(|region| region.core().bound(&plan.0));
+        let keeps = || Arc::downgrade(&plan.0) as Weak<dyn KeepsBound>;
+        self.state.lock().candidates[at].bindings.add(keeps());
+        plan.0.locals.iter().for_each(|region| region.core().bound(keeps()));
         Ok(bound)
     }
 

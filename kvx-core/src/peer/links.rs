@@ -1,20 +1,21 @@
 //! The links to a peer, and the choice among them for each plan.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use crate::agent::AgentInner;
+use crate::agent::inner::{AgentInner, OwnsLinks};
+use crate::bound::{Bindings, Bound};
 use crate::breaks::broken;
-use crate::identity::{Generation, Identity, LinkId, RegionId};
+use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId};
 use crate::metadata::Metadata;
-use crate::plan::Bindings;
+use crate::plan::Plan;
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
-use crate::transfer::TransferState;
 use crate::transport::{Link, LinkState, PeerSection, RemoteRegion};
 use crate::{Capabilities, Error, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
+    pub(crate) id: PeerId,
     pub(crate) agent: Arc<AgentInner>,
     pub(crate) identity: Identity,
     pub(super) state: Mutex<State>,
@@ -68,9 +69,26 @@ pub(super) enum Stage {
     Refused(Error),
 }
 
+/// A transfer that is to be handed a link.
+pub(crate) trait NeedsLink: Send + Sync {
+    fn plan(&self) -> &Plan;
+
+    /// Why a backend could not carry it, if it was tried.
+    fn refusal(&self, backend: &'static str) -> Option<Error>;
+
+    /// Whether it has ended, so that nobody need start it.
+    fn has_ended(&self) -> bool;
+
+    /// This link serves it.
+    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>);
+
+    /// No link does.
+    fn fail(self: Arc<Self>, error: Error);
+}
+
 /// Something that needs a link.
 pub(crate) enum Job {
-    Transfer(Arc<TransferState>),
+    Transfer(Arc<dyn NeedsLink>),
     Notify(Box<[u8]>, Ticket),
     Ready(Ticket),
 }
@@ -133,7 +151,7 @@ impl PeerInner {
             }
         }
         let state = State { about, candidates, excluded, parked: Vec::new(), lost: None, probe: None };
-        Arc::new(PeerInner { agent, identity, state: Mutex::new(state) })
+        Arc::new(PeerInner { id: PeerId::next(), agent, identity, state: Mutex::new(state) })
     }
 
     /// Opens the first link, so that a later post finds it up.
@@ -200,7 +218,7 @@ impl PeerInner {
                     (None, Some(candidate)) => match &candidate.stage {
                         _ if let Some(error) = job.refusal(candidate.backend) => Step::Skip(error),
                         Stage::Untried => {
-                            let id = self.agent.new_link(self);
+                            let id = self.agent.new_link(self.as_owner());
                             candidate.stage = Stage::Opening { id, link: None, early: None };
                             Step::Open(id)
                         }
@@ -296,7 +314,7 @@ impl PeerInner {
         match job {
             Job::Notify(bytes, ticket) => link.notify(&bytes, ticket),
             Job::Ready(ticket) => ticket.settle(Ok(())),
-            Job::Transfer(transfer) => match self.bind(&transfer.plan, at, id, link) {
+            Job::Transfer(transfer) => match self.bind(transfer.plan(), at, id, link) {
                 Ok(bound) => transfer.start(link, backend, bound),
                 Err(error) => return Err((Job::Transfer(transfer), error)),
             },
@@ -304,8 +322,13 @@ impl PeerInner {
         Ok(())
     }
 
+    /// As the agent knows it.
+    pub(super) fn as_owner(self: &Arc<Self>) -> Weak<dyn OwnsLinks> {
+        Arc::downgrade(self) as Weak<dyn OwnsLinks>
+    }
+
     /// A link of this peer changed.
-    pub(crate) fn link_changed(self: &Arc<Self>, id: LinkId, change: LinkState) {
+    pub(super) fn link_changed(self: &Arc<Self>, id: LinkId, change: LinkState) {
         let mut state = self.state.lock();
         if let Some((probing, _)) = &state.probe
             && *probing == id
@@ -444,6 +467,16 @@ impl PeerInner {
         drop(let_go); // without the lock: plans, regions and mappings end here
         self.tell_links()?;
         Ok(true)
+    }
+}
+
+impl OwnsLinks for PeerInner {
+    fn link_changed(self: Arc<Self>, id: LinkId, change: LinkState) {
+        PeerInner::link_changed(&self, id, change);
+    }
+
+    fn end(self: Arc<Self>, why: Error) {
+        self.lose(why, Vec::new());
     }
 }
 

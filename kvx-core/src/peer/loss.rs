@@ -4,23 +4,23 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::links::{Job, PeerInner, Stage, State};
-use crate::agent::AgentInner;
+use crate::agent::inner::AgentInner;
+use crate::bound::Released;
 use crate::deadline::Reason;
 use crate::identity::{Incarnation, LinkId, RegionId};
-use crate::plan::Released;
 use crate::transport::{Link, RemoteRegion};
 use crate::{Error, Kind};
 
 impl PeerInner {
     /// The peer is gone for good: closes all links and fails what waits.
-    pub(crate) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
+    pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
         let error = error.peer(Arc::clone(&self.identity.name));
         let (closed, more) = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
             (Closed::all(&mut state, &error), std::mem::take(&mut state.parked))
         };
-        self.agent.clock.interrupt(&Reason::Lost(Arc::clone(self), error.clone()));
+        self.agent.clock.interrupt(&Reason::Lost(self.id, error.clone()));
         closed.finish(&self.agent);
         for job in parked.into_iter().chain(more) {
             job.fail(error.clone());
@@ -30,7 +30,7 @@ impl PeerInner {
     /// After the loss of a peer, a post asks once more who answers under its name: a restarted peer is another error
     /// than a dead one, and the user should connect again rather than wait.
     pub(super) fn probe(self: &Arc<Self>, lost: Error) {
-        let id = self.agent.new_link(self);
+        let id = self.agent.new_link(self.as_owner());
         let at = {
             let mut state = self.state.lock();
             if state.probe.is_some() {

@@ -16,11 +16,12 @@ use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::route::Route;
 use crate::transfer::Transfer;
-use crate::transport::{ForeignRange, MAX_NOTIFICATION};
+use crate::transport::ForeignRange;
 use crate::{Capabilities, Deadline, Error, Kind, MemoryKind, Result, Ticket};
 
-pub(crate) use links::{About, Job, PeerInner};
+pub(crate) use links::{About, Job, NeedsLink, PeerInner};
 pub use posting::Posting;
+use posting::check_notification;
 
 /// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
 ///
@@ -139,17 +140,4 @@ impl fmt::Debug for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Peer({:?})", self.0.identity)
     }
-}
-
-fn check_notification(bytes: &[u8]) -> Result<()> {
-    if bytes.len() <= MAX_NOTIFICATION {
-        return Ok(());
-    }
-    Err(Error::new(
-        Kind::Invalid,
-        format!(
-            "a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer",
-            bytes.len()
-        ),
-    ))
 }

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::check_notification;
 use super::links::PeerInner;
 use crate::breaks::broken;
 use crate::completion::{Completion, Shot};
 use crate::plan::Plan;
 use crate::transfer::{Transfer, TransferState};
+use crate::transport::MAX_NOTIFICATION;
 use crate::{Deadline, Error, Kind, Result};
 
 /// A transfer about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
@@ -100,4 +100,17 @@ impl Posting {
         transfer.posted();
         Transfer(transfer)
     }
+}
+
+pub(super) fn check_notification(bytes: &[u8]) -> Result<()> {
+    if bytes.len() <= MAX_NOTIFICATION {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Invalid,
+        format!(
+            "a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer",
+            bytes.len()
+        ),
+    ))
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::plan::Size;
+use crate::operation::Size;
 use crate::sync::breathe;
 use crate::transport::{INLINE_SEGMENTS, Turn};
 

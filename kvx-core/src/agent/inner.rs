@@ -1,0 +1,180 @@
+//! What an agent shares with its regions, its peers and its transports.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use crate::breaks::broken;
+use crate::budget::Budget;
+use crate::deadline::Clock;
+use crate::identity::{Identity, LinkId, RegionId, TransferId};
+use crate::inbox::Inbox;
+use crate::metadata::RegionInfo;
+use crate::region::core::RegionCore;
+use crate::sync::Mutex;
+use crate::telemetry::Meters;
+use crate::transport::{Events, Full, LinkState, Transport};
+use crate::{Error, Kind, Result, Sender, fork};
+
+pub(crate) struct AgentInner {
+    pub(crate) identity: Identity,
+    pub(crate) transports: Vec<Open>,
+    /// Backends that were asked for and could not be opened.
+    pub(crate) not_open: Vec<(&'static str, Error)>,
+    /// Device memory goes through buffers of the host only.
+    pub(super) staged: bool,
+    pub(crate) clock: Clock,
+    pub(crate) budget: Budget,
+    pub(super) inbox: Inbox,
+    pub(super) tables: Mutex<Tables>,
+    ids: AtomicU64,
+    pub(super) closed: AtomicBool,
+    /// Held by the one that shuts down; true once the transports have been.
+    pub(super) shutting: Mutex<bool>,
+}
+
+impl Drop for AgentInner {
+    fn drop(&mut self) {
+        if fork::check().is_err() {
+            std::mem::forget(std::mem::take(&mut self.transports)); // in a fork nothing of a transport is dropped
+        }
+    }
+}
+
+/// A transport of this agent.
+pub(crate) struct Open {
+    pub(crate) name: &'static str,
+    pub(crate) speaks_for: &'static [&'static str],
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) meters: Meters,
+}
+
+#[derive(Default)]
+pub(super) struct Tables {
+    pub(super) generation: u64,
+    pub(super) regions: BTreeMap<RegionId, Arc<RegionInfo>>,
+    /// To be revoked at shutdown.
+    pub(super) handles: Vec<Weak<RegionCore>>,
+    /// Whom to tell what happens to a link.
+    links: HashMap<LinkId, Weak<dyn OwnsLinks>>,
+}
+
+/// A peer, as the agent reaches it.
+pub(crate) trait OwnsLinks: Send + Sync {
+    /// A link of its own changed.
+    fn link_changed(self: Arc<Self>, id: LinkId, change: LinkState);
+
+    /// It is gone for good: closes its links and fails what waits for one.
+    fn end(self: Arc<Self>, why: Error);
+}
+
+/// What transports report to. Holds the agent weakly: transports do not keep it alive.
+pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
+
+impl Events for Sink {
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+        let agent = self.0.lock().upgrade();
+        agent.map_or(Ok(()), |agent| agent.inbox.deliver(from, bytes))
+    }
+
+    fn link(&self, id: LinkId, state: LinkState) {
+        let agent = self.0.lock().upgrade();
+        let owner = agent.and_then(|agent| agent.tables.lock().links.get(&id).and_then(Weak::upgrade));
+        if let Some(owner) = owner {
+            owner.link_changed(id, state);
+        }
+    }
+}
+
+impl AgentInner {
+    pub(super) fn new(
+        identity: Identity,
+        (transports, not_open): (Vec<Open>, Vec<(&'static str, Error)>),
+        staged: bool,
+        budget: Budget,
+        inbox: Inbox,
+    ) -> Result<Self> {
+        Ok(AgentInner {
+            clock: Clock::start(&identity.name)?,
+            identity,
+            transports,
+            not_open,
+            staged,
+            budget,
+            inbox,
+            tables: Mutex::default(),
+            ids: AtomicU64::new(1),
+            closed: AtomicBool::new(false),
+            shutting: Mutex::new(false),
+        })
+    }
+
+    /// The owners of all links, once for each link.
+    pub(super) fn owners(&self) -> Vec<Arc<dyn OwnsLinks>> {
+        self.tables.lock().links.values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The position of the open backend that speaks to foreign agents of this kind. Errors: `NoRoute`.
+    pub(super) fn speaks(&self, backend: &str) -> Result<usize> {
+        let is = |name: &&str| name.eq_ignore_ascii_case(backend);
+        let position = |speaks: &dyn Fn(&Open) -> bool| self.transports.iter().position(speaks);
+        // Whoever speaks for others does so because they cannot themselves.
+        let speaker = position(&|open| open.speaks_for.iter().any(is));
+        speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
+            let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
+            Error::new(
+                Kind::NoRoute,
+                format!(
+                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
+                    open.join(", ")
+                ),
+            )
+        })
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if !broken("fork") {
+            fork::check()?;
+        }
+        if self.is_closed() {
+            return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(crate) fn new_transfer(&self) -> TransferId {
+        TransferId(self.next_id())
+    }
+
+    pub(crate) fn new_link(&self, owner: Weak<dyn OwnsLinks>) -> LinkId {
+        let id = LinkId(self.next_id());
+        self.tables.lock().links.insert(id, owner);
+        id
+    }
+
+    pub(crate) fn forget_link(&self, id: LinkId) {
+        let gone = self.tables.lock().links.remove(&id);
+        drop(gone);
+    }
+
+    pub(crate) fn forget_region(&self, id: RegionId) {
+        let mut tables = self.tables.lock();
+        if tables.regions.remove(&id).is_some() {
+            tables.generation += 1;
+        }
+    }
+
+    pub(super) fn resume_transports(&self) {
+        for open in &self.transports {
+            open.transport.resume();
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}

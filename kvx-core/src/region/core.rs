@@ -1,0 +1,196 @@
+//! The part of a region that outlives its handles, and its revocation.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use crate::bound::{Bindings, KeepsBound};
+use crate::breaks::broken;
+use crate::completion::{Completion, Shot};
+use crate::identity::{RegionId, RegionKey};
+use crate::quarantine::{self, Held};
+use crate::sync::Mutex;
+use crate::ticket::Settle;
+use crate::transport::LocalRegion;
+use crate::{Error, Kind, Memory, Result, Ticket};
+
+/// The part of a region that outlives its handles while transports still hold on to it.
+pub(crate) struct RegionCore {
+    pub(crate) id: RegionId,
+    pub(crate) key: RegionKey,
+    pub(crate) name: Arc<str>,
+    pub(crate) memory: Arc<Memory>,
+    /// What each transport made of it, by position in the agent's list; or why not.
+    pub(crate) locals: Vec<Result<Arc<dyn LocalRegion>>>,
+    /// Transfers of the own agent that use it and have not settled.
+    pins: AtomicUsize,
+    revoking: AtomicBool,
+    revocation: Mutex<Revocation>,
+    /// Plans whose bindings hold what transports made of it.
+    bindings: Mutex<Bindings>,
+}
+
+#[derive(Default)]
+struct Revocation {
+    /// Transports that have not answered; `None` before they were asked.
+    left: Option<usize>,
+    failed: Option<Error>,
+    waiting: Vec<Arc<Shot<Arc<Memory>>>>,
+    held: Option<Held>,
+    /// All have answered, and what that means.
+    ended: Option<Result<()>>,
+}
+
+pub(super) fn still_shared() -> Error {
+    Error::new(
+        Kind::StillShared,
+        "remote access to the region is not proven ended: its memory stays quarantined until every peer has confirmed \
+         or is known to be dead; call revoke again to go on waiting",
+    )
+}
+
+impl RegionCore {
+    pub(crate) fn new(
+        id: RegionId,
+        key: RegionKey,
+        name: Arc<str>,
+        memory: Arc<Memory>,
+        locals: Vec<Result<Arc<dyn LocalRegion>>>,
+    ) -> Self {
+        RegionCore {
+            id,
+            key,
+            name,
+            memory,
+            locals,
+            pins: AtomicUsize::new(0),
+            revoking: AtomicBool::new(false),
+            revocation: Mutex::default(),
+            bindings: Mutex::default(),
+        }
+    }
+
+    /// Counts a transfer of the own agent. Errors: `Revoked`.
+    pub(crate) fn pin(self: &Arc<Self>) -> Result<()> {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+        if !self.is_revoking() {
+            return Ok(());
+        }
+        self.unpin();
+        Err(Error::new(
+            Kind::Revoked,
+            format!("region {} is revoked: register its memory again to use it", self.name),
+        ))
+    }
+
+    pub(crate) fn unpin(self: &Arc<Self>) {
+        if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_revoking() {
+            self.ask_transports();
+        }
+    }
+
+    pub(crate) fn is_revoking(&self) -> bool {
+        self.revoking.load(Ordering::SeqCst)
+    }
+
+    /// A plan that uses it was bound to a link.
+    pub(crate) fn bound(&self, plan: Weak<dyn KeepsBound>) {
+        self.bindings.lock().add(plan);
+    }
+
+    /// Begins, or joins, the revocation; with `quarantine`, a reason, nobody else keeps the memory meanwhile.
+    pub(super) fn revoke(
+        self: &Arc<Self>,
+        waiting: Option<Arc<Shot<Arc<Memory>>>>,
+        quarantine: Option<&str>,
+    ) {
+        let mut revocation = self.revocation.lock();
+        let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
+        if let Some(result) = ended {
+            drop(revocation);
+            waiting.map(|shot| shot.finish(result.map(|()| Arc::clone(&self.memory))));
+            return;
+        }
+        revocation.waiting.extend(waiting);
+        if let Some(why) = quarantine
+            && revocation.held.is_none()
+        {
+            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
+        }
+        self.revoking.store(true, Ordering::SeqCst);
+        drop(revocation);
+        if self.pins.load(Ordering::SeqCst) == 0 {
+            self.ask_transports();
+        }
+    }
+
+    /// Called when the own transfers have settled, perhaps by several threads at once.
+    fn ask_transports(self: &Arc<Self>) {
+        let locals: Vec<_> = self.locals.iter().flatten().cloned().collect();
+        {
+            let mut revocation = self.revocation.lock();
+            if revocation.left.is_some() {
+                return;
+            }
+            // One more than there are, so that the last answer cannot come before all are asked.
+            revocation.left = Some(locals.len() + 1);
+        }
+        let bindings = self.bindings.lock().release_all();
+        drop(bindings); // prepared lists end before what they name
+        for local in locals {
+            local.revoke(Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
+        }
+        self.answered(Ok(()));
+    }
+
+    /// As [`Region::revoke`], for an agent that ends.
+    pub(crate) fn revoke_at_shutdown(self: &Arc<Self>) -> Completion<Arc<Memory>> {
+        let shot = Shot::new();
+        self.revoke(Some(Arc::clone(&shot)), None);
+        Completion::of(shot)
+    }
+
+    fn answered(self: &Arc<Self>, result: Result<()>) {
+        let mut revocation = self.revocation.lock();
+        if let Err(error) = result {
+            revocation.failed.get_or_insert(error);
+        }
+        let left = revocation.left.map_or(0, |left| left.saturating_sub(1));
+        revocation.left = Some(left);
+        if left > 0 {
+            return;
+        }
+        let waiting = std::mem::take(&mut revocation.waiting);
+        let result = match revocation.failed.clone() {
+            None => Ok(()),
+            Some(cause) => Err(still_shared().source(cause)),
+        };
+        revocation.ended = Some(result.clone());
+        let mut held = revocation.held.take();
+        drop(revocation);
+        if result.is_err() {
+            // Nothing will ever prove that the access has ended.
+            let held = held.take();
+            std::mem::forget(held.unwrap_or_else(|| {
+                quarantine::hold(Arc::clone(&self.memory), &self.name, "its revocation failed")
+            }));
+        }
+        drop(held);
+        for shot in waiting {
+            shot.finish(result.clone().map(|()| Arc::clone(&self.memory)));
+        }
+    }
+}
+
+/// A transport's answer to a revocation.
+impl Settle for RegionCore {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        self.answered(result);
+    }
+
+    fn forgotten(self: Arc<Self>) {
+        self.answered(Err(Error::new(
+            Kind::Forgotten,
+            "a transport lost the revocation: report this as a bug of it",
+        )));
+    }
+}

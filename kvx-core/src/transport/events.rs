@@ -1,0 +1,33 @@
+//! What a transport reports to its agent.
+
+use crate::identity::{Incarnation, Sender};
+use crate::{Error, LinkId};
+
+/// Where a transport reports. Called without locks of the transport but the one that makes it the only one to make
+/// progress; may call wakers.
+pub trait Events: Send + Sync {
+    /// A peer sent `bytes`. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
+    /// [`Transport::resume`](super::Transport::resume). May let go of the core for whoever waits for them.
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full>;
+
+    /// A link changed.
+    fn link(&self, id: LinkId, state: LinkState);
+}
+
+/// The queue of notifications has no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Full;
+
+/// What happened to a link.
+#[derive(Clone, Debug)]
+pub enum LinkState {
+    /// The handshake is done: plans may be posted.
+    Up,
+    /// Its capabilities or its description changed.
+    Changed,
+    /// It is gone for good, or never came up. Core resolves what is in flight with this error at once; each ticket
+    /// settles when it is proven that nobody touches its memory.
+    Lost(Error),
+    /// Another incarnation answered under the peer's name.
+    Restarted(Incarnation),
+}

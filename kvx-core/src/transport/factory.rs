@@ -1,0 +1,134 @@
+//! How a backend is found and opened.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Events, Transport};
+use crate::identity::Identity;
+use crate::{Capabilities, DeviceAccess, Options, Result, Secret};
+
+/// Makes transports of one backend. One per backend, a plain value in the registry.
+pub trait Factory: Send + Sync {
+    /// The backend's name, in capitals.
+    fn name(&self) -> &'static str;
+
+    /// Its place in the order of preference.
+    fn placement(&self) -> Placement;
+
+    /// Whether it can run on this machine with these options, and what it would use. Opens what it must to know.
+    fn available(&self, options: &Options) -> Result<Availability, Unavailable>;
+
+    /// Opens it for one agent. Errors name what to do next.
+    fn open(&self, context: Context) -> Result<Arc<dyn Transport>>;
+}
+
+/// What an available backend would use.
+#[derive(Clone, Debug)]
+pub struct Availability {
+    /// Version of the library, or of kvx for an embedded transport.
+    pub version: String,
+    /// The library's file; `None` for an embedded transport.
+    pub library: Option<PathBuf>,
+    /// Devices or interfaces it found.
+    pub devices: Vec<String>,
+    /// Whether it has an RDMA device.
+    pub rdma: bool,
+    /// What it promises.
+    pub capabilities: Capabilities,
+    /// What an operator should know before using it (a listener on all interfaces, say).
+    pub caution: Option<String>,
+}
+
+/// What a transport is opened with.
+#[derive(Clone)]
+pub struct Context {
+    /// The agent it serves.
+    pub agent: Identity,
+    /// All options; a backend reads the table of its own name.
+    pub options: Options,
+    /// Where notifications and changes of links go.
+    pub events: Arc<dyn Events>,
+    /// How device memory is copied, by kind.
+    pub devices: Vec<Arc<dyn DeviceAccess>>,
+    /// The shared secret of the fleet, if there is one.
+    pub secret: Option<Secret>,
+    /// How long a peer may be silent with work in flight before it counts as lost.
+    pub peer_timeout: Duration,
+}
+
+/// A backend's place in the order of preference, as data: core holds no backend's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Lower is preferred.
+    pub order: u32,
+    /// When it is opened without being named.
+    pub without_a_list: WithoutAList,
+    /// Further names whose backends it speaks for toward foreign agents of its kind.
+    pub speaks_for: &'static [&'static str],
+}
+
+/// When a backend is opened although no list names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WithoutAList {
+    /// Always.
+    Open,
+    /// When it reports an RDMA device.
+    OpenWithRdma,
+    /// Never.
+    Skip,
+}
+
+/// Why a compiled-in backend cannot run on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unavailable {
+    /// What is missing: `libucp.so.0 not found`.
+    pub missing: String,
+    /// The variable that points to the library, if there is one.
+    pub variable: Option<&'static str>,
+    /// Its value, if it is set.
+    pub value: Option<String>,
+    /// What was tried, in order.
+    pub tried: Vec<String>,
+    /// What to do.
+    pub cure: String,
+}
+
+impl Unavailable {
+    /// Without a library: a reason and a cure.
+    pub fn because(missing: impl Into<String>, cure: impl Into<String>) -> Self {
+        Unavailable {
+            missing: missing.into(),
+            variable: None,
+            value: None,
+            tried: Vec::new(),
+            cure: cure.into(),
+        }
+    }
+
+    /// The reason alone.
+    pub fn reason(&self) -> String {
+        let mut notes = Vec::new();
+        if let Some(variable) = self.variable {
+            notes.push(match &self.value {
+                None => format!("{variable} unset"),
+                Some(value) => format!("{variable}={value}"),
+            });
+        }
+        if !self.tried.is_empty() {
+            notes.push(format!("tried {}", self.tried.join(", ")));
+        }
+        if notes.is_empty() {
+            self.missing.clone()
+        } else {
+            format!("{} ({})", self.missing, notes.join("; "))
+        }
+    }
+}
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.reason(), self.cure)
+    }
+}

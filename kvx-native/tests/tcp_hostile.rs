@@ -410,7 +410,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
 fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
     let owner = |mut lanes: Vec<Raw>| {
         let (_, id, _) = lanes[0].frame().unwrap();
-        lanes[0].send(&frame(END, id, b"\x03taken back"));
+        lanes[0].send(&frame(END, id, b"\x03\x0a\0\0\0taken\nback"));
         let (_, id, _) = lanes[0].frame().unwrap();
         lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
         assert!(lanes.iter_mut().all(Raw::is_closed));
@@ -443,7 +443,7 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
             assert!(lanes[0].peeked(READ).is_none(), "it begins before the cancelled write has ended");
             std::thread::yield_now();
         }
-        lanes[bulk].send(&frame(END, id, &[CANCELLED]));
+        lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));
         let (kind, id, _) = lanes[0].frame().unwrap();
         assert_eq!(kind, READ);
         lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());

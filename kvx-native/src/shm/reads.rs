@@ -4,13 +4,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
+use kvx_backend::control::reasons::{cancelled, closed};
+use kvx_backend::control::{Imported, Message as Shared};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 
-use super::connection::{Connection, Imported, Waiting};
+use super::connection::{Connection, Waiting};
 use super::copy::{MAX_BATCH, Reading, Stopped};
-use super::error::{cancelled, closed, error};
+use super::error::{NAME, error};
 use super::flights::{Errand, Flight, Load};
 use super::link::{Import, Wiring};
 use super::memory::{Held, Place};
@@ -46,12 +48,12 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
     let mut places = Vec::with_capacity(plan.remotes().len());
     for remote in plan.remotes() {
         let any: &dyn std::any::Any = &*remote.region;
-        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(&import.number));
+        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(import.number));
         match import {
-            Some(Imported::Held(held, _)) => places.push(held.place.clone()),
+            Some(Imported::Held((held, _))) => places.push(held.place.clone()),
             Some(Imported::Refused(reason)) => return Err(reason.clone()),
             Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
-            None => return Err(closed()),
+            None => return Err(closed().backend(NAME)),
         }
     }
     Ok(Grants::All(places))
@@ -171,6 +173,7 @@ impl Machine {
     /// Stops a transfer as soon as it can be.
     pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
         let Some(&at) = self.links.get(&link.id) else { return };
+        let cancelled = || cancelled().backend(NAME);
         let stopped =
             self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
         for work in stopped {
@@ -188,7 +191,7 @@ impl Machine {
         if connection.writes.contains(id.0) {
             match connection.writes.fail(id.0, cancelled()) {
                 Some((done, result)) => out.settle(done, result),
-                None => connection.send(&self.poller, &Message::Cancel { write: id.0 }),
+                None => connection.send(&self.poller, Message::Cancel { write: id.0 }),
             }
             self.note_awaiting(at);
         }
@@ -201,10 +204,9 @@ impl Machine {
         if !connection.is_up() {
             return;
         }
-        let want = Message::Want { import: import.number, id: import.id, key: import.key };
-        connection.imports.insert(import.number, Imported::Wanted(import));
-        connection.wanted += 1;
-        connection.send(&self.poller, &want);
+        let want = Shared::Want { import: import.number, id: import.id, key: import.key };
+        connection.imports.want(import.number, import);
+        connection.send(&self.poller, want);
         self.note_awaiting(at);
     }
 
@@ -218,11 +220,7 @@ impl Machine {
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
-        let Some(Imported::Wanted(import)) = connection.imports.get(&number) else {
-            return Err(error(Kind::Malformed, "malformed SHM message: an answer that nobody had asked for"));
-        };
-        let import = Arc::clone(import);
-        connection.wanted -= 1;
+        let import = connection.imports.answered(number)?;
         let held = answer.and_then(|reached| {
             if reached.len != import.len {
                 return Err(error(
@@ -235,17 +233,13 @@ impl Machine {
             }
             Held::of(import.id, reached, file.as_ref(), &self.devices)
         });
-        let imported = match held {
-            Ok(held) => {
-                self.populate(at, &held);
-                if let Some(window) = self.connections[at].window(&held) {
-                    import.shutter.open(window);
-                }
-                Imported::Held(held, import)
+        if let Ok(held) = &held {
+            self.populate(at, held);
+            if let Some(window) = self.connections[at].window(held) {
+                import.shutter.open(window);
             }
-            Err(reason) => Imported::Refused(reason),
-        };
-        self.connections[at].imports.insert(number, imported);
+        }
+        self.connections[at].imports.settle(number, held.map(|held| (held, import)));
         self.note_awaiting(at);
         self.post_waiting(at, out);
         Ok(())

@@ -359,7 +359,7 @@ fn too_many_notifications_at_once_cost_a_connection() {
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let honest = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
+    let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let lanes = (0..3).map(|_| {
@@ -369,7 +369,7 @@ fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair)
             });
             owner(lanes.collect());
         });
-        reader(&Pair::of(honest, agent("reader"), 256 << 10))
+        reader(&Pair::of(advertising, agent("reader"), 256 << 10))
     })
 }
 

@@ -316,16 +316,16 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             for (lane, done) in lanes::tickets(done, of).into_iter().enumerate() {
                 let (link, plan) = (Arc::clone(&self.wiring), Arc::clone(&plan));
                 let stripe = Stripe { lane, of };
-                lanes[lane].submit(Command::Post { link, plan, stripe, id, done, here: None });
+                lanes[lane].submit(Command::Post { link, plan, stripe, id, done, inline_on: None });
             }
             return;
         }
         let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
-            let here = Some(Thread::this());
-            lane.submit_here(Command::Post { link, plan, stripe, id, done, here });
+            let inline_on = Some(Thread::this());
+            lane.submit_here(Command::Post { link, plan, stripe, id, done, inline_on });
         } else {
-            lane.submit(Command::Post { link, plan, stripe, id, done, here: None });
+            lane.submit(Command::Post { link, plan, stripe, id, done, inline_on: None });
         }
     }
 

@@ -52,14 +52,14 @@ pub(super) enum Command<L> {
         link: Arc<Wiring>,
         import: Arc<Import>,
     },
-    /// `here`: on this thread a small transfer may be posted at once.
+    /// `inline_on`: on this thread a small transfer may be posted at once.
     Post {
         link: Arc<Wiring>,
         plan: Arc<Bound>,
         stripe: Stripe,
         id: TransferId,
         done: Ticket,
-        here: Option<Thread>,
+        inline_on: Option<Thread>,
     },
     Notify {
         link: Arc<Wiring>,
@@ -237,9 +237,15 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A transfer was posted; `here`: by this thread.
+    /// A transfer was posted; `inline_on`: by this thread.
     #[inline(always)]
-    pub(super) fn post(&mut self, number: u64, transfer: Waiting, here: Option<Thread>, out: &mut Outbox) {
+    pub(super) fn post(
+        &mut self,
+        number: u64,
+        transfer: Waiting,
+        inline_on: Option<Thread>,
+        out: &mut Outbox,
+    ) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
         for remote in transfer.plan.remotes() {
@@ -258,7 +264,7 @@ impl<F: Fabric> Machine<F> {
             }
         }
         match Running::new(number, transfer, remotes, self.fabric.max_piece()) {
-            Ok(running) => self.start(running, here == Some(Thread::this()), out),
+            Ok(running) => self.start(running, inline_on == Some(Thread::this()), out),
             Err((done, why)) => out.settle(done, Err(why)),
         }
     }
@@ -315,7 +321,7 @@ impl<F: Fabric> Progress for Machine<F> {
 
     #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
-        self.left_something |= !matches!(command, Command::Post { here: Some(_), .. });
+        self.left_something |= !matches!(command, Command::Post { inline_on: Some(_), .. });
         match command {
             Command::Connect { link, address, foreign } => self.connect(link, &address, foreign, out),
             Command::Update { link, address } => {
@@ -326,8 +332,8 @@ impl<F: Fabric> Progress for Machine<F> {
                 }
             }
             Command::Import { link, import } => self.import(&link, &import, out),
-            Command::Post { link, plan, stripe, id, done, here } => match self.number_of(&link) {
-                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, here, out),
+            Command::Post { link, plan, stripe, id, done, inline_on } => match self.number_of(&link) {
+                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, inline_on, out),
                 None => {
                     drop(plan);
                     out.settle(done, Err(link.gone()));

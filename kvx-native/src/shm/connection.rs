@@ -11,8 +11,8 @@ use rustix::io::Errno;
 
 use super::copy::Owner;
 use super::error::error;
-use super::here::{Watched, Window};
 use super::host::PeerProcess;
+use super::inline::{Watched, Window};
 use super::link::{Import, Wiring};
 use super::memory::{self, Held, How};
 use super::messages::Message;

@@ -279,7 +279,7 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
 /// An owner that hands out files which would kill a reader that trusted them.
 #[test]
 fn an_owner_that_passes_unfit_files_is_refused() {
-    let (honest, region) = target();
+    let (owner, region) = target();
     let reader = agent("reader");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
     let len = LEN as u64;
@@ -296,8 +296,8 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         (Reached { len: len * 2, at: At::File }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
     ];
     for (reached, file, expected) in cases {
-        // The metadata of an honest agent, but for where it listens.
-        let mut metadata = honest.metadata().unwrap();
+        // The metadata of an well-behaved agent, but for where it listens.
+        let mut metadata = owner.metadata().unwrap();
         let name = super::transport::random_socket_name().unwrap();
         let listener = socket::listen(&name).unwrap();
         let place = socket_of(&metadata);
@@ -315,7 +315,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
             std::thread::yield_now();
         };
         assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Hello { .. })));
-        let (from, rest) = (honest.identity().clone(), NO_PROBE.welcome_rest(&Ok(())));
+        let (from, rest) = (owner.identity().clone(), NO_PROBE.welcome_rest(&Ok(())));
         raw.send(Shared::Welcome { version: 1, from, rest: &rest }, None);
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
@@ -329,7 +329,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     local.copy_out(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 0));
     reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    honest.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }
 
 /// Seeded garbage on live connections, on both ends at once: no panic, and good clients work on.

@@ -77,13 +77,13 @@ pub(crate) enum Command {
         link: Arc<Wiring>,
         import: Arc<Import>,
     },
-    /// `here`: on this thread a small read may be done at once.
+    /// `inline_on`: on this thread a small read may be done at once.
     Post {
         link: Arc<Wiring>,
         plan: Arc<Bound>,
         id: TransferId,
         done: Ticket,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
     },
     Notify {
         link: Arc<Wiring>,
@@ -393,8 +393,8 @@ impl Progress for Machine {
         match command {
             Command::Connect { link, socket } => self.connect(link, socket, out),
             Command::Import { link, import } => self.import(&link, import),
-            Command::Post { link, plan, id, done, here } => {
-                self.post(&link, Waiting { plan, id, done }, here, out)
+            Command::Post { link, plan, id, done, inline_on } => {
+                self.post(&link, Waiting { plan, id, done }, inline_on, out)
             }
             Command::Notify { link, bytes, done } => self.notify(&link, bytes, done, out),
             Command::Cancel { link, id } => self.cancel(&link, id, out),

@@ -60,12 +60,12 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
 }
 
 impl Machine {
-    /// A transfer was posted; `here`: by this thread, on which a small read may be done at once.
+    /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at once.
     pub(crate) fn post(
         &mut self,
         link: &Arc<Wiring>,
         transfer: Waiting,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
         let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
@@ -75,10 +75,10 @@ impl Machine {
             Err(reason) => out.settle(transfer.done, Err(reason)),
             Ok(Grants::Missing) => self.connections[at].waiting.push(transfer),
             Ok(Grants::All(places)) => match transfer.plan.op() {
-                Op::Read => self.start_read(at, transfer, places, here, out),
+                Op::Read => self.start_read(at, transfer, places, inline_on, out),
                 Op::Write => {
                     // On the poster's own thread: the first message, and nothing else.
-                    self.lent_turn |= here == Some(std::thread::current().id());
+                    self.lent_turn |= inline_on == Some(std::thread::current().id());
                     let Waiting { plan, id, done } = transfer;
                     self.connections[at].start_write(&self.poller, &self.regions, id, plan, done);
                     self.pump(at, out);
@@ -100,16 +100,16 @@ impl Machine {
         at: usize,
         transfer: Waiting,
         places: Vec<Place>,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
         let Waiting { plan, id, done } = transfer;
         let size = plan.size();
         let pieces = Reading(plan.segments(MAX_BATCH));
         let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
-        let here = small && here == Some(std::thread::current().id());
+        let inline = small && inline_on == Some(std::thread::current().id());
         // On the poster's own thread: this read and nothing else.
-        self.lent_turn |= here;
+        self.lent_turn |= inline;
         if Load::needs_device(&places, plan.locals().first().map(|local| &local.memory)) {
             let load = Load {
                 pieces: Box::new(pieces),
@@ -119,14 +119,14 @@ impl Machine {
                 bytes: size.bytes,
             };
             let number = self.take_off(at, Errand::Read { id, done: Some(done) }, load);
-            if here {
+            if inline {
                 self.flight_turn(number, out);
             }
             return;
         }
         let targets = plan.locals().iter().map(|local| local.memory.address()).collect();
         let read = Box::new(Read { at, id, pieces, places, targets, left: size.bytes, done });
-        if here {
+        if inline {
             self.read_turn(read, out);
         } else {
             self.turns.push(Work::Read(read), size.bytes);

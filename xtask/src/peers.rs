@@ -1,4 +1,5 @@
-//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for it.
+//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +12,7 @@ use crate::metadata::Metadata;
 use crate::{Result, steps};
 
 /// A peer that is more than its packages.
-struct Peer {
+struct PeerSoftware {
     name: &'static str,
     packages: &'static [DebianPackage],
     wheels: &'static [Wheel],
@@ -32,7 +33,7 @@ struct SharedLibrary {
     path_macro: Option<(&'static str, &'static str)>,
 }
 
-const PEERS: &[Peer] = &[Peer {
+const PEERS: &[PeerSoftware] = &[PeerSoftware {
     name: "mooncake",
     packages: &[
         DebianPackage { name: "etcd-server", why: "Mooncake's engines find each other by it, in a test" },
@@ -92,7 +93,7 @@ pub(crate) fn prepare_all(target: &Path, limit: Duration) -> Vec<String> {
     results.filter_map(|(name, result)| Some(format!("{name}: {}", result.err()?))).collect()
 }
 
-fn prepare(peer: &Peer, target: &Path, until: Instant) -> Result<()> {
+fn prepare(peer: &PeerSoftware, target: &Path, until: Instant) -> Result<()> {
     install_debian_packages(peer.packages, until)?;
     for wheel in peer.wheels {
         install_wheel(wheel, target, until)?;

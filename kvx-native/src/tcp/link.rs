@@ -2,9 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
-};
+use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
 use super::address;

@@ -4,6 +4,7 @@ use kvx_connector::engine::{
     Action, Allocation, Arrival, BlockLists, BlockReference, NotLoaded, Outcome, PeerLane, Status, Time,
     WorkerRank,
 };
+use kvx_connector::mapping::MemoryType;
 use kvx_connector::params::{Dialect, TransferParams};
 
 use crate::rig::{
@@ -213,7 +214,7 @@ fn a_decode_with_fewer_ranks_reads_every_source_rank_once() {
     let mut two = plan();
     two.lanes.push(PeerLane { rank: WorkerRank { pp: 0, tp: 1 }, ..two.lanes[0].clone() });
     let moves = reads(&decode.connected(0.0, *connection, two));
-    assert_eq!(moves.iter().map(|what| what.rank.tp).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1]);
     assert!(std::sync::Arc::ptr_eq(&moves[0].groups, &moves[1].groups), "one list for all ranks");
     decode.read_done(1.0, &moves[0]);
     assert_eq!(decode.outcomes(1.0), []);
@@ -243,7 +244,7 @@ fn a_load_without_blocks_is_reported_only_if_it_is_awaited() {
     // A load of which another group has all: awaited.
     decode.arrive(0.0, "empty", 32, &prefilled("p", "p-empty", 32));
     let allocation = Allocation { fill: BlockLists::default(), computed: 0, external: 32 };
-    decode.scheduler.update_state_after_alloc(&"empty".into(), allocation);
+    decode.scheduler.update_state_after_alloc(at(0.0), &"empty".into(), allocation);
     let connection = decode.step_to_handshake(0.0);
     let told = notes(&decode.connected(0.0, connection, plan()));
     assert_eq!(told, [(0, "p-hit:1".to_owned()), (0, "p-empty:1".to_owned())]);
@@ -280,11 +281,12 @@ fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
     decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
     let connection = decode.step_to_handshake(0.0);
     let mut mixed = plan();
-    mixed.lanes[0].parts = 2;
+    let memory = [(MemoryType::Vram, MemoryType::Vram), (MemoryType::Dram, MemoryType::Dram)];
+    mixed.lanes[0].memory = memory.to_vec();
     let moves = reads(&decode.connected(0.0, connection, mixed));
     assert_eq!(
-        moves.iter().map(|what| (what.part, note_of(what))).collect::<Vec<_>>(),
-        [(0, None), (1, None)]
+        moves.iter().map(|what| (what.part.memory, note_of(what))).collect::<Vec<_>>(),
+        memory.map(|memory| (memory, None))
     );
     assert_eq!(notes(&decode.read_done(1.0, &moves[1])), []);
     assert_eq!(notes(&decode.read_done(2.0, &moves[0])), [(0, "p-r:1".to_owned())]);

@@ -235,7 +235,7 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
     all.lanes =
         (0..4).map(|tp| PeerLane { rank: WorkerRank { pp: 0, tp }, ..all.lanes[0].clone() }).collect();
     let moves = writes(&prefill.connected(0.0, connection, all));
-    assert_eq!(moves.iter().map(|what| what.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
     for what in &moves {
         assert_eq!(note_of(what).unwrap(), "r:1", "each of them is told");
         assert_eq!(prefill.outcomes(1.0), []);

@@ -323,7 +323,7 @@ impl Engine {
             let fill =
                 rest.len().min((computed + matched.tokens).div_ceil(size) as usize - request.cached as usize);
             let fill = BlockLists::single(&rest[..fill]);
-            scheduler.update_state_after_alloc(id, Allocation { fill, computed, external: matched.tokens });
+            scheduler.update_state_after_alloc(time, id, Allocation { fill, computed, external: matched.tokens });
             if matched.tokens > 0 {
                 request.doing = Doing::Loading;
             } else {

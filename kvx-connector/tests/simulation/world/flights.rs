@@ -36,7 +36,7 @@ impl World {
         let half = if write {
             (own > theirs && !self.scenario.latent).then_some(at.worker % 2)
         } else {
-            (theirs > own && !self.scenario.latent).then_some(what.rank.tp as usize % 2)
+            (theirs > own && !self.scenario.latent).then_some(what.part.rank.tp as usize % 2)
         };
         let target = what.notification.as_ref().filter(|_| write).and_then(|bytes| {
             let text = std::str::from_utf8(bytes).ok()?;
@@ -88,7 +88,7 @@ impl World {
         let target = flight.target.as_ref();
         target.is_some_and(|request| {
             let link = flight.link;
-            self.fenced.contains(&(link.engine, link.life, flight.what.rank.tp as usize, request.clone()))
+            self.fenced.contains(&(link.engine, link.life, flight.what.part.rank.tp as usize, request.clone()))
         })
     }
 
@@ -110,7 +110,7 @@ impl World {
             flight.counted = (true, flight.write && !flight.blocked);
         }
         if flight.counted.1 && self.engines[flight.link.engine].life == flight.link.life {
-            let memory = &mut self.engines[flight.link.engine].pool.workers[flight.what.rank.tp as usize];
+            let memory = &mut self.engines[flight.link.engine].pool.workers[flight.what.part.rank.tp as usize];
             blocks(false).into_iter().for_each(|block| change(&mut memory.writers[block]));
         }
         if self.engines[flight.link.engine].life == flight.link.life
@@ -131,7 +131,7 @@ impl World {
         if !alive || flight.blocked || (flight.fails && part == 1) {
             return;
         }
-        let remote_worker = flight.what.rank.tp as usize;
+        let remote_worker = flight.what.part.rank.tp as usize;
         for group in flight.what.groups.iter() {
             for place in (0..group.local.len()).filter(|place| place % 2 == part) {
                 let (local, remote) = (group.local.at(place) as usize, group.remote.at(place) as usize);
@@ -185,7 +185,7 @@ impl World {
         }
         if let Some(bytes) = &flight.what.notification {
             let bytes = Arc::clone(bytes);
-            self.notify(at, link, flight.what.rank, None, &bytes);
+            self.notify(at, link, flight.what.part.rank, None, &bytes);
         }
         let time = Duration::from_millis(1);
         let done = Transferred { time, post: time, bytes: 1, descriptors: 1 };
@@ -223,7 +223,7 @@ impl World {
                 if flight.counted.1 && self.engines[engine].life == life {
                     for group in flight.what.groups.iter() {
                         for place in 0..group.remote.len() {
-                            let memory = &mut self.engines[engine].pool.workers[flight.what.rank.tp as usize];
+                            let memory = &mut self.engines[engine].pool.workers[flight.what.part.rank.tp as usize];
                             memory.writers[group.remote.at(place) as usize] -= 1;
                         }
                     }

@@ -465,7 +465,7 @@ impl World {
         let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a right plan");
         let rank = |tp: &u32| WorkerRank { pp: 0, tp: *tp };
         plan.lanes =
-            read.iter().map(|tp| PeerLane { rank: rank(tp), parts: 1, groups: None, readers }).collect();
+            read.iter().map(|tp| PeerLane::whole(rank(tp), readers)).collect();
         plan.told = ranks[read.len()..].iter().map(|tp| (rank(tp), readers)).collect();
         plan.generations = self.scenario.generations && !writes;
         let clock = self.engines[at.engine].clocks[at.worker];

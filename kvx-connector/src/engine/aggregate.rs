@@ -107,7 +107,8 @@ impl OutputAggregator {
         let received =
             self.recving.iter().filter(|(_, (votes, _))| enough(votes)).map(|(request, _)| request.clone());
         whole.finished_recving = received.collect();
-        let mut lost = |request: &RequestId, kept| whole.lost.extend(self.lost.take(&(request.clone(), kept)));
+        let mut lost =
+            |request: &RequestId, kept| whole.lost.extend(self.lost.take(&(request.clone(), kept)));
         for request in &whole.finished_sending {
             self.sending.remove(request);
             lost(request, Kept::Request);

@@ -136,7 +136,8 @@ impl Peers {
         self.last += 1;
         let connection = Connection(self.last);
         let state = State::Connecting(connection);
-        self.engines.insert(peer.engine.clone(), Engine { peer: Arc::clone(peer), state, used: now, renewals });
+        self.engines
+            .insert(peer.engine.clone(), Engine { peer: Arc::clone(peer), state, used: now, renewals });
         actions.push_back(Action::Handshake { connection, peer: Arc::clone(peer), ranks });
         Reach::Wait
     }
@@ -268,5 +269,43 @@ impl Peers {
     /// Connections that are still there, retired ones too.
     pub(super) fn connections(&self) -> usize {
         self.links.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Address;
+
+    fn peer(engine: &str) -> Arc<RemoteEngine> {
+        let address = Address { host: engine.into(), port: 1 };
+        let engine = engine.into();
+        Arc::new(RemoteEngine { engine, address, tp_size: 1, pp_size: 1, dcp_size: 1, registration: 0 })
+    }
+
+    fn at(seconds: u64) -> Time {
+        Time::from_origin(Duration::from_secs(seconds))
+    }
+
+    fn connect(peers: &mut Peers, now: Time, engine: &str) -> Connection {
+        let mut actions = VecDeque::new();
+        let ranks = || Ok(vec![WorkerRank::default()]);
+        assert!(matches!(peers.reach(now, &peer(engine), ranks, &mut actions), Reach::Wait));
+        let Some(Action::Handshake { connection, .. }) = actions.pop_front() else { panic!("no handshake") };
+        let plan = PeerPlan::one_to_one(16, 10).expect("a right plan");
+        peers.connected(now, connection, Ok(plan), &mut actions).expect("it was waited for");
+        connection
+    }
+
+    #[test]
+    fn engines_whose_data_was_wrong_are_forgotten_when_nobody_asks_for_them() {
+        let mut peers = Peers::new(None);
+        for number in 0..100 {
+            let connection = connect(&mut peers, at(number), &format!("gone-{number}"));
+            peers.invalidate(connection, &mut VecDeque::new());
+        }
+        assert!(peers.engines.len() <= 61, "{} engines of a minute", peers.engines.len());
+        connect(&mut peers, at(1000), "new");
+        assert_eq!((peers.engines.len(), peers.connections()), (1, 1));
     }
 }

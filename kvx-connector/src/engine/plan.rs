@@ -8,7 +8,9 @@ use super::action::{GroupMove, Part};
 use super::identity::{BlockLists, WorkerRank};
 use super::step::ReceiveOrder;
 use super::time::ClockOffset;
-use crate::mapping::{Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, Source, Tokens, Units};
+use crate::mapping::{
+    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, Source, Tokens, Units,
+};
 
 /// One worker of a peer that blocks move from or to.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -12,8 +12,8 @@ use super::geometry::{Geometry, KvRegion};
 use super::lanes::{Source, row};
 use super::layout::LayoutMatch;
 use super::permute::{BlockShape, Finishing};
-use crate::engine::{Part, WorkerRank};
 use super::ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks, reader_ranks};
+use crate::engine::{Part, WorkerRank};
 
 /// A rank of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

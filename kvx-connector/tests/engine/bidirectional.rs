@@ -52,6 +52,21 @@ fn a_decode_keeps_its_blocks_and_says_until_when() {
 }
 
 #[test]
+fn a_completion_may_overtake_the_word_that_a_decode_keeps_its_blocks() {
+    let mut decode = Rig::new(both("d"));
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    decode.read_done(1.0, &read);
+    decode.outcomes(1.0);
+    assert!(ends(&mut decode, 2.0, "r", 50).delay_free);
+    // The answer is at the next prefill before this engine's next step.
+    decode.notified(2.0, "p/0", b"r:1");
+    assert_eq!(decode.outcomes(2.0), []);
+    decode.step(2.5);
+    assert_eq!(decode.outcomes(2.5).len(), 1, "they are free at once");
+    assert_eq!(decode.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
+}
+
+#[test]
 fn two_turns_load_forth_and_back() {
     let mut prefill = Rig::new(both("p"));
     prefill.arrive(0.0, "turn2", 200, &decoded("d-r", 150, 1480.0));
@@ -116,6 +131,8 @@ fn blocks_about_to_expire_are_declined_and_computed() {
         (&LoadFailure::Expiring, Then::Recompute { computed: 0 }),
         "under either policy"
     );
+    assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0, "a declined expiry is counted");
+    assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0);
     // Once the peer's clock is known, such an offer is not even taken up.
     prefill.arrive(1.0, "s", 200, &decoded("d-s", 150, 1005.9));
     assert_eq!(prefill.matched(1.0, "s", 0), 0);
@@ -131,6 +148,15 @@ fn a_whole_prompt_in_the_cache_asks_neither_threshold_nor_expiry() {
     let connection = prefill.step_to_handshake(0.0);
     assert_eq!(notes(&prefill.connected(0.0, connection, clocked())), [(0, "d-r:1".to_owned())]);
     assert_eq!(prefill.log, [""; 0]);
+}
+
+#[test]
+fn a_decode_that_does_not_say_how_many_tokens_it_has_is_not_read_from() {
+    let mut prefill = Rig::new(both("p"));
+    let mut from = remote("d", "d-r", blocks(500, 150), 150);
+    from.num_tokens = None;
+    prefill.arrive(0.0, "r", 200, &TransferParams::decoded(from, Dialect::V0_20));
+    assert_eq!(prefill.matched(0.0, "r", 0), 0);
 }
 
 #[test]

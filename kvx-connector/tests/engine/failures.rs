@@ -223,15 +223,33 @@ fn a_request_past_its_own_deadline_fails_under_either_policy() {
 }
 
 #[test]
-fn a_load_that_never_got_blocks_ends_at_its_deadline_too() {
+fn a_load_that_never_got_blocks_ends_at_the_deadline_of_its_request() {
     let mut decode = Rig::new(settings("d"));
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    let outcomes = decode.outcomes(120.0);
+    assert_eq!(decode.outcomes(999.0), [], "a queue is no load");
+    let outcomes = decode.outcomes(1000.0);
     assert_eq!(failed(&outcomes), (&LoadFailure::Deadline, Then::Fail, &[][..]));
-    assert_eq!(decode.matched(120.0, "r", 0), 0);
+    assert_eq!(decode.matched(1000.0, "r", 0), 0);
     // The prefill is told.
-    let connection = decode.step_to_handshake(120.0);
-    assert_eq!(notes(&decode.connected(120.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+    let connection = decode.step_to_handshake(1000.0);
+    assert_eq!(notes(&decode.connected(1000.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+}
+
+#[test]
+fn the_time_of_a_load_counts_from_its_order() {
+    let mut decode = Rig::new(settings("d"));
+    decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    assert_eq!(decode.outcomes(500.0), []);
+    decode.allocate(500.0, "r", 100, 0);
+    let connection = decode.step_to_handshake(500.0);
+    let read = reads(&decode.connected(500.0, connection, plan())).remove(0);
+    assert_eq!(read.deadline, at(620.0));
+    assert_eq!(decode.outcomes(619.0), []);
+    assert_eq!(failed(&decode.outcomes(620.0)[..1]).0, &LoadFailure::Deadline);
+    // The request's own deadline, if it is earlier.
+    decode.arrive(620.0, "s", 40, &prefilled("p", "p-s", 40));
+    decode.allocate(1600.0, "s", 200, 0);
+    assert_eq!(reads(&decode.step(1600.0))[0].deadline, at(1620.0));
 }
 
 #[test]

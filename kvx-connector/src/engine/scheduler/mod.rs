@@ -240,19 +240,16 @@ impl Scheduler {
         result
     }
 
-    fn load(
-        &self,
-        source: Source,
-        params: &TransferParams,
-        arrival: Arrival<'_>,
-    ) -> Result<Load, Refused> {
+    fn load(&self, source: Source, params: &TransferParams, arrival: Arrival<'_>) -> Result<Load, Refused> {
         let remote = params
             .remote_blocks_for(self.settings.mode)
             .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
-        let held_there = remote.num_tokens.map_or(wanted, tokens);
+        // A prefill of old does not say: it has prefilled the prompt. A decode has as many as it says.
+        let unsaid = if source == Source::Decode { 0 } else { wanted };
+        let held_there = remote.num_tokens.map_or(unsaid, tokens);
         let mut end = wanted.min(held_there);
         let blocks =
             if source == Source::Push { BlockLists::default() } else { BlockLists::new(remote.block_ids) };

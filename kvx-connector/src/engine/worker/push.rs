@@ -365,7 +365,9 @@ impl Worker {
         let connection = push.connection.take();
         let (keeps, expired) = (push.failed, push.expired);
         let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps && !expired);
-        if let (Some(connection), Some(bytes)) = (connection, push.registration.written(self.settings.tp_size)) {
+        if let (Some(connection), Some(bytes)) =
+            (connection, push.registration.written(self.settings.tp_size))
+        {
             for rank in untold {
                 let (request, bytes) = (Some(request.clone()), Arc::clone(&bytes));
                 self.actions.push_back(Action::Notify { connection, rank, request, bytes });

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_connector::Dialect;
 use kvx_connector::engine::{
     Action, ClockOffset, Connection, ConsumerRule, HandshakeFailure, MoveId, PeerLane, PeerPlan,
     RemoteEngine, RequestId, Settings, WorkerRank,
@@ -29,6 +30,12 @@ const MAX_EVENTS: u32 = 400_000;
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     mode: TransferMode,
+    /// Of prefills and of decodes.
+    dialects: [Dialect; 2],
+    /// What was read has to be reordered.
+    finishes: bool,
+    /// Heartbeats name 5,000 requests more, as of a vLLM with a long queue.
+    crowded: bool,
     prefills: usize,
     decodes: usize,
     prefill_tp: u32,
@@ -36,8 +43,9 @@ pub(crate) struct Scenario {
     latent: bool,
     generations: bool,
     bidirectional: bool,
-    release: BlockRelease,
-    consumers: ConsumerRule,
+    lease: Duration,
+    /// Blocks are kept a fixed time, whatever the dialect: the variable of old is set.
+    fixed: bool,
     policy: LoadFailurePolicy,
     load_timeout: u64,
     blocks: u32,
@@ -47,12 +55,16 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
-    pub(crate) fn drawn(seed: u64, generations: bool) -> (Self, Random) {
+    pub(crate) fn drawn(seed: u64, generations: bool, among: &[Dialect]) -> (Self, Random) {
         let mut random = Random::new(seed);
         let push = random.percent(25);
-        let lease = Duration::from_secs(random.one_of(&[3, 6, 30]));
+        let spoken: Vec<_> = among.iter().copied().filter(|dialect| !push || dialect.leases()).collect();
+        let dialects = [random.one_of(&spoken), random.one_of(&spoken)];
         let scenario = Scenario {
             mode: if push { TransferMode::Push } else { TransferMode::Pull },
+            dialects,
+            finishes: !push && random.percent(20),
+            crowded: random.percent(2),
             prefills: random.within(1..3) as usize,
             decodes: random.within(1..3) as usize,
             prefill_tp: random.one_of(&[1, 1, 2]),
@@ -60,12 +72,8 @@ impl Scenario {
             latent: random.percent(30),
             generations,
             bidirectional: !push && random.percent(30),
-            release: if random.percent(80) {
-                BlockRelease::Lease(Lease { duration: lease })
-            } else {
-                BlockRelease::After(lease * 2)
-            },
-            consumers: if random.percent(80) { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks },
+            lease: Duration::from_secs(random.one_of(&[3, 6, 30])),
+            fixed: random.percent(20),
             policy: if random.percent(50) { LoadFailurePolicy::Fail } else { LoadFailurePolicy::Recompute },
             load_timeout: random.one_of(&[1, 10, 60]) * SECOND,
             blocks: random.within(12..40) as u32,
@@ -92,6 +100,7 @@ enum Event {
     Notice { to: (usize, u32), rank: u32, from: Arc<str>, bytes: Arc<[u8]> },
     Unsent(At, Option<RequestId>, WorkerRank),
     Fence(At, RequestId),
+    Finish(At, RequestId, Vec<u32>),
     Lost(At, Connection),
     Restart(usize),
 }
@@ -119,6 +128,9 @@ pub(crate) struct Summary {
     pub(crate) errors: u32,
     pub(crate) aborted: u32,
     pub(crate) stale: u32,
+    pub(crate) lost: u32,
+    pub(crate) runs: u32,
+    pub(crate) unequal: u32,
     pub(crate) restarts: u32,
     pub(crate) events: u32,
 }
@@ -131,6 +143,9 @@ impl Summary {
             (&mut self.errors, other.errors),
             (&mut self.aborted, other.aborted),
             (&mut self.stale, other.stale),
+            (&mut self.lost, other.lost),
+            (&mut self.runs, other.runs),
+            (&mut self.unequal, other.unequal),
             (&mut self.restarts, other.restarts),
             (&mut self.events, other.events),
         ] {
@@ -213,8 +228,14 @@ impl World {
         settings.mode = scenario.mode;
         settings.tp_size = tp;
         settings.block_size = 4;
-        settings.release = scenario.release;
-        settings.consumers = scenario.consumers;
+        let lease = Lease { duration: scenario.lease };
+        settings.dialect = scenario.dialects[usize::from(!prefill)];
+        settings.release = match settings.dialect.leases() && !scenario.fixed {
+            true => BlockRelease::Lease(lease),
+            false => BlockRelease::After(lease.duration * 2),
+        };
+        settings.heartbeat = settings.dialect.leases().then(|| lease.heartbeat());
+        settings.consumers = ConsumerRule::of(settings.dialect);
         settings.bidirectional = scenario.bidirectional;
         settings.decoder_ttl = Duration::from_secs(20);
         settings.recompute_threshold = 5;
@@ -235,6 +256,7 @@ impl World {
             random: self.random.word(),
             generations: self.scenario.generations,
             life,
+            registration: self.random.within(0..3),
         }
     }
 
@@ -265,6 +287,8 @@ impl World {
                 return Err(self.said(format!("client {client} never got an answer")));
             }
         }
+        self.summary.runs = 1;
+        self.summary.unequal += u32::from(self.scenario.dialects[0] != self.scenario.dialects[1]);
         for engine in 0..self.engines.len() {
             self.engines[engine].check_quiet().map_err(|why| self.said(why))?;
             self.count_engine(engine);
@@ -277,6 +301,7 @@ impl World {
         self.summary.loaded += engine.loaded;
         self.summary.recomputed += engine.recomputed;
         self.summary.stale += engine.stale;
+        self.summary.lost += engine.lost;
     }
 
     fn said(&self, why: String) -> String {
@@ -326,6 +351,7 @@ impl World {
                 });
             }
             Event::Fence(at, request) => self.fence(at, request),
+            Event::Finish(at, request, blocks) => self.finish(at, &request, &blocks),
             Event::Lost(at, connection) => {
                 self.with(at, |worker, time| worker.connection_lost(time, connection))
             }
@@ -423,6 +449,10 @@ impl World {
                     let delay = self.random.skewed(MILLISECOND..SECOND);
                     self.after(delay, Event::Fence(at, request));
                 }
+                Action::Finish { request, lists, .. } => {
+                    let delay = self.random.skewed(50..SECOND);
+                    self.after(delay, Event::Finish(at, request, lists.local.iter().collect()));
+                }
                 Action::Disconnect { connection } => {
                     self.links.remove(&(at, connection));
                 }
@@ -464,15 +494,32 @@ impl World {
         let read = if self.scenario.latent && !writes { &ranks[..1] } else { &ranks[..] };
         let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a right plan");
         let rank = |tp: &u32| WorkerRank { pp: 0, tp: *tp };
-        plan.lanes =
-            read.iter().map(|tp| PeerLane::whole(rank(tp), readers)).collect();
+        plan.lanes = read.iter().map(|tp| PeerLane::whole(rank(tp), readers)).collect();
         plan.told = ranks[read.len()..].iter().map(|tp| (rank(tp), readers)).collect();
         plan.generations = self.scenario.generations && !writes;
+        plan.finishes = self.scenario.finishes;
         let clock = self.engines[at.engine].clocks[at.worker];
         let theirs_now = self.engines[engine].clock.at((sent + self.now) / 2).seconds();
-        plan.clock = ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now);
+        let told = self.engines[at.engine].settings.dialect.asks_for_pipeline_rank();
+        plan.clock = ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now).filter(|_| told);
         plan.completions = (theirs / own).max(1);
         plan
+    }
+
+    /// A worker's blocks are reordered, or cannot be.
+    fn finish(&mut self, at: At, request: &RequestId, blocks: &[u32]) {
+        if self.engines[at.engine].life != at.life {
+            return;
+        }
+        let memory = &mut self.engines[at.engine].pool.workers[at.worker];
+        for block in blocks {
+            for half in &mut memory.blocks[*block as usize] {
+                half.unfinished = false;
+            }
+        }
+        let fails = self.random.percent(self.scenario.trouble / 5);
+        let result = if fails { Err("no kernel for that".to_owned()) } else { Ok(()) };
+        self.with(at, |worker, time| worker.finished(time, request, result));
     }
 
     fn words(&mut self, at: At, link: Link, id: MoveId, rank: WorkerRank, blocks: &[u32]) {
@@ -509,6 +556,7 @@ impl World {
             return;
         }
         let from: Arc<str> = format!("{}/{}.{}", at.engine, at.life, at.worker).into();
+        let bytes = if self.scenario.crowded && bytes.starts_with(b"HB:") { &crowded(bytes) } else { bytes };
         let times = if self.random.percent(trouble / 2) { 2 } else { 1 };
         for _ in 0..times {
             let delay = cut.map_or(0, |until| until - self.now) + self.random.skewed(50..2 * SECOND);
@@ -573,4 +621,15 @@ impl World {
         }
         Ok(())
     }
+}
+
+/// A heartbeat that names 5,000 requests more: a vLLM names all that wait in one.
+fn crowded(bytes: &[u8]) -> Arc<[u8]> {
+    let names = (0..5_000).map(|other| format!(",cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{other:012}-0-0000abcd"));
+    [String::from_utf8_lossy(bytes).into_owned()]
+        .into_iter()
+        .chain(names)
+        .collect::<String>()
+        .into_bytes()
+        .into()
 }

@@ -120,8 +120,9 @@ fn a_version_is_said_to_stand_for_others_only_where_it_does() {
         ("0.17.1", "\"0.16\" stands for that one"),
         ("0.27", "\"0.26\" stands for that one"),
         ("0.20.2", "\"0.20\" stands for that one"),
-        ("0.12.0", "none of them stands for vLLM 0.12, with which kvx does not speak"),
-        ("0.19.1", "none of them stands for vLLM 0.19, with which kvx does not speak"),
+        ("0.11.2", "none of them stands for vLLM 0.11.2, with which kvx does not speak"),
+        ("0.12.0", "none of them stands for vLLM 0.12.0, with which kvx does not speak"),
+        ("0.19.1", "none of them stands for vLLM 0.19.1, with which kvx does not speak"),
         ("0.34.1", "kvx does not know a later one"),
     ] {
         let error = refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));

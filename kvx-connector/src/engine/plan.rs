@@ -17,7 +17,7 @@ use crate::mapping::{
 pub struct PeerLane {
     /// Which worker.
     pub rank: WorkerRank,
-    /// Where the blocks lie, here and there: each pair takes a move of its own.
+    /// Where the blocks lie, here and there, at least one pair: each takes a move of its own.
     pub memory: Vec<(MemoryType, MemoryType)>,
     /// Which KV cache groups move; `None`: all.
     pub groups: Option<Vec<usize>>,

@@ -222,6 +222,16 @@ fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
 }
 
 #[test]
+fn heartbeats_speak_of_the_registration_that_was_told_last() {
+    let mut decode = Rig::new(settings("d"));
+    for (id, generation) in [("a", 2), ("b", 0)] {
+        decode.arrive(0.0, id, 40, &registered(generation));
+    }
+    let beats = decode.scheduler.build_connector_meta(at(0.0)).heartbeats;
+    assert_eq!(beats.iter().map(|beat| beat.peer.registration).collect::<Vec<_>>(), [0]);
+}
+
+#[test]
 fn a_registration_that_rises_during_the_handshake_starts_another() {
     let mut decode = Rig::new(settings("d"));
     decode.load(0.0, "a", 40, &registered(0));

@@ -137,11 +137,15 @@ impl Compat {
     fn hint(value: &Value) -> String {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let Some(wanted) = minor(&written) else { return String::new() };
-        let stands = |compat: &Compat| (compat.minor()..=compat.last_minor()).contains(&wanted);
+        // 0.11.1 had the ports of 0.16, and a handshake of its own.
+        let between = matches!(written.trim(), "0.11.1" | "0.11.2");
+        let stands = |compat: &Compat| !between && (compat.minor()..=compat.last_minor()).contains(&wanted);
         match Compat::ALL.into_iter().find(stands) {
             Some(compat) => format!("; \"{}\" stands for that one", compat.as_str()),
             None if wanted > Compat::default().minor() => "; kvx does not know a later one".to_owned(),
-            None => format!("; none of them stands for vLLM 0.{wanted}, with which kvx does not speak"),
+            None => {
+                format!("; none of them stands for vLLM {}, with which kvx does not speak", written.trim())
+            }
         }
     }
 

@@ -100,7 +100,7 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("mooncake_protocol", Shape::Text),
     known("device_name", Shape::Text),
     KnownKey { since: Compat::V0_16, ..known("bootstrap_server_address", Shape::Text) },
-    recent("prefill_side_swa_replay", Shape::Flag),
+    KnownKey { since: Compat::V0_20, ..known("prefill_side_swa_replay", Shape::Flag) },
     known("connectors", Shape::Any),
 ];
 

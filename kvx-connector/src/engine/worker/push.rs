@@ -364,7 +364,7 @@ impl Worker {
         let Some(push) = self.pushes.running.get_mut(request) else { return };
         let connection = push.connection.take();
         let (keeps, expired) = (push.failed, push.expired);
-        let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps && !expired);
+        let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps);
         if let (Some(connection), Some(bytes)) =
             (connection, push.registration.written(self.settings.tp_size))
         {

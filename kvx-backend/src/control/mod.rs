@@ -29,6 +29,8 @@ mod notices;
 pub mod reasons;
 mod refusal;
 mod silence;
+#[cfg(test)]
+mod tests;
 
 pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
 pub use hello::{Hello, VERSIONS, check_welcome, turned_away};

@@ -8,12 +8,11 @@ use std::time::{Duration, Instant};
 use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
 
 use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
+use super::buffers::{Input, Output, Stage};
 use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
-use super::input::{Input, Stage};
-use super::output::Output;
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;

@@ -121,7 +121,7 @@ impl Ending {
     /// A stream can go on, or a copy of one that was given up has ended. On any thread.
     pub(super) fn wake(&self, token: u64) {
         if let Some(handle) = self.home.get().and_then(Weak::upgrade) {
-            handle.submit(Command::Staged { token });
+            handle.reactor.submit(Command::Staged { token });
         }
         if self.table().closed {
             let (settled, _) = self.look(token);

@@ -12,13 +12,12 @@ use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
 use self::writes::Writing;
 use crate::described::Described;
+use crate::tcp::buffers::{Input, Output};
 use crate::tcp::chunk::Chunk;
 use crate::tcp::conn::{Effect, LaneEnd, Scope};
 use crate::tcp::ending::{Concern, Ending};
 use crate::tcp::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
-use crate::tcp::input::Input;
 use crate::tcp::memory::Served;
-use crate::tcp::output::Output;
 use crate::tcp::payload::{Blocks, Sink, Source};
 use crate::tcp::staging::Staged;
 use crate::tcp::transport::Shared;

@@ -3,11 +3,10 @@
 use kvx_core::{Error, Result};
 
 use super::{ServedLane, cancelled, malformed};
+use crate::tcp::buffers::{Input, Output};
 use crate::tcp::conn::Scope;
 use crate::tcp::ending::Answer;
 use crate::tcp::frames::put_end;
-use crate::tcp::input::Input;
-use crate::tcp::output::Output;
 use crate::tcp::payload::Sink;
 
 /// Writes that a peer may begin on one lane before it ends one.

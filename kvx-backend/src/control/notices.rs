@@ -16,7 +16,7 @@ pub const MAX_WAITING_BYTES: usize = 64 << 20;
 /// What keeping a notification costs beside its bytes.
 const COST: usize = 64;
 
-struct Waiting {
+struct Unsent {
     bytes: Box<[u8]>,
     done: Ticket,
 }
@@ -30,7 +30,7 @@ struct Unacknowledged {
 /// Notifications on their way to a peer, the oldest first.
 #[derive(Default)]
 pub struct NoticesToPeer {
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<Unsent>,
     waiting_cost: usize,
     sent: VecDeque<Unacknowledged>,
     sent_bytes: usize,
@@ -50,7 +50,7 @@ impl NoticesToPeer {
             return Err((done, Error::new(Kind::Exhausted, why)));
         }
         self.waiting_cost += cost;
-        self.waiting.push_back(Waiting { bytes, done });
+        self.waiting.push_back(Unsent { bytes, done });
         Ok(())
     }
 
@@ -91,7 +91,7 @@ impl NoticesToPeer {
 
     /// Takes that one out.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
-        let Waiting { bytes, done } = self.waiting.pop_front()?;
+        let Unsent { bytes, done } = self.waiting.pop_front()?;
         self.waiting_cost -= bytes.len() + COST;
         Some((bytes, done))
     }

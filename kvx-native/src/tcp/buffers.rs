@@ -19,7 +19,7 @@ const GROWTH: usize = 64 << 10;
 
 /// Where the reader stands.
 #[derive(Clone, Copy)]
-pub(super) enum Stage {
+pub(super) enum ReadState {
     Header,
     Body(Header),
     Data { left: usize },
@@ -31,7 +31,7 @@ pub(super) struct Input {
     start: usize,
     end: usize,
     body: Vec<u8>,
-    pub(super) stage: Stage,
+    pub(super) state: ReadState,
     /// Where the payload that is coming in goes.
     pub(super) chunk: Chunk,
     /// There is no place for it now: a device has to copy first.
@@ -45,7 +45,7 @@ impl Input {
             start: 0,
             end: 0,
             body: Vec::new(),
-            stage: Stage::Header,
+            state: ReadState::Header,
             chunk: Chunk::default(),
             stalled: false,
         }
@@ -61,7 +61,7 @@ impl Input {
         if self.buffer.is_empty() {
             self.buffer = vec![0; BUFFER].into();
         }
-        if let Stage::Body(header) = self.stage
+        if let ReadState::Body(header) = self.state
             && header.len - self.body.len() > BUFFER
         {
             let (old, want) = (self.body.len(), (header.len - self.body.len()).min(GROWTH));
@@ -74,7 +74,7 @@ impl Input {
         }
         pieces.clear();
         let (mut behind, mut want) = (BUFFER, 0);
-        if let Stage::Data { left } = self.stage {
+        if let ReadState::Data { left } = self.state {
             pieces.extend_from_slice(self.chunk.pieces());
             want = self.chunk.left();
             behind = match (want == left, small) {
@@ -96,7 +96,7 @@ impl Input {
         let payload = count.min(want);
         self.chunk.advance(payload);
         self.end += count - payload;
-        if let Stage::Data { left } = &mut self.stage {
+        if let ReadState::Data { left } = &mut self.state {
             *left -= payload;
         }
         Ok((got, want + behind))
@@ -109,21 +109,21 @@ impl Input {
         }
         let count = self.chunk.copy_in(&self.buffer[self.start..self.end]);
         self.start += count;
-        self.stage = Stage::Data { left: left - count };
+        self.state = ReadState::Data { left: left - count };
         true
     }
 
     pub(super) fn has_backlog(&self) -> bool {
-        match self.stage {
-            Stage::Header => self.end - self.start >= HEADER,
-            Stage::Data { .. } => self.end > self.start, // left over when it was stalled
-            Stage::Body(_) => false,
+        match self.state {
+            ReadState::Header => self.end - self.start >= HEADER,
+            ReadState::Data { .. } => self.end > self.start, // left over when it was stalled
+            ReadState::Body(_) => false,
         }
     }
 
     /// Whether payload is coming in.
     pub(super) fn in_payload(&self) -> bool {
-        matches!(self.stage, Stage::Data { .. })
+        matches!(self.state, ReadState::Data { .. })
     }
 
     /// The rest of the payload that is coming in goes nowhere.
@@ -156,7 +156,7 @@ impl Input {
     pub(super) fn body_end(&mut self) {
         self.body.clear();
         self.body.shrink_to(GROWTH);
-        self.stage = Stage::Header;
+        self.state = ReadState::Header;
     }
 
     /// Moves what is left in the buffer to its front.

@@ -7,11 +7,12 @@ use kvx_core::{Error, Kind, Result, Ticket};
 
 use super::reasons::malformed;
 
-/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never stops reading.
+/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never
+/// stops reading.
 pub const WINDOW: usize = 64;
 /// The most bytes of them.
 const WINDOW_BYTES: usize = 1 << 20;
-/// The most bytes that wait at the sender, with [`COST`] for each.
+/// The most bytes that wait at the sender; each counts some bytes more than it has.
 pub const MAX_WAITING_BYTES: usize = 64 << 20;
 /// What keeping a notification costs beside its bytes.
 const COST: usize = 64;
@@ -112,8 +113,8 @@ pub struct NoticesFromPeer {
 }
 
 impl NoticesFromPeer {
-    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as well, lest small ones
-    /// overtake a large one for ever. Errors: `Malformed` for more than the window.
+    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as
+    /// well, lest small ones overtake a large one for ever. Errors: `Malformed` for more than the window.
     pub fn take(
         &mut self,
         notice: u64,

@@ -7,8 +7,8 @@ const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 /// What is known of a peer's silence.
 ///
-/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do: whoever was stopped
-/// himself finds everybody silent, but counts a single look, however long he was away.
+/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do:
+/// whoever was stopped himself finds everybody silent, but counts a single look, however long he was away.
 #[derive(Debug)]
 pub struct Silence {
     /// Whether an answer is awaited.
@@ -48,7 +48,8 @@ impl Silence {
         (self.seen, self.in_vain) = (now, 0);
     }
 
-    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a step later.
+    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a
+    /// step later.
     pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {

@@ -231,7 +231,7 @@ impl<F: Fabric> Machine<F> {
             return Err(malformed("out of place"));
         }
         match message {
-            // The first of a stranger.
+            // It comes to no session: only a stranger says it.
             Message::Hello { .. } => return Err(malformed("out of place")),
             Message::Welcome { from, rest, .. } => {
                 check_welcome(&from, &session.peer)?;

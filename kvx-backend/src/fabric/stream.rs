@@ -118,8 +118,8 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer that keeps the
-    /// protocol sends.
+    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer
+    /// that keeps the protocol sends.
     pub(super) fn take(&mut self, header: &FrameHeader, part: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ahead = header.place.wrapping_sub(self.place);
         if ahead > u32::MAX / 2 {

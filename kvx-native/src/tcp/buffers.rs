@@ -1,5 +1,5 @@
-//! What comes in and what goes out on a connection: headers and small frames by way of buffers, payload straight between
-//! the socket and where it belongs.
+//! What comes in and what goes out on a connection: headers and small frames by way of buffers, payload straight
+//! between the socket and where it belongs.
 
 use std::os::fd::OwnedFd;
 

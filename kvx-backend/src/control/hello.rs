@@ -53,7 +53,7 @@ pub fn check_welcome(from: &Identity, expected: &Identity) -> Result<()> {
 /// peer was restarted.
 pub fn turned_away(from: &Identity, expected: &Identity, why: Refusal) -> (Error, Option<Incarnation>) {
     if why.kind != Kind::PeerRestarted {
-        return (why.into(), None);
+        return (why.into_error(), None);
     }
     if from.name == expected.name && from.incarnation != expected.incarnation {
         let why = format!("{from:?} answers for {expected:?}: connect with its new metadata");

@@ -42,16 +42,14 @@ impl From<&Error> for Refusal {
     }
 }
 
-impl From<Refusal> for Error {
-    /// The error of the operation that was refused.
-    fn from(refusal: Refusal) -> Error {
-        Error::new(refusal.kind, refusal.text)
-    }
-}
-
 impl Refusal {
     /// The most bytes that [`encode`](Refusal::encode) writes.
     pub const MAX_BYTES: usize = 1 + 4 + MAX_TEXT;
+
+    /// The error of the operation that was refused.
+    pub fn into_error(self) -> Error {
+        Error::new(self.kind, self.text)
+    }
 
     /// Writes it.
     pub fn encode(&self, out: &mut Vec<u8>) {

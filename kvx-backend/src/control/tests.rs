@@ -126,7 +126,7 @@ impl Link {
             }
             Message::Deny { import, why } => {
                 self.imports.answered(import)?;
-                self.imports.settle(import, Err(why.into()));
+                self.imports.settle(import, Err(why.into_error()));
             }
             Message::Recall { id } => {
                 self.imports.recall(|held| *held == id, &revoked(id));

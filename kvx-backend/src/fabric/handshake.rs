@@ -252,7 +252,7 @@ impl<F: Fabric> Machine<F> {
             },
             Message::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             Message::Deny { import, why } => {
-                self.take_grant(number, import, Err(why.into()), out)?;
+                self.take_grant(number, import, Err(why.into_error()), out)?;
             }
             Message::Recall { id } => self.take_recall(number, id, out),
             Message::Released { id } => {

@@ -25,7 +25,8 @@ impl Hello {
         Hello { versions: VERSIONS, from, to }
     }
 
-    /// What the target `me` says to it: the version that both speak. Errors: why it is turned away, `Incompatible` or `PeerRestarted`.
+    /// What the target `me` says to it: the version that both speak. Errors: why it is turned away,
+    /// `Incompatible` or `PeerRestarted`.
     pub fn verdict(&self, me: &Identity) -> Result<u16> {
         let (from, to) = self.versions;
         if to < VERSIONS.0 || from > VERSIONS.1 {
@@ -48,10 +49,11 @@ pub fn check_welcome(from: &Identity, expected: &Identity) -> Result<()> {
     if from == expected { Ok(()) } else { Err(malformed(format_args!("{from:?} answers for {expected:?}"))) }
 }
 
-/// What it means to the initiator that `from` turned it away: an error, and the incarnation that answers if the peer was restarted.
+/// What it means to the initiator that `from` turned it away: an error, and the incarnation that answers if the
+/// peer was restarted.
 pub fn turned_away(from: &Identity, expected: &Identity, why: Refusal) -> (Error, Option<Incarnation>) {
     if why.kind != Kind::PeerRestarted {
-        return (why.into(), None);
+        return (why.into_error(), None);
     }
     if from.name == expected.name && from.incarnation != expected.incarnation {
         let why = format!("{from:?} answers for {expected:?}: connect with its new metadata");

@@ -7,16 +7,17 @@ use kvx_core::{Error, Kind, Result, Ticket};
 
 use super::reasons::malformed;
 
-/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never stops reading.
+/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never
+/// stops reading.
 pub const WINDOW: usize = 64;
 /// The most bytes of them.
 const WINDOW_BYTES: usize = 1 << 20;
-/// The most bytes that wait at the sender, with [`COST`] for each.
+/// The most bytes that wait at the sender; each counts some bytes more than it has.
 pub const MAX_WAITING_BYTES: usize = 64 << 20;
 /// What keeping a notification costs beside its bytes.
 const COST: usize = 64;
 
-struct Waiting {
+struct Unsent {
     bytes: Box<[u8]>,
     done: Ticket,
 }
@@ -30,7 +31,7 @@ struct Unacknowledged {
 /// Notifications on their way to a peer, the oldest first.
 #[derive(Default)]
 pub struct NoticesToPeer {
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<Unsent>,
     waiting_cost: usize,
     sent: VecDeque<Unacknowledged>,
     sent_bytes: usize,
@@ -50,7 +51,7 @@ impl NoticesToPeer {
             return Err((done, Error::new(Kind::Exhausted, why)));
         }
         self.waiting_cost += cost;
-        self.waiting.push_back(Waiting { bytes, done });
+        self.waiting.push_back(Unsent { bytes, done });
         Ok(())
     }
 
@@ -91,7 +92,7 @@ impl NoticesToPeer {
 
     /// Takes that one out.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
-        let Waiting { bytes, done } = self.waiting.pop_front()?;
+        let Unsent { bytes, done } = self.waiting.pop_front()?;
         self.waiting_cost -= bytes.len() + COST;
         Some((bytes, done))
     }
@@ -112,8 +113,8 @@ pub struct NoticesFromPeer {
 }
 
 impl NoticesFromPeer {
-    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as well, lest small ones
-    /// overtake a large one for ever. Errors: `Malformed` for more than the window.
+    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as
+    /// well, lest small ones overtake a large one for ever. Errors: `Malformed` for more than the window.
     pub fn take(
         &mut self,
         notice: u64,

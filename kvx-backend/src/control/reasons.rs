@@ -18,7 +18,8 @@ pub fn peer_closed() -> Error {
 pub fn peer_silent(timeout: Duration) -> Error {
     let seconds = timeout.as_secs_f64();
     let why = format!(
-        "the peer has not answered for {seconds} s with work in flight: it is stopped or hangs; peer_timeout sets the limit"
+        "the peer has not answered for {seconds} s with work in flight: it is stopped or hangs; peer_timeout sets \
+         the limit"
     );
     Error::new(Kind::PeerLost, why)
 }

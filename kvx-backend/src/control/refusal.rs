@@ -3,8 +3,8 @@
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Result};
 
-/// The kinds that travel; the position plus one is the number on the wire, of every transport. What is not here travels as 0,
-/// a native error. Only the end may grow.
+/// The kinds that travel; the position plus one is the number on the wire, of every transport. What is not here
+/// travels as 0, a native error. Only the end may grow.
 const KINDS: [Kind; 13] = [
     Kind::WrongKey,
     Kind::Unregistered,
@@ -42,16 +42,14 @@ impl From<&Error> for Refusal {
     }
 }
 
-impl From<Refusal> for Error {
-    /// The error of the operation that was refused.
-    fn from(refusal: Refusal) -> Error {
-        Error::new(refusal.kind, refusal.text)
-    }
-}
-
 impl Refusal {
     /// The most bytes that [`encode`](Refusal::encode) writes.
     pub const MAX_BYTES: usize = 1 + 4 + MAX_TEXT;
+
+    /// The error of the operation that was refused.
+    pub fn into_error(self) -> Error {
+        Error::new(self.kind, self.text)
+    }
 
     /// Writes it.
     pub fn encode(&self, out: &mut Vec<u8>) {
@@ -59,7 +57,8 @@ impl Refusal {
         out.put_block(self.text.as_bytes());
     }
 
-    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces. Errors: `Malformed`.
+    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces.
+    /// Errors: `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let kind = KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
         let text = std::str::from_utf8(reader.block(MAX_TEXT)?)

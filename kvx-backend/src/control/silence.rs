@@ -7,8 +7,8 @@ const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 /// What is known of a peer's silence.
 ///
-/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do: whoever was stopped
-/// himself finds everybody silent, but counts a single look, however long he was away.
+/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do:
+/// whoever was stopped himself finds everybody silent, but counts a single look, however long he was away.
 #[derive(Debug)]
 pub struct Silence {
     /// Whether an answer is awaited.
@@ -48,7 +48,8 @@ impl Silence {
         (self.seen, self.in_vain) = (now, 0);
     }
 
-    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a step later.
+    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a
+    /// step later.
     pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {
@@ -83,19 +84,19 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(4);
 
     /// A peer that owes an answer since `now`, seen on a clock that the test moves.
-    struct Waiting {
+    struct SilentPeer {
         silence: Silence,
         now: Instant,
     }
 
-    impl Waiting {
+    impl SilentPeer {
         fn new() -> Self {
             let now = Instant::now();
             let mut silence = Silence::new(now);
             assert_eq!(silence.look(now + TIMEOUT * 100, TIMEOUT), Look::Idle);
             assert_eq!(silence.note(true, || now), Some(now));
             assert_eq!(silence.note(true, || unreachable!("it awaits already")), None);
-            Waiting { silence, now }
+            SilentPeer { silence, now }
         }
 
         fn after(&mut self, time: Duration) -> Look {
@@ -106,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_silent_peer_is_asked_once_and_lost_when_its_time_is_over() {
-        let mut waiting = Waiting::new();
+        let mut waiting = SilentPeer::new();
         let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
         assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step / 2));
         assert_eq!(waiting.after(step / 2), Look::Ask(waiting.now + step));
@@ -134,7 +135,7 @@ mod tests {
     fn whoever_was_stopped_himself_does_not_blame_the_peer() {
         // Stopped before it asked, just after that, and in the middle of the peer's time.
         for looks in 0..3 {
-            let mut waiting = Waiting::new();
+            let mut waiting = SilentPeer::new();
             let step = TIMEOUT / 4;
             (0..looks).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
             for look in looks..3 {
@@ -148,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_word_or_an_answer_begins_the_time_anew() {
-        let mut waiting = Waiting::new();
+        let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
         (0..3).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
         waiting.silence.heard(waiting.now);

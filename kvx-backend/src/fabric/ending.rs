@@ -18,7 +18,7 @@ use crate::control::{Granted, Look, Message};
 use crate::process::{ProcessId, Watched};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 /// How long a message of farewell may take.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long a machine that ends waits for peers to let go.
@@ -166,7 +166,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn time_between_looks(&self) -> Duration {
-        (self.peer_timeout / 4).clamp(LOOKS.0, LOOKS.1)
+        (self.peer_timeout / 4).clamp(BETWEEN_LOOKS.0, BETWEEN_LOOKS.1)
     }
 
     /// Looks at the clock, if it is time.

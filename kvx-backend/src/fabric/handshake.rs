@@ -11,7 +11,7 @@ use kvx_core::{Identity, Result};
 use super::handle::Wiring;
 use super::machine::Machine;
 use super::session::{Phase, Session};
-use super::stream::{Header, Incoming, MAX_ADDRESS};
+use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
 use crate::control::reasons::{closed, malformed, peer_closed};
 use crate::control::{Hello, Message, Refusal, check_welcome, turned_away};
@@ -82,7 +82,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Takes a frame from whomever.
     pub(super) fn take_frame(&mut self, frame: &[u8], out: &mut Outbox) {
-        let (header, part) = match Header::read(frame) {
+        let (header, part) = match FrameHeader::read(frame) {
             Ok(read) => read,
             Err(why) => return tracing::warn!(backend = self.name, %why, "a frame is ignored"),
         };
@@ -110,7 +110,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    fn take_greeting(&mut self, header: &Header, part: &[u8], out: &mut Outbox) {
+    fn take_greeting(&mut self, header: &FrameHeader, part: &[u8], out: &mut Outbox) {
         if header.from == 0 || self.sessions.values().any(|session| session.other == header.from) {
             return;
         }
@@ -231,7 +231,7 @@ impl<F: Fabric> Machine<F> {
             return Err(malformed("out of place"));
         }
         match message {
-            // The first of a stranger.
+            // It comes to no session: only a stranger says it.
             Message::Hello { .. } => return Err(malformed("out of place")),
             Message::Welcome { from, rest, .. } => {
                 check_welcome(&from, &session.peer)?;
@@ -252,7 +252,7 @@ impl<F: Fabric> Machine<F> {
             },
             Message::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             Message::Deny { import, why } => {
-                self.take_grant(number, import, Err(why.into()), out)?;
+                self.take_grant(number, import, Err(why.into_error()), out)?;
             }
             Message::Recall { id } => self.take_recall(number, id, out),
             Message::Released { id } => {

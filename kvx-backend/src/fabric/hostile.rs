@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::handshake::hello_rest;
 use super::machine::Machine;
 use super::regions::{Regions, Registered};
-use super::stream::Header;
+use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use crate::control::{Hello, Message};
 use crate::process::ProcessId;
@@ -133,20 +133,20 @@ fn hello(address: &[u8]) -> Vec<u8> {
 }
 
 fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
-    Header { to, from, place, more: false }.frame(message)
+    FrameHeader { to, from, place, more: false }.frame(message)
 }
 
 /// A machine with a peer: the number of its session.
 fn linked() -> (Machine<Quiet>, u64) {
     let mut machine = machine();
     take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
-    let (header, part) = Header::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
+    let (header, part) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
     assert_eq!(header.to, 77);
     assert!(matches!(Message::decode(&part), Ok(Message::Welcome { .. })));
     (machine, header.from)
 }
 
-fn owned((header, part): (Header, &[u8])) -> (Header, Vec<u8>) {
+fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
     (header, part.to_vec())
 }
 
@@ -231,7 +231,7 @@ fn any_messages_on_a_link_are_survived() {
 fn what_strangers_make_us_keep_is_bounded() {
     let mut machine = machine();
     for from in 1..1_000 {
-        let more = Header { to: 0, from, place: 0, more: true };
+        let more = FrameHeader { to: 0, from, place: 0, more: true };
         take(&mut machine, more.frame(b"the beginning of a hello"));
     }
     assert_eq!(machine.greetings.len(), 64);

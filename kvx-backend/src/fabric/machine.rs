@@ -17,7 +17,7 @@ use super::handle::{Import, Wiring, import_of};
 use super::handshake::Greeting;
 use super::jobs::{Running, Waiting};
 use super::lanes::{Stripe, Thread};
-use super::notices::Held;
+use super::notices::ForeignNotices;
 use super::regions::{Regions, Registered};
 use super::session::Session;
 use super::{EndpointId, Fabric, Happened};
@@ -111,7 +111,7 @@ pub(super) struct Machine<F: Fabric> {
     /// By the number of the session that was lost.
     pub(super) unproven: HashMap<u64, Unproven>,
     /// Notifications of foreign agents that found no room.
-    pub(super) held: Held,
+    pub(super) foreign_notices: ForeignNotices,
     happened: Vec<Happened>,
     /// Wakes for the library's descriptors, and for the end of peers' processes.
     pub(super) poller: OwnedFd,
@@ -165,7 +165,7 @@ impl<F: Fabric> Machine<F> {
             recalls: Recalls::default(),
             released: Vec::new(),
             unproven: HashMap::new(),
-            held: Held::default(),
+            foreign_notices: ForeignNotices::default(),
             happened: Vec::new(),
             fds: [poller.as_raw_fd()],
             poller,

@@ -16,12 +16,12 @@ const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
 
 /// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents back.
 #[derive(Default)]
-pub(super) struct Held {
+pub(super) struct ForeignNotices {
     queue: VecDeque<(Arc<str>, Vec<u8>)>,
     bytes: usize,
 }
 
-impl Held {
+impl ForeignNotices {
     /// Errors: why it is dropped.
     fn add(&mut self, from: Arc<str>, bytes: Vec<u8>) -> Result<(), String> {
         let (count, room) = MAX_HELD;
@@ -123,7 +123,7 @@ impl<F: Fabric> Machine<F> {
 
     /// A foreign agent sent a notification.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
-        match self.held.add(Arc::clone(&from), bytes) {
+        match self.foreign_notices.add(Arc::clone(&from), bytes) {
             Ok(()) => self.fabric.notified(),
             Err(why) => tracing::error!(
                 backend = self.name,
@@ -135,7 +135,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn deliver_held(&mut self) {
-        self.held.deliver(|name, bytes| {
+        self.foreign_notices.deliver(|name, bytes| {
             self.events.notification(Sender { name, incarnation: Incarnation([0; 16]) }, bytes)
         });
     }
@@ -147,9 +147,9 @@ mod tests {
 
     #[test]
     fn what_foreign_agents_send_is_bounded_and_none_is_stuck() {
-        let (mut held, from) = (Held::default(), Arc::<str>::from("python"));
+        let (mut held, from) = (ForeignNotices::default(), Arc::<str>::from("python"));
         assert!(held.add(Arc::clone(&from), vec![0; MAX_FOREIGN_NOTIFICATION + 1]).is_err());
-        let fit = |held: &mut Held, len| {
+        let fit = |held: &mut ForeignNotices, len| {
             (0..=MAX_HELD.0).take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok()).count()
         };
         assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), MAX_HELD.1 / MAX_FOREIGN_NOTIFICATION);

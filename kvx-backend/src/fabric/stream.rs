@@ -23,7 +23,7 @@ const MAX_EARLY_BYTES: usize = 4 << 20;
 
 /// What stands before each frame's part of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct FrameHeader {
     /// The receiver's session; 0 in a hello, whose sender does not know it yet.
     pub(super) to: u64,
     /// The sender's session.
@@ -34,7 +34,7 @@ pub(super) struct Header {
     pub(super) more: bool,
 }
 
-impl Header {
+impl FrameHeader {
     pub(super) const LEN: usize = 1 + 8 + 8 + 4 + 1;
     const VERSION: u8 = 1;
 
@@ -62,7 +62,7 @@ impl Header {
             1 => true,
             other => return Err(reader.malformed(format_args!("{other} is neither last nor followed"))),
         };
-        Ok((Header { to, from, place, more }, reader.bytes(reader.left())?))
+        Ok((FrameHeader { to, from, place, more }, reader.bytes(reader.left())?))
     }
 }
 
@@ -76,10 +76,10 @@ pub(super) struct Outgoing {
 impl Outgoing {
     /// Cuts a message into frames of at most `max` bytes and queues them.
     pub(super) fn push(&mut self, to: u64, from: u64, message: &[u8], max: usize) {
-        let part = max.saturating_sub(Header::LEN).max(1);
+        let part = max.saturating_sub(FrameHeader::LEN).max(1);
         let mut parts = message.chunks(part).peekable();
         while let Some(part) = parts.next() {
-            let header = Header { to, from, place: self.place, more: parts.peek().is_some() };
+            let header = FrameHeader { to, from, place: self.place, more: parts.peek().is_some() };
             self.place = self.place.wrapping_add(1);
             self.queue.push_back(header.frame(part));
         }
@@ -118,9 +118,9 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer that keeps the
-    /// protocol sends.
-    pub(super) fn take(&mut self, header: &Header, part: &[u8]) -> Result<Vec<Vec<u8>>> {
+    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer
+    /// that keeps the protocol sends.
+    pub(super) fn take(&mut self, header: &FrameHeader, part: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ahead = header.place.wrapping_sub(self.place);
         if ahead > u32::MAX / 2 {
             return Ok(Vec::new()); // had before: a library that repeats itself
@@ -183,22 +183,22 @@ mod tests {
 
     #[test]
     fn frames_travel_as_they_are() {
-        let header = Header { to: 1, from: u64::MAX, place: 3, more: true };
+        let header = FrameHeader { to: 1, from: u64::MAX, place: 3, more: true };
         let frame = header.frame(b"part");
-        assert_eq!(Header::read(&frame).unwrap(), (header, &b"part"[..]));
-        assert!(Header::read(&frame[..Header::LEN - 1]).is_err());
-        assert!(Header::read(&[&[9], &frame[1..]].concat()).is_err());
+        assert_eq!(FrameHeader::read(&frame).unwrap(), (header, &b"part"[..]));
+        assert!(FrameHeader::read(&frame[..FrameHeader::LEN - 1]).is_err());
+        assert!(FrameHeader::read(&[&[9], &frame[1..]].concat()).is_err());
     }
 
     fn take(incoming: &mut Incoming, frame: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (header, part) = Header::read(frame).unwrap();
+        let (header, part) = FrameHeader::read(frame).unwrap();
         incoming.take(&header, part)
     }
 
     #[test]
     fn messages_come_out_whole_and_in_order_whatever_the_order_of_frames() {
         let messages: Vec<Vec<u8>> = (1..40).map(|n| vec![n as u8; n * 7]).collect();
-        let mut frames = frames(&messages, Header::LEN + 16);
+        let mut frames = frames(&messages, FrameHeader::LEN + 16);
         let mut seed = 7_u64;
         for at in (1..frames.len()).rev() {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -216,13 +216,13 @@ mod tests {
     #[test]
     fn what_a_peer_may_make_us_keep_is_bounded() {
         let mut incoming = Incoming::default();
-        let header = |place| Header { to: 1, from: 2, place, more: false };
+        let header = |place| FrameHeader { to: 1, from: 2, place, more: false };
         let kept = (1..=MAX_EARLY as u32).all(|place| incoming.take(&header(place), b"x").is_ok());
         assert!(kept);
         assert!(incoming.take(&header(MAX_EARLY as u32 + 1), b"x").is_err());
         let mut incoming = Incoming::default();
         let long = vec![0; 1 << 20];
-        let more = |place| Header { more: true, ..header(place) };
+        let more = |place| FrameHeader { more: true, ..header(place) };
         let refused = (0..8).any(|place| incoming.take(&more(place), &long).is_err());
         assert!(refused, "an endless message is refused");
     }
@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn an_empty_message_cannot_be_sent_and_the_numbers_go_round() {
         let mut out = Outgoing { place: u32::MAX, ..Outgoing::default() };
-        out.push(1, 2, b"ab", Header::LEN + 1);
+        out.push(1, 2, b"ab", FrameHeader::LEN + 1);
         assert_eq!(out.len(), 2);
         let mut incoming = Incoming { place: u32::MAX, ..Incoming::default() };
         assert!(take(&mut incoming, &out.queue[1]).unwrap().is_empty());

@@ -14,7 +14,7 @@ pub(crate) fn error(kind: Kind, sentence: impl Into<std::borrow::Cow<'static, st
 
 /// What a peer refused.
 pub(crate) fn refused(why: Refusal) -> Error {
-    Error::from(why).backend(NAME)
+    why.into_error().backend(NAME)
 }
 
 /// Why `process_vm_readv` was refused, and what to do about it.

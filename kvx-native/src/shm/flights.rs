@@ -74,7 +74,7 @@ impl Load {
 
 /// What devices have said of batches.
 #[derive(Default)]
-struct Told {
+struct BatchEnds {
     landed: Vec<(u64, Result<()>)>,
     lost: bool,
 }
@@ -134,7 +134,7 @@ pub(crate) struct Flight {
     /// Bytes that are in no batch yet.
     left: u64,
     moved: u64,
-    told: Arc<Mutex<Told>>,
+    told: Arc<Mutex<BatchEnds>>,
     under_way: usize,
     queued: bool,
     /// What it ends with if not with success; no further batch is started.
@@ -157,7 +157,7 @@ impl Flight {
         }
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
+    fn told(&self) -> MutexGuard<'_, BatchEnds> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -214,7 +214,7 @@ impl Flight {
 
 /// Tells the machine of a batch.
 struct Landing {
-    told: Arc<Mutex<Told>>,
+    told: Arc<Mutex<BatchEnds>>,
     home: Arc<Home>,
     number: u64,
     /// `None`: told.
@@ -222,7 +222,7 @@ struct Landing {
 }
 
 impl Landing {
-    fn told(&self) -> MutexGuard<'_, Told> {
+    fn told(&self) -> MutexGuard<'_, BatchEnds> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -29,7 +29,7 @@ pub(crate) struct Writes {
 
 struct Write {
     plan: Arc<Bound>,
-    parts: Parts,
+    parts: PartCutter,
     unanswered: usize,
     queued: bool,
     /// What it will settle with if not with success; no further part is sent.
@@ -48,7 +48,7 @@ impl Writes {
     }
 
     fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
-        let parts = Parts::default();
+        let parts = PartCutter::default();
         self.open.insert(
             id.0,
             Write { plan, parts, unanswered: 0, queued: true, failed: None, moved: false, done },
@@ -206,19 +206,19 @@ impl Connection {
 
 /// Cuts the pairs of a plan into parts that fit into a packet each.
 #[derive(Debug, Default)]
-struct Parts {
+struct PartCutter {
     pair: usize,
     grid: usize,
     at: usize,
 }
 
-impl Parts {
+impl PartCutter {
     fn next(&mut self, pairs: &[Pair]) -> Option<Part> {
         loop {
             let pair = pairs.get(self.pair)?;
             let (count, grids) = (pair.local_indices.len(), pair.local.len());
             if count == 0 || self.grid >= grids {
-                *self = Parts { pair: self.pair + 1, grid: 0, at: 0 };
+                *self = PartCutter { pair: self.pair + 1, grid: 0, at: 0 };
                 continue;
             }
             let ranges = pair.local_indices.as_range().is_some() && pair.remote_indices.as_range().is_some();
@@ -257,7 +257,7 @@ mod tests {
             pair(1, list(1), list(1)),
         ];
         let mut seen = HashSet::new();
-        let mut parts = Parts::default();
+        let mut parts = PartCutter::default();
         while let Some(part) = parts.next(&pairs) {
             assert!(part.grids.len() <= MAX_GRIDS && !part.indices.is_empty());
             assert!(part.indices.len() <= if part.pair == 2 { described::MAX_INDICES } else { MAX_INDICES });

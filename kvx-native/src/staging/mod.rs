@@ -54,7 +54,7 @@ use kvx_core::{DeviceAccess, Error, Extents, Kind, Memory, Result};
 
 pub(crate) use ends::{Fetch, Store};
 use pool::Pool;
-use stream::{Blocks, Shared, Stream};
+use stream::{SharedStream, Stream, StreamBlocks};
 
 /// How many bounce buffers there are, and how large.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,12 +162,12 @@ impl Stager {
                 ));
             }
         }
-        let shared = Shared { token, wake: Arc::clone(&self.wake), told: Mutex::default() };
+        let shared = SharedStream { token, wake: Arc::clone(&self.wake), told: Mutex::default() };
         Ok(Stream {
             access: Arc::clone(&self.access),
             depth: self.depth,
             pool: Arc::clone(pool),
-            blocks: Blocks { extents, back: VecDeque::new() },
+            blocks: StreamBlocks { extents, back: VecDeque::new() },
             shared: Arc::new(shared),
             memories: memories.into(),
             planned: Vec::new(),

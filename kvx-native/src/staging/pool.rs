@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use super::stream::Shared;
+use super::stream::SharedStream;
 use kvx_core::sync::Mutex;
 use kvx_core::{DeviceAccess, Error, Kind, Memory, Result, quarantine_for_ever};
 
@@ -24,9 +24,9 @@ pub(super) struct PoolState {
     /// Buffers that a lost copy may still touch. They count as made: a device that loses copies gets no new ones.
     lost: usize,
     /// Those who get the next buffers, in order. While somebody waits, none is free.
-    queue: VecDeque<Weak<Shared>>,
+    queue: VecDeque<Weak<SharedStream>>,
     /// Stores that keep a buffer although their socket is dry.
-    paused: Vec<Weak<Shared>>,
+    paused: Vec<Weak<SharedStream>>,
 }
 
 impl Pool {
@@ -77,7 +77,7 @@ impl Pool {
     }
 
     /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will be.
-    pub(super) fn take(self: &Arc<Self>, stream: &Arc<Shared>) -> Result<Option<Bounce>> {
+    pub(super) fn take(self: &Arc<Self>, stream: &Arc<SharedStream>) -> Result<Option<Bounce>> {
         let mut refused = None;
         loop {
             let mut state = self.state.lock();
@@ -146,7 +146,7 @@ impl Pool {
     }
 
     /// Whether others wait for a buffer; if not, `stream` is woken once they do.
-    pub(super) fn is_scarce(&self, stream: &Arc<Shared>) -> bool {
+    pub(super) fn is_scarce(&self, stream: &Arc<SharedStream>) -> bool {
         let mut state = self.state.lock();
         if !state.queue.is_empty() {
             return true;
@@ -161,12 +161,12 @@ impl Pool {
 
 impl PoolState {
     /// Those who wait, if no buffer is left that could ever come.
-    fn hopeless(&mut self) -> VecDeque<Weak<Shared>> {
+    fn hopeless(&mut self) -> VecDeque<Weak<SharedStream>> {
         if self.lost < self.made { VecDeque::new() } else { std::mem::take(&mut self.queue) }
     }
 }
 
-fn ask_again(queue: VecDeque<Weak<Shared>>) {
+fn ask_again(queue: VecDeque<Weak<SharedStream>>) {
     for stream in queue.iter().filter_map(Weak::upgrade) {
         stream.told.lock().queued = false;
         stream.wake();

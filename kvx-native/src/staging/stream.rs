@@ -14,15 +14,15 @@ use kvx_core::{DeviceAccess, Error, Extent, Extents, Kind, Memory, Result, Ticke
 const MAX_PIECES: usize = 4096;
 
 /// The part of a stream that copies and pools know.
-pub(super) struct Shared {
+pub(super) struct SharedStream {
     pub(super) token: u64,
     pub(super) wake: Arc<dyn Fn(u64) + Send + Sync>,
-    pub(super) told: Mutex<Told>,
+    pub(super) told: Mutex<StreamNews>,
 }
 
 /// What a stream was told since its last turn.
 #[derive(Default)]
-pub(super) struct Told {
+pub(super) struct StreamNews {
     /// It waits in the pool's queue, or has been granted a buffer.
     pub(super) queued: bool,
     granted: Option<Bounce>,
@@ -34,7 +34,7 @@ pub(super) struct Told {
     stopped: bool,
 }
 
-impl Shared {
+impl SharedStream {
     pub(super) fn wake(&self) {
         (self.wake)(self.token);
     }
@@ -66,7 +66,7 @@ impl Shared {
 
 /// A copy whose ticket the device holds.
 struct InFlight {
-    stream: Arc<Shared>,
+    stream: Arc<SharedStream>,
     number: u64,
     direction: Direction,
     bounce: Mutex<Option<Bounce>>,
@@ -99,13 +99,13 @@ impl Settle for InFlight {
 }
 
 /// The blocks of a stream that are not in a buffer yet.
-pub(super) struct Blocks {
+pub(super) struct StreamBlocks {
     pub(super) extents: Extents,
     /// Taken from the extents and given back: these come first.
     pub(super) back: VecDeque<Extent>,
 }
 
-impl Blocks {
+impl StreamBlocks {
     fn take(&mut self, max: u64) -> Option<Extent> {
         let Some(mut extent) = self.back.pop_front() else { return self.extents.take(max) };
         if extent.len > max {
@@ -125,8 +125,8 @@ pub(super) struct Stream {
     pub(super) access: Arc<dyn DeviceAccess>,
     pub(super) depth: usize,
     pub(super) pool: Arc<Pool>,
-    pub(super) blocks: Blocks,
-    pub(super) shared: Arc<Shared>,
+    pub(super) blocks: StreamBlocks,
+    pub(super) shared: Arc<SharedStream>,
     pub(super) memories: Arc<[Arc<Memory>]>,
     /// The blocks of the next copy.
     pub(super) planned: Vec<Extent>,

@@ -8,12 +8,11 @@ use std::time::{Duration, Instant};
 use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
 
 use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
+use super::buffers::{Input, Output, ReadState};
 use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
-use super::input::{Input, Stage};
-use super::output::Output;
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;
@@ -334,7 +333,7 @@ impl Conn {
 
     /// Nothing is read now: others may have the bounce buffer that waits for more.
     fn let_go_if_dry(&mut self, described: usize) {
-        let waits = matches!(self.input.stage, Stage::Data { .. }) && !self.input.stalled;
+        let waits = matches!(self.input.state, ReadState::Data { .. }) && !self.input.stalled;
         if waits
             && (!self.readable || self.is_paused(described))
             && self.role.up_mut().is_some_and(|lane| lane.pause())
@@ -370,8 +369,8 @@ impl Conn {
             {
                 lane.took(moved);
             }
-            match self.input.stage {
-                Stage::Header => {
+            match self.input.state {
+                ReadState::Header => {
                     if self.is_paused(scope.described) {
                         return Ok(());
                     }
@@ -379,28 +378,28 @@ impl Conn {
                     if self.role.is_greeting() != header.frame.is_greeting() {
                         return Err(out_of_turn(header));
                     }
-                    self.input.stage = if header.frame == Frame::Data {
+                    self.input.state = if header.frame == Frame::Data {
                         let lane = self.role.up_mut().ok_or_else(|| out_of_turn(header))?;
                         lane.data(header)?;
                         self.input.chunk.clear();
-                        Stage::Data { left: header.len }
+                        ReadState::Data { left: header.len }
                     } else {
-                        Stage::Body(header)
+                        ReadState::Body(header)
                     };
                 }
-                Stage::Body(header) => {
+                ReadState::Body(header) => {
                     let Some(body) = self.input.body(header.len) else { return Ok(()) };
                     let change = self.role.frame(header, body, &mut self.output, key, scope)?;
                     self.input.body_end();
                     self.change(change);
                 }
-                Stage::Data { left: 0 } => {
+                ReadState::Data { left: 0 } => {
                     if let Some(lane) = self.role.up_mut() {
                         lane.data_end(&mut self.output, scope);
                     }
-                    self.input.stage = Stage::Header;
+                    self.input.state = ReadState::Header;
                 }
-                Stage::Data { left } => {
+                ReadState::Data { left } => {
                     let input = &mut self.input;
                     if input.chunk.left() == 0 {
                         input.chunk.clear();

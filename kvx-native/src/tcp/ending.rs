@@ -31,7 +31,7 @@ impl Concern {
 
 /// A refusal that a peer gets when nothing of its request lands any more.
 #[derive(Clone, Debug)]
-pub(super) struct Answer {
+pub(super) struct LateAnswer {
     /// Which of its links, and which lane of that.
     pub(super) link: [u8; 16],
     pub(super) lane: u8,
@@ -40,23 +40,23 @@ pub(super) struct Answer {
 }
 
 /// A stream of either kind.
-pub(super) enum Stream {
+pub(super) enum Streaming {
     Fetch(Fetch),
     Store(Store),
 }
 
-impl Stream {
+impl Streaming {
     fn stop(&mut self) {
         match self {
-            Stream::Fetch(fetch) => fetch.stop(),
-            Stream::Store(store) => store.stop(),
+            Streaming::Fetch(fetch) => fetch.stop(),
+            Streaming::Store(store) => store.stop(),
         }
     }
 
     fn copies(&self) -> Copies {
         match self {
-            Stream::Fetch(fetch) => fetch.copies(),
-            Stream::Store(store) => store.copies(),
+            Streaming::Fetch(fetch) => fetch.copies(),
+            Streaming::Store(store) => store.copies(),
         }
     }
 }
@@ -75,9 +75,9 @@ impl Hold {
 
 /// A stream that was given up.
 struct Ended {
-    stream: Stream,
+    stream: Streaming,
     concern: Concern,
-    answer: Option<Answer>,
+    answer: Option<LateAnswer>,
     holds: Vec<Arc<Hold>>,
 }
 
@@ -87,11 +87,11 @@ pub(super) struct Ending {
     /// The way to the machine.
     home: OnceLock<Weak<Handle>>,
     tokens: AtomicU32,
-    table: Mutex<Table>,
+    table: Mutex<GivenUpStreams>,
 }
 
 #[derive(Default)]
-struct Table {
+struct GivenUpStreams {
     /// By token. Those that have lost a copy stay for ever.
     streams: HashMap<u64, Ended>,
     /// No machine looks after them any more.
@@ -99,7 +99,7 @@ struct Table {
 }
 
 impl Ending {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, GivenUpStreams> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -121,7 +121,7 @@ impl Ending {
     /// A stream can go on, or a copy of one that was given up has ended. On any thread.
     pub(super) fn wake(&self, token: u64) {
         if let Some(handle) = self.home.get().and_then(Weak::upgrade) {
-            handle.submit(Command::Staged { token });
+            handle.reactor.submit(Command::Staged { token });
         }
         if self.table().closed {
             let (settled, _) = self.look(token);
@@ -133,10 +133,10 @@ impl Ending {
     pub(super) fn add(
         &self,
         token: u64,
-        mut stream: Stream,
+        mut stream: Streaming,
         concern: Concern,
-        answer: Option<Answer>,
-    ) -> Option<Answer> {
+        answer: Option<LateAnswer>,
+    ) -> Option<LateAnswer> {
         stream.stop(); // without the lock: it may wake others
         if stream.copies() == Copies::Settled {
             return answer;
@@ -146,7 +146,7 @@ impl Ending {
     }
 
     /// What can be told now that copies of this stream have ended.
-    pub(super) fn look(&self, token: u64) -> (Vec<Settled>, Option<Answer>) {
+    pub(super) fn look(&self, token: u64) -> (Vec<Settled>, Option<LateAnswer>) {
         let mut table = self.table();
         let Entry::Occupied(mut entry) = table.streams.entry(token) else { return (Vec::new(), None) };
         match entry.get().stream.copies() {

@@ -6,13 +6,12 @@ use kvx_backend::reactor::Turns;
 use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
+use super::buffers::{Input, Output};
 use super::chunk::Chunk;
 use super::conn::{Effect, LaneEnd, Scope};
 use super::ending::{Concern, Ending};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_frame, read_end};
-use super::input::Input;
 use super::memory::TcpRegion;
-use super::output::Output;
 use super::payload::{Blocks, Sink, Source};
 use super::staging::Staged;
 use crate::described::{Described, Part, Side};

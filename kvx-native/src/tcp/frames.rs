@@ -182,7 +182,7 @@ pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
     let mut reader = Reader::new("End", body);
     let refusal = Refusal::decode(&mut reader)?;
     reader.end()?;
-    Ok(Err(refusal.into()))
+    Ok(Err(refusal.into_error()))
 }
 
 /// Versions of this protocol that this build speaks.

@@ -63,30 +63,30 @@ unsafe impl Link for TcpLink {
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             // It is sent off on the calling thread.
-            self.handle.submit_here(command);
+            self.handle.reactor.submit_here(command);
         } else {
-            self.handle.submit(command);
+            self.handle.reactor.submit(command);
         }
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.handle.submit_here(Command::Notify { link: self.id, bytes: bytes.into(), done });
+        self.handle.reactor.submit_here(Command::Notify { link: self.id, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
-        self.handle.submit(Command::Cancel { link: self.id, id });
+        self.handle.reactor.submit(Command::Cancel { link: self.id, id });
     }
 
     fn drive(&self) -> Turn {
-        self.handle.drive()
+        self.handle.reactor.drive()
     }
 
     fn hand_over(&self) {
-        self.handle.hand_over();
+        self.handle.reactor.hand_over();
     }
 
     fn close(&self) {
-        self.handle.submit(Command::Close { link: self.id });
+        self.handle.reactor.submit(Command::Close { link: self.id });
     }
 }
 

@@ -128,7 +128,7 @@ impl LocalRegion for TcpRegion {
                 })
             }
         };
-        self.handle.submit(Command::Revoke { region, done });
+        self.handle.reactor.submit(Command::Revoke { region, done });
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod address;
 mod auth;
+mod buffers;
 mod chunk;
 mod config;
 mod conn;
@@ -9,12 +10,10 @@ mod ending;
 mod error;
 mod fetch;
 mod frames;
-mod input;
 mod link;
 mod linking;
 mod listener;
 mod memory;
-mod output;
 mod owning;
 mod payload;
 mod peers;

@@ -11,7 +11,7 @@ use rustix::net::SocketFlags;
 
 use super::auth::OwnerHandshake;
 use super::conn::{Conn, Role};
-use super::ending::Answer;
+use super::ending::LateAnswer;
 use super::frames::put_end;
 use super::progress::{HANDSHAKE, Machine};
 use super::socket;
@@ -110,7 +110,7 @@ impl Machine {
     }
 
     /// What went into a peer's request has ended: tells it why.
-    pub(super) fn answer(&mut self, answer: &Answer) {
+    pub(super) fn answer(&mut self, answer: &LateAnswer) {
         let Some(key) = self.lanes.get(&(answer.link, answer.lane)).copied() else { return };
         if let Some(conn) = self.conns.get_mut(key) {
             put_end(&mut conn.output.control, answer.id, Err(&answer.why));

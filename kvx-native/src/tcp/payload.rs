@@ -6,7 +6,7 @@ use crate::staging::{Fetch, Store};
 use kvx_core::{Bound, Extents, RegionId, Result};
 
 use super::chunk::Chunk;
-use super::ending::{Answer, Concern, Ending, Stream};
+use super::ending::{Concern, Ending, LateAnswer, Streaming};
 use super::memory::Served;
 
 /// The bytes of blocks, to be sent.
@@ -108,7 +108,7 @@ impl Source {
     pub(super) fn stop(self, ending: &Ending) {
         if let Source::Device(fetching) = self {
             let Fetching { token, fetch, concern, .. } = *fetching;
-            ending.add(token, Stream::Fetch(fetch), concern, None);
+            ending.add(token, Streaming::Fetch(fetch), concern, None);
         }
     }
 }
@@ -186,12 +186,12 @@ impl Sink {
 
     /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when they have ended. It
     /// comes back when it may go out now.
-    pub(super) fn stop(self, ending: &Ending, answer: Option<Answer>) -> Option<Answer> {
+    pub(super) fn stop(self, ending: &Ending, answer: Option<LateAnswer>) -> Option<LateAnswer> {
         match self {
             Sink::Host(_) => answer,
             Sink::Device(storing) => {
                 let Storing { token, store, concern } = *storing;
-                ending.add(token, Stream::Store(store), concern, answer)
+                ending.add(token, Streaming::Store(store), concern, answer)
             }
         }
     }
@@ -199,12 +199,12 @@ impl Sink {
 
 /// Blocks in host memory, worked off from the front.
 pub(super) struct Blocks {
-    memory: Held,
+    memory: BlockMemory,
     cursor: Extents,
 }
 
 /// What keeps the blocks' memory alive.
-enum Held {
+enum BlockMemory {
     /// The initiator's: the plan.
     Plan(Arc<Bound>),
     /// The owner's: its regions, in the order of the request.
@@ -214,12 +214,12 @@ enum Held {
 impl Blocks {
     /// The local side of a part of a plan.
     pub(super) fn local(plan: Arc<Bound>, cursor: Extents) -> Self {
-        Blocks { memory: Held::Plan(plan), cursor }
+        Blocks { memory: BlockMemory::Plan(plan), cursor }
     }
 
     /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
     pub(super) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
-        Blocks { memory: Held::Served(regions), cursor }
+        Blocks { memory: BlockMemory::Served(regions), cursor }
     }
 
     fn left(&self) -> u64 {
@@ -227,7 +227,7 @@ impl Blocks {
     }
 
     fn touches(&self, region: RegionId) -> bool {
-        matches!(&self.memory, Held::Served(regions) if regions.iter().any(|served| served.id == region))
+        matches!(&self.memory, BlockMemory::Served(regions) if regions.iter().any(|served| served.id == region))
     }
 
     fn gather(&mut self, chunk: &mut Chunk, max: usize) {
@@ -237,8 +237,8 @@ impl Blocks {
             && let Some(extent) = self.cursor.take(room)
         {
             let memory = match &self.memory {
-                Held::Plan(plan) => &plan.local(extent.region).memory,
-                Held::Served(regions) => &regions[extent.region as usize].memory,
+                BlockMemory::Plan(plan) => &plan.local(extent.region).memory,
+                BlockMemory::Served(regions) => &regions[extent.region as usize].memory,
             };
             debug_assert!(extent.offset + extent.len <= memory.len() as u64);
             // In bounds: grids are checked against their regions before a cursor walks them.

@@ -325,13 +325,13 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(4);
 
     /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the test moves.
-    struct Waiting {
+    struct SilentPeer {
         peer: Peer,
         conns: Slab<Conn>,
         now: Instant,
     }
 
-    impl Waiting {
+    impl SilentPeer {
         fn new() -> Self {
             let (now, mut conns) = (Instant::now(), Slab::new());
             let (socket, address) =
@@ -344,7 +344,7 @@ mod tests {
             peer.notify(Box::default(), Ticket::new(|_| {}), &mut Outbox::default());
             peer.notices.next_to_send().unwrap();
             assert_eq!(peer.note_busy(now, TIMEOUT), Some(now + TIMEOUT / 4));
-            Waiting { peer, conns, now }
+            SilentPeer { peer, conns, now }
         }
 
         fn after(&mut self, time: Duration) -> Look {
@@ -365,7 +365,7 @@ mod tests {
 
     #[test]
     fn a_silent_peer_is_asked_and_then_lost() {
-        let mut waiting = Waiting::new();
+        let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
         assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
         for _ in 0..2 {
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_peer_whose_words_lie_unread_is_not_silent() {
-        let mut waiting = Waiting::new();
+        let mut waiting = SilentPeer::new();
         for (_, conn) in &mut waiting.conns {
             conn.event(true, false, false);
         }

@@ -96,30 +96,14 @@ pub(super) struct Shared {
 /// What links and regions hold: the way to the machine.
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
-    reactor: Reactor<Machine>,
+    pub(super) reactor: Reactor<Machine>,
     process: u32,
 }
 
 impl Handle {
-    pub(super) fn submit(&self, command: Command) {
-        self.reactor.submit(command);
-    }
-
-    pub(super) fn submit_here(&self, command: Command) {
-        self.reactor.submit_here(command);
-    }
-
     /// Whether this is the process that opened it, not a forked child: only there does the machine run.
     pub(super) fn is_at_home(&self) -> bool {
         std::process::id() == self.process
-    }
-
-    pub(super) fn drive(&self) -> Turn {
-        self.reactor.drive()
-    }
-
-    pub(super) fn hand_over(&self) {
-        self.reactor.hand_over();
     }
 }
 
@@ -183,12 +167,12 @@ unsafe impl Transport for TcpTransport {
         let up_by = Instant::now() + *peer_timeout;
         let who = (peer.identity.clone(), auth::nonce()?);
         let peer = Peer::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
-        self.handle.submit(Command::Connect(Box::new(peer)));
+        self.handle.reactor.submit(Command::Connect(Box::new(peer)));
         Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
     }
 
     fn resume(&self) {
-        self.handle.submit(Command::Resume);
+        self.handle.reactor.submit(Command::Resume);
     }
 
     fn shutdown(&self, done: Ticket) {

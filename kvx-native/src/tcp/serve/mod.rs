@@ -10,15 +10,14 @@ use kvx_backend::reactor::Turns;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
-use self::writes::Writing;
+use self::writes::ServedWrite;
 use crate::described::Described;
+use crate::tcp::buffers::{Input, Output};
 use crate::tcp::chunk::Chunk;
 use crate::tcp::conn::{Effect, LaneEnd, Scope};
 use crate::tcp::ending::{Concern, Ending};
 use crate::tcp::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
-use crate::tcp::input::Input;
 use crate::tcp::memory::Served;
-use crate::tcp::output::Output;
 use crate::tcp::payload::{Blocks, Sink, Source};
 use crate::tcp::staging::Staged;
 use crate::tcp::transport::Shared;
@@ -33,7 +32,7 @@ const MAX_DESCRIBED_IN_ALL: usize = 64 << 20;
 const MAX_ANSWERS: usize = 64 << 10;
 
 /// A read that is being answered.
-struct Reading {
+struct ServedRead {
     id: u64,
     source: Source,
     described: usize,
@@ -57,12 +56,12 @@ pub(crate) struct ServedLane {
     last_id: Option<u64>,
     /// Requests that were cancelled before they came.
     cancelled: HashSet<u64>,
-    reads: Turns<Reading>,
+    reads: Turns<ServedRead>,
     /// Those that wait for a device, by token.
-    waiting: HashMap<u64, Reading>,
+    waiting: HashMap<u64, ServedRead>,
     /// The read whose payload is going out.
-    sending: Option<Reading>,
-    writes: HashMap<u64, Writing>,
+    sending: Option<ServedRead>,
+    writes: HashMap<u64, ServedWrite>,
     /// The write whose payload is coming in.
     receiving: Option<(u64, usize)>,
     /// Bytes of the descriptions of `reads`, `waiting` and `sending`.
@@ -159,14 +158,14 @@ impl ServedLane {
             Ok(source) => {
                 self.reads_described += body.len();
                 scope.described += body.len();
-                self.go_on(Reading { id, source, described: body.len() }, output, scope);
+                self.go_on(ServedRead { id, source, described: body.len() }, output, scope);
             }
         }
         Ok(())
     }
 
     /// Queues a read of which no frame is going out: for its turn, for the device, or not at all.
-    fn go_on(&mut self, mut reading: Reading, output: &mut Output, scope: &mut Scope) {
+    fn go_on(&mut self, mut reading: ServedRead, output: &mut Output, scope: &mut Scope) {
         match (reading.source.resume(), reading.source.left(), reading.source.token()) {
             (Ok(_), 0, _) => self.forget_read(reading, scope),
             (Ok(false), _, Some(token)) => {
@@ -180,7 +179,7 @@ impl ServedLane {
         }
     }
 
-    fn forget_read(&mut self, reading: Reading, scope: &mut Scope) {
+    fn forget_read(&mut self, reading: ServedRead, scope: &mut Scope) {
         self.reads_described -= reading.described;
         scope.described -= reading.described;
         reading.source.stop(&scope.shared.ending);
@@ -209,7 +208,7 @@ impl ServedLane {
     /// Ends reads at once: nothing more of their memory goes out.
     fn stop_reads(
         &mut self,
-        which: impl Fn(&Reading) -> bool,
+        which: impl Fn(&ServedRead) -> bool,
         why: &Error,
         output: &mut Output,
         scope: &mut Scope,
@@ -314,7 +313,7 @@ impl LaneEnd for ServedLane {
     }
 
     fn has_streams(&self) -> bool {
-        let is_one = |reading: &Reading| reading.source.token().is_some();
+        let is_one = |reading: &ServedRead| reading.source.token().is_some();
         !self.waiting.is_empty() || self.sending.as_ref().is_some_and(is_one)
     }
 

@@ -3,11 +3,10 @@
 use kvx_core::{Error, Result};
 
 use super::{ServedLane, cancelled, malformed};
+use crate::tcp::buffers::{Input, Output};
 use crate::tcp::conn::Scope;
-use crate::tcp::ending::Answer;
+use crate::tcp::ending::LateAnswer;
 use crate::tcp::frames::put_end;
-use crate::tcp::input::Input;
-use crate::tcp::output::Output;
 use crate::tcp::payload::Sink;
 
 /// Writes that a peer may begin on one lane before it ends one.
@@ -16,7 +15,7 @@ const MAX_WRITES: usize = 1024;
 const MAX_WRITES_DESCRIBED: usize = 16 << 20;
 
 /// A write that is coming in.
-pub(super) struct Writing {
+pub(super) struct ServedWrite {
     /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
     pub(super) sink: Option<Sink>,
     /// Payload still to come.
@@ -50,7 +49,7 @@ impl ServedLane {
         };
         self.writes_described += described;
         scope.described += described;
-        self.writes.insert(id, Writing { sink, left, described });
+        self.writes.insert(id, ServedWrite { sink, left, described });
         Ok(())
     }
 
@@ -61,7 +60,7 @@ impl ServedLane {
 
     /// All payload of a write has come: ends it, if it is where it belongs.
     pub(super) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
-        let Some(Writing { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
+        let Some(ServedWrite { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
         match sink.has_landed() {
             Ok(false) => {} // its token comes
             Ok(true) => {
@@ -94,7 +93,7 @@ impl ServedLane {
         output: &mut Output,
         scope: &mut Scope,
     ) {
-        let refused = |(id, writing): (&u64, &Writing)| {
+        let refused = |(id, writing): (&u64, &ServedWrite)| {
             writing.sink.as_ref().is_some_and(|sink| which(*id, sink)).then_some(*id)
         };
         for id in self.writes.iter().filter_map(refused).collect::<Vec<_>>() {
@@ -110,7 +109,7 @@ impl ServedLane {
     pub(super) fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
         let Some(writing) = self.writes.get_mut(&id) else { return };
         let Some(sink) = writing.sink.take() else { return };
-        let answer = Answer { link: self.link, lane: self.lane, id, why: why.clone() };
+        let answer = LateAnswer { link: self.link, lane: self.lane, id, why: why.clone() };
         if let Some(answer) = sink.stop(&scope.shared.ending, Some(answer)) {
             put_end(&mut output.control, id, Err(&answer.why));
         }

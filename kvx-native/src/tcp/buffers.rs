@@ -1,10 +1,12 @@
-//! What comes in on a connection: a buffer for headers and small frames, and payload straight to where it belongs.
+//! What comes in and what goes out on a connection: headers and small frames by way of buffers, payload straight
+//! between the socket and where it belongs.
 
 use std::os::fd::OwnedFd;
 
 use kvx_core::Result;
 
 use super::chunk::{Bin, Chunk};
+use super::conn::{Role, Scope};
 use super::frames::{HEADER, Header};
 use super::socket;
 
@@ -17,7 +19,7 @@ const GROWTH: usize = 64 << 10;
 
 /// Where the reader stands.
 #[derive(Clone, Copy)]
-pub(super) enum Stage {
+pub(super) enum ReadState {
     Header,
     Body(Header),
     Data { left: usize },
@@ -29,7 +31,7 @@ pub(super) struct Input {
     start: usize,
     end: usize,
     body: Vec<u8>,
-    pub(super) stage: Stage,
+    pub(super) state: ReadState,
     /// Where the payload that is coming in goes.
     pub(super) chunk: Chunk,
     /// There is no place for it now: a device has to copy first.
@@ -43,7 +45,7 @@ impl Input {
             start: 0,
             end: 0,
             body: Vec::new(),
-            stage: Stage::Header,
+            state: ReadState::Header,
             chunk: Chunk::default(),
             stalled: false,
         }
@@ -59,7 +61,7 @@ impl Input {
         if self.buffer.is_empty() {
             self.buffer = vec![0; BUFFER].into();
         }
-        if let Stage::Body(header) = self.stage
+        if let ReadState::Body(header) = self.state
             && header.len - self.body.len() > BUFFER
         {
             let (old, want) = (self.body.len(), (header.len - self.body.len()).min(GROWTH));
@@ -72,7 +74,7 @@ impl Input {
         }
         pieces.clear();
         let (mut behind, mut want) = (BUFFER, 0);
-        if let Stage::Data { left } = self.stage {
+        if let ReadState::Data { left } = self.state {
             pieces.extend_from_slice(self.chunk.pieces());
             want = self.chunk.left();
             behind = match (want == left, small) {
@@ -94,7 +96,7 @@ impl Input {
         let payload = count.min(want);
         self.chunk.advance(payload);
         self.end += count - payload;
-        if let Stage::Data { left } = &mut self.stage {
+        if let ReadState::Data { left } = &mut self.state {
             *left -= payload;
         }
         Ok((got, want + behind))
@@ -107,21 +109,21 @@ impl Input {
         }
         let count = self.chunk.copy_in(&self.buffer[self.start..self.end]);
         self.start += count;
-        self.stage = Stage::Data { left: left - count };
+        self.state = ReadState::Data { left: left - count };
         true
     }
 
     pub(super) fn has_backlog(&self) -> bool {
-        match self.stage {
-            Stage::Header => self.end - self.start >= HEADER,
-            Stage::Data { .. } => self.end > self.start, // left over when it was stalled
-            Stage::Body(_) => false,
+        match self.state {
+            ReadState::Header => self.end - self.start >= HEADER,
+            ReadState::Data { .. } => self.end > self.start, // left over when it was stalled
+            ReadState::Body(_) => false,
         }
     }
 
     /// Whether payload is coming in.
     pub(super) fn in_payload(&self) -> bool {
-        matches!(self.stage, Stage::Data { .. })
+        matches!(self.state, ReadState::Data { .. })
     }
 
     /// The rest of the payload that is coming in goes nowhere.
@@ -154,7 +156,7 @@ impl Input {
     pub(super) fn body_end(&mut self) {
         self.body.clear();
         self.body.shrink_to(GROWTH);
-        self.stage = Stage::Header;
+        self.state = ReadState::Header;
     }
 
     /// Moves what is left in the buffer to its front.
@@ -162,5 +164,97 @@ impl Input {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
+    }
+}
+
+/// A buffer that has grown beyond this is not kept.
+const KEPT: usize = 64 << 10;
+
+/// What goes out: a frame's first bytes, its payload, and what follows it; then what has come up meanwhile.
+#[derive(Default)]
+pub(super) struct Output {
+    head: Vec<u8>,
+    head_at: usize,
+    /// The payload of the frame that is going out.
+    pub(super) chunk: Chunk,
+    /// What the payload was copied to, when its source could not wait.
+    spilled: Vec<u8>,
+    tail: Vec<u8>,
+    tail_at: usize,
+    /// Whole frames without payload; they go before the next payload.
+    pub(super) control: Vec<u8>,
+}
+
+impl Output {
+    pub(super) fn at_boundary(&self) -> bool {
+        self.head_at == self.head.len() && self.chunk.left() == 0 && self.tail_at == self.tail.len()
+    }
+
+    /// Where a DATA frame writes its header.
+    pub(super) fn head(&mut self) -> &mut Vec<u8> {
+        &mut self.head
+    }
+
+    /// Where it writes what follows its payload.
+    pub(super) fn tail(&mut self) -> &mut Vec<u8> {
+        &mut self.tail
+    }
+
+    /// Whether the payload that is going out has not gone out as a whole.
+    pub(super) fn in_payload(&self) -> bool {
+        self.chunk.left() > 0
+    }
+
+    /// Zeros in place of the rest of the payload, and nothing behind it: another frame says why.
+    pub(super) fn abort(&mut self) {
+        debug_assert!(self.in_payload());
+        self.chunk.zero();
+        self.tail.clear();
+        self.tail_at = 0;
+    }
+
+    /// The rest of the payload goes out from a copy: its source may change.
+    pub(super) fn spill(&mut self) {
+        self.chunk.copy_out(&mut self.spilled);
+    }
+
+    pub(super) fn next(&mut self, role: &mut Role, scope: &mut Scope) {
+        self.head.clear();
+        self.tail.clear();
+        (self.head_at, self.tail_at) = (0, 0);
+        self.spilled = Vec::new();
+        if self.head.capacity() > KEPT {
+            self.head = Vec::new();
+        }
+        std::mem::swap(&mut self.head, &mut self.control);
+        if let Some(lane) = role.up_mut() {
+            lane.next_frame(self, scope);
+        }
+    }
+
+    pub(super) fn pieces(&self, pieces: &mut Vec<libc::iovec>) {
+        let piece =
+            |bytes: &[u8]| libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+        pieces.clear();
+        if self.head_at < self.head.len() {
+            pieces.push(piece(&self.head[self.head_at..]));
+        }
+        pieces.extend_from_slice(self.chunk.pieces());
+        if self.tail_at < self.tail.len() {
+            pieces.push(piece(&self.tail[self.tail_at..]));
+        }
+    }
+
+    pub(super) fn left(&self) -> usize {
+        self.head.len() - self.head_at + self.chunk.left() + self.tail.len() - self.tail_at
+    }
+
+    pub(super) fn advance(&mut self, mut count: usize) {
+        let head = count.min(self.head.len() - self.head_at);
+        self.head_at += head;
+        count -= head;
+        let payload = count.min(self.chunk.left());
+        self.chunk.advance(payload);
+        self.tail_at += count - payload;
     }
 }

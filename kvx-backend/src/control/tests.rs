@@ -1,0 +1,262 @@
+//! Two ends of a link, on a clock that the test moves and over wires that it holds.
+
+use std::collections::{HashSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use kvx_core::transport::Full;
+use kvx_core::{Completion, Error, Identity, Incarnation, Kind, RegionId, RegionKey, Result};
+
+use super::reasons::revoked;
+use super::*;
+
+const TIMEOUT: Duration = Duration::from_secs(4);
+const KEY: RegionKey = RegionKey([8; 16]);
+const REGION: RegionId = RegionId(1);
+
+fn identity(name: &str) -> Identity {
+    Identity { name: name.into(), incarnation: Incarnation([name.len() as u8; 16]) }
+}
+
+/// Both ends, and what is on its way between them.
+struct Link {
+    now: Instant,
+    up: bool,
+    to_owner: VecDeque<Vec<u8>>,
+    to_initiator: VecDeque<Vec<u8>>,
+
+    to_peer: NoticesToPeer,
+    silence: Silence,
+    imports: Imports<RegionId, RegionId>,
+    turned_away: Option<Error>,
+
+    table: RegionTable<()>,
+    granted: Granted,
+    recalls: Recalls<u8, RegionId>,
+    from_peer: NoticesFromPeer,
+    /// What the owner's agent has, and how many more it has room for.
+    taken: Vec<Vec<u8>>,
+    room: usize,
+}
+
+impl Link {
+    fn greeted(expected: &str) -> Self {
+        let now = Instant::now();
+        let mut link = Link {
+            now,
+            up: false,
+            to_owner: VecDeque::new(),
+            to_initiator: VecDeque::new(),
+            to_peer: NoticesToPeer::default(),
+            silence: Silence::new(now),
+            imports: Imports::default(),
+            turned_away: None,
+            table: RegionTable::default(),
+            granted: Granted::default(),
+            recalls: Recalls::default(),
+            from_peer: NoticesFromPeer::default(),
+            taken: Vec::new(),
+            room: usize::MAX,
+        };
+        link.table.open(REGION, KEY, ());
+        let hello = Hello::new(identity("initiator"), identity(expected));
+        link.to_owner.push_back(Message::Hello { hello, rest: b"" }.encode());
+        link
+    }
+
+    fn up() -> Self {
+        let mut link = Link::greeted("owner");
+        link.settle();
+        assert!(link.up && link.turned_away.is_none());
+        link
+    }
+
+    fn owner(&mut self, bytes: &[u8]) -> Result<()> {
+        let message = Message::decode(bytes)?;
+        assert!(message.fits(self.up, false), "{message:?}");
+        let (taken, room) = (&mut self.taken, &mut self.room);
+        let deliver = |bytes: &[u8]| {
+            *room = room.checked_sub(1).ok_or(Full)?;
+            taken.push(bytes.to_vec());
+            Ok(())
+        };
+        let from = identity("owner");
+        let answer = match message {
+            Message::Hello { hello, .. } => match hello.verdict(&from) {
+                Ok(version) => Message::Welcome { version, from, rest: b"" },
+                Err(why) => Message::Refuse { from, why: Refusal::from(&why) },
+            },
+            Message::Want { import, id, key } => match self.table.check(id, &key) {
+                Ok(()) => {
+                    self.granted.grant(id);
+                    Message::Grant { import, rest: b"" }
+                }
+                Err(why) => Message::Deny { import, why: Refusal::from(&why) },
+            },
+            Message::Released { id } => {
+                self.granted.released(id)?;
+                self.recalls.released(&0, Some(id));
+                return Ok(());
+            }
+            Message::Notify { notice, bytes } => match self.from_peer.take(notice, bytes, deliver)? {
+                true => Message::Ack { notice },
+                false => return Ok(()),
+            },
+            Message::Ping => Message::Alive,
+            other => panic!("{other:?}"),
+        };
+        self.to_initiator.push_back(answer.encode());
+        Ok(())
+    }
+
+    fn initiator(&mut self, bytes: &[u8]) -> Result<()> {
+        let message = Message::decode(bytes)?;
+        assert!(message.fits(self.up, true), "{message:?}");
+        self.silence.heard(self.now);
+        match message {
+            Message::Welcome { from, .. } => {
+                check_welcome(&from, &identity("owner"))?;
+                self.up = true;
+            }
+            Message::Refuse { from, why } => {
+                self.turned_away = Some(turned_away(&from, &identity("stranger"), why).0);
+            }
+            Message::Grant { import, .. } => {
+                let id = self.imports.answered(import)?;
+                self.imports.settle(import, Ok(id));
+            }
+            Message::Deny { import, why } => {
+                self.imports.answered(import)?;
+                self.imports.settle(import, Err(why.into_error()));
+            }
+            Message::Recall { id } => {
+                self.imports.recall(|held| *held == id, &revoked(id));
+                self.to_owner.push_back(Message::Released { id }.encode());
+            }
+            Message::Ack { notice } => self.to_peer.acknowledged(notice)?.settle(Ok(())),
+            Message::Alive => {}
+            other => panic!("{other:?}"),
+        }
+        Ok(())
+    }
+
+    /// Sends what the window has room for.
+    fn send(&mut self) {
+        while let Some((notice, bytes)) = self.to_peer.next_to_send() {
+            self.to_owner.push_back(Message::Notify { notice, bytes: &bytes }.encode());
+        }
+        let awaits = self.to_peer.await_answer() || self.imports.await_answer();
+        self.silence.note(awaits, || self.now);
+    }
+
+    /// Lets everything arrive.
+    fn settle(&mut self) {
+        loop {
+            self.send();
+            if let Some(bytes) = self.to_owner.pop_front() {
+                self.owner(&bytes).unwrap();
+            } else if let Some(bytes) = self.to_initiator.pop_front() {
+                self.initiator(&bytes).unwrap();
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// The owner's agent has room for so many more.
+    fn resume(&mut self, room: usize) {
+        self.room = room;
+        while let Some(notice) = self.from_peer.deliver_next(|bytes| {
+            self.room = self.room.checked_sub(1).ok_or(Full)?;
+            self.taken.push(bytes.to_vec());
+            Ok(())
+        }) {
+            self.to_initiator.push_back(Message::Ack { notice }.encode());
+        }
+        self.settle();
+    }
+
+    fn notify(&mut self, number: u32) -> Completion<()> {
+        let (end, done) = Completion::with_ticket();
+        assert!(self.to_peer.add(number.to_le_bytes().into(), done).is_ok());
+        end
+    }
+}
+
+#[test]
+fn who_means_another_agent_is_turned_away_with_the_reason() {
+    let mut link = Link::greeted("stranger");
+    link.settle();
+    assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, Kind::PeerLost));
+}
+
+#[test]
+fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
+    for step in [1, 2, 7, 100] {
+        let mut link = Link::up();
+        link.room = 0;
+        let ends: Vec<_> = (0..500).map(|number| link.notify(number)).collect();
+        link.settle();
+        assert!(link.taken.is_empty() && link.to_peer.await_answer());
+        for _ in 0..500_usize.div_ceil(step) {
+            link.resume(step);
+            // One more than there was room for waits, and none overtakes it.
+            assert!(link.taken.len() <= 500);
+        }
+        link.resume(usize::MAX);
+        let numbers: Vec<_> =
+            link.taken.iter().map(|bytes| u32::from_le_bytes(bytes[..].try_into().unwrap())).collect();
+        assert_eq!(numbers, (0..500).collect::<Vec<_>>());
+        assert!(ends.into_iter().all(|end| end.wait(Duration::ZERO).is_ok()));
+    }
+}
+
+#[test]
+fn a_region_is_used_from_its_grant_to_its_recall() {
+    let mut link = Link::up();
+    for (import, id, key) in [(1, REGION, KEY), (2, REGION, RegionKey([0; 16])), (3, RegionId(9), KEY)] {
+        link.imports.want(import, id);
+        link.to_owner.push_back(Message::Want { import, id, key }.encode());
+    }
+    link.settle();
+    let refused = |link: &Link, import| match link.imports.get(import) {
+        Some(Imported::Refused(why)) => Some(why.kind()),
+        _ => None,
+    };
+    assert_eq!(link.imports.held().collect::<Vec<_>>(), [&REGION]);
+    assert_eq!(refused(&link, 2), Some(Kind::WrongKey));
+    assert_eq!(refused(&link, 3), Some(Kind::Unregistered));
+
+    assert!(link.table.revoke(REGION).is_some() && link.granted.holds(REGION));
+    link.recalls.begin(REGION, HashSet::from([0]), REGION);
+    assert!(link.recalls.take_done(|_| false).is_empty());
+    link.to_initiator.push_back(Message::Recall { id: REGION }.encode());
+    link.settle();
+    assert_eq!((refused(&link, 1), link.recalls.take_done(|_| false)), (Some(Kind::Revoked), vec![REGION]));
+    assert!(link.granted.is_empty());
+}
+
+#[test]
+fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
+    let mut link = Link::up();
+    link.room = 0;
+    let end = link.notify(7);
+    link.settle();
+    // It does not take the notification, but says that it lives whenever it is asked.
+    for _ in 0..100 {
+        link.now += Silence::step(TIMEOUT);
+        match link.silence.look(link.now, TIMEOUT) {
+            Look::Ask(_) => link.to_owner.push_back(Message::Ping.encode()),
+            look => assert!(matches!(look, Look::Until(_)), "{look:?}"),
+        }
+        link.settle();
+    }
+    // It is stopped: what was said to it stays on the wire.
+    let stopped = link.now;
+    while link.silence.look(link.now, TIMEOUT) != Look::Lost {
+        assert!(link.now <= stopped + 2 * TIMEOUT);
+        link.now += Silence::step(TIMEOUT);
+    }
+    assert!(link.now >= stopped + TIMEOUT);
+    link.to_peer.end().for_each(|done| done.settle(Err(reasons::peer_silent(TIMEOUT))));
+    assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), Kind::PeerLost);
+}

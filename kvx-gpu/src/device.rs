@@ -47,8 +47,8 @@ impl Device {
         self.driver.about()
     }
 
-    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device has
-    /// such. `build` makes it.
+    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device
+    /// has such. `build` makes it.
     pub fn pool(self: &Arc<Self>, len: usize) -> PoolBuilder {
         PoolBuilder::new(self, len)
     }
@@ -59,8 +59,8 @@ impl Device {
     /// from the driver's own pools, which other processes and cards cannot be given: the sentence says what to do.
     ///
     /// # Safety
-    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may be never
-    /// (quarantine).
+    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may
+    /// be never (quarantine).
     pub unsafe fn adopt(
         self: &Arc<Self>,
         address: DevicePtr,
@@ -71,8 +71,8 @@ impl Device {
         unsafe { adopt(self, address, len, owner) }
     }
 
-    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not wait
-    /// for that.
+    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not
+    /// wait for that.
     ///
     /// # Safety
     /// The stream is one of this device's, and lives until `done` has settled.
@@ -106,8 +106,8 @@ impl Device {
         unsafe { self.grids(false, packed, grids, indices, done) };
     }
 
-    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the device has
-    /// no kernels, with `Invalid` for sides of different counts.
+    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the
+    /// device has no kernels, with `Invalid` for sides of different counts.
     ///
     /// # Safety
     /// All blocks are valid memory until `done` has settled, and those that are written do not overlap others.
@@ -283,7 +283,8 @@ unsafe impl DeviceAccess for Device {
             return Err(Error::new(
                 Kind::Unsupported,
                 format!(
-                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the pool with \
+                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
+                     pool with \
                      Device::pool",
                     self.about().driver
                 ),
@@ -362,7 +363,8 @@ unsafe impl DeviceAccess for Device {
             return Err(Error::new(
                 Kind::Unsupported,
                 format!(
-                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of {page} bytes; \
+                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of \
+                     {page} bytes; \
                      make the pool with Device::pool"
                 ),
             ));

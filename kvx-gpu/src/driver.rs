@@ -109,8 +109,8 @@ pub struct Mapped {
 /// ([`Error::native`]).
 ///
 /// # Safety
-/// The calls do what they say: memory is valid from `allocate` to `free`, and what was copied is untouched once an event
-/// behind it is [`reached`](Driver::reached).
+/// The calls do what they say: memory is valid from `allocate` to `free`, and what was copied is untouched once an
+/// event behind it is [`reached`](Driver::reached).
 pub unsafe trait Driver: Send + Sync + 'static {
     /// The device.
     fn about(&self) -> &About;
@@ -222,8 +222,8 @@ pub unsafe trait Driver: Send + Sync + 'static {
     /// It lives and was recorded.
     unsafe fn reached(&self, event: EventHandle) -> Result<bool>;
 
-    /// Whether an error of this code says that the driver has ended all work of this process on the device, and will do no
-    /// more.
+    /// Whether an error of this code says that the driver has ended all work of this process on the device, and will
+    /// do no more.
     fn ends_all_work(&self, code: i64) -> bool;
 
     /// Starts one copy.

@@ -108,8 +108,8 @@ impl Imports {
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 
-    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an owner
-    /// that is gone; `Unsupported`.
+    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an
+    /// owner that is gone; `Unsupported`.
     pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
@@ -202,7 +202,8 @@ fn gone() -> Error {
 fn taken_from(owner: &Watched, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
-            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one user, with \
+            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \
+             user, with \
              kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, or let the owner make its pool without virtual memory",
             error,
         )

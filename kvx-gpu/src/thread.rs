@@ -13,7 +13,7 @@ use super::memory::Pinned;
 use super::tables::{TABLE, Table, Tables};
 use kvx_backend::process::Watched;
 use kvx_core::memory::Hop;
-use kvx_core::sync::{Condvar, Mutex, breathe, contained};
+use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::{Error, Kind, Result, Ticket};
 
 /// What the thread is asked for.
@@ -76,7 +76,7 @@ impl Drop for Ended<'_> {
         let never_started = std::mem::take(&mut inbox.jobs);
         drop(inbox);
         for job in never_started {
-            contained(|| job.done.settle(Err(ended())));
+            catch_panic(|| job.done.settle(Err(ended())));
         }
     }
 }
@@ -183,7 +183,7 @@ impl Shared {
                 inbox = self.changed.wait_until(inbox, Some(Instant::now() + pause));
             } else {
                 drop(inbox);
-                breathe(looks);
+                pause_between_looks(looks);
                 inbox = self.inbox.lock();
             }
         }
@@ -239,7 +239,7 @@ impl<'a> Streams<'a> {
     fn start(&mut self, Job { work, owners, done }: Job) {
         if let Some(error) = &self.broken {
             let error = error.clone();
-            return contained(|| done.settle(Err(error)));
+            return catch_panic(|| done.settle(Err(error)));
         }
         let way = match &work {
             Work::Lines { way, .. } => *way,
@@ -256,7 +256,8 @@ impl<'a> Streams<'a> {
         let started = match work {
             Work::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
             Work::Zero { address, len } => {
-                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and below.
+                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and
+                // below.
                 unsafe { self.driver.zero(address, len, stream) }
             }
             Work::Grids { gather, packed, grids, indices } => {

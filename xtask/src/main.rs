@@ -6,6 +6,8 @@ mod again;
 mod arguments;
 mod bars;
 mod bindings;
+#[cfg(test)]
+mod circles;
 mod features;
 mod gpu;
 mod harness;
@@ -20,6 +22,7 @@ mod skips;
 mod steps;
 mod summary;
 mod test;
+mod width;
 
 use std::process::ExitCode;
 
@@ -58,4 +61,9 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The repository, as it was when xtask was built.
+pub(crate) fn root() -> &'static std::path::Path {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
 }

@@ -1,4 +1,5 @@
-//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for it.
+//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -10,7 +10,7 @@ use crate::process::{self, Finished, Output};
 use crate::skips;
 use crate::steps::{self, Action, CargoCall, STEPS, Step};
 use crate::summary::Summary;
-use crate::{Result, again, features, install};
+use crate::{Result, again, features, install, root, width};
 
 /// Runs the steps that the options name; a failing one does not stop the rest. False if any failed.
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
@@ -36,6 +36,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Harness(call) => {
                 of_cargo(step, call, &target).map(|(finished, told)| of_harness(&finished, call, told))
             }
+            Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         };
         let mut tally = tally.unwrap_or_else(|error| one(false, &error.to_string()));

@@ -17,8 +17,8 @@ pub struct Connection(pub(crate) u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MoveId(pub(crate) u64);
 
-/// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are shared by
-/// all layers, ranks and parts.
+/// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are
+/// shared by all layers, ranks and parts.
 #[derive(Clone, Debug)]
 pub struct GroupMove {
     /// Which group.

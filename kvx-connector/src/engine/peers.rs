@@ -1,5 +1,5 @@
-//! Whom a worker is connected to: one handshake per engine whoever asks, and what becomes of engines that are replaced, come
-//! back, or are not heard of again.
+//! Whom a worker is connected to: one handshake per engine whoever asks, and what becomes of engines that are
+//! replaced, come back, or are not heard of again.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -85,7 +85,8 @@ impl Peers {
                 match engine.state {
                     _ if peer.registration < registration => {
                         return Reach::Refused(format!(
-                            "they speak of registration {}, and engine {} has registered its memory anew since, as number \
+                            "they speak of registration {}, and engine {} has registered its memory anew since, as \
+                             number \
                              {registration}",
                             peer.registration, peer.engine
                         ));
@@ -235,7 +236,8 @@ impl Peers {
         self.links.get(&connection).map(|link| &link.plan)
     }
 
-    /// Forgets all engines; connections in use go with their last use. Nothing is remembered, so this may be called again.
+    /// Forgets all engines; connections in use go with their last use. Nothing is remembered, so this may be called
+    /// again.
     pub(super) fn forget_all(&mut self, actions: &mut VecDeque<Action>) {
         self.engines.clear();
         let connections: Vec<_> = self.links.keys().copied().collect();

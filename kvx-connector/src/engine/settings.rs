@@ -39,7 +39,8 @@ impl ConsumerRule {
     }
 }
 
-/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up to 0.20.
+/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up
+/// to 0.20.
 pub fn release_of(dialect: Dialect) -> BlockRelease {
     if dialect <= Dialect::V0_20 {
         BlockRelease::After(Duration::from_secs(480))
@@ -87,15 +88,16 @@ pub struct Settings {
     pub policy: LoadFailurePolicy,
     /// A load has an outcome after this time where the request names no earlier deadline.
     pub load_timeout: Duration,
-    /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what speculation looks
-    /// ahead, less one.
+    /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what
+    /// speculation looks ahead, less one.
     pub prefill_backoff: u32,
     /// How often this engine has registered its memory anew.
     pub registration: u64,
 }
 
 impl Settings {
-    /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16 tokens.
+    /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16
+    /// tokens.
     pub fn new(engine: impl Into<EngineId>, address: Address) -> Self {
         let dialect = Dialect::default();
         Settings {

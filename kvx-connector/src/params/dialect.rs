@@ -87,7 +87,8 @@ impl TryFrom<kvx_config::Compat> for Dialect {
             old => Err(kvx_core::Error::new(
                 kvx_core::Kind::Unsupported,
                 format!(
-                    "kvx speaks with vLLM 0.16 and later, not with {old}: upgrade the peer, or set kv_compat to its version"
+                    "kvx speaks with vLLM 0.16 and later, not with {old}: upgrade the peer, or set kv_compat to \
+                     its version"
                 ),
             )),
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -136,7 +136,7 @@ pub(crate) struct Machine {
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
     pub(crate) recalls: Vec<Recall>,
-    pub(crate) turns: Turns<Work>,
+    pub(crate) turns: WorkQueue<Work>,
     /// Mappings to be made present while there is nothing else to do.
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
@@ -183,7 +183,7 @@ impl Machine {
             links: HashMap::new(),
             connecting: Vec::new(),
             recalls: Vec::new(),
-            turns: Turns::default(),
+            turns: WorkQueue::default(),
             populates: VecDeque::new(),
             copier: Copier::new(),
             buffer: vec![0; MAX_MESSAGE],

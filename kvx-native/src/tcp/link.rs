@@ -67,14 +67,14 @@ unsafe impl Link for TcpLink {
         let size = plan.size();
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= HERE && size.segments <= HERE_SEGMENTS {
-            self.handle.submit_here(command);
+            self.handle.submit_and_turn(command);
         } else {
             self.handle.submit(command);
         }
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.handle.submit_here(Command::Notify { link: self.id, bytes: bytes.into(), done });
+        self.handle.submit_and_turn(Command::Notify { link: self.id, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
@@ -85,8 +85,8 @@ unsafe impl Link for TcpLink {
         self.handle.drive()
     }
 
-    fn hand_over(&self) {
-        self.handle.hand_over();
+    fn stop_driving(&self) {
+        self.handle.stop_driving();
     }
 
     fn close(&self) {

@@ -105,8 +105,8 @@ impl Handle {
         self.reactor.submit(command);
     }
 
-    pub(super) fn submit_here(&self, command: Command) {
-        self.reactor.submit_here(command);
+    pub(super) fn submit_and_turn(&self, command: Command) {
+        self.reactor.submit_and_turn(command);
     }
 
     /// Whether this is the process that opened it, not a forked child: only there does the machine run.
@@ -118,8 +118,8 @@ impl Handle {
         self.reactor.drive()
     }
 
-    pub(super) fn hand_over(&self) {
-        self.reactor.hand_over();
+    pub(super) fn stop_driving(&self) {
+        self.reactor.stop_driving();
     }
 }
 

@@ -71,7 +71,8 @@ pub struct Matched {
 /// Blocks that the engine has given to a request.
 #[derive(Clone, Debug)]
 pub struct Allocation {
-    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix cache.
+    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix
+    /// cache.
     pub fill: BlockLists,
     /// Tokens that the engine has already.
     pub computed: u32,
@@ -135,8 +136,8 @@ struct Entry {
 
 /// The scheduler's half of a connector, for an engine with a step loop.
 ///
-/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded always
-/// gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
+/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded
+/// always gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
 /// [`next_deadline`](Self::next_deadline) has come, and once a step.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -391,8 +392,8 @@ impl Scheduler {
     }
 }
 
-/// The order that loads nothing: it tells the peer that it may free its blocks. In push there is nothing to be told: a prefill
-/// that nobody has registered with waits for its lease to end.
+/// The order that loads nothing: it tells the peer that it may free its blocks. In push there is nothing to be told:
+/// a prefill that nobody has registered with waits for its lease to end.
 fn release_order(request: &RequestId, load: &Load) -> Option<ReceiveOrder> {
     (load.source != Source::Push).then(|| ReceiveOrder {
         request: request.clone(),

@@ -5,7 +5,7 @@ mod writes;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use kvx_backend::reactor::Turns;
+use kvx_backend::reactor::WorkQueue;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
@@ -60,7 +60,7 @@ pub(crate) struct Guest {
     last_id: Option<u64>,
     /// Requests that were cancelled before they came.
     cancelled: HashSet<u64>,
-    reads: Turns<Reading>,
+    reads: WorkQueue<Reading>,
     /// Those that wait for a device, by token.
     waiting: HashMap<u64, Reading>,
     /// The read whose payload is going out.
@@ -99,7 +99,7 @@ impl Guest {
             lane,
             last_id: None,
             cancelled: HashSet::new(),
-            reads: Turns::default(),
+            reads: WorkQueue::default(),
             waiting: HashMap::new(),
             sending: None,
             writes: HashMap::new(),

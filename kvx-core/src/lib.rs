@@ -1,26 +1,23 @@
 #![doc = include_str!("../README.md")]
 
-// From the top down: each group uses those below it, and no module uses one that uses it (`xtask/src/circles.rs` sees
-// to that).
+// From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
+// other in a circle but those of `memory`. A test in `xtask/src/circles.rs` holds both.
 
-// Agents: an agent has regions and peers, and its peers have links. A posted plan is a transfer.
+// Agents: an agent has regions and peers. A plan pairs blocks of both; posted, it is a transfer over a peer's link.
 mod agent;
+mod overlap;
 mod peer;
+mod plan;
 mod region;
 mod transfer;
 
 pub use agent::{Agent, Builder, NextNotification};
 pub use peer::{Peer, Posting};
+pub use plan::Plan;
 pub use region::{PeerRegion, Region};
 pub use transfer::{Report, Transfer};
 
-// Plans: pairs of blocks, checked once.
-mod overlap;
-mod plan;
-
-pub use plan::Plan;
-
-// What an agent keeps: the limit of transfers in flight, waiting notifications, metrics, memory that nobody may free.
+// Accounts of an agent: transfers in flight, waiting notifications, metrics, memory that nobody may free.
 mod budget;
 mod inbox;
 mod quarantine;
@@ -42,6 +39,23 @@ pub use capabilities::{Capabilities, Idle, Isolation, MemoryKinds, PerOp, Revoca
 pub use registry::{Known, Registry, Standing};
 pub use transport::{Placement, Unavailable, WithoutAList};
 
+// Words: memory and its blocks, metadata, options, routes.
+mod grid;
+pub mod memory;
+mod metadata;
+mod operation;
+mod options;
+mod route;
+mod secret;
+
+pub use grid::{Blocks, Grid, GridSet, Indices, Place};
+pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
+pub use metadata::{Metadata, RegionInfo};
+pub use operation::{Op, Size};
+pub use options::{Options, Table};
+pub use route::{Considered, Route, Verdict};
+pub use secret::Secret;
+
 // Time: deadlines, and futures that end by them.
 mod completion;
 mod deadline;
@@ -51,34 +65,19 @@ pub use completion::Completion;
 pub use deadline::Deadline;
 pub use ticket::Ticket;
 
-// Words: memory and its blocks, who is who, what agents tell of themselves.
+// Errors, names and numbers.
 mod error;
-mod grid;
 mod identity;
-pub mod memory;
-mod metadata;
 mod names;
-mod operation;
-mod options;
-mod route;
-mod secret;
 
 pub use error::{Error, Kind, Native, Result};
-pub use grid::{Blocks, Grid, GridSet, Indices, Place};
 pub use identity::{
     Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
 };
-pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
-pub use metadata::{Metadata, RegionInfo};
 pub use names::nearest;
-pub use operation::{Op, Size};
-pub use options::{Options, Table};
-pub use route::{Considered, Route, Verdict};
-pub use secret::Secret;
 
-// For authors of backends only, and not shown by the facade: the plan as a backend gets it, locks that no panic
-// poisons, bounded parsing of what peers send, forks, and memory that is never freed. Tests break core on purpose by
-// `breaks`.
+// For authors of backends only, and not shown by the facade: locks that no panic poisons, bounded parsing of what peers
+// send, forks, a plan as a backend gets it, memory that is never freed. By `breaks`, tests break core on purpose.
 #[doc(hidden)]
 pub mod breaks;
 pub mod fork;

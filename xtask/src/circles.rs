@@ -12,8 +12,8 @@ type Module = Vec<String>;
 /// What each module uses.
 type Uses = BTreeMap<Module, BTreeSet<Module>>;
 
-/// The circles among the modules under `root`, the largest first. Tests do not count.
-pub(crate) fn circles(root: &Path) -> crate::Result<Vec<Vec<String>>> {
+/// What each module under `root` uses. Tests do not count.
+fn uses(root: &Path) -> crate::Result<Uses> {
     let mut texts = BTreeMap::new();
     read(root, &mut Vec::new(), &mut texts)?;
     let shown: BTreeMap<&Module, BTreeMap<String, Vec<String>>> = texts
@@ -34,15 +34,20 @@ pub(crate) fn circles(root: &Path) -> crate::Result<Vec<Vec<String>>> {
             uses.insert(module.clone(), used);
         }
     }
+    Ok(uses)
+}
+
+/// The circles among modules, the largest first.
+fn circles(uses: &Uses) -> Vec<Vec<String>> {
     let mut circles: Vec<Vec<String>> = Vec::new();
     let mut seen = BTreeSet::new();
     for module in uses.keys() {
         if seen.contains(module) {
             continue;
         }
-        let circle: Vec<Module> = reached(module, &uses)
+        let circle: Vec<Module> = reached(module, uses)
             .into_iter()
-            .filter(|other| other == module || reached(other, &uses).contains(module))
+            .filter(|other| other == module || reached(other, uses).contains(module))
             .collect();
         seen.extend(circle.iter().cloned());
         if circle.len() > 1 {
@@ -50,7 +55,7 @@ pub(crate) fn circles(root: &Path) -> crate::Result<Vec<Vec<String>>> {
         }
     }
     circles.sort_by_key(|circle| std::cmp::Reverse(circle.len()));
-    Ok(circles)
+    circles
 }
 
 /// The module and whatever it uses, at whatever distance.
@@ -90,22 +95,25 @@ fn read(folder: &Path, at: &mut Module, texts: &mut BTreeMap<Module, String>) ->
     Ok(())
 }
 
-/// The paths of `use` declarations, and whether they show the name to others.
+/// The paths of `use` declarations, each with whether they show the name to others.
 fn declared(text: &str) -> Vec<(Vec<String>, bool)> {
     let mut paths = Vec::new();
-    for declaration in text.split(';') {
-        let declaration = declaration.trim_start_matches(|c| c != 'u' && c != 'p').trim();
-        let Some(at) = declaration.rfind("use ").filter(|at| is_start(&declaration[..*at])) else { continue };
-        let is_public =
-            declaration[..at].trim_end().rsplit('\n').next().is_some_and(|line| line.contains("pub"));
+    for (before, tree) in text.split(';').filter_map(declaration) {
+        let is_public = before.lines().last().is_some_and(|line| line.contains("pub"));
         let mut expanded = Vec::new();
-        expand(&[], &declaration[at + 4..], &mut expanded);
+        expand(&[], tree, &mut expanded);
         paths.extend(expanded.into_iter().map(|path| (path, is_public)));
     }
     paths
 }
 
-/// Whether a declaration may follow this text.
+/// What stands before `use` and after it, if this statement ends in a declaration.
+fn declaration(statement: &str) -> Option<(&str, &str)> {
+    let at = statement.rfind("use ").filter(|at| is_start(&statement[..*at]))?;
+    Some((&statement[..at], &statement[at + 4..]))
+}
+
+/// True if a declaration may follow this text.
 fn is_start(before: &str) -> bool {
     let line = before.rsplit('\n').next().unwrap_or_default().trim();
     line.is_empty() || line == "pub" || (line.starts_with("pub(") && line.ends_with(')'))
@@ -137,12 +145,15 @@ fn expand(before: &[String], tree: &str, paths: &mut Vec<Vec<String>>) {
     }
 }
 
-/// Paths within the code that begin at the crate or at a parent.
+/// Paths within the code outside of declarations.
 fn mentioned(text: &str) -> Vec<Vec<String>> {
     let is_part = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
-    text.split(|c| !is_part(c))
-        .filter(|path| path.starts_with("crate::") || path.starts_with("super::"))
+    text.split(';')
+        .map(|statement| declaration(statement).map_or(statement, |(before, _)| before))
+        .flat_map(|statement| statement.split(|c| !is_part(c)))
+        .filter(|path| path.contains("::"))
         .map(|path| path.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect())
+        .filter(|path: &Vec<String>| !path.is_empty())
         .collect()
 }
 
@@ -184,14 +195,34 @@ fn resolve(
 mod tests {
     use super::*;
 
-    fn of(crate_name: &str) -> Vec<Vec<String>> {
-        circles(&crate::root().join(crate_name).join("src")).expect("its sources are read")
-    }
-
     /// Memory of a device names who copies it, and who copies makes such memory.
     #[test]
     fn core_has_no_circle_but_that_of_memory() {
-        assert_eq!(of("kvx-core"), [["memory", "memory::device", "memory::pool"]]);
+        let uses = uses(&crate::root().join("kvx-core/src")).expect("its sources are read");
+        assert_eq!(circles(&uses), [["memory", "memory::device", "memory::pool"]]);
+    }
+
+    /// As `lib.rs` of core says of its groups.
+    #[test]
+    fn core_uses_only_what_stands_below() {
+        let root = crate::root().join("kvx-core/src");
+        let lib = std::fs::read_to_string(root.join("lib.rs")).expect("lib.rs is read");
+        let (mut groups, mut group) = (BTreeMap::new(), 0);
+        for paragraph in lib.split("\n\n") {
+            group += usize::from(paragraph.starts_with("// "));
+            for line in paragraph.lines().filter(|line| line.ends_with(';')) {
+                if let Some((_, name)) = line.split_once("mod ") {
+                    groups.insert(name.trim_end_matches(';').to_owned(), group);
+                }
+            }
+        }
+        let last = group - 1; // and the one after it
+        for (module, used) in uses(&root).expect("its sources are read") {
+            for used in used {
+                let (ours, theirs) = (groups[&module[0]].min(last), groups[&used[0]].min(last));
+                assert!(ours <= theirs, "{} uses {}", module.join("::"), used.join("::"));
+            }
+        }
     }
 
     #[test]
@@ -210,8 +241,8 @@ mod tests {
         ] {
             std::fs::write(folder.join(file), text).expect("a file");
         }
-        let found = circles(&folder);
+        let found = uses(&folder);
         std::fs::remove_dir_all(&folder).expect("it was made");
-        assert_eq!(found.expect("they are read"), [["a", "b", "c::inner"]]);
+        assert_eq!(circles(&found.expect("they are read")), [["a", "b", "c::inner"]]);
     }
 }

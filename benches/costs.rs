@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput};
 use kvx::{
-    Agent, Bound, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region,
-    Ticket,
+    Agent, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region, Ticket,
 };
+use kvx_core::Bound;
 
 use still::{Still, last_posted};
 

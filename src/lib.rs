@@ -1,11 +1,19 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
+// The words are core's: a program needs no second crate. A backend of one's own is written against kvx-core itself.
 pub use kvx_config as config;
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
-pub use kvx_core::*;
+pub use kvx_core::transport::{Availability, Factory};
+pub use kvx_core::{
+    Agent, Blocks, Builder, Capabilities, Completion, Considered, Deadline, DeviceAccess, DeviceId, Error,
+    Generation, Grid, GridSet, Identity, Idle, Incarnation, Indices, Isolation, Kind, Known, Limits,
+    MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification, Notification, Op, Options,
+    Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId, RegionInfo, Registry, Report,
+    Result, Revocation, Route, Secret, Sender, Size, Standing, Table, Ticket, Transfer, TransferId,
+    Unavailable, Verdict, WithoutAList, describe_metrics, memory, quarantined_bytes,
+};
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;
 #[cfg(all(target_os = "linux", any(feature = "cuda", feature = "rocm")))]

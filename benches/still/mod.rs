@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx::transport::{
+use kvx_core::transport::{
     Availability, Context, Events, Factory, Link, LinkState, LocalRegion, PeerSection, RegionSpec,
     RemoteRegion, RemoteSpec, Transport,
 };
-use kvx::{
+use kvx_core::{
     Bound, Capabilities, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
     Ticket, TransferId, Unavailable, WithoutAList,
 };

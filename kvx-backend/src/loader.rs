@@ -36,7 +36,7 @@ use libloading::os::unix as native;
 use kvx_core::sync::Mutex;
 use kvx_core::{Unavailable, fork};
 
-/// Where a library is looked for, in order: the file that the variable names, and nothing else if it is set; the
+/// Looks for a library in this order: the file that the variable names, and nothing else if it is set; the
 /// names, which the dynamic linker finds; the further files.
 #[derive(Clone, Debug)]
 #[must_use = "call open"]
@@ -82,7 +82,7 @@ impl Search {
     /// back.
     ///
     /// # Errors
-    /// What was tried, with the dynamic linker's reason for each, and the cure.
+    /// Everything that was tried, with the dynamic linker's reason for each, and the cure.
     pub fn open(&self) -> Result<Library, Unavailable> {
         // An empty value counts as unset: that is how a wrapper script clears it.
         self.open_at(std::env::var_os(self.variable).filter(|value| !value.is_empty()))
@@ -90,7 +90,10 @@ impl Search {
 
     fn open_at(&self, value: Option<OsString>) -> Result<Library, Unavailable> {
         if let Err(forked) = fork::check() {
-            return Err(Unavailable::because("no library can be opened here", forked.sentence().to_owned()));
+            return Err(Unavailable::because(
+                "no library can be opened in this process",
+                forked.sentence().to_owned(),
+            ));
         }
         let candidates: Vec<&OsStr> = match &value {
             Some(file) => vec![file],
@@ -112,7 +115,12 @@ impl Search {
                     crate::reactor::halt_before_destructors();
                     let path = loaded_path(handle).unwrap_or_else(|| candidate.into());
                     tracing::debug!(path = %path.display(), variable = self.variable, "opened a native library");
-                    return Ok(Library(Arc::new(Opened { handle, path, origin, cure: self.cure.clone() })));
+                    return Ok(Library(Arc::new(OpenLibrary {
+                        handle,
+                        path,
+                        origin,
+                        cure: self.cure.clone(),
+                    })));
                 }
                 Err(error) => {
                     let shown = candidate.to_string_lossy();
@@ -156,9 +164,9 @@ fn reason(error: libloading::Error) -> String {
 
 /// A native library that is open for the life of the process. Cheap to clone.
 #[derive(Clone)]
-pub struct Library(Arc<Opened>);
+pub struct Library(Arc<OpenLibrary>);
 
-struct Opened {
+struct OpenLibrary {
     /// The dynamic linker's handle, never closed.
     handle: *mut c_void,
     path: PathBuf,
@@ -167,9 +175,9 @@ struct Opened {
 }
 
 // SAFETY: the handle is a token for the dynamic linker, which may be asked from any thread; all else is plain data.
-unsafe impl Send for Opened {}
+unsafe impl Send for OpenLibrary {}
 // SAFETY: as above.
-unsafe impl Sync for Opened {}
+unsafe impl Sync for OpenLibrary {}
 
 /// The variable that was looked at, and its value.
 struct Origin {
@@ -310,7 +318,7 @@ impl fmt::Debug for Library {
 }
 
 /// # Safety
-/// `T` is the type of what lies at `address`.
+/// `address` is null or points to a `T`.
 unsafe fn typed<T: Copy>(address: *mut c_void) -> Option<T> {
     const { assert!(size_of::<T>() == size_of::<*mut c_void>(), "a symbol is an address") };
     if address.is_null() {
@@ -365,7 +373,7 @@ pub fn with_signals_kept<T>(load: impl FnOnce() -> T) -> T {
         return load();
     }
     let _one = LOADING.lock();
-    let _kept = Kept::save(); // dropped before the lock, also when `load` panics
+    let _kept = SavedHandlers::save(); // dropped before the lock, also when `load` panics
     load()
 }
 
@@ -375,12 +383,12 @@ const SIGNALS: std::ops::RangeInclusive<i32> = 1..=64;
 type Disposition = [u64; 8];
 
 /// The dispositions of all signals at one time; put back when dropped.
-struct Kept([Disposition; 64]);
+struct SavedHandlers([Disposition; 64]);
 
-impl Kept {
+impl SavedHandlers {
     fn save() -> Self {
         INSIDE.set(true);
-        let mut kept = Kept([[0; 8]; 64]);
+        let mut kept = SavedHandlers([[0; 8]; 64]);
         for (signal, disposition) in SIGNALS.zip(&mut kept.0) {
             *disposition = disposition_of(signal);
         }
@@ -388,7 +396,7 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for SavedHandlers {
     fn drop(&mut self) {
         let mut changed = Vec::new();
         for (signal, before) in SIGNALS.zip(&self.0) {

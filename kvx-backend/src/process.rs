@@ -1,4 +1,4 @@
-//! Which process a peer is, for the case that it runs on this host: its end proves that it holds nothing any more.
+//! Names the process of a peer on this host and watches for its end, which proves that it holds nothing any more.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -16,7 +16,7 @@ pub struct ProcessId {
     /// The namespace of its number.
     namespace: u64,
     number: u32,
-    /// When it began, in the kernel's ticks: numbers are used again.
+    /// The start of the process, in the kernel's ticks: numbers are used again.
     began: u64,
 }
 
@@ -48,26 +48,26 @@ impl ProcessId {
         })
     }
 
-    /// Whether it is, or was, a process of this system and namespace.
+    /// True if it is, or was, a process of this system and namespace.
     pub fn is_near(&self) -> bool {
-        let here = ProcessId::this();
+        let this = ProcessId::this();
         let known = self.boot != [0; 16] && self.namespace != 0 && self.began != 0;
-        known && (self.boot, self.namespace) == (here.boot, here.namespace)
+        known && (self.boot, self.namespace) == (this.boot, this.namespace)
     }
 
-    /// Keeps an eye on it, if it is a process that can be seen from here.
+    /// Watches for its end; `None` if it is no process of this host or has ended.
     pub fn watch(&self) -> Option<Watched> {
         if !self.is_near() {
             return None;
         }
         let pid = Pid::from_raw(i32::try_from(self.number).ok()?)?;
-        let life = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // Opened first: if the number was given to another process, that one began later.
-        (began(self.number)? == self.began).then_some(Watched { life, number: self.number })
+        (began(self.number)? == self.began).then_some(Watched { pidfd, number: self.number })
     }
 }
 
-/// When a process began.
+/// The start of a process.
 fn began(number: u32) -> Option<u64> {
     field(number, 19)
 }
@@ -85,24 +85,25 @@ const EXITING: u64 = 4;
 /// A process of this host.
 #[derive(Debug)]
 pub struct Watched {
-    life: OwnedFd,
+    pidfd: OwnedFd,
     number: u32,
 }
 
 impl Watched {
     /// Readable once it has ended.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.life.as_fd()
+        self.pidfd.as_fd()
     }
 
-    /// Whether all of it has ended.
+    /// True if all of it has ended.
     pub fn ended(&self) -> bool {
-        let mut fds = [PollFd::new(&self.life, PollFlags::IN)];
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
     }
 
-    /// Whether it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is seen.
+    /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is
+    /// seen.
     pub fn ending(&self) -> bool {
         self.ended() || field(self.number, 6).is_none_or(|flags| flags & EXITING != 0)
     }

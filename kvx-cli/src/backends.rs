@@ -210,11 +210,11 @@ mod tests {
     use std::path::PathBuf;
     use std::sync::Arc;
 
-    use kvx::transport::{Availability, Context, Factory, Transport};
     use kvx::{
         Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation,
         Unavailable, WithoutAList,
     };
+    use kvx_core::transport::{Availability, Context, Factory, Transport};
 
     use super::*;
 

@@ -4,8 +4,8 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use kvx::Factory;
 use kvx::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
-use kvx::transport::Factory;
 use kvx::{Options, Registry, Result, Standing, WithoutAList};
 
 const USAGE: &str = "\

@@ -90,7 +90,8 @@ pub(super) fn children(extra: &Map<String, Value>) -> Result<Vec<&Map<String, Va
     let error = || {
         Error::new(
             Kind::Invalid,
-            "kv_connector_extra_config.connectors must list the children of MultiConnector; write [{\"kv_connector\": …, \
+            "kv_connector_extra_config.connectors must list the children of MultiConnector; write \
+             [{\"kv_connector\": …, \
              \"kv_role\": …}, …]",
         )
     };

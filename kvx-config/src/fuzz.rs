@@ -1,4 +1,5 @@
-//! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted reads back the same.
+//! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted reads back the
+//! same.
 
 use super::{Given, KvTransferConfig, Report, Surroundings, dotted_arguments};
 

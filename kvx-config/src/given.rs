@@ -108,7 +108,8 @@ impl Given {
         if !objects.is_empty() && !dotted.is_empty() {
             given.warn(
                 Concern::Differs,
-                "dotted arguments are merged into the JSON object of --kv-transfer-config: objects merge, lists add up, \
+                "dotted arguments are merged into the JSON object of --kv-transfer-config: objects merge, lists \
+                 add up, \
                  other values are replaced; vLLM drops the whole JSON object here, so write one form only for both to \
                  agree",
             );

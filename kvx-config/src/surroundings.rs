@@ -135,7 +135,8 @@ impl Environment {
     pub(super) fn abort_warning(&self, compat: Compat) -> Option<Warning> {
         let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_22)?;
         let sentence = format!(
-            "{ABORT} is set: blocks are kept for {} s and not leased; {compat} has no such variable, so unset it and use \
+            "{ABORT} is set: blocks are kept for {} s and not leased; {compat} has no such variable, so unset it \
+             and use \
              kv_connector_extra_config.kv_lease_duration",
             timeout.as_secs()
         );

@@ -236,8 +236,8 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
     ))
 }
 
-/// Threads that make progress, of a backend that reads `num_threads`, unless it is written. vLLM's default is 4: in kvx each is a
-/// worker with connections of its own, for whoever asks for it.
+/// Threads that make progress, of a backend that reads `num_threads`, unless it is written. vLLM's default is 4: in
+/// kvx each is a worker with connections of its own, for whoever asks for it.
 pub const NUM_THREADS: u32 = 1;
 
 /// The keys whose default is not vLLM's, with vLLM's.

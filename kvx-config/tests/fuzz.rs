@@ -30,7 +30,8 @@ const JSON_SEEDS: &[&str] = &[
         "kv_connector_extra_config": {"backends": ["UCX", "TCP"], "tcp": {"bind": "h"}, "kv_compat": 0.16, "x": 80m}}"#,
     r#"{"kv_connector": "MultiConnector", "kv_role": "kv_consumer", "kv_connector_extra_config":
         {"connectors": [{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}], "engine_ttl": -1.5e3}}"#,
-    r#"{"kv_rank": null, "kv_parallel_size": "2", "kv_ip": "h", "kv_buffer_size": 1e9, "enable_permute_local_kv": "y"}"#,
+    r#"{"kv_rank": null, "kv_parallel_size": "2", "kv_ip": "h", "kv_buffer_size": 1e9,
+            "enable_permute_local_kv": "y"}"#,
 ];
 
 const DOTTED_SEEDS: &[&str] = &[

@@ -151,7 +151,8 @@ fn an_unknown_field_is_an_error_that_names_the_nearest() {
     let error = refused(r#"{"kv_conector": "NixlConnector"}"#);
     assert!(
         error.starts_with(
-            "unexpected keyword argument \"kv_conector\": KVTransferConfig has no such field; did you mean kv_connector?"
+            "unexpected keyword argument \"kv_conector\": KVTransferConfig has no such field; did you mean \
+             kv_connector?"
         ),
         "{error}"
     );

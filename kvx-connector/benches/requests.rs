@@ -1,9 +1,9 @@
 //! What the pure part costs a request, on both engines together, without moving a byte.
 //!
-//! 1,000 requests at once between a prefill and a decode, 60 layers, 2,000 blocks each: from the arrival at the prefill to the
-//! blocks' release there, with the parameters as values and the index lists paired for all layers; then the same parameters as
-//! JSON. `cargo bench -p kvx-connector --bench requests` runs criterion; with `-- --bars` it prints the figures that have a
-//! bar, one JSON object a line.
+//! 1,000 requests at once between a prefill and a decode, 60 layers, 2,000 blocks each: from the arrival at the
+//! prefill to the blocks' release there, with the parameters as values and the index lists paired for all layers;
+//! then the same parameters as JSON. `cargo bench -p kvx-connector --bench requests` runs criterion; with `-- --bars`
+//! it prints the figures that have a bar, one JSON object a line.
 
 use std::hint::black_box;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 #![cfg_attr(feature = "protocol", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "protocol"),
-    doc = "Typed `kv_transfer_params` of vLLM's connectors and the recipes of proxies: the part of kvx-connector for routers."
+    doc = "Typed `kv_transfer_params` of vLLM's connectors and the recipes of proxies: the part of kvx-connector \
+           for routers."
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -82,7 +82,8 @@ fn golden_replies_decode_and_encode_to_the_same_bytes() {
     }
 }
 
-/// A new message with the captured values has the captured bytes: order and forms are vLLM's also without a model to copy.
+/// A new message with the captured values has the captured bytes: order and forms are vLLM's also without a model to
+/// copy.
 #[test]
 fn golden_metadata_is_written_anew_as_it_was_captured() {
     for capture in captured() {

@@ -1,5 +1,5 @@
-//! A bounded, seeded mutation fuzz over every decoder: any bytes give an error or a value that is written and read back the
-//! same, never a panic. `kvx-connector/fuzz` runs the same functions without bounds.
+//! A bounded, seeded mutation fuzz over every decoder: any bytes give an error or a value that is written and read
+//! back the same, never a panic. `kvx-connector/fuzz` runs the same functions without bounds.
 #![cfg(feature = "protocol")]
 
 mod golden;

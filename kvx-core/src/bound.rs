@@ -10,7 +10,7 @@ use crate::sync::Mutex;
 use crate::transport::{LocalRegion, RemoteRegion};
 use crate::{LinkId, Memory, RegionId, RegionKey, Result};
 
-/// One side's grid, and which of the plan's regions it lies on.
+/// One side's grid, and which of the plan's regions it divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
     /// Position in [`Bound::local`] or [`Bound::remote`].
@@ -53,7 +53,7 @@ pub struct LocalSide {
     pub key: RegionKey,
     /// Its memory, kept alive by the bound plan.
     pub memory: Arc<Memory>,
-    /// What the transport made of it.
+    /// Its registration with the transport.
     pub region: Arc<dyn LocalRegion>,
 }
 
@@ -65,7 +65,7 @@ pub struct RemoteSide {
     pub key: RegionKey,
     /// Its length in bytes.
     pub len: u64,
-    /// What the link made of it.
+    /// Its import by the link.
     pub region: Arc<dyn RemoteRegion>,
 }
 
@@ -96,7 +96,7 @@ impl Bound {
         &self.pairs
     }
 
-    /// How much it moves.
+    /// Its bytes, blocks and segments.
     pub fn size(&self) -> Size {
         self.size
     }
@@ -144,7 +144,7 @@ impl Bound {
         }
     }
 
-    /// What the transport prepared for this plan on this link, made at the first call and kept until the link closes
+    /// A value of the transport for this plan on this link, made at the first call and kept until the link closes
     /// or the plan is dropped. Call it on the reactor: `make` may take long.
     ///
     /// # Panics

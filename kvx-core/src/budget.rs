@@ -1,9 +1,9 @@
-//! How much may be in flight: a limit across transfers, none inside one.
+//! Limits what is in flight: across transfers, not inside one.
 
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::completion::Shot;
+use crate::completion::Promise;
 use crate::sync::{Condvar, Mutex};
 use crate::{Deadline, Error, Kind, Result};
 
@@ -26,7 +26,7 @@ impl Default for Limits {
 struct Used {
     transfers: usize,
     description_bytes: usize,
-    waiting: Vec<Arc<Shot<()>>>,
+    waiting: Vec<Arc<Promise<()>>>,
 }
 
 pub(crate) struct Budget {
@@ -74,19 +74,19 @@ impl Budget {
         let waiting = std::mem::take(&mut used.waiting);
         drop(used);
         self.changed.notify_all();
-        for shot in waiting {
-            shot.finish(Ok(()));
+        for promise in waiting {
+            promise.finish(Ok(()));
         }
     }
 
-    /// Fires the shot when something is given back; at once if there is room for the description.
-    pub(crate) fn on_change(&self, description: usize, shot: Arc<Shot<()>>) {
+    /// Fires the promise when something is given back; at once if there is room for the description.
+    pub(crate) fn on_change(&self, description: usize, promise: Arc<Promise<()>>) {
         let mut used = self.used.lock();
         if self.fits(&used, description) {
             drop(used);
-            shot.finish(Ok(()));
+            promise.finish(Ok(()));
         } else {
-            used.waiting.push(shot);
+            used.waiting.push(promise);
         }
     }
 

@@ -1,11 +1,11 @@
-//! What a transport or a link can promise, as data. The conformance suite asserts against exactly this.
+//! The promises of a transport or a link, as data. The conformance suite asserts against exactly this.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::MemoryKind;
 
-/// Who keeps a hostile peer from memory it was not given.
+/// The part that keeps a hostile peer from memory it was not given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Isolation {
@@ -17,7 +17,7 @@ pub enum Isolation {
     Cooperative,
 }
 
-/// What a connected agent with no work costs.
+/// The cost of a connected agent without work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Idle {
@@ -27,7 +27,7 @@ pub enum Idle {
     Polls,
 }
 
-/// How remote access to a region ends.
+/// The way in which remote access to a region ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Revocation {
@@ -111,7 +111,7 @@ impl MemoryKinds {
         MemoryKinds(bits)
     }
 
-    /// Whether `kind` is one of them.
+    /// True if `kind` is one of them.
     pub fn contains(self, kind: MemoryKind) -> bool {
         self.0 & (1 << kind as u8) != 0
     }
@@ -133,22 +133,22 @@ impl fmt::Debug for MemoryKinds {
     }
 }
 
-/// What a transport promises; a link may know more than its transport.
+/// The promises of a transport; a link may know more than its transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Who keeps a hostile peer out: one that reads, and one that writes.
+    /// The part that keeps a hostile peer out: one that reads, and one that writes.
     pub isolation: PerOp<Isolation>,
-    /// What an idle connection costs.
+    /// The cost of an idle connection.
     pub idle: Idle,
     /// Operations that need the target's CPU, and so wait while the target is stopped.
     pub target_cpu: PerOp,
-    /// How remote access to a region ends.
+    /// The way in which remote access to a region ends.
     pub revocation: Revocation,
-    /// How soon a killed peer is known to be lost; `None`: only the deadline tells.
+    /// The time until a killed peer is known to be lost; `None`: only the deadline tells.
     pub peer_loss_within: Option<Duration>,
     /// Operations that settle after a cancel although the peer is stopped.
     pub settles_without_peer: PerOp,
-    /// Whether data becomes visible at the target in the order it was posted. kvx never relies on it.
+    /// True if data becomes visible at the target in the order it was posted. kvx never relies on it.
     pub ordered: bool,
     /// Kinds of the initiator's memory.
     pub local: MemoryKinds,

@@ -12,15 +12,15 @@ use crate::{Deadline, Error, Kind, Result, Ticket};
 
 /// The end of an operation: a future under any runtime, or [`wait`](Completion::wait) without one.
 #[must_use = "futures do nothing unless awaited; the operation itself goes on"]
-pub struct Completion<T>(Arc<Shot<T>>);
+pub struct Completion<T>(Arc<Promise<T>>);
 
 /// The other half of a [`Completion`]: whoever finishes it first decides.
-pub(crate) struct Shot<T> {
-    state: Mutex<State<T>>,
+pub(crate) struct Promise<T> {
+    state: Mutex<PromiseState<T>>,
     finished: Condvar,
 }
 
-struct State<T> {
+struct PromiseState<T> {
     result: Option<Result<T>>,
     done: bool,
     waker: Option<Waker>,
@@ -28,10 +28,10 @@ struct State<T> {
     watch: Option<Watch>,
 }
 
-impl<T> Shot<T> {
+impl<T> Promise<T> {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Shot {
-            state: Mutex::new(State { result: None, done: false, waker: None, watch: None }),
+        Arc::new(Promise {
+            state: Mutex::new(PromiseState { result: None, done: false, waker: None, watch: None }),
             finished: Condvar::new(),
         })
     }
@@ -60,7 +60,7 @@ impl<T> Shot<T> {
         T: Send + 'static,
     {
         let Some(at) = deadline.instant() else { return };
-        let watch = clock.watch(at, Arc::new(Timed { shot: Arc::downgrade(self), late }));
+        let watch = clock.watch(at, Arc::new(Timed { promise: Arc::downgrade(self), late }));
         let mut state = self.state.lock();
         if !state.done {
             state.watch = Some(watch);
@@ -93,15 +93,15 @@ fn taken() -> Error {
 }
 
 impl<T> Completion<T> {
-    pub(crate) fn of(shot: Arc<Shot<T>>) -> Self {
-        Completion(shot)
+    pub(crate) fn of(promise: Arc<Promise<T>>) -> Self {
+        Completion(promise)
     }
 
     /// One that has ended already.
     pub(crate) fn ready(result: Result<T>) -> Self {
-        let shot = Shot::new();
-        shot.finish(result);
-        Completion(shot)
+        let promise = Promise::new();
+        promise.finish(result);
+        Completion(promise)
     }
 
     /// Blocks until the operation ends or `deadline` passes (`TimedOut`; the operation goes on).
@@ -127,8 +127,8 @@ impl<T> Completion<T> {
 impl Completion<()> {
     /// A completion and the ticket that ends it.
     pub fn with_ticket() -> (Self, Ticket) {
-        let shot = Shot::new();
-        (Completion(Arc::clone(&shot)), Ticket::of(shot))
+        let promise = Promise::new();
+        (Completion(Arc::clone(&promise)), Ticket::of(promise))
     }
 }
 
@@ -140,7 +140,7 @@ impl<T> Future for Completion<T> {
     }
 }
 
-impl Settle for Shot<()> {
+impl Settle for Promise<()> {
     fn settled(self: Arc<Self>, result: Result<()>) {
         self.finish(result);
     }
@@ -153,24 +153,24 @@ impl Settle for Shot<()> {
     }
 }
 
-/// A shot with the error that its deadline gives.
+/// A promise with the error that its deadline gives.
 struct Timed<T> {
-    shot: Weak<Shot<T>>,
+    promise: Weak<Promise<T>>,
     late: fn() -> Error,
 }
 
 impl<T: Send> Expire for Timed<T> {
     fn expire(self: Arc<Self>) {
-        if let Some(shot) = self.shot.upgrade() {
-            shot.finish(Err((self.late)()));
+        if let Some(promise) = self.promise.upgrade() {
+            promise.finish(Err((self.late)()));
         }
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {
         if matches!(reason, Reason::Shutdown)
-            && let Some(shot) = self.shot.upgrade()
+            && let Some(promise) = self.promise.upgrade()
         {
-            shot.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
+            promise.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
         }
     }
 }
@@ -183,15 +183,15 @@ mod tests {
 
     #[test]
     fn the_first_result_counts() {
-        let shot = Shot::new();
-        assert!(shot.finish(Ok(1)).is_none());
-        assert!(matches!(shot.finish(Ok(2)), Some(Ok(2))));
-        assert_eq!(Completion::of(shot).wait(Duration::ZERO).unwrap(), 1);
+        let promise = Promise::new();
+        assert!(promise.finish(Ok(1)).is_none());
+        assert!(matches!(promise.finish(Ok(2)), Some(Ok(2))));
+        assert_eq!(Completion::of(promise).wait(Duration::ZERO).unwrap(), 1);
     }
 
     #[test]
     fn a_wait_ends_at_its_deadline() {
-        let error = Completion::<()>::of(Shot::new()).wait(Duration::from_millis(10)).unwrap_err();
+        let error = Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
         assert_eq!(error.kind(), Kind::TimedOut);
     }
 

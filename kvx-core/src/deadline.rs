@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::identity::PeerId;
-use crate::sync::{Condvar, Mutex, contained};
+use crate::sync::{Condvar, Mutex, catch_panic};
 use crate::{Error, Kind, RegionId, Result};
 
-/// When a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
+/// The moment at which a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
 ///
 /// ```
 /// use std::time::Duration;
@@ -21,12 +21,12 @@ use crate::{Error, Kind, RegionId, Result};
 pub struct Deadline(Option<Instant>);
 
 impl Deadline {
-    /// What a transfer gets that does not say: 30 seconds from now.
+    /// The deadline of a transfer that sets none: 30 seconds from now.
     pub fn default_for_transfers() -> Self {
         Deadline::default_from(Instant::now())
     }
 
-    /// What a transfer gets that is posted at that time and does not say.
+    /// The deadline of a transfer that is posted at that time and sets none.
     pub(crate) fn default_from(posted: Instant) -> Self {
         Deadline(Some(posted + Duration::from_secs(30)))
     }
@@ -45,7 +45,7 @@ impl Deadline {
         self.0.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
     }
 
-    /// Whether it has passed.
+    /// True if it has passed.
     pub fn passed(self) -> bool {
         self.left().is_zero()
     }
@@ -73,7 +73,7 @@ pub(crate) trait Expire: Send + Sync {
     fn interrupt(self: Arc<Self>, reason: &Reason);
 }
 
-/// Why operations are asked whether they must end early.
+/// A reason for operations to end early.
 pub(crate) enum Reason {
     /// A region of this agent is being revoked.
     Region(RegionId),
@@ -85,7 +85,7 @@ pub(crate) enum Reason {
 
 /// A watched deadline. Dropped when its operation ends, and never under a lock that `expire` takes.
 pub(crate) struct Watch {
-    shared: Arc<Shared>,
+    shared: Arc<ClockShared>,
     slot: usize,
     serial: u64,
 }
@@ -105,15 +105,15 @@ impl Drop for Watch {
     }
 }
 
-struct Entry {
+struct ClockEntry {
     serial: u64,
     at: Instant,
     operation: Arc<dyn Expire>,
 }
 
 #[derive(Default)]
-struct Table {
-    entries: Slab<Entry>,
+struct ClockTable {
+    entries: Slab<ClockEntry>,
     serial: u64,
     /// The clock thread sleeps until then. Entries that end early leave it as it is: one idle wake-up per deadline
     /// costs less than an ordered queue touched by every post.
@@ -121,20 +121,20 @@ struct Table {
     stop: bool,
 }
 
-struct Shared {
-    table: Mutex<Table>,
+struct ClockShared {
+    table: Mutex<ClockTable>,
     changed: Condvar,
 }
 
 /// The deadlines of one agent. Asleep until the nearest one.
 pub(crate) struct Clock {
-    shared: Arc<Shared>,
+    shared: Arc<ClockShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Clock {
     pub(crate) fn start(agent: &str) -> Result<Self> {
-        let shared = Arc::new(Shared { table: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(ClockShared { table: Mutex::default(), changed: Condvar::new() });
         let ours = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name(format!("kvx-clock {agent}"))
@@ -155,7 +155,7 @@ impl Clock {
         }
         table.serial += 1;
         let serial = table.serial;
-        let slot = table.entries.insert(Entry { serial, at, operation });
+        let slot = table.entries.insert(ClockEntry { serial, at, operation });
         if table.next.is_none_or(|next| at < next) {
             table.next = Some(at);
             self.shared.changed.notify_all();
@@ -201,7 +201,7 @@ impl Drop for Clock {
     }
 }
 
-impl Shared {
+impl ClockShared {
     fn run(&self) {
         let mut table = self.table.lock();
         while !table.stop {
@@ -222,7 +222,7 @@ impl Shared {
             table.next = table.entries.iter().map(|(_, entry)| entry.at).min();
             drop(table);
             for operation in due {
-                contained(|| operation.expire());
+                catch_panic(|| operation.expire());
             }
             table = self.table.lock();
         }

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-/// What a call of kvx returns.
+/// The result of a call of kvx.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, for a program to branch on. More kinds may be added.
+/// The kind of an error, for a program to branch on. More kinds may be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
@@ -154,7 +154,7 @@ struct Detail {
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
-/// What a native library or the operating system said.
+/// The words of a native library or of the operating system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Native {
     /// Its code: an errno, a `ucs_status_t`, an `fi_errno`, …
@@ -230,7 +230,7 @@ impl Error {
         self
     }
 
-    /// What to branch on.
+    /// Its kind, to branch on.
     pub fn kind(&self) -> Kind {
         self.0.kind
     }
@@ -255,7 +255,7 @@ impl Error {
         self.0.peer.as_deref()
     }
 
-    /// What the native library or the operating system said.
+    /// The words of the native library or of the operating system.
     pub fn native_detail(&self) -> Option<&Native> {
         self.0.native.as_ref()
     }

@@ -14,7 +14,7 @@ mod imp {
         FORKS.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many forks lie between this process and the first one that asked.
+    /// The number of forks between this process and the first one that asked.
     pub fn count() -> u64 {
         WATCH.call_once(|| {
             // SAFETY: `in_child` only adds to an atomic, which is allowed in a forked child.

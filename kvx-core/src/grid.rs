@@ -11,13 +11,13 @@ use crate::{Error, Kind, MemoryKind, Result, fork};
 pub trait Place: sealed::Sealed {
     /// Length in bytes.
     fn len(&self) -> u64;
-    /// Whether it has no bytes.
+    /// True if it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
     /// Kind of memory.
     fn kind(&self) -> MemoryKind;
-    /// Where its bytes lie, so that two regions over the same bytes are seen: an address space, and an address in it.
+    /// The address space and the address of its first byte. Two regions over the same bytes are recognised by them.
     #[doc(hidden)]
     fn origin(&self) -> (u64, u64);
     #[doc(hidden)]
@@ -79,7 +79,7 @@ impl Grid {
         last.checked_add(self.length)
     }
 
-    /// Whether each block ends where the next begins.
+    /// True if each block ends where the next begins.
     pub const fn is_packed(&self) -> bool {
         self.stride == self.length
     }
@@ -104,7 +104,8 @@ impl Grid {
             _ => Err(Error::new(
                 Kind::OutOfBounds,
                 format!(
-                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a region of {len} bytes",
+                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a region of \
+                     {len} bytes",
                     self.count, self.length, self.stride, self.base
                 ),
             )),
@@ -123,7 +124,7 @@ enum Repr {
 }
 
 impl Indices {
-    /// How many.
+    /// Their number.
     pub fn len(&self) -> usize {
         match &self.0 {
             Repr::List { part, .. } => part.len(),
@@ -131,7 +132,7 @@ impl Indices {
         }
     }
 
-    /// Whether there are none.
+    /// True if there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -145,7 +146,7 @@ impl Indices {
         }
     }
 
-    /// A part of the list, sharing it. `part` lies within `0..len`.
+    /// A part of the list, sharing it. `part` is within `0..len`.
     #[must_use]
     pub fn slice(&self, part: Range<usize>) -> Self {
         assert!(part.start <= part.end && part.end <= self.len(), "a slice within the list");

@@ -1,4 +1,4 @@
-//! Who is who: agents and their incarnations, regions and their keys, links and transfers.
+//! Names and numbers of agents, regions, links and transfers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl fmt::Debug for Incarnation {
     }
 }
 
-/// How often an agent's metadata has changed within one incarnation.
+/// The number of changes of an agent's metadata within one incarnation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u64);
 
@@ -44,7 +44,7 @@ impl fmt::Display for RegionId {
     }
 }
 
-/// What a peer must show to reach a region: 128 random bits.
+/// A key of 128 random bits that a peer must show to reach a region.
 #[derive(Clone, Copy)]
 pub struct RegionKey(pub [u8; 16]);
 
@@ -112,7 +112,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// Who sent a notification. Travels with each one: the receiver need not have connected to the sender.
+/// The sender of a notification. It travels with each one: the receiver need not have connected to the sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sender<'a> {
     /// The sending agent's name.

@@ -6,7 +6,7 @@ use std::task::Waker;
 use std::time::Instant;
 
 use crate::breaks::broken;
-use crate::completion::Shot;
+use crate::completion::Promise;
 use crate::identity::{Identity, Incarnation, Sender};
 use crate::sync::{Condvar, Mutex};
 use crate::transport::Full;
@@ -14,56 +14,56 @@ use crate::transport::Full;
 /// Bytes from a peer, that arrived after the data they speak of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notification {
-    /// Who sent them: name and incarnation.
+    /// Their sender: name and incarnation.
     pub from: Identity,
     /// The bytes.
     pub bytes: Box<[u8]>,
 }
 
-/// How much the queue holds.
+/// Limits of the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Limits {
+pub(crate) struct InboxLimits {
     pub(crate) count: usize,
     pub(crate) bytes: usize,
 }
 
-impl Default for Limits {
+impl Default for InboxLimits {
     fn default() -> Self {
-        Limits { count: 4096, bytes: 64 << 20 }
+        InboxLimits { count: 4096, bytes: 64 << 20 }
     }
 }
 
 pub(crate) struct Inbox {
-    limits: Limits,
-    state: Mutex<State>,
+    limits: InboxLimits,
+    state: Mutex<InboxState>,
     arrived: Condvar,
     /// Whoever delivers gives nobody way before.
     keeps_core_until: Mutex<Instant>,
 }
 
 #[derive(Default)]
-struct State {
+struct InboxState {
     queue: VecDeque<Notification>,
     bytes: usize,
     /// Somebody was told `Full` since the queue last had room.
     refused: bool,
     /// Nobody shall wait any more.
     closed: bool,
-    expected: Vec<Expectation>,
+    expected: Vec<ExpectedSenders>,
     wakers: Vec<Waker>,
 }
 
-struct Expectation {
+struct ExpectedSenders {
     bytes: Box<[u8]>,
     wanted: usize,
     seen: HashSet<Identity>,
     taken: Vec<Notification>,
     /// Gone when nobody waits any more.
-    shot: Weak<Shot<Vec<Identity>>>,
+    promise: Weak<Promise<Vec<Identity>>>,
 }
 
-impl Expectation {
-    /// Whether the notification is one more of those expected.
+impl ExpectedSenders {
+    /// True if the notification is one more of those expected.
     fn wants(&mut self, notification: &Notification) -> bool {
         *self.bytes == *notification.bytes
             && (self.seen.insert(notification.from.clone()) || broken("expect"))
@@ -74,11 +74,11 @@ impl Expectation {
     }
 
     fn is_over(&self) -> bool {
-        self.shot.upgrade().is_none_or(|shot| shot.is_finished())
+        self.promise.upgrade().is_none_or(|promise| promise.is_finished())
     }
 }
 
-impl State {
+impl InboxState {
     /// Expectations that timed out or were dropped give back what they took: a second try must find it.
     fn sweep(&mut self) {
         for at in (0..self.expected.len()).rev() {
@@ -93,7 +93,7 @@ impl State {
 }
 
 impl Inbox {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: InboxLimits) -> Self {
         Inbox {
             limits,
             state: Mutex::default(),
@@ -145,8 +145,8 @@ impl Inbox {
         Ok(())
     }
 
-    /// Lets who waits go first on this core: the transport acknowledges next, which takes some libraries longer than a wake-up. Where
-    /// others take the core instead, for milliseconds, it is kept for sixteen times as long.
+    /// Lets who waits go first on this core: the transport acknowledges next, which takes some libraries longer than
+    /// a wake-up. Where others take the core instead, for milliseconds, it is kept for sixteen times as long.
     fn give_way(&self) {
         let now = Instant::now();
         if now < *self.keeps_core_until.lock() {
@@ -199,12 +199,13 @@ impl Inbox {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Finishes `shot` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag says
-    /// that transports hold notifications back: what is expected may be among them, and needs no room in the queue.
-    pub(crate) fn expect(&self, bytes: &[u8], wanted: usize, shot: &Arc<Shot<Vec<Identity>>>) -> bool {
-        let shot = Arc::downgrade(shot);
+    /// Finishes `promise` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag
+    /// says that transports hold notifications back: what is expected may be among them, and needs no room in the
+    /// queue.
+    pub(crate) fn expect(&self, bytes: &[u8], wanted: usize, promise: &Arc<Promise<Vec<Identity>>>) -> bool {
+        let promise = Arc::downgrade(promise);
         let mut expectation =
-            Expectation { bytes: bytes.into(), wanted, seen: HashSet::new(), taken: Vec::new(), shot };
+            ExpectedSenders { bytes: bytes.into(), wanted, seen: HashSet::new(), taken: Vec::new(), promise };
         let mut state = self.state.lock();
         state.sweep();
         let mut kept = VecDeque::with_capacity(state.queue.len());
@@ -231,11 +232,11 @@ impl Inbox {
     }
 }
 
-impl Expectation {
+impl ExpectedSenders {
     /// Says whether anybody waits for it still.
     fn finish(self) -> bool {
-        let Some(shot) = self.shot.upgrade() else { return false };
-        shot.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));
+        let Some(promise) = self.promise.upgrade() else { return false };
+        promise.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));
         true
     }
 }
@@ -251,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_refuses_until_half_of_it_is_taken() {
-        let inbox = Inbox::new(Limits { count: 4, bytes: 1000 });
+        let inbox = Inbox::new(InboxLimits { count: 4, bytes: 1000 });
         for _ in 0..4 {
             inbox.deliver(SENDERS[0], b"x").unwrap();
         }
@@ -262,7 +263,7 @@ mod tests {
 
     #[test]
     fn one_that_is_larger_than_the_room_is_taken_alone() {
-        let inbox = Inbox::new(Limits { count: 4, bytes: 10 });
+        let inbox = Inbox::new(InboxLimits { count: 4, bytes: 10 });
         inbox.deliver(SENDERS[0], b"first").unwrap();
         assert_eq!(inbox.deliver(SENDERS[0], &[7; 1000]), Err(Full));
         inbox.take();
@@ -274,28 +275,28 @@ mod tests {
 
     #[test]
     fn expect_counts_senders_and_takes_what_it_counts() {
-        let inbox = Inbox::new(Limits::default());
+        let inbox = Inbox::new(InboxLimits::default());
         inbox.deliver(SENDERS[0], b"done").unwrap();
         inbox.deliver(SENDERS[0], b"done").unwrap();
         inbox.deliver(SENDERS[0], b"other").unwrap();
-        let shot = Shot::new();
-        inbox.expect(b"done", 2, &shot);
-        assert!(!shot.is_finished());
+        let promise = Promise::new();
+        inbox.expect(b"done", 2, &promise);
+        assert!(!promise.is_finished());
         inbox.deliver(SENDERS[1], b"done").unwrap();
-        assert!(shot.is_finished());
+        assert!(promise.is_finished());
         let left: Vec<_> = std::iter::from_fn(|| inbox.take().0).map(|one| one.bytes).collect();
         assert_eq!(left, [b"done".to_vec().into(), Box::<[u8]>::from(*b"other")]);
     }
 
     #[test]
     fn an_expectation_that_nobody_waits_for_gives_back_what_it_took() {
-        let inbox = Inbox::new(Limits::default());
-        let shot = Shot::new();
-        inbox.expect(b"done", 2, &shot);
+        let inbox = Inbox::new(InboxLimits::default());
+        let promise = Promise::new();
+        inbox.expect(b"done", 2, &promise);
         inbox.deliver(SENDERS[0], b"done").unwrap();
         assert_eq!(inbox.take().0, None);
-        drop(shot);
-        let again = Shot::new();
+        drop(promise);
+        let again = Promise::new();
         inbox.expect(b"done", 2, &again);
         inbox.deliver(SENDERS[1], b"done").unwrap();
         assert!(again.is_finished());

@@ -1,66 +1,91 @@
 #![doc = include_str!("../README.md")]
 
+// From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
+// other in a circle but those of `memory`. A test in `xtask/src/circles.rs` holds both.
+
+// Agents: an agent has regions and peers. A plan pairs blocks of both; posted, it is a transfer over a peer's link.
 mod agent;
-mod bound;
-#[doc(hidden)]
-pub mod breaks;
-mod budget;
-mod capabilities;
-mod completion;
-mod deadline;
-mod error;
-pub mod fork;
-mod grid;
-mod identity;
-mod inbox;
-pub mod memory;
-mod metadata;
-mod names;
-mod operation;
-mod options;
 mod overlap;
 mod peer;
 mod plan;
-mod quarantine;
 mod region;
-mod registry;
-mod route;
-mod secret;
-mod segments;
-pub mod sync;
-mod telemetry;
-mod ticket;
 mod transfer;
-pub mod transport;
-pub mod wire;
 
 pub use agent::{Agent, Builder, NextNotification};
-pub use bound::{Bound, LocalSide, Pair, Placed, RemoteSide};
-pub use budget::Limits;
-pub use capabilities::{Capabilities, Idle, Isolation, MemoryKinds, PerOp, Revocation};
-pub use completion::Completion;
-pub use deadline::Deadline;
-pub use error::{Error, Kind, Native, Result};
-pub use grid::{Blocks, Grid, GridSet, Indices, Place};
-pub use identity::{
-    Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
-    random_number,
-};
-pub use inbox::Notification;
-pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
-pub use metadata::{Metadata, RegionInfo};
-pub use names::nearest;
-pub use operation::{Op, Size};
-pub use options::{Options, Table};
 pub use peer::{Peer, Posting};
 pub use plan::Plan;
-pub use quarantine::{quarantine_for_ever, quarantined_bytes};
 pub use region::{PeerRegion, Region};
+pub use transfer::{Report, Transfer};
+
+// Accounts of an agent: transfers in flight, waiting notifications, metrics, memory that nobody may free.
+mod budget;
+mod inbox;
+mod quarantine;
+mod telemetry;
+
+pub use budget::Limits;
+pub use inbox::Notification;
+pub use quarantine::quarantined_bytes;
+pub use telemetry::describe_metrics;
+
+// The contract between core and a backend.
+mod bound;
+mod capabilities;
+mod registry;
+mod segments;
+pub mod transport;
+
+pub use capabilities::{Capabilities, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 pub use registry::{Known, Registry, Standing};
+pub use transport::{Placement, Unavailable, WithoutAList};
+
+// Words: memory and its blocks, metadata, options, routes.
+mod grid;
+pub mod memory;
+mod metadata;
+mod operation;
+mod options;
+mod route;
+mod secret;
+
+pub use grid::{Blocks, Grid, GridSet, Indices, Place};
+pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
+pub use metadata::{Metadata, RegionInfo};
+pub use operation::{Op, Size};
+pub use options::{Options, Table};
 pub use route::{Considered, Route, Verdict};
 pub use secret::Secret;
+
+// Time: deadlines, and futures that end by them.
+mod completion;
+mod deadline;
+mod ticket;
+
+pub use completion::Completion;
+pub use deadline::Deadline;
+pub use ticket::Ticket;
+
+// Errors, names and numbers.
+mod error;
+mod identity;
+mod names;
+
+pub use error::{Error, Kind, Native, Result};
+pub use identity::{
+    Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
+};
+pub use names::nearest;
+
+// For authors of backends only, and not shown by the facade: locks that no panic poisons, bounded parsing of what peers
+// send, forks, a plan as a backend gets it, memory that is never freed. By `breaks`, tests break core on purpose.
+#[doc(hidden)]
+pub mod breaks;
+pub mod fork;
+pub mod sync;
+pub mod wire;
+
+pub use bound::{Bound, LocalSide, Pair, Placed, RemoteSide};
+pub use identity::random_number;
+pub use quarantine::quarantine_for_ever;
 pub use segments::{Extent, Extents, Segment, Segments};
-pub use telemetry::describe_metrics;
-pub use ticket::{Settle, Ticket};
-pub use transfer::{Report, Transfer};
-pub use transport::{Placement, Unavailable, WithoutAList};
+pub use ticket::Settle;

@@ -1,8 +1,8 @@
-//! What an agent tells its peers, as bytes: who it is, how to reach it, which regions it has.
+//! The description that an agent gives its peers, as bytes: its identity, its addresses, its regions.
 //!
-//! A header (magic, the range of versions the writer speaks, total length), then sections: tag, length, value. A section
-//! with the critical bit that a reader does not know is an error; others are skipped, so that newer writers can say
-//! more. The size is O(regions).
+//! A header (magic, the range of versions the writer speaks, total length), then sections: tag, length, value. A
+//! section with the critical bit that a reader does not know is an error; others are skipped, so that newer writers
+//! can say more. The size is O(regions).
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ const MAX_EXPORT: usize = u16::MAX as usize;
 /// An agent's metadata, taken apart.
 #[derive(Clone, Debug)]
 pub struct Metadata {
-    /// Who it is.
+    /// Its name and incarnation.
     pub identity: Identity,
-    /// How often it has changed in this incarnation.
+    /// The number of its changes in this incarnation.
     pub generation: Generation,
     /// Its open backends and their addresses.
     pub backends: Vec<(Arc<str>, Vec<u8>)>,
@@ -45,7 +45,7 @@ pub struct Metadata {
 pub struct RegionInfo {
     /// Its number.
     pub id: RegionId,
-    /// What to show to reach it.
+    /// The key that reaches it.
     pub key: RegionKey,
     /// Its name.
     pub name: Arc<str>,
@@ -53,9 +53,9 @@ pub struct RegionInfo {
     pub len: u64,
     /// Its kind.
     pub kind: MemoryKind,
-    /// The device it lies on.
+    /// The device that holds it.
     pub device: DeviceId,
-    /// What each backend needs beside: position in [`Metadata::backends`], and its bytes. Backends that do not serve
+    /// Further bytes for each backend: position in [`Metadata::backends`], and its bytes. Backends that do not serve
     /// the region are not there.
     pub exports: Vec<(u8, Vec<u8>)>,
 }
@@ -67,7 +67,7 @@ impl fmt::Debug for RegionInfo {
 }
 
 impl RegionInfo {
-    /// What the backend at `position` exported for it.
+    /// The bytes that the backend at `position` exported for it.
     pub(crate) fn export(&self, position: u8) -> Option<&[u8]> {
         self.exports.iter().find(|(at, _)| *at == position).map(|(_, export)| &export[..])
     }
@@ -148,7 +148,8 @@ impl Metadata {
             return Err(Error::new(
                 Kind::Incompatible,
                 format!(
-                    "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the older",
+                    "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the \
+                     older",
                     VERSIONS.start(),
                     VERSIONS.end()
                 ),
@@ -271,7 +272,7 @@ mod tests {
         assert_eq!(back.backend("TCP"), Some((1, &[4u8][..])));
     }
 
-    /// What release 0.1 writes, for ever readable.
+    /// The bytes that release 0.1 writes, which stay readable for ever.
     const GOLDEN_0_1: &str = "4b56584d01000100930000000180220000000970726566696c6c2d3009090909090909090909090909090909\
          030000000000000002000b0000000353484d0300000001020302000900000003544350010000000403803900\
          0000000000000000000000000000000000000000000000000000076c617965722e3000006a18000000000002\

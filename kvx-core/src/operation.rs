@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a transfer does, as its initiator sees it.
+/// The direction of a transfer, as its initiator sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
     /// From the peer's blocks into the local ones.
@@ -20,7 +20,7 @@ impl fmt::Display for Op {
     }
 }
 
-/// How much a plan moves.
+/// The amount that a plan moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
     /// Bytes.

@@ -56,8 +56,8 @@ impl Options {
         self.top().texts("backends")
     }
 
-    /// The keys beside the tables, which vLLM's connectors share (`mooncake_protocol`, `num_workers`): whoever reads one
-    /// leaves the others alone.
+    /// The keys beside the tables, which vLLM's connectors share (`mooncake_protocol`, `num_workers`): whoever reads
+    /// one leaves the others alone.
     pub fn top(&self) -> Table<'_> {
         Table { name: "", object: Some(&self.0) }
     }

@@ -1,17 +1,17 @@
-//! Whether destinations of a plan overlap, and how many runs an index list has.
+//! Finds overlapping destinations of a plan, and counts the runs of an index list.
 
 use crate::grid::{Grid, Indices};
 use crate::{Error, Kind, Result};
 
 /// One grid's worth of destinations, in a space (the host's addresses, or one region of a peer).
-pub(crate) struct Target<'a> {
+pub(crate) struct Destination<'a> {
     pub(crate) space: u64,
     pub(crate) base: u64,
     pub(crate) grid: Grid,
     pub(crate) indices: &'a Indices,
 }
 
-impl Target<'_> {
+impl Destination<'_> {
     fn start(&self) -> u64 {
         self.base.wrapping_add(self.grid.base)
     }
@@ -28,7 +28,7 @@ impl Target<'_> {
 }
 
 /// Refuses targets of which two blocks share a byte.
-pub(crate) fn check(targets: &[Target<'_>]) -> Result<()> {
+pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     let mut seen: Vec<&Indices> = Vec::new();
     for target in targets {
         if !seen.iter().any(|indices| indices.same_list(target.indices)) {
@@ -36,7 +36,8 @@ pub(crate) fn check(targets: &[Target<'_>]) -> Result<()> {
             seen.push(target.indices);
         }
     }
-    let mut order: Vec<&Target<'_>> = targets.iter().filter(|target| !target.indices.is_empty()).collect();
+    let mut order: Vec<&Destination<'_>> =
+        targets.iter().filter(|target| !target.indices.is_empty()).collect();
     order.sort_unstable_by_key(|target| (target.space, target.start()));
     // Grids whose spans touch, in groups: layers one after the other fall into groups of one.
     let mut from = 0;
@@ -56,8 +57,8 @@ pub(crate) fn check(targets: &[Target<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// Whether the grids are slices of one stride that never meet, whatever the indices: head slices, for example.
-fn interleaved(group: &[&Target<'_>]) -> bool {
+/// True if the grids are slices of one stride that never meet, whatever the indices: head slices, for example.
+fn interleaved(group: &[&Destination<'_>]) -> bool {
     let stride = group[0].grid.stride;
     let origin = group[0].start();
     if stride == 0 || group.iter().any(|target| target.grid.stride != stride) {
@@ -71,7 +72,7 @@ fn interleaved(group: &[&Target<'_>]) -> bool {
 }
 
 /// The exact check: every block of the group, sorted.
-fn disjoint(group: &[&Target<'_>]) -> Result<()> {
+fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
     let mut blocks: Vec<(u64, u64)> = group
         .iter()
         .flat_map(|target| {
@@ -118,7 +119,7 @@ fn distinct(indices: &Indices) -> Result<()> {
     }
 }
 
-/// How many pieces are left when entries that follow each other on both sides are merged.
+/// Counts the pieces that are left when entries that follow each other on both sides are merged.
 pub(crate) fn runs(local: &Indices, remote: &Indices) -> u64 {
     match (local.as_list(), remote.as_list()) {
         (Some(a), Some(b)) => count_runs(a.iter().copied().zip(b.iter().copied())),
@@ -142,11 +143,11 @@ fn count_runs(entries: impl Iterator<Item = (u32, u32)>) -> u64 {
 mod tests {
     use super::*;
 
-    fn target(grid: Grid, indices: &Indices) -> Target<'_> {
-        Target { space: 0, base: 0, grid, indices }
+    fn target(grid: Grid, indices: &Indices) -> Destination<'_> {
+        Destination { space: 0, base: 0, grid, indices }
     }
 
-    fn kind(targets: &[Target<'_>]) -> Option<Kind> {
+    fn kind(targets: &[Destination<'_>]) -> Option<Kind> {
         check(targets).err().map(|error| error.kind())
     }
 
@@ -186,7 +187,7 @@ mod tests {
     fn spaces_are_apart() {
         let all = Indices::from(0..4);
         let grid = Grid::packed(16, 4);
-        let other = Target { space: 1, base: 0, grid, indices: &all };
+        let other = Destination { space: 1, base: 0, grid, indices: &all };
         assert_eq!(kind(&[target(grid, &all), other]), None);
     }
 

@@ -7,7 +7,7 @@ use crate::bound::{Bound, KeepsBound, Pair, Placed};
 use crate::grid::{Blocks, Grid, Place};
 use crate::identity::Identity;
 use crate::operation::{Op, Size};
-use crate::overlap::{self, Target};
+use crate::overlap::{self, Destination};
 use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
 use crate::{Error, Kind, LinkId, MemoryKind, Result, fork};
@@ -26,7 +26,7 @@ pub(crate) struct PlanInner {
     pub(crate) locals: Vec<Region>,
     pub(crate) remotes: Vec<PeerRegion>,
     pub(crate) size: Size,
-    /// The binding to the link that carried it last. Held here, and dropped by the link when it closes.
+    /// The binding to the link that carried it last. The plan holds it, and the link drops it when it closes.
     pub(crate) bound: Mutex<Option<(LinkId, Arc<Bound>)>>,
 }
 
@@ -95,7 +95,7 @@ impl Plan {
         self.0.op
     }
 
-    /// How much it moves.
+    /// The amount that it moves.
     pub fn size(&self) -> Size {
         self.0.size
     }
@@ -215,7 +215,7 @@ impl Build {
                     Op::Read => self.locals[placed.region as usize].origin(),
                     Op::Write => self.remotes[placed.region as usize].origin(),
                 };
-                targets.push(Target { space, base, grid: placed.grid, indices });
+                targets.push(Destination { space, base, grid: placed.grid, indices });
             }
         }
         overlap::check(&targets)

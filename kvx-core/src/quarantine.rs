@@ -8,10 +8,10 @@ use crate::Memory;
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Memory in quarantine. Dropping it says that the access is proven ended after all.
-pub(crate) struct Held(Arc<Memory>);
+pub(crate) struct Quarantined(Arc<Memory>);
 
 /// Puts memory into quarantine; says so once.
-pub(crate) fn hold(memory: Arc<Memory>, region: &str, why: &str) -> Held {
+pub(crate) fn hold(memory: Arc<Memory>, region: &str, why: &str) -> Quarantined {
     let len = memory.len() as u64;
     let total = BYTES.fetch_add(len, Ordering::Relaxed) + len;
     metrics::gauge!("kvx_quarantined_bytes").set(total as f64);
@@ -21,7 +21,7 @@ pub(crate) fn hold(memory: Arc<Memory>, region: &str, why: &str) -> Held {
         why,
         "memory is quarantined: a peer or a transport may still touch it"
     );
-    Held(memory)
+    Quarantined(memory)
 }
 
 /// Keeps memory in quarantine for the life of the process.
@@ -34,7 +34,7 @@ pub fn quarantined_bytes() -> u64 {
     BYTES.load(Ordering::Relaxed)
 }
 
-impl Drop for Held {
+impl Drop for Quarantined {
     fn drop(&mut self) {
         let len = self.0.len() as u64;
         let total = BYTES.fetch_sub(len, Ordering::Relaxed) - len;

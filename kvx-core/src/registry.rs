@@ -18,12 +18,12 @@ pub struct Known {
     pub feature: Option<&'static str>,
 }
 
-/// What a name stands for in this build and on this machine.
+/// The meaning of a name in this build and on this machine.
 #[derive(Clone, Debug)]
 pub enum Standing {
     /// It can be used.
     Available(Availability),
-    /// Compiled in, but not usable here.
+    /// Compiled in, but not usable on this machine.
     Unavailable(Unavailable),
     /// Known, but its feature is off.
     NotCompiled {
@@ -118,7 +118,7 @@ impl Registry {
         ))
     }
 
-    /// What `written` stands for. Errors: `UnknownBackend`.
+    /// Looks up `written`. Errors: `UnknownBackend`.
     pub fn standing(&self, written: &str, options: &Options) -> Result<(&'static str, Standing)> {
         let name = self.canonical(written)?;
         if let Some(factory) = self.factory(name) {

@@ -16,11 +16,11 @@ pub struct Route {
 pub struct Considered {
     /// Its name.
     pub backend: &'static str,
-    /// What became of it.
+    /// Its state.
     pub verdict: Verdict,
 }
 
-/// What became of a backend on the way to a peer.
+/// The state of a backend toward a peer.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Verdict {

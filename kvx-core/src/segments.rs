@@ -38,7 +38,7 @@ pub struct Segments {
     now: Option<(Placed, Placed)>,
     /// That block on either side.
     next: (u32, u32),
-    /// Whether neighbours in the lists are neighbours in memory.
+    /// True if neighbours in the lists are neighbours in memory.
     packed: bool,
     at: usize,
     count: usize,

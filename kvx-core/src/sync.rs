@@ -1,5 +1,5 @@
-//! A mutex without poisoning, and a fence around the program's code: a panic in user code that runs near a lock (a waker, a recorder) must not turn every
-//! later call into another panic.
+//! A mutex without poisoning, and a fence around the program's code: a panic in user code that runs near a lock (a
+//! waker, a recorder) must not turn every later call into another panic.
 
 use std::sync::TryLockError;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,7 +52,7 @@ impl Condvar {
         Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Says whether anybody waits.
+    /// Wakes everybody who waits. Returns whether anybody did.
     pub fn notify_all(&self) -> bool {
         let awaited = self.waiting.load(Ordering::Relaxed) > 0;
         if awaited {
@@ -83,7 +83,7 @@ const PAUSES: u32 = 32;
 
 /// Between two looks for work, of which the last so many in a row found none: whoever moves the bytes may need this
 /// core, or be the other half of it.
-pub fn breathe(looks: u32) {
+pub fn pause_between_looks(looks: u32) {
     if looks > QUICK_LOOKS {
         (0..PAUSES).for_each(|_| std::hint::spin_loop());
     }
@@ -91,7 +91,7 @@ pub fn breathe(looks: u32) {
 }
 
 /// Runs code that may be the program's (wakers, recorders): its panic must not end the thread that serves everybody.
-pub fn contained(run: impl FnOnce()) {
+pub fn catch_panic(run: impl FnOnce()) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
         tracing::error!("a waker, a subscriber or a recorder panicked; kvx goes on without it");
     }

@@ -7,8 +7,8 @@ use metrics::{Counter, Histogram};
 use crate::Error;
 use crate::operation::{Op, Size};
 
-/// Says what the metrics mean to a recorder; call it once after installing one. An agent reports to the recorder that is
-/// installed when the agent is built.
+/// Says what the metrics mean to a recorder; call it once after installing one. An agent reports to the recorder that
+/// is installed when the agent is built.
 pub fn describe_metrics() {
     use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
     describe_counter!(

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::Result;
 
-/// What waits behind a ticket. Core's own operations implement it; everybody else uses [`Ticket::new`].
+/// An operation that waits for its ticket. Core's own operations implement it; everybody else uses [`Ticket::new`].
 pub trait Settle: Send + Sync {
     /// The transport has finished: nobody touches the memory again.
     fn settled(self: Arc<Self>, result: Result<()>);
@@ -24,9 +24,9 @@ pub trait Settle: Send + Sync {
 /// A ticket that is dropped without being settled fails its operation with `Forgotten` and quarantines the memory:
 /// that is the only safe reading of a transport that lost count.
 #[must_use = "a dropped ticket quarantines the memory of its operation"]
-pub struct Ticket(Option<Inner>);
+pub struct Ticket(Option<TicketInner>);
 
-enum Inner {
+enum TicketInner {
     Operation(Arc<dyn Settle>),
     Closure(Box<dyn FnOnce(Result<()>) + Send>),
 }
@@ -35,19 +35,19 @@ impl Ticket {
     /// A ticket that calls `on_settle`; wrap another ticket in the closure to intercept it. A ticket that is
     /// dropped drops the closure uncalled, and so forgets the ticket inside it.
     pub fn new(on_settle: impl FnOnce(Result<()>) + Send + 'static) -> Self {
-        Ticket(Some(Inner::Closure(Box::new(on_settle))))
+        Ticket(Some(TicketInner::Closure(Box::new(on_settle))))
     }
 
     /// A ticket that ends `operation`.
     pub fn of(operation: Arc<dyn Settle>) -> Self {
-        Ticket(Some(Inner::Operation(operation)))
+        Ticket(Some(TicketInner::Operation(operation)))
     }
 
     /// Says that the transport has finished: it will not touch the operation's memory again, whatever `result` is.
     pub fn settle(mut self, result: Result<()>) {
         match self.0.take() {
-            Some(Inner::Operation(operation)) => operation.settled(result),
-            Some(Inner::Closure(on_settle)) => on_settle(result),
+            Some(TicketInner::Operation(operation)) => operation.settled(result),
+            Some(TicketInner::Closure(on_settle)) => on_settle(result),
             None => {}
         }
     }
@@ -55,7 +55,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if let Some(Inner::Operation(operation)) = self.0.take() {
+        if let Some(TicketInner::Operation(operation)) = self.0.take() {
             operation.forgotten();
         }
     }

@@ -24,7 +24,7 @@ impl<'a> Reader<'a> {
         Error::new(Kind::Malformed, format!("malformed {}: {why}", self.what))
     }
 
-    /// How many bytes are left.
+    /// The number of bytes that are left.
     pub fn left(&self) -> usize {
         self.left.len()
     }

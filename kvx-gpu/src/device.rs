@@ -283,7 +283,8 @@ unsafe impl DeviceAccess for Device {
             return Err(Error::new(
                 Kind::Unsupported,
                 format!(
-                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the pool with \
+                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
+                     pool with \
                      Device::pool",
                     self.about().driver
                 ),
@@ -362,7 +363,8 @@ unsafe impl DeviceAccess for Device {
             return Err(Error::new(
                 Kind::Unsupported,
                 format!(
-                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of {page} bytes; \
+                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of \
+                     {page} bytes; \
                      make the pool with Device::pool"
                 ),
             ));

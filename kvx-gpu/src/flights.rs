@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::driver::{Driver, EventHandle, StreamHandle};
 use super::tables::{Table, Tables};
 use kvx_backend::process::Watched;
-use kvx_core::sync::contained;
+use kvx_core::sync::catch_panic;
 use kvx_core::{Error, Kind, Result, Ticket};
 
 /// How long a driver may answer with errors that say nothing of the work before that work counts as lost.
@@ -37,7 +37,7 @@ impl Flight {
                 )),
             }
         });
-        contained(|| self.done.settle(result));
+        catch_panic(|| self.done.settle(result));
     }
 }
 
@@ -117,7 +117,7 @@ impl StreamFlights {
                 Some(error) => {
                     // Its ticket is dropped, and so its memory quarantined; the event and the tables may be in use.
                     tracing::error!(%error, "a driver does not tell whether its copies have ended");
-                    contained(|| drop(flight));
+                    catch_panic(|| drop(flight));
                 }
             }
         }

@@ -202,7 +202,8 @@ fn gone() -> Error {
 fn taken_from(owner: &Watched, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
-            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one user, with \
+            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \
+             user, with \
              kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, or let the owner make its pool without virtual memory",
             error,
         )

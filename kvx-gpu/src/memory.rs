@@ -258,7 +258,8 @@ pub(super) fn in_a_pool(address: u64, driver: &str) -> Error {
     Error::new(
         Kind::Unsupported,
         format!(
-            "{address:#x} comes from a memory pool of {driver} (the async allocator), which no other process and no card \
+            "{address:#x} comes from a memory pool of {driver} (the async allocator), which no other process and \
+             no card \
              can be given: make the KV pool with Device::pool and hand its address to the framework, or let the \
              framework allocate without pools (PyTorch: its native allocator; cudarc: result::malloc_sync)"
         ),

@@ -13,7 +13,7 @@ use super::memory::Pinned;
 use super::tables::{TABLE, Table, Tables};
 use kvx_backend::process::Watched;
 use kvx_core::memory::Hop;
-use kvx_core::sync::{Condvar, Mutex, breathe, contained};
+use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::{Error, Kind, Result, Ticket};
 
 /// What the thread is asked for.
@@ -76,7 +76,7 @@ impl Drop for Ended<'_> {
         let never_started = std::mem::take(&mut queue.jobs);
         drop(queue);
         for job in never_started {
-            contained(|| job.done.settle(Err(ended())));
+            catch_panic(|| job.done.settle(Err(ended())));
         }
     }
 }
@@ -189,7 +189,7 @@ impl Shared {
                 queue = self.changed.wait_until(queue, Some(Instant::now() + pause));
             } else {
                 drop(queue);
-                breathe(looks);
+                pause_between_looks(looks);
                 queue = self.queue.lock();
             }
         }
@@ -245,7 +245,7 @@ impl<'a> Streams<'a> {
     fn start(&mut self, DeviceJob { work, owners, done }: DeviceJob) {
         if let Some(error) = &self.broken {
             let error = error.clone();
-            return contained(|| done.settle(Err(error)));
+            return catch_panic(|| done.settle(Err(error)));
         }
         let way = match &work {
             Work::Lines { way, .. } => *way,

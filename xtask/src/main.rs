@@ -5,6 +5,8 @@
 mod arguments;
 mod bars;
 mod bindings;
+#[cfg(test)]
+mod circles;
 mod features;
 mod gpu;
 mod harness;
@@ -18,6 +20,7 @@ mod process;
 mod runtime_compiler;
 mod skips;
 mod test;
+mod width;
 
 use std::process::ExitCode;
 
@@ -57,4 +60,9 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The repository, as it was when xtask was built.
+pub(crate) fn root() -> &'static std::path::Path {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
 }

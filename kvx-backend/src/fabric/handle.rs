@@ -325,7 +325,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             let inline_on = Some(Thread::this());
-            lane.submit_here(Command::Post { link, plan, stripe, id, done, inline_on });
+            lane.submit_and_turn(Command::Post { link, plan, stripe, id, done, inline_on });
         } else {
             lane.submit(Command::Post { link, plan, stripe, id, done, inline_on: None });
         }
@@ -350,9 +350,9 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         lanes[lanes::own(lanes.len())].drive()
     }
 
-    fn hand_over(&self) {
+    fn stop_driving(&self) {
         let lanes = self.lanes();
-        lanes[lanes::own(lanes.len())].hand_over();
+        lanes[lanes::own(lanes.len())].stop_driving();
     }
 
     fn close(&self) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use slab::Slab;
 
-use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
+use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue};
 use kvx_core::transport::{Context, Events};
 use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 
@@ -99,7 +99,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) greetings: HashMap<u64, Greeting>,
     /// In boxes, which are moved instead of them.
     pub(super) jobs: Slab<Box<Running<F>>>,
-    pub(super) turns: Turns<usize>,
+    pub(super) turns: WorkQueue<usize>,
     /// Jobs that wait for room in the library.
     pub(super) stalled: Vec<usize>,
     /// Sessions with something to be sent.
@@ -159,7 +159,7 @@ impl<F: Fabric> Machine<F> {
             links: BTreeMap::new(),
             greetings: HashMap::new(),
             jobs: Slab::new(),
-            turns: Turns::default(),
+            turns: WorkQueue::default(),
             stalled: Vec::new(),
             sending: Vec::new(),
             recalls: Recalls::default(),

@@ -1,16 +1,16 @@
 //! The end of the process: machines halt before the libraries that they drive are taken down.
 //!
-//! `exit` runs the destructors of libraries while threads go on. One that is in a library then, perhaps because its agent was
-//! dropped just before, crashes a program that has done everything well.
+//! `exit` runs the destructors of libraries while threads go on. One that is in a library then, perhaps because its
+//! agent was dropped just before, crashes a program that has done everything well.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Progress, Shared};
+use super::{Progress, ReactorShared};
 use kvx_core::sync::Mutex;
 
-/// How long the end of the process waits for machines that are in the midst of something.
+/// The time that the end of the process waits for machines that are in the midst of something.
 const LONGEST: Duration = Duration::from_secs(1);
 
 /// A machine that can be kept from doing anything any more.
@@ -22,7 +22,7 @@ pub(super) trait Halt: Send + Sync {
 /// The machines of this process.
 static MACHINES: Mutex<Vec<Weak<dyn Halt>>> = Mutex::new(Vec::new());
 
-/// Whether some library has been loaded.
+/// True if some library has been loaded.
 static LOADED: AtomicBool = AtomicBool::new(false);
 
 /// A machine has been made.
@@ -42,7 +42,7 @@ pub(crate) fn halt_before_destructors() {
     }
 }
 
-/// What was registered last is done first: what a library makes only later, while it works, goes before it halts.
+/// Exit handlers run last to first: those that a library registers later, while it works, run before this one.
 fn ask() {
     // SAFETY: a function of this program without arguments. A full table leaves things as they are without it.
     unsafe { libc::atexit(halt_all) };
@@ -60,7 +60,7 @@ extern "C" fn halt_all() {
     }
 }
 
-impl<P: Progress> Halt for Shared<P> {
+impl<P: Progress> Halt for ReactorShared<P> {
     fn halt(&self, until: Instant) {
         self.halted.store(true, Ordering::Relaxed);
         // Who has the lock may have looked before that; who gets it afterwards sees it.
@@ -70,14 +70,14 @@ impl<P: Progress> Halt for Shared<P> {
     }
 }
 
-impl<P: Progress> Shared<P> {
+impl<P: Progress> ReactorShared<P> {
     pub(super) fn is_halted(&self) -> bool {
         self.halted.load(Ordering::Relaxed)
     }
 }
 
-/// The thread of a machine that was halted waits for the end of the process, so that nothing of the library's ends with the thread;
-/// not for ever, as somebody may be waiting for the thread.
+/// The thread of a machine that was halted waits for the end of the process, so that nothing of the library's ends
+/// with the thread; not for ever, as somebody may be waiting for the thread.
 pub(super) fn wait() {
     std::thread::sleep(2 * LONGEST);
 }
@@ -146,7 +146,7 @@ mod tests {
         reactor.shared.halt(until);
         let turns = counts[0].load(Ordering::SeqCst);
         reactor.submit(());
-        reactor.submit_here(());
+        reactor.submit_and_turn(());
         assert_eq!(reactor.drive().done, 0);
         reactor.stop(); // waits for nobody
         std::thread::sleep(Duration::from_millis(20));

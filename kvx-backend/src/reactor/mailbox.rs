@@ -1,4 +1,4 @@
-//! What other threads of a transport have to tell its machine.
+//! Messages from other threads of a transport to its machine.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,9 +9,9 @@ use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Result};
 
 /// Answers of threads that make a library's blocking calls. Its descriptor, one of
-/// [`Progress::fds`](super::Progress::fds), is readable for as long as something lies in it.
+/// [`Progress::fds`](super::Progress::fds), is readable for as long as it is not empty.
 pub struct Mailbox<T> {
-    letters: Mutex<Vec<T>>,
+    messages: Mutex<Vec<T>>,
     /// So that looking into an empty one costs next to nothing.
     is_full: AtomicBool,
     wake: OwnedFd,
@@ -23,7 +23,7 @@ impl<T> Mailbox<T> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
             Error::os("no eventfd for a mailbox: raise ulimit -n", cause).kind_is(Kind::Exhausted)
         })?;
-        Ok(Mailbox { letters: Mutex::default(), is_full: AtomicBool::new(false), wake })
+        Ok(Mailbox { messages: Mutex::default(), is_full: AtomicBool::new(false), wake })
     }
 
     /// The descriptor.
@@ -32,16 +32,16 @@ impl<T> Mailbox<T> {
     }
 
     /// Puts one in, and wakes the machine.
-    pub fn put(&self, letter: T) {
-        let mut letters = self.letters.lock();
-        letters.push(letter);
+    pub fn put(&self, message: T) {
+        let mut messages = self.messages.lock();
+        messages.push(message);
         self.is_full.store(true, Ordering::Release);
-        // Still under the lock: a descriptor that became readable after the letter was taken would stay so, and the
+        // Still under the lock: a descriptor that became readable after the message was taken would stay so, and the
         // machine would never sleep again.
         rustix::io::write(&self.wake, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
     }
 
-    /// Whether nothing lies in it.
+    /// True if it is empty.
     pub fn is_empty(&self) -> bool {
         !self.is_full.load(Ordering::Acquire)
     }
@@ -51,11 +51,11 @@ impl<T> Mailbox<T> {
         if self.is_empty() {
             return Vec::new();
         }
-        let mut letters = self.letters.lock();
+        let mut messages = self.messages.lock();
         self.is_full.store(false, Ordering::Release);
         let mut count = [0; 8];
         rustix::io::read(&self.wake, &mut count).ok(); // never blocks
-        std::mem::take(&mut letters)
+        std::mem::take(&mut messages)
     }
 }
 
@@ -96,11 +96,11 @@ mod tests {
             for round in 1..=5_000 {
                 ask.send(round).unwrap();
                 // In the very moment in which it is put in, if the other thread runs beside this one.
-                let mut letters = (0..SPINS).map(|_| mailbox.take()).find(|letters| !letters.is_empty());
-                if letters.is_none() && readable(10) {
-                    letters = Some(mailbox.take());
+                let mut messages = (0..SPINS).map(|_| mailbox.take()).find(|messages| !messages.is_empty());
+                if messages.is_none() && readable(10) {
+                    messages = Some(mailbox.take());
                 }
-                assert_eq!(letters, Some(vec![round]), "what was put in");
+                assert_eq!(messages, Some(vec![round]), "what was put in");
                 told.recv_timeout(Duration::from_secs(10)).unwrap();
                 assert!(!readable(0), "round {round}: the descriptor stayed readable");
                 if round >= ENOUGH && begun.elapsed() >= Duration::from_secs(2) {
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn what_lies_in_it_keeps_its_descriptor_readable_and_its_order() {
         let mailbox = Mailbox::new().unwrap();
-        ["one", "two"].into_iter().for_each(|letter| mailbox.put(letter));
+        ["one", "two"].into_iter().for_each(|message| mailbox.put(message));
         assert_eq!(rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], None), Ok(1));
         assert_eq!(mailbox.take(), ["one", "two"]);
         assert!(mailbox.take().is_empty());

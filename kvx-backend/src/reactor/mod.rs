@@ -3,12 +3,12 @@
 //! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native library. The reactor
 //! owns the machine, feeds it commands, lets it work in bounded turns, and sleeps when it says that it may. Any other
 //! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
-//! ([`Reactor::submit_here`]) if the machine is free; nobody ever waits for it.
+//! ([`Reactor::submit_and_turn`]) if the machine is free; nobody ever waits for it.
 
 mod exit;
 mod mailbox;
 mod thread;
-mod turns;
+mod work_queue;
 
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,32 +18,32 @@ use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 
-use kvx_core::sync::{Mutex, contained};
+use kvx_core::sync::{Mutex, catch_panic};
 use kvx_core::transport::{Events, LinkState};
 use kvx_core::{Error, Kind, LinkId, Result, Ticket};
 
 pub(crate) use exit::halt_before_destructors;
 pub use kvx_core::transport::Turn;
 pub use mailbox::Mailbox;
-pub use turns::Turns;
+pub use work_queue::WorkQueue;
 
-/// What a reactor drives.
+/// The state machine that a reactor drives.
 pub trait Progress: Send + 'static {
-    /// What other threads ask of it.
+    /// A request from another thread.
     type Command: Send + 'static;
 
     /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
     fn command(&mut self, command: Self::Command, out: &mut Outbox);
 
-    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much may end early where commands are
-    /// `queued` behind it.
+    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much may end early where
+    /// commands are `queued` behind it.
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn;
 
     /// Before sleeping: whether that is allowed, and for how long at most.
     fn arm(&mut self) -> Result<Armed>;
 
-    /// What wakes it, beside commands: always the same descriptors, watched for reading. A machine with sockets of its
-    /// own shows one epoll descriptor.
+    /// The descriptors that wake it beside commands: always the same, watched for reading. A machine with sockets of
+    /// its own shows one epoll descriptor.
     fn fds(&self) -> &[RawFd];
 
     /// The last call: fail what is left.
@@ -58,10 +58,10 @@ pub trait Progress: Send + 'static {
 /// The most bytes to move in one turn before others get theirs.
 pub const SLICE: u64 = 1 << 20;
 
-/// How long a reactor stays away from a machine that another thread drives: the most that other work of the machine is
-/// kept waiting when that thread has gone.
-const NAP: Duration = Duration::from_micros(400);
-/// How long after a turn of another thread its next one is expected.
+/// The time that a reactor stays away from a machine that another thread drives: the most that other work of the
+/// machine is kept waiting when that thread has gone.
+const STAYS_AWAY: Duration = Duration::from_micros(400);
+/// The next turn of another thread is expected this soon after its last one.
 const DRIVEN: Duration = Duration::from_micros(50);
 
 /// The answer of [`Progress::arm`].
@@ -73,12 +73,12 @@ pub enum Armed {
     Sleep(Option<Duration>),
 }
 
-/// Whether commands wait for the end of a turn.
+/// Tells a turn whether commands wait for its end.
 #[derive(Debug, Default)]
 pub struct Queued(AtomicBool);
 
 impl Queued {
-    /// Whether there are any.
+    /// True if there are any.
     pub fn any(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -88,7 +88,7 @@ impl Queued {
     }
 }
 
-/// What a turn wants to tell the world, told after the machine is released: tickets run other people's code.
+/// Collects the results of a turn, which are delivered after the machine is released: tickets run other people's code.
 #[derive(Default)]
 pub struct Outbox {
     /// The first of the tickets, and the others: most turns that count settle one.
@@ -117,51 +117,52 @@ impl Outbox {
 
     pub(crate) fn deliver(&mut self, events: &dyn Events) {
         if let Some((ticket, result)) = self.first.take() {
-            contained(|| ticket.settle(result));
+            catch_panic(|| ticket.settle(result));
         }
         for (ticket, result) in self.settled.drain(..) {
-            contained(|| ticket.settle(result));
+            catch_panic(|| ticket.settle(result));
         }
         for (id, state) in self.links.drain(..) {
-            contained(|| events.link(id, state));
+            catch_panic(|| events.link(id, state));
         }
     }
 }
 
 /// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
 pub struct Reactor<P: Progress> {
-    shared: Arc<Shared<P>>,
+    shared: Arc<ReactorShared<P>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What is worked on by one thread at a time.
+/// The part that one thread at a time works on.
 struct Driven<P: Progress> {
     machine: P,
     /// Empty between turns: the room for the commands of one.
     taken: Vec<P::Command>,
-    /// Some turn since the machine was last asked how long to sleep has left something that its sleeping thread may not know of.
+    /// Some turn since the machine was last asked how long to sleep has left something that its sleeping thread may
+    /// not know of.
     left_something: bool,
 }
 
 /// Commands of one turn for which room is kept.
 const ROOM: usize = 64;
 
-struct Shared<P: Progress> {
+struct ReactorShared<P: Progress> {
     machine: Mutex<Option<Driven<P>>>,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
-    /// Whether something lies in it: looking into an empty one costs next to nothing. Before it sleeps, the reactor looks into the
-    /// queue itself: this alone could be seen too late.
+    /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it sleeps, the reactor
+    /// looks into the queue itself: this alone could be seen too late.
     queued: Queued,
     /// True from before the last look at the queue until the reactor is awake again.
     asleep: AtomicBool,
-    /// Asleep only for [`NAP`], because somebody else drives the machine.
-    napping: AtomicBool,
-    /// When a sleeping reactor wakes by itself, in nanoseconds since `started`.
+    /// Asleep only for [`STAYS_AWAY`], because somebody else drives the machine.
+    stays_away: AtomicBool,
+    /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
     wakes_at: AtomicU64,
-    /// Threads that have a turn of [`Reactor::drive`], which may take longer than [`NAP`], or try to.
+    /// Threads that have a turn of [`Reactor::drive`], which may take longer than [`STAYS_AWAY`], or try to.
     driving: AtomicU64,
-    /// When another thread last had a turn, likewise.
+    /// The moment of the last turn of another thread, likewise.
     driven_at: AtomicU64,
     /// Of the last turn: only the reactor's own thread may have the next.
     own_thread_only: AtomicBool,
@@ -180,14 +181,14 @@ impl<P: Progress> Reactor<P> {
     pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ReactorShared {
             machine: Mutex::new(Some(Driven { machine, taken: Vec::new(), left_something: true })),
             queue: Mutex::new(Some(Vec::new())),
             queued: Queued::default(),
             own_thread_only: AtomicBool::new(false),
             ends_unannounced: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
-            napping: AtomicBool::new(false),
+            stays_away: AtomicBool::new(false),
             wakes_at: AtomicU64::new(0),
             driving: AtomicU64::new(0),
             driven_at: AtomicU64::new(0),
@@ -213,9 +214,9 @@ impl<P: Progress> Reactor<P> {
 
     /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
     /// counts.
-    pub fn submit_here(&self, command: P::Command) {
+    pub fn submit_and_turn(&self, command: P::Command) {
         let mut command = Some(command);
-        if self.turn_here(&mut command).is_none() {
+        if self.try_turn(&mut command).is_none() {
             command.into_iter().for_each(|command| self.shared.push(command));
             self.shared.wake_if_asleep();
         }
@@ -228,7 +229,7 @@ impl<P: Progress> Reactor<P> {
         let mut turn = None;
         if !shared.own_thread_only.load(Ordering::Relaxed) {
             shared.driving.fetch_add(1, Ordering::Relaxed);
-            turn = self.turn_here(&mut None);
+            turn = self.try_turn(&mut None);
             shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
             shared.driving.fetch_sub(1, Ordering::Relaxed);
         }
@@ -238,20 +239,21 @@ impl<P: Progress> Reactor<P> {
         })
     }
 
-    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at once.
-    pub fn hand_over(&self) {
+    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at
+    /// once.
+    pub fn stop_driving(&self) {
         self.shared.driven_at.store(0, Ordering::SeqCst);
-        if self.shared.napping.load(Ordering::SeqCst) {
+        if self.shared.stays_away.load(Ordering::SeqCst) {
             self.shared.wake();
         }
     }
 
     /// Has a turn with the command, which is taken, if the machine is free.
     ///
-    /// Inlined, and so is what lies between it and the library for a small transfer: a system call leaves the processor without
-    /// the addresses to return to, so that each call around one costs some 12 ns.
+    /// Inlined, and so is everything between it and the library for a small transfer: a system call leaves the
+    /// processor without the addresses to return to, so that each call around one costs some 12 ns.
     #[inline(always)]
-    fn turn_here(&self, command: &mut Option<P::Command>) -> Option<Turn> {
+    fn try_turn(&self, command: &mut Option<P::Command>) -> Option<Turn> {
         let closed = || self.shared.own_thread_only.load(Ordering::Relaxed);
         if closed() {
             return None;
@@ -264,7 +266,7 @@ impl<P: Progress> Reactor<P> {
         // or something to do earlier than it knows.
         let must_wake = turn.done > 0
             && self.shared.asleep.load(Ordering::SeqCst)
-            && !self.shared.napping.load(Ordering::SeqCst)
+            && !self.shared.stays_away.load(Ordering::SeqCst)
             && std::mem::take(&mut driven.left_something)
             && match driven.machine.arm() {
                 Ok(Armed::Sleep(longest)) => {
@@ -288,7 +290,7 @@ impl<P: Progress> Reactor<P> {
     /// Stops the machine and waits for its thread, unless that is the calling one.
     pub fn stop(&self) {
         self.ask_to_stop();
-        let thread = self.thread.lock().take(); // and let go of the lock: the thread may come here too
+        let thread = self.thread.lock().take(); // and let go of the lock: the thread may take it too
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
             && !self.shared.is_halted()
@@ -306,16 +308,17 @@ impl<P: Progress> Drop for Reactor<P> {
     }
 }
 
-impl<P: Progress> Shared<P> {
+impl<P: Progress> ReactorShared<P> {
     fn wake(&self) {
         // A full counter means that a wake-up is pending already.
         rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok();
     }
 
-    /// After a push. A reactor that naps is left alone while the thread that drives is likely to come again: it takes
-    /// the command, and would be preempted by the wake-up.
+    /// After a push. A reactor that stays away is left alone while the thread that drives is likely to come again: it
+    /// takes the command, and would be preempted by the wake-up.
     fn wake_if_asleep(&self) {
-        if self.asleep.load(Ordering::SeqCst) && !(self.napping.load(Ordering::SeqCst) && self.is_driven()) {
+        if self.asleep.load(Ordering::SeqCst) && !(self.stays_away.load(Ordering::SeqCst) && self.is_driven())
+        {
             self.wake();
         }
     }
@@ -327,7 +330,7 @@ impl<P: Progress> Shared<P> {
         })
     }
 
-    /// Whether another thread has had a turn just now, and so is likely to have the next.
+    /// True if another thread has had a turn just now, and so is likely to have the next.
     fn is_driven(&self) -> bool {
         if self.driving.load(Ordering::Relaxed) > 0 {
             return true;

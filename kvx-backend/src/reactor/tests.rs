@@ -64,7 +64,7 @@ fn commands_from_many_threads_are_all_done() {
                     if thread % 2 == 0 {
                         reactor.submit(ticket)
                     } else {
-                        reactor.submit_here(ticket)
+                        reactor.submit_and_turn(ticket)
                     }
                     done.wait(Duration::from_secs(10)).unwrap();
                 }
@@ -141,7 +141,7 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     let seen = || (others.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
     let before = seen();
     for _ in 0..50 {
-        let done = ask(Reactor::submit_here);
+        let done = ask(Reactor::submit_and_turn);
         assert_eq!(reactor.drive().done, 0);
         done.wait(Duration::from_secs(10)).unwrap();
     }

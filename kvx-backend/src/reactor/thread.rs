@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::{Armed, Driven, NAP, Outbox, Progress, Shared, Turn, exit};
-use kvx_core::sync::{breathe, contained};
+use super::{Armed, Driven, Outbox, Progress, ReactorShared, STAYS_AWAY, Turn, exit};
+use kvx_core::sync::{catch_panic, pause_between_looks};
 
-/// Whether the reactor may sleep, which has found nothing to do since then.
+/// True if the reactor, which has found nothing to do since then, may sleep.
 fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
     let now = Instant::now();
     now.saturating_duration_since(idle_since) >= turn.look_for
         || turn.look_until.is_some_and(|until| now >= until)
 }
 
-impl<P: Progress> Shared<P> {
+impl<P: Progress> ReactorShared<P> {
     /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
     /// what is submitted later is answered by [`Progress::late`].
     pub(super) fn serve(&self) {
         let mut whole = false;
-        contained(|| {
+        catch_panic(|| {
             self.run();
             whole = true;
         });
@@ -29,9 +29,9 @@ impl<P: Progress> Shared<P> {
             return;
         }
         let machine = self.machine.lock().take();
-        contained(|| drop(machine));
+        catch_panic(|| drop(machine));
         for command in self.queue.lock().take().unwrap_or_default() {
-            contained(|| P::late(command));
+            catch_panic(|| P::late(command));
         }
     }
 
@@ -44,7 +44,7 @@ impl<P: Progress> Shared<P> {
             let mut guard = if self.is_driven() {
                 idle_since = None;
                 let seen = self.driven_at.load(Ordering::Relaxed);
-                self.nap();
+                self.stay_away();
                 if self.driven_at.load(Ordering::Relaxed) != seen {
                     continue;
                 }
@@ -87,7 +87,7 @@ impl<P: Progress> Shared<P> {
             out.deliver(&*self.events);
             looks = if looking { looks + 1 } else { 0 };
             if looking {
-                breathe(looks);
+                pause_between_looks(looks);
             } else if yields {
                 std::thread::yield_now();
             }
@@ -133,14 +133,14 @@ impl<P: Progress> Shared<P> {
     }
 
     /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
-    fn nap(&self) {
-        let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: NAP.subsec_nanos().into() };
-        self.napping.store(true, Ordering::SeqCst);
+    fn stay_away(&self) {
+        let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: STAYS_AWAY.subsec_nanos().into() };
+        self.stays_away.store(true, Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
         if !self.stopping.load(Ordering::SeqCst) && self.is_driven() {
             self.poll(&mut [PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN)], Some(&time));
         }
-        self.napping.store(false, Ordering::SeqCst);
+        self.stays_away.store(false, Ordering::SeqCst);
         self.asleep.store(false, Ordering::SeqCst);
     }
 

@@ -104,7 +104,8 @@ impl FailureKind {
     }
 }
 
-/// One failed step with what is known about it. Its text is the log line: a prefix to look for, the kind, and an object.
+/// One failed step with what is known about it. Its text is the log line: a prefix to look for, the kind, and an
+/// object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferFailure {
     /// Which step.

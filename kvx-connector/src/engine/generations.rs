@@ -1,17 +1,18 @@
 //! Generations of blocks: how a reader finds out, after the data, that a block was no longer the one it was told of.
 //!
 //! The owner of a pool keeps one word per block beside it, in registered memory, and one word in front that names the
-//! pool's life. Whenever a block is about to get new contents, the next number of the pool goes into its word, *before*
-//! the first byte is written. What an engine publishes carries the number of that moment ([`BlockReference`]). A reader
-//! reads the blocks, then their words: a word above the reference says that the block was reused in between or before, and
-//! another first word that the pool is another one. Either way what was read is refused.
+//! pool's life. Whenever a block is about to get new contents, the next number of the pool goes into its word,
+//! *before* the first byte is written. What an engine publishes carries the number of that moment
+//! ([`BlockReference`]). A reader reads the blocks, then their words: a word above the reference says that the block
+//! was reused in between or before, and another first word that the pool is another one. Either way what was read is
+//! refused.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// What the owner of blocks says of the moment it published them. As text 32 hexadecimal digits, of which the first 16 are
-/// the pool.
+/// What the owner of blocks says of the moment it published them. As text 32 hexadecimal digits, of which the first
+/// 16 are the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockReference {
     /// Which life of the pool: random, never 0.
@@ -53,7 +54,8 @@ impl FromStr for BlockReference {
 impl BlockReference {
     /// Which of the blocks are not those that were published, as positions in the list that was read.
     ///
-    /// `pool` is the pool's first word and `words` those of the blocks, in the order of the list, both read after the data.
+    /// `pool` is the pool's first word and `words` those of the blocks, in the order of the list, both read after the
+    /// data.
     pub fn stale(&self, pool: u64, words: &[u64]) -> Vec<u32> {
         let stale = |word: u64| pool != self.pool || word > self.stamp;
         words.iter().zip(0..).filter(|(word, _)| stale(**word)).map(|(_, at)| at).collect()
@@ -83,8 +85,8 @@ impl<W: AsRef<[AtomicU64]>> Generations<W> {
         u32::try_from(self.words.as_ref().len().saturating_sub(1)).unwrap_or(u32::MAX)
     }
 
-    /// These blocks get new contents from now on; to be called before the first byte is written. Blocks that only grow, or
-    /// are found again in the prefix cache, keep their word. Numbers beyond the pool are ignored.
+    /// These blocks get new contents from now on; to be called before the first byte is written. Blocks that only
+    /// grow, or are found again in the prefix cache, keep their word. Numbers beyond the pool are ignored.
     pub fn reuse(&mut self, blocks: impl IntoIterator<Item = u32>) {
         self.stamp += 1;
         for block in blocks {

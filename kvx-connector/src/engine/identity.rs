@@ -51,8 +51,8 @@ name!(RequestId);
 name!(EngineId);
 
 impl RequestId {
-    /// The name without the eight hexadecimal digits that an engine appends to make it its own: what the two engines of a
-    /// request have in common.
+    /// The name without the eight hexadecimal digits that an engine appends to make it its own: what the two engines
+    /// of a request have in common.
     pub fn shared(&self) -> &str {
         let Some((head, tail)) = self.0.rsplit_once('-') else { return &self.0 };
         let random = tail.len() == 8 && tail.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));

@@ -1,9 +1,9 @@
 //! The engine's part of the protocol as state machines: what to load, what to keep, what to read, whom to tell.
 //!
-//! [`Scheduler`] is the half beside an engine's scheduler, [`Worker`] the half beside the memory of each rank. Both are plain
-//! values: no socket, no thread, no sleep; time is passed in ([`Time`]), and what is to be done comes out as values
-//! ([`ConnectorMeta`], [`Action`], [`Outcome`]). Their methods have the names of vLLM's `KVConnectorBase_V1` where they do
-//! what those do:
+//! [`Scheduler`] is the half beside an engine's scheduler, [`Worker`] the half beside the memory of each rank. Both
+//! are plain values: no socket, no thread, no sleep; time is passed in ([`Time`]), and what is to be done comes out
+//! as values ([`ConnectorMeta`], [`Action`], [`Outcome`]). Their methods have the names of vLLM's
+//! `KVConnectorBase_V1` where they do what those do:
 //!
 //! | vLLM | here |
 //! |---|---|
@@ -22,9 +22,11 @@
 //!
 //! 1. Requests that have arrived go to [`Scheduler::on_new_request`]; those that are admitted ask for
 //!    [`Scheduler::get_num_new_matched_tokens`], get blocks, and say so by [`Scheduler::update_state_after_alloc`].
-//! 2. [`Scheduler::build_connector_meta`] goes to every worker's [`Worker::start_load_kv`]; each worker's actions are done.
+//! 2. [`Scheduler::build_connector_meta`] goes to every worker's [`Worker::start_load_kv`]; each worker's actions are
+//!    done.
 //! 3. Each worker's [`Worker::get_finished`] goes through the [`OutputAggregator`] to
-//!    [`Scheduler::update_connector_output`]; its [`Outcome`]s and those of [`Scheduler::poll`] are the engine's to heed.
+//!    [`Scheduler::update_connector_output`]; its [`Outcome`]s and those of [`Scheduler::poll`] are the engine's to
+//!    heed.
 //! 4. Requests that end go to [`Scheduler::request_finished`].
 
 mod action;

@@ -7,8 +7,8 @@ use kvx_config::LoadFailurePolicy;
 
 use super::identity::RequestId;
 
-/// A request as the engine holds it when a load has failed. Blocks may be shared: each request that uses an invalid one is
-/// affected.
+/// A request as the engine holds it when a load has failed. Blocks may be shared: each request that uses an invalid
+/// one is affected.
 #[derive(Clone, Copy, Debug)]
 pub struct Holding<'a> {
     /// The request.
@@ -40,9 +40,9 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// Cuts each request to its longest valid prefix. Requests without an invalid block among their computed ones are left
-    /// out. Blocks stay with their requests: those that are invalid are computed anew, and must not be found in the prefix
-    /// cache before.
+    /// Cuts each request to its longest valid prefix. Requests without an invalid block among their computed ones are
+    /// left out. Blocks stay with their requests: those that are invalid are computed anew, and must not be found in
+    /// the prefix cache before.
     pub fn of<'a>(
         policy: LoadFailurePolicy,
         block_size: u32,

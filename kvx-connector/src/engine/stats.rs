@@ -187,8 +187,8 @@ fn percentile_90(sorted: &[f64]) -> f64 {
     sorted[low] + (sorted[high] - sorted[low]) * place.fract()
 }
 
-/// [`TransferStats`] in a few numbers; its text is vLLM's periodic log line. All are 0 when no transfer succeeded, but what
-/// is counted.
+/// [`TransferStats`] in a few numbers; its text is vLLM's periodic log line. All are 0 when no transfer succeeded,
+/// but what is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     /// Transfers that succeeded.
@@ -221,7 +221,8 @@ impl fmt::Display for Summary {
             f,
             "KV Transfer metrics: Num successful transfers={}, Avg xfer time (ms)={:.3}, P90 xfer time (ms)={:.3}, \
              Avg post time (ms)={:.3}, P90 post time (ms)={:.3}, Avg MB per transfer={:.3}, Throughput (MB/s)={:.3}, \
-             Avg number of descriptors={:.1}, Num failed transfers={}, Num KV expired reqs={}, Num notifs after expiry={}",
+             Avg number of descriptors={:.1}, Num failed transfers={}, Num KV expired reqs={}, Num notifs after \
+             expiry={}",
             self.transfers,
             self.time_ms,
             self.time_p90_ms,

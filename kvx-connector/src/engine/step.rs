@@ -135,7 +135,8 @@ pub struct FailedLoad {
     pub request: RequestId,
     /// Why.
     pub failure: LoadFailure,
-    /// Local blocks without the right contents, ascending. With several KV cache groups they say nothing about prefixes.
+    /// Local blocks without the right contents, ascending. With several KV cache groups they say nothing about
+    /// prefixes.
     pub invalid: Vec<u32>,
 }
 

@@ -14,12 +14,12 @@ use crate::wire::NixlAgentMetadata;
 const TRANSPOSES_KEYS: &str = "CPU_ATTN";
 
 impl Geometry {
-    /// The geometry that a peer's rank advertises: every number is its word, and checked. Versions that tell no groups, names
-    /// or kinds of memory count as one group, nameless layers and device memory.
+    /// The geometry that a peer's rank advertises: every number is its word, and checked. Versions that tell no
+    /// groups, names or kinds of memory count as one group, nameless layers and device memory.
     ///
     /// # Errors
-    /// `Malformed` for lists of different lengths and numbers that cannot be; `Unsupported` for state-space layers, extra
-    /// per-layer pages and prefill context parallelism, which are not moved.
+    /// `Malformed` for lists of different lengths and numbers that cannot be; `Unsupported` for state-space layers,
+    /// extra per-layer pages and prefill context parallelism, which are not moved.
     pub fn advertised(metadata: &NixlAgentMetadata) -> Result<Self> {
         metadata.check_regions()?;
         let fault = if metadata.ssm_sizes != (0, 0) {
@@ -135,7 +135,8 @@ fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
     }
 }
 
-/// Puts packed layers into their region: the one that has them as a member, else the row that is named after one of them.
+/// Puts packed layers into their region: the one that has them as a member, else the row that is named after one of
+/// them.
 fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Result<()> {
     let has = |region: &KvRegion, name: &str| region.layers.iter().any(|layer| **layer == *name);
     let packed = &metadata.packed_member_layouts;

@@ -47,15 +47,16 @@ pub struct Aligned {
 }
 
 impl Units {
-    /// `consumer` and `producer` units to a logical block of each side, `tokens` to a unit. Errors: `Invalid` for 0, and
-    /// for more than 65,536 units to a block.
+    /// `consumer` and `producer` units to a logical block of each side, `tokens` to a unit. Errors: `Invalid` for 0,
+    /// and for more than 65,536 units to a block.
     pub fn new(consumer: u32, producer: u32, tokens: u32) -> Result<Self> {
         let known = 1..=MAX_UNITS;
         if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
             return Err(Error::new(
                 Kind::Invalid,
                 format!(
-                    "blocks of {consumer} and {producer} units of {tokens} tokens: units are 1 to {MAX_UNITS}, tokens at least 1"
+                    "blocks of {consumer} and {producer} units of {tokens} tokens: units are 1 to {MAX_UNITS}, \
+                     tokens at least 1"
                 ),
             ));
         }
@@ -84,9 +85,9 @@ impl Units {
 
     /// Finds what a consumer's and a producer's list of so many logical blocks have in common.
     ///
-    /// A consumer with a cached prefix lists only the blocks that it lacks: both lists end with the same token, and the
-    /// producer's is cut at the front, by whole blocks of the consumer. Without `tokens` the producer's list is taken to be
-    /// the whole sequence; with them, also a producer's list that starts or ends elsewhere pairs exactly.
+    /// A consumer with a cached prefix lists only the blocks that it lacks: both lists end with the same token, and
+    /// the producer's is cut at the front, by whole blocks of the consumer. Without `tokens` the producer's list is
+    /// taken to be the whole sequence; with them, also a producer's list that starts or ends elsewhere pairs exactly.
     ///
     /// # Errors
     /// `OutOfBounds` when the consumer lists blocks that the producer's list does not reach; `Invalid` for
@@ -108,7 +109,8 @@ impl Units {
             Error::new(
                 Kind::OutOfBounds,
                 format!(
-                    "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far (units per block: {own} and {theirs})"
+                    "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far \
+                     (units per block: {own} and {theirs})"
                 ),
             )
         };

@@ -59,8 +59,8 @@ impl Caches {
     /// region; if they are of several groups, the region is shared by all.
     ///
     /// # Errors
-    /// `Invalid` for a name given twice, layers that share an address but not their blocks or heads, and mixed styles of
-    /// [`KvTensors::Halves`]; `Malformed` as [`Geometry::new`].
+    /// `Invalid` for a name given twice, layers that share an address but not their blocks or heads, and mixed styles
+    /// of [`KvTensors::Halves`]; `Malformed` as [`Geometry::new`].
     pub fn of_layers(
         mut layers: Vec<LayerCache>,
         layout: KvLayout,

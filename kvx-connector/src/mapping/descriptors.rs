@@ -19,8 +19,8 @@ pub struct Row {
     pub count: u64,
 }
 
-/// The rows of `blocks` blocks that consist of `parts` adjoining parts of `part_len` bytes each: one row where the parts
-/// run on evenly from block to block, else one row per block.
+/// The rows of `blocks` blocks that consist of `parts` adjoining parts of `part_len` bytes each: one row where the
+/// parts run on evenly from block to block, else one row per block.
 ///
 /// # Errors
 /// `Invalid` for no blocks or parts, or parts that do not fit into the stride; `OutOfBounds` beyond the address space.
@@ -37,7 +37,8 @@ pub fn strided_rows(
         return Err(Error::new(
             Kind::Invalid,
             format!(
-                "{blocks} blocks of {parts} parts of {part_len} bytes, {block_stride} apart: parts fit into blocks, and none is empty"
+                "{blocks} blocks of {parts} parts of {part_len} bytes, {block_stride} apart: parts fit into \
+                 blocks, and none is empty"
             ),
         ));
     }
@@ -114,7 +115,8 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
         None => Err(Error::new(
             Kind::OutOfBounds,
             format!(
-                "piece {rank_offset} of {len} bytes lies outside of a peer's block ({blocks} blocks, {stride} bytes apart, from {base:#x})"
+                "piece {rank_offset} of {len} bytes lies outside of a peer's block ({blocks} blocks, {stride} \
+                 bytes apart, from {base:#x})"
             ),
         )),
     }

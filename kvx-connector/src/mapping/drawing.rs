@@ -126,7 +126,8 @@ fn refuse_copies(heads: Heads, consumer: Tp, producer: Tp) -> Result<()> {
     match heads {
         Heads::Sharded(heads) if producer.size() > consumer.size() && producer.size() > heads => {
             Err(incompatible(format!(
-                "{} producer ranks hold copies of {heads} KV heads, and the consumer has {} ranks: the producer may have at most {}",
+                "{} producer ranks hold copies of {heads} KV heads, and the consumer has {} ranks: the producer \
+                 may have at most {}",
                 producer.size(),
                 consumer.size(),
                 heads.max(consumer.size())

@@ -171,8 +171,8 @@ impl Geometry {
     /// logical one, `device` the number of the device that the regions lie on.
     ///
     /// # Errors
-    /// `Malformed`, in words, for no or too many regions, empty or overlapping blocks, addresses that are no numbers, and
-    /// parts that escape their block.
+    /// `Malformed`, in words, for no or too many regions, empty or overlapping blocks, addresses that are no numbers,
+    /// and parts that escape their block.
     pub fn new(
         regions: Vec<KvRegion>,
         layout: KvLayout,
@@ -217,7 +217,8 @@ impl Geometry {
         }
     }
 
-    /// The K of a head lies with its dimensions before its tokens, as vLLM's CPU_ATTN has it: a token is no range of bytes.
+    /// The K of a head lies with its dimensions before its tokens, as vLLM's CPU_ATTN has it: a token is no range of
+    /// bytes.
     #[must_use]
     pub fn with_transposed_keys(self) -> Self {
         Geometry { transposed_keys: true, ..self }

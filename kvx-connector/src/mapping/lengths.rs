@@ -6,9 +6,9 @@ use super::ranks::Heads;
 
 /// Checks the bytes of a block of one region against each other.
 ///
-/// `ratio` is how many blocks of the producer a block of the consumer is; the sizes are tensor-parallel ones. A replicated
-/// cache has the same bytes per token everywhere; a sharded one has them per head, and with more ranks than heads a rank
-/// still holds one head.
+/// `ratio` is how many blocks of the producer a block of the consumer is; the sizes are tensor-parallel ones. A
+/// replicated cache has the same bytes per token everywhere; a sharded one has them per head, and with more ranks
+/// than heads a rank still holds one head.
 ///
 /// # Errors
 /// `Incompatible`, with all numbers, when the lengths do not fit, or blocks of different size meet a producer of more
@@ -26,7 +26,8 @@ pub fn check_block_length(
         return Err(Error::new(
             Kind::Incompatible,
             format!(
-                "blocks of {ratio} times the producer's tokens, and {producer_size} producer ranks to {consumer_size}: give both sides the same block size"
+                "blocks of {ratio} times the producer's tokens, and {producer_size} producer ranks to \
+                 {consumer_size}: give both sides the same block size"
             ),
         ));
     }
@@ -37,7 +38,9 @@ pub fn check_block_length(
     Err(Error::new(
         Kind::Incompatible,
         format!(
-            "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not fit: with {own} and {theirs} heads on a rank ({consumer_size} and {producer_size} ranks) and {ratio} producer blocks to one, the producer's must have {}",
+            "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not fit: with \
+             {own} and {theirs} heads on a rank ({consumer_size} and {producer_size} ranks) and {ratio} producer \
+             blocks to one, the producer's must have {}",
             exactly(expected, u128::from(own) * u128::from(ratio))
         ),
     ))

@@ -2,10 +2,10 @@
 //!
 //! Everything here is a plain function or a small immutable value; nothing here does I/O. The way through it:
 //!
-//! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and [`Caches::advertise`] writes it into
-//!    the metadata of the handshake.
-//! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`]; every number in it is a peer's
-//!    word and is checked.
+//! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and [`Caches::advertise`] writes it
+//!    into the metadata of the handshake.
+//! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`]; every number in it is a
+//!    peer's word and is checked.
 //! 3. [`PeerMap::new`] pairs both sides once per peer: for each of its ranks, [`Lane`]s (a local and a remote grid of
 //!    equal block length) and [`LaneSet`]s (the lanes that share an index list).
 //! 4. [`PeerMap::moves`] pairs the block lists of one request. It never looks at a lane: its cost depends on the blocks

@@ -143,8 +143,8 @@ impl PeerMap {
     /// cached, or the request was aborted), all ranks get a bare notification.
     ///
     /// # Errors
-    /// `Invalid` for another number of lists than groups; `OutOfBounds` for blocks beyond a region, and lists that are too
-    /// short. Nothing moves then.
+    /// `Invalid` for another number of lists than groups; `OutOfBounds` for blocks beyond a region, and lists that
+    /// are too short. Nothing moves then.
     pub fn moves(&self, lists: &BlockLists<'_>) -> Result<Moves> {
         let groups = self.clips.len();
         let nothing = lists.local.iter().all(Indices::is_empty);

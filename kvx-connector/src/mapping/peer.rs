@@ -73,13 +73,13 @@ pub struct PeerMap {
 }
 
 impl PeerMap {
-    /// The map of a rank that reads from (`Op::Read`: this rank consumes) or writes to (`Op::Write`: this rank produces)
-    /// the ranks of a peer.
+    /// The map of a rank that reads from (`Op::Read`: this rank consumes) or writes to (`Op::Write`: this rank
+    /// produces) the ranks of a peer.
     ///
     /// # Errors
-    /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`, with both sides' numbers,
-    /// where block lengths, block sizes, layouts, layers or groups do not fit; `OutOfBounds` for a slice outside of a
-    /// peer's block; `Unsupported` for state-space groups and differing context parallelism.
+    /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`, with both sides'
+    /// numbers, where block lengths, block sizes, layouts, layers or groups do not fit; `OutOfBounds` for a slice
+    /// outside of a peer's block; `Unsupported` for state-space groups and differing context parallelism.
     pub fn new(op: Op, local: &Caches, tp: Tp, remote: &Remote<'_>, options: &Options) -> Result<Self> {
         let ranks = match op {
             Op::Read => handshake_ranks(tp, remote.tp_size, remote.dcp_size)?,
@@ -103,7 +103,8 @@ impl PeerMap {
         check_kinds(tp, remote, consumer, producer, options)?;
         if consumer.transposed_keys && (ratio > 1 || layout == LayoutMatch::Permute) {
             return Err(incompatible(
-                "blocks with transposed keys can only be moved whole: give both sides the same block size and layout".into(),
+                "blocks with transposed keys can only be moved whole: give both sides the same block size and \
+                 layout".into(),
             ));
         }
         let units = Units::new(
@@ -180,8 +181,8 @@ impl PeerMap {
         self.completions
     }
 
-    /// The largest pools of logical blocks, here and at the peer. A region may have fewer: [`moves`](PeerMap::moves) and
-    /// [`pairings`](PeerMap::pairings) check each.
+    /// The largest pools of logical blocks, here and at the peer. A region may have fewer: [`moves`](PeerMap::moves)
+    /// and [`pairings`](PeerMap::pairings) check each.
     pub fn logical_blocks(&self) -> (u32, u32) {
         self.logical_blocks
     }

@@ -10,12 +10,12 @@ use super::layout::LayoutMatch;
 /// The most dimensions that are permuted.
 const MAX_DIMENSIONS: usize = 8;
 
-/// Reorders the dimensions of an array of elements of `element` bytes: dimension `i` of the output is dimension `order[i]`
-/// of the input, whose `shape` is given outermost first.
+/// Reorders the dimensions of an array of elements of `element` bytes: dimension `i` of the output is dimension
+/// `order[i]` of the input, whose `shape` is given outermost first.
 ///
 /// # Errors
-/// `Invalid` when `order` is not a permutation of the dimensions, there are more than 8, or a slice has another length than
-/// the shape.
+/// `Invalid` when `order` is not a permutation of the dimensions, there are more than 8, or a slice has another
+/// length than the shape.
 ///
 /// ```
 /// use kvx_connector::mapping::permute_axes;
@@ -119,8 +119,8 @@ pub fn to_heads_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) ->
 }
 
 /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same layout. `shape` is the
-/// large block's. Blocks with tokens first need none of this. Errors: `Invalid` for other lengths, and tokens that `ratio`
-/// does not divide.
+/// large block's. Blocks with tokens first need none of this. Errors: `Invalid` for other lengths, and tokens that
+/// `ratio` does not divide.
 pub fn merge_sub_blocks(blocks: &[u8], shape: BlockShape, ratio: usize, output: &mut [u8]) -> Result<()> {
     let tokens = sub_block_tokens(shape, ratio)?;
     permute_axes(blocks, &[ratio, shape.heads, tokens], &[1, 0, 2], shape.content, output)
@@ -151,7 +151,8 @@ impl Finishing {
         self.ratio
     }
 
-    /// Whether whole blocks need reordering. If not, only blocks that were not filled entirely need [`finish`](Self::finish).
+    /// Whether whole blocks need reordering. If not, only blocks that were not filled entirely need
+    /// [`finish`](Self::finish).
     pub fn reorders(&self) -> bool {
         self.layout == LayoutMatch::Permute || (self.ratio > 1 && self.heads_before_tokens)
     }
@@ -172,8 +173,8 @@ impl Finishing {
     /// become zero. `scratch` is used and grown as needed.
     ///
     /// # Errors
-    /// `Invalid` for an unknown region, another length than its block's, or a range beyond the block; nothing is changed
-    /// then.
+    /// `Invalid` for an unknown region, another length than its block's, or a range beyond the block; nothing is
+    /// changed then.
     pub fn finish(
         &self,
         region: u32,
@@ -190,7 +191,8 @@ impl Finishing {
             return Err(Error::new(
                 Kind::Invalid,
                 format!(
-                    "a block of {} bytes with sub-blocks {filled:?} filled, where blocks have {} bytes in {} sub-blocks",
+                    "a block of {} bytes with sub-blocks {filled:?} filled, where blocks have {} bytes in {} \
+                     sub-blocks",
                     block.len(),
                     part_len * self.parts,
                     self.ratio

@@ -272,7 +272,8 @@ fn check_dcp(size: u32, dcp: u32) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "decode-context-parallel size {dcp} of {size} ranks: a cache is either whole on every rank (1) or spread over all of them ({size})"
+        "decode-context-parallel size {dcp} of {size} ranks: a cache is either whole on every rank (1) or spread \
+         over all of them ({size})"
     )))
 }
 

@@ -38,7 +38,8 @@ impl RegionPair {
             return Err(Error::new(
                 Kind::Incompatible,
                 format!(
-                    "{own_size} and {their_size} ranks divide its blocks by heads, which only a layout with heads before tokens allows: use LBHNC"
+                    "{own_size} and {their_size} ranks divide its blocks by heads, which only a layout with heads \
+                     before tokens allows: use LBHNC"
                 ),
             ));
         }

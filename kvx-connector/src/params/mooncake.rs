@@ -64,8 +64,8 @@ pub enum MooncakeLeg {
     },
 }
 
-/// `kv_transfer_params` of the MooncakeConnector since it has a bootstrap server. The form of vLLM 0.13, with the host and
-/// port of a rank in the prefill side's answer, is not read.
+/// `kv_transfer_params` of the MooncakeConnector since it has a bootstrap server. The form of vLLM 0.13, with the
+/// host and port of a rank in the prefill side's answer, is not read.
 ///
 /// ```
 /// use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
@@ -118,7 +118,8 @@ impl MooncakeParams {
             (false, false) | (true, true) => {
                 return Err(ParamsError::new(
                     "do_remote_decode",
-                    "one of do_remote_decode (for the prefill leg) and do_remote_prefill (for the decode leg) must be true",
+                    "one of do_remote_decode (for the prefill leg) and do_remote_prefill (for the decode leg) must \
+                     be true",
                 ));
             }
         };

@@ -9,9 +9,9 @@ pub const X_REQUEST_ID: &str = "X-Request-Id";
 
 /// The value of `X-Request-Id`: both legs of a request carry the same one, and no other request in flight does.
 ///
-/// vLLM makes the ids of its answers from it ([`completion`](Self::completion), [`chat`](Self::chat)). Its engine works with
-/// the id of a prompt ([`prompt`](Self::prompt), or the chat's) and eight random hexadecimal digits, and says so in
-/// `remote_request_id`: `cmpl-ccff4c65-0-bbb18847`.
+/// vLLM makes the ids of its answers from it ([`completion`](Self::completion), [`chat`](Self::chat)). Its engine
+/// works with the id of a prompt ([`prompt`](Self::prompt), or the chat's) and eight random hexadecimal digits, and
+/// says so in `remote_request_id`: `cmpl-ccff4c65-0-bbb18847`.
 ///
 /// ```
 /// use kvx_connector::params::XRequestId;
@@ -37,9 +37,9 @@ impl XRequestId {
     ///
     /// # Errors
     ///
-    /// Empty, longer than [`MAX_LEN`](Self::MAX_LEN), or with anything but visible ASCII: it could not travel in a header.
-    /// With a comma: heartbeats list ids between commas, so the prefill side would never hear of this one and free its
-    /// blocks when the first lease ends.
+    /// Empty, longer than [`MAX_LEN`](Self::MAX_LEN), or with anything but visible ASCII: it could not travel in a
+    /// header. With a comma: heartbeats list ids between commas, so the prefill side would never hear of this one and
+    /// free its blocks when the first lease ends.
     pub fn new(text: impl Into<String>) -> Result<Self, ParamsError> {
         let text = text.into();
         let why = if text.is_empty() {

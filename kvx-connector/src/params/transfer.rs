@@ -35,7 +35,8 @@ pub struct TransferParams {
     /// The prefill side shall keep the KV cache for a remote decode; with the `remote_…` keys, it may first load what a
     /// decode instance holds of an earlier turn.
     pub do_remote_decode: bool,
-    /// The blocks on the other side, logical ids, a list per KV cache group. A flat list (vLLM 0.16) is read as one group.
+    /// The blocks on the other side, logical ids, a list per KV cache group. A flat list (vLLM 0.16) is read as one
+    /// group.
     pub remote_block_ids: Option<Vec<Vec<u32>>>,
     /// The engine that holds them.
     pub remote_engine_id: Option<String>,
@@ -55,7 +56,8 @@ pub struct TransferParams {
     pub remote_num_tokens: Option<u64>,
     /// When a decode instance lets go of its blocks: seconds on its own monotonic clock.
     pub remote_blocks_expiry_time: Option<f64>,
-    /// How often it has changed its registration: a higher number than the one shaken hands with asks for a new handshake.
+    /// How often it has changed its registration: a higher number than the one shaken hands with asks for a new
+    /// handshake.
     pub remote_registration_generation: Option<u64>,
     /// Who moves the data.
     pub transfer_mode: Option<TransferMode>,
@@ -93,8 +95,8 @@ impl TransferParams {
     ///
     /// # Errors
     ///
-    /// A value that is not an object, or a known key whose value has the wrong kind. Missing keys are no error here: see
-    /// [`remote_blocks`](Self::remote_blocks).
+    /// A value that is not an object, or a known key whose value has the wrong kind. Missing keys are no error here:
+    /// see [`remote_blocks`](Self::remote_blocks).
     pub fn from_value(value: &Value) -> Result<Self, ParamsError> {
         Self::from_object(fields::object("kv_transfer_params", value)?.clone())
     }
@@ -144,8 +146,8 @@ impl TransferParams {
     ///
     /// # Errors
     ///
-    /// Names the first key that is missing: block ids, engine, request, host and port are needed; in push mode `tp_size`
-    /// in place of the block ids. Another mode than `mode` is refused.
+    /// Names the first key that is missing: block ids, engine, request, host and port are needed; in push mode
+    /// `tp_size` in place of the block ids. Another mode than `mode` is refused.
     pub fn remote_blocks_for(&self, mode: TransferMode) -> Result<RemoteBlocks, ParamsError> {
         if let Some(named) = self.transfer_mode
             && named != mode
@@ -199,14 +201,15 @@ impl TransferParams {
     /// # Errors
     ///
     /// What stops the engine of the instance that reads it is never written: both flags at once, a remote that is not
-    /// complete or has no block to load, a size of zero, several groups for vLLM 0.16, an expiry time that is no number, a
-    /// known key with another value in [`rest`](Self::rest). vLLM's own engine also stops when there are fewer remote
-    /// blocks than its prompt needs: only who knows the block size can tell.
+    /// complete or has no block to load, a size of zero, several groups for vLLM 0.16, an expiry time that is no
+    /// number, a known key with another value in [`rest`](Self::rest). vLLM's own engine also stops when there are
+    /// fewer remote blocks than its prompt needs: only who knows the block size can tell.
     pub fn to_object(&self, dialect: Dialect) -> Result<Map<String, Value>, ParamsError> {
         if self.do_remote_prefill && self.do_remote_decode {
             return Err(ParamsError::new(
                 "do_remote_decode",
-                "do_remote_prefill and do_remote_decode are both true; a prefill leg has the second, a decode leg the first",
+                "do_remote_prefill and do_remote_decode are both true; a prefill leg has the second, a decode leg \
+                 the first",
             ));
         }
         if self.do_remote_prefill || self.names_remote() {
@@ -214,7 +217,8 @@ impl TransferParams {
             if self.do_remote_prefill && remote.mode == TransferMode::Pull && remote.block_count() == 0 {
                 return Err(ParamsError::new(
                     "remote_block_ids",
-                    "remote_block_ids names no block; a decode leg with nothing to load goes without kv_transfer_params",
+                    "remote_block_ids names no block; a decode leg with nothing to load goes without \
+                     kv_transfer_params",
                 ));
             }
         }

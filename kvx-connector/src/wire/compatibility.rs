@@ -100,8 +100,8 @@ pub struct SpeculativeFactors {
 }
 
 impl CompatibilityFactors {
-    /// The factors of a plain model under `dialect`: bfloat16, `FLASH_ATTN`, cache type `auto`, hybrid cache manager on,
-    /// pull; no heads and no layers. Set the fields that differ.
+    /// The factors of a plain model under `dialect`: bfloat16, `FLASH_ATTN`, cache type `auto`, hybrid cache manager
+    /// on, pull; no heads and no layers. Set the fields that differ.
     pub fn new(dialect: Dialect, model: impl Into<String>) -> Self {
         CompatibilityFactors {
             dialect,

@@ -6,8 +6,8 @@
 //! - [`Notification`]s accompany the data.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
 //!
-//! Every decoder takes bytes from anyone: sizes, counts and depth are bounded before memory is taken, and nothing panics.
-//! What was read is written again with the same bytes, unknown keys included.
+//! Every decoder takes bytes from anyone: sizes, counts and depth are bounded before memory is taken, and nothing
+//! panics. What was read is written again with the same bytes, unknown keys included.
 
 mod compatibility;
 #[doc(hidden)]

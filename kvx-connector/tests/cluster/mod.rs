@@ -316,8 +316,8 @@ impl Rank {
     }
 }
 
-/// Does what a map says for one request: by grids, and checks that descriptors say the same. `others` are the ranks of the
-/// peer.
+/// Does what a map says for one request: by grids, and checks that descriptors say the same. `others` are the ranks
+/// of the peer.
 pub(crate) fn carry_out(map: &PeerMap, moves: &Moves, own: &mut Rank, others: &mut [(RemoteRank, Rank)]) {
     let mut bytes = 0;
     for rank in &moves.ranks {

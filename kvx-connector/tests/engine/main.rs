@@ -1,4 +1,5 @@
-//! What the two halves of an engine do, behaviour by behaviour. The names say what vLLM's tests of its connector assert.
+//! What the two halves of an engine do, behaviour by behaviour. The names say what vLLM's tests of its connector
+//! assert.
 
 #![allow(clippy::unwrap_used)]
 

@@ -111,7 +111,8 @@ impl Pool {
         Ok(())
     }
 
-    /// The engine computes tokens of a conversation up to `tokens` into blocks of which the first is block `first` of it.
+    /// The engine computes tokens of a conversation up to `tokens` into blocks of which the first is block `first` of
+    /// it.
     pub(crate) fn compute(&mut self, conversation: u32, blocks: &[u32], first: u32, tokens: u32, size: u32) {
         self.version += 1;
         for (at, block) in blocks.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! How an agent is made: what it asks for, and which backends are opened.
+//! Builds an agent and opens its backends.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub struct Builder {
     secret: Option<Secret>,
     peer_timeout: Duration,
     budget: budget::Limits,
-    inbox: inbox::Limits,
+    inbox: inbox::InboxLimits,
     devices: Vec<Arc<dyn DeviceAccess>>,
     staged: bool,
 }
@@ -46,7 +46,7 @@ impl Builder {
             secret: None,
             peer_timeout: Duration::from_secs(10),
             budget: budget::Limits::default(),
-            inbox: inbox::Limits::default(),
+            inbox: inbox::InboxLimits::default(),
             devices: Vec::new(),
             staged: false,
         }
@@ -65,29 +65,29 @@ impl Builder {
         self
     }
 
-    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it. Not said, it is
-    /// taken from the environment; see [`Secret::from_environment`].
+    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it. Not said, it
+    /// is taken from the environment; see [`Secret::from_environment`].
     pub fn secret(mut self, secret: Secret) -> Self {
         self.secret = Some(secret);
         self
     }
 
-    /// How long a peer may be silent with work in flight before it counts as lost; 10 seconds if not said.
+    /// Sets how long a peer may be silent with work in flight before it counts as lost; 10 seconds if not set.
     pub fn peer_timeout(mut self, time: Duration) -> Self {
         self.peer_timeout = time;
         self
     }
 
-    /// How much may be in flight.
+    /// Limits what is in flight.
     pub fn budget(mut self, limits: budget::Limits) -> Self {
         self.budget = limits;
         self
     }
 
-    /// How many notifications, and how many bytes of them, wait to be taken before senders are held back.
+    /// Limits the notifications that wait to be taken, and their bytes; senders are held back beyond.
     pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
         self.inbox =
-            inbox::Limits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
+            inbox::InboxLimits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
         self
     }
 
@@ -97,9 +97,9 @@ impl Builder {
         self
     }
 
-    /// Sends this agent's device memory through pinned buffers of the host, also where a backend could reach the device: only
-    /// backends that stage device memory register it. Not said, each backend reaches it as it can. It is what vLLM's
-    /// `kv_buffer_device: cpu` asks for.
+    /// Sends this agent's device memory through pinned buffers of the host, also where a backend could reach the
+    /// device: only backends that stage device memory register it. Not said, each backend reaches it as it can. It is
+    /// what vLLM's `kv_buffer_device: cpu` asks for.
     pub fn stage_device_memory(mut self, staged: bool) -> Self {
         self.staged = staged;
         self
@@ -134,7 +134,8 @@ impl Builder {
         let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
         let agent = Arc::new(AgentInner::new(identity, opened, self.staged, budget, inbox)?);
         *sink.0.lock() = Arc::downgrade(&agent);
-        tracing::debug!(agent = ?agent.identity, backends = ?agent.transports.iter().map(|open| open.name).collect::<Vec<_>>(), "agent built");
+        let backends: Vec<_> = agent.transports.iter().map(|open| open.name).collect();
+        tracing::debug!(agent = ?agent.identity, ?backends, "agent built");
         Ok(Agent::of(agent))
     }
 }

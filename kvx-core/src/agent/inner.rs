@@ -1,4 +1,4 @@
-//! What an agent shares with its regions, its peers and its transports.
+//! The state that an agent shares with its regions, its peers and its transports.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -68,7 +68,7 @@ pub(crate) trait OwnsLinks: Send + Sync {
     fn end(self: Arc<Self>, why: Error);
 }
 
-/// What transports report to. Holds the agent weakly: transports do not keep it alive.
+/// Receives the reports of transports. Holds the agent weakly: transports do not keep it alive.
 pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
 
 impl Events for Sink {

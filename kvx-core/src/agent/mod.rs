@@ -13,7 +13,7 @@ use std::time::Duration;
 use inner::{AgentInner, OwnsLinks, Tables};
 
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
 use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey, checked_name};
 use crate::inbox::Notification;
@@ -39,24 +39,25 @@ pub use next::NextNotification;
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct Agent(Arc<Handle>);
+pub struct Agent(Arc<AgentHandle>);
 
-struct Handle {
+struct AgentHandle {
     inner: Arc<AgentInner>,
     /// The newest handle to each peer.
     peers: Mutex<HashMap<Identity, Weak<PeerInner>>>,
 }
 
-/// Why a backend that would reach a device is not asked to.
+/// The error for a backend that may not reach a device directly.
 fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
     let why = format!(
-        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a backend that \
+        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a \
+         backend that \
          does, or register host memory"
     );
     Error::new(Kind::Unsupported, why).backend(backend)
 }
 
-impl Handle {
+impl AgentHandle {
     fn begin(&self, peer: Arc<PeerInner>) -> Peer {
         let mut peers = self.peers.lock();
         peers.retain(|_, peer| peer.strong_count() > 0);
@@ -132,7 +133,7 @@ impl Handle {
 
 impl Agent {
     fn of(inner: Arc<AgentInner>) -> Self {
-        Agent(Arc::new(Handle { inner, peers: Mutex::default() }))
+        Agent(Arc::new(AgentHandle { inner, peers: Mutex::default() }))
     }
 
     /// Its name and incarnation.
@@ -228,7 +229,7 @@ impl Agent {
         Ok(region)
     }
 
-    /// What peers need to connect: bytes to be carried to them by any means. Newer ones update connected peers.
+    /// The bytes that peers need to connect, to be carried to them by any means. Newer ones update connected peers.
     pub fn metadata(&self) -> Result<Vec<u8>> {
         self.0.inner.check_open()?;
         let mut backends = Vec::new();
@@ -283,9 +284,9 @@ impl Agent {
         Ok(self.0.begin(peer))
     }
 
-    /// What an agent that is not kvx needs to reach this one and the regions that are registered now: NIXL's metadata
-    /// (`RIXL`) or a Mooncake segment's name (`MOONCAKE`). Such agents cannot be asked to let go: revoking a region that
-    /// was told of says `StillShared`, and its memory is never freed.
+    /// The bytes that an agent that is not kvx needs to reach this one and the regions that are registered now:
+    /// NIXL's metadata (`RIXL`) or a Mooncake segment's name (`MOONCAKE`). Such agents cannot be asked to let go:
+    /// revoking a region that was told of says `StillShared`, and its memory is never freed.
     ///
     /// # Errors
     /// `NoRoute` when that backend is not open; `Unsupported`; what the backend says.
@@ -320,14 +321,14 @@ impl Agent {
         if let Err(error) = self.0.inner.check_open() {
             return Completion::ready(Err(error));
         }
-        let shot = Shot::new();
+        let promise = Promise::new();
         let late =
             || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
-        shot.by(&self.0.inner.clock, deadline.into(), late);
-        if self.0.inner.inbox.expect(bytes, senders, &shot) {
+        promise.by(&self.0.inner.clock, deadline.into(), late);
+        if self.0.inner.inbox.expect(bytes, senders, &promise) {
             self.0.inner.resume_transports();
         }
-        Completion::of(shot)
+        Completion::of(promise)
     }
 
     /// Ends everything: fails what is in flight, revokes all regions, closes transports, joins threads. `Ok` says that
@@ -337,18 +338,18 @@ impl Agent {
         if let Err(error) = fork::check() {
             return Completion::ready(Err(error));
         }
-        let (shot, deadline) = (Shot::new(), deadline.into());
-        let (agent, done) = (Arc::clone(&self.0), Arc::clone(&shot));
+        let (promise, deadline) = (Promise::new(), deadline.into());
+        let (agent, done) = (Arc::clone(&self.0), Arc::clone(&promise));
         // The steps wait for each other, so they get a thread: the caller's runtime is not to be blocked.
         let started = std::thread::Builder::new().name("kvx-shutdown".into()).spawn(move || {
             done.finish(agent.shut_down(deadline));
         });
         if let Err(error) = started {
-            shot.finish(Err(
+            promise.finish(Err(
                 Error::os("the shutdown thread could not be started", error).kind_is(Kind::Exhausted)
             ));
         }
-        Completion::of(shot)
+        Completion::of(promise)
     }
 }
 

@@ -19,9 +19,9 @@ pub struct NextNotification {
 }
 
 /// Wakes those who wait for notifications, so that they see their deadline.
-struct Wake(Weak<AgentInner>);
+struct WakeAtDeadline(Weak<AgentInner>);
 
-impl Expire for Wake {
+impl Expire for WakeAtDeadline {
     fn expire(self: Arc<Self>) {
         if let Some(agent) = self.0.upgrade() {
             agent.inbox.wake_all();
@@ -76,7 +76,7 @@ impl Future for NextNotification {
         if self.watch.is_none()
             && let Some(at) = self.deadline.instant()
         {
-            let wake = Arc::new(Wake(Arc::downgrade(&self.agent)));
+            let wake = Arc::new(WakeAtDeadline(Arc::downgrade(&self.agent)));
             self.watch = Some(self.agent.clock.watch(at, wake));
         }
         Poll::Pending

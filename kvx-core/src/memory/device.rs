@@ -1,4 +1,4 @@
-//! What core asks of a crate that knows a GPU: asynchronous copies and pinned host memory. Core calls no driver.
+//! Copies of device memory and pinned host memory, which a crate that knows a GPU provides. Core calls no driver.
 
 #[cfg(unix)]
 use std::os::fd::OwnedFd;
@@ -55,9 +55,9 @@ pub struct Hop {
 /// A range of device memory as another process of this host opens it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IpcHandle {
-    /// What the driver calls the allocation; at most [`IpcHandle::LONGEST`] bytes.
+    /// The name of the allocation with the driver; at most [`IpcHandle::LONGEST`] bytes.
     pub bytes: Vec<u8>,
-    /// Where in the allocation the range begins.
+    /// The offset of the range in the allocation.
     pub offset: u64,
 }
 
@@ -72,7 +72,7 @@ impl IpcHandle {
 pub struct DmaBuf {
     /// The descriptor.
     pub file: OwnedFd,
-    /// Where in it the range begins.
+    /// The offset of the range in it.
     pub offset: u64,
 }
 

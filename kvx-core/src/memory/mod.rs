@@ -17,7 +17,7 @@ pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
 
 use crate::{Error, Kind, Result, fork};
 
-/// Where memory lies.
+/// The kind of a memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MemoryKind {
@@ -36,7 +36,7 @@ impl MemoryKind {
     pub const ALL: [MemoryKind; 4] =
         [MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda, MemoryKind::Rocm];
 
-    /// Whether the CPU reaches it by pointer.
+    /// True if the CPU reaches it by pointer.
     pub fn is_host(self) -> bool {
         matches!(self, MemoryKind::Host | MemoryKind::Pinned)
     }
@@ -81,7 +81,7 @@ pub struct Memory {
 
 enum Backing {
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
-    Pool(pool::Pool),
+    Pool(pool::PoolMapping),
     Adopted {
         /// Keeps the memory alive; dropped when nobody can touch it any more.
         _owner: Box<dyn Any + Send + Sync>,
@@ -93,16 +93,16 @@ enum Backing {
 }
 
 /// Owns a buffer that is only ever touched through raw pointers.
-struct Buffer {
+struct OwnedBuffer {
     pointer: *mut [u8],
 }
 
 // SAFETY: the buffer is owned, and touched only through `Memory`, whose accesses are raw copies.
-unsafe impl Send for Buffer {}
-// SAFETY: as above; `Buffer` itself hands out nothing.
-unsafe impl Sync for Buffer {}
+unsafe impl Send for OwnedBuffer {}
+// SAFETY: as above; `OwnedBuffer` itself hands out nothing.
+unsafe impl Sync for OwnedBuffer {}
 
-impl Drop for Buffer {
+impl Drop for OwnedBuffer {
     fn drop(&mut self) {
         // SAFETY: `pointer` came from `Box::into_raw` in `Memory::owned` and is freed once, here.
         drop(unsafe { Box::from_raw(self.pointer) });
@@ -125,7 +125,7 @@ impl Memory {
             len: pointer.len(),
             kind: MemoryKind::Host,
             device: DeviceId::HOST,
-            backing: Backing::Adopted { _owner: Box::new(Buffer { pointer }) },
+            backing: Backing::Adopted { _owner: Box::new(OwnedBuffer { pointer }) },
         }
     }
 
@@ -174,7 +174,7 @@ impl Memory {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// True if it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -184,7 +184,7 @@ impl Memory {
         self.kind
     }
 
-    /// The device it lies on; [`DeviceId::HOST`] for host memory.
+    /// The device that holds it; [`DeviceId::HOST`] for host memory.
     pub fn device(&self) -> DeviceId {
         self.device
     }
@@ -199,7 +199,7 @@ impl Memory {
         self.base as *mut u8
     }
 
-    /// How its bytes are copied, for memory that the CPU does not reach.
+    /// Copies its bytes, for memory that the CPU does not reach.
     pub fn device_access(&self) -> Option<&Arc<dyn DeviceAccess>> {
         match &self.backing {
             Backing::Device { access, .. } => Some(access),
@@ -207,7 +207,7 @@ impl Memory {
         }
     }
 
-    /// What was granted of what the builder asked for; `None` for memory that is no pool.
+    /// The properties that the builder was granted; `None` for memory that is no pool.
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn granted(&self) -> Option<&Granted> {
         match &self.backing {

@@ -38,18 +38,18 @@ pub enum PageSize {
     Huge2M,
 }
 
-/// What a pool got of what was asked, and why it did not get the rest.
+/// The properties that a pool was given, and the reasons for those that it was not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Granted {
     /// Pages.
     pub pages: PageSize,
-    /// Why reserved huge pages were not given, if they were preferred.
+    /// The reason why reserved huge pages were not given, if they were preferred.
     pub huge_refused: Option<String>,
     /// The NUMA node the pool is bound to.
     pub numa_node: Option<u32>,
-    /// Whether its pages are locked in memory.
+    /// True if its pages are locked in memory.
     pub locked: bool,
-    /// Whether every page was touched before the pool was handed out.
+    /// True if every page was touched before the pool was handed out.
     pub touched: bool,
 }
 
@@ -94,8 +94,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Whether to touch every page now (the default): a first touch in the middle of a transfer costs two to fifteen
-    /// times the copy.
+    /// Sets whether to touch every page now (the default): a first touch in the middle of a transfer costs two to
+    /// fifteen times the copy.
     pub fn pre_touch(mut self, touch: bool) -> Self {
         self.touch = touch;
         self
@@ -109,11 +109,11 @@ impl PoolBuilder {
             return Err(Error::new(Kind::Invalid, "a pool of 0 bytes: ask for at least one"));
         }
         let (pool, huge_refused) = match self.huge {
-            HugePages::Never | HugePages::Transparent => (Pool::map(self.len, false)?, None),
-            HugePages::Require => (Pool::map(self.len, true)?, None),
-            HugePages::Prefer => match Pool::map(self.len, true) {
+            HugePages::Never | HugePages::Transparent => (PoolMapping::map(self.len, false)?, None),
+            HugePages::Require => (PoolMapping::map(self.len, true)?, None),
+            HugePages::Prefer => match PoolMapping::map(self.len, true) {
                 Ok(pool) => (pool, None),
-                Err(error) => (Pool::map(self.len, false)?, Some(error.to_string())),
+                Err(error) => (PoolMapping::map(self.len, false)?, Some(error.to_string())),
             },
         };
         let mut pool = pool;
@@ -152,7 +152,7 @@ impl PoolBuilder {
 }
 
 /// A mapped memory file.
-pub(super) struct Pool {
+pub(super) struct PoolMapping {
     file: OwnedFd,
     base: NonNull<c_void>,
     mapped: usize,
@@ -162,11 +162,11 @@ pub(super) struct Pool {
 }
 
 // SAFETY: the mapping is plain shared memory, touched only by raw copies through `Memory`.
-unsafe impl Send for Pool {}
+unsafe impl Send for PoolMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Pool {}
+unsafe impl Sync for PoolMapping {}
 
-impl Pool {
+impl PoolMapping {
     fn map(len: usize, huge: bool) -> Result<Self> {
         let page = if huge { HUGE } else { rustix::param::page_size() };
         let mapped = len.checked_next_multiple_of(page).ok_or_else(|| {
@@ -213,7 +213,7 @@ impl Pool {
             locked: false,
             touched: false,
         };
-        let pool = Pool { file, base, mapped, huge, granted, forks: fork::count() };
+        let pool = PoolMapping { file, base, mapped, huge, granted, forks: fork::count() };
         // A child after fork shares no pool with its parent: a stray write there would reach every peer.
         pool.advise(Advice::LinuxDontFork)
             .map_err(|error| Error::os("madvise(DONTFORK) failed on a pool", error))?;
@@ -312,7 +312,7 @@ impl Pool {
         })
     }
 
-    /// How many bytes of the mapping lie on transparent huge pages, as the kernel counts them.
+    /// The bytes of the mapping on transparent huge pages, as the kernel counts them.
     fn transparent_huge_bytes(&self) -> usize {
         let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else { return 0 };
         let start = format!("{:x}-", self.base.as_ptr() as usize);
@@ -334,7 +334,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for PoolMapping {
     fn drop(&mut self) {
         if fork::count() != self.forks {
             return; // a child after fork never had the mapping, and its addresses may hold something else

@@ -18,32 +18,32 @@ pub(crate) struct PeerInner {
     pub(crate) id: PeerId,
     pub(crate) agent: Arc<AgentInner>,
     pub(crate) identity: Identity,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<PeerState>,
 }
 
-pub(super) struct State {
+pub(super) struct PeerState {
     pub(super) about: About,
     pub(super) candidates: Vec<Candidate>,
     /// Backends that were no candidates, and why.
     excluded: Vec<(&'static str, Error)>,
-    /// What waits for a link to come up.
-    pub(super) parked: Vec<Job>,
+    /// Requests that wait for a link to come up.
+    pub(super) parked: Vec<LinkRequest>,
     pub(super) lost: Option<Error>,
     /// A second handshake that finds out who answers for a lost peer now.
     pub(super) probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
 }
 
-impl State {
+impl PeerState {
     /// Keeps a job until a link has come up; lets go of those that have ended while they waited.
-    fn park(&mut self, job: Job) {
+    fn park(&mut self, job: LinkRequest) {
         if self.parked.len() == self.parked.capacity() {
-            self.parked.retain(|job| !matches!(job, Job::Transfer(transfer) if transfer.has_ended()));
+            self.parked.retain(|job| !matches!(job, LinkRequest::Transfer(transfer) if transfer.has_ended()));
         }
         self.parked.push(job);
     }
 }
 
-/// What is known of the peer.
+/// The description of the peer.
 #[derive(Clone)]
 pub(crate) enum About {
     Kvx(Arc<Metadata>),
@@ -55,14 +55,14 @@ pub(super) struct Candidate {
     pub(super) backend: &'static str,
     /// Position in the agent's list of transports.
     pub(super) transport: usize,
-    pub(super) stage: Stage,
+    pub(super) stage: LinkStage,
     /// The generation of the metadata that the link was last told.
     told: Generation,
     pub(super) imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
     pub(super) bindings: Bindings,
 }
 
-pub(super) enum Stage {
+pub(super) enum LinkStage {
     Untried,
     Opening { id: LinkId, link: Option<Arc<dyn Link>>, early: Option<LinkState> },
     Up { id: LinkId, link: Arc<dyn Link> },
@@ -73,10 +73,10 @@ pub(super) enum Stage {
 pub(crate) trait NeedsLink: Send + Sync {
     fn plan(&self) -> &Plan;
 
-    /// Why a backend could not carry it, if it was tried.
+    /// The reason why a backend could not carry it, if it was tried.
     fn refusal(&self, backend: &'static str) -> Option<Error>;
 
-    /// Whether it has ended, so that nobody need start it.
+    /// True if it has ended, so that nobody need start it.
     fn has_ended(&self) -> bool;
 
     /// This link serves it.
@@ -87,31 +87,31 @@ pub(crate) trait NeedsLink: Send + Sync {
 }
 
 /// Something that needs a link.
-pub(crate) enum Job {
+pub(crate) enum LinkRequest {
     Transfer(Arc<dyn NeedsLink>),
     Notify(Box<[u8]>, Ticket),
     Ready(Ticket),
 }
 
-impl Job {
-    /// Why a backend cannot do this job, if it has said so.
+impl LinkRequest {
+    /// The reason why a backend cannot serve this request, if it has said so.
     fn refusal(&self, backend: &'static str) -> Option<Error> {
         match self {
-            Job::Transfer(transfer) => transfer.refusal(backend),
-            Job::Notify(..) | Job::Ready(_) => None,
+            LinkRequest::Transfer(transfer) => transfer.refusal(backend),
+            LinkRequest::Notify(..) | LinkRequest::Ready(_) => None,
         }
     }
 
     pub(super) fn fail(self, error: Error) {
         match self {
-            Job::Transfer(transfer) => transfer.fail(error),
-            Job::Notify(_, ticket) | Job::Ready(ticket) => ticket.settle(Err(error)),
+            LinkRequest::Transfer(transfer) => transfer.fail(error),
+            LinkRequest::Notify(_, ticket) | LinkRequest::Ready(ticket) => ticket.settle(Err(error)),
         }
     }
 }
 
-/// What `dispatch` found at a candidate.
-enum Step {
+/// The next step of `dispatch` at a candidate.
+enum Dispatch {
     Open(LinkId),
     Try(LinkId, Arc<dyn Link>, &'static str),
     Skip(Error),
@@ -137,7 +137,7 @@ impl PeerInner {
                 candidates.push(Candidate {
                     backend: open.name,
                     transport,
-                    stage: Stage::Untried,
+                    stage: LinkStage::Untried,
                     told: Generation(0),
                     imports: HashMap::new(),
                     bindings: Bindings::default(),
@@ -150,16 +150,16 @@ impl PeerInner {
                 excluded.push((open.name, why));
             }
         }
-        let state = State { about, candidates, excluded, parked: Vec::new(), lost: None, probe: None };
+        let state = PeerState { about, candidates, excluded, parked: Vec::new(), lost: None, probe: None };
         Arc::new(PeerInner { id: PeerId::next(), agent, identity, state: Mutex::new(state) })
     }
 
     /// Opens the first link, so that a later post finds it up.
     pub(crate) fn begin(self: &Arc<Self>) {
-        self.dispatch(Job::Ready(Ticket::new(|_| ())));
+        self.dispatch(LinkRequest::Ready(Ticket::new(|_| ())));
     }
 
-    /// What is known of the peer now.
+    /// The newest description of the peer.
     pub(crate) fn about(&self) -> About {
         self.state.lock().about.clone()
     }
@@ -169,10 +169,10 @@ impl PeerInner {
         let tried = state.candidates.iter().map(|candidate| Considered {
             backend: candidate.backend,
             verdict: match &candidate.stage {
-                Stage::Untried => Verdict::Standby,
-                Stage::Opening { .. } => Verdict::Opening,
-                Stage::Up { link, .. } => Verdict::Up(link.describe()),
-                Stage::Refused(error) => Verdict::Refused(error.clone()),
+                LinkStage::Untried => Verdict::Standby,
+                LinkStage::Opening { .. } => Verdict::Opening,
+                LinkStage::Up { link, .. } => Verdict::Up(link.describe()),
+                LinkStage::Refused(error) => Verdict::Refused(error.clone()),
             },
         });
         let excluded = state
@@ -182,22 +182,22 @@ impl PeerInner {
         Route { considered: tried.chain(excluded).collect() }
     }
 
-    /// What the first link that is up promises.
+    /// The promises of the first link that is up.
     pub(crate) fn capabilities(&self) -> Option<Arc<Capabilities>> {
         let up = self.state.lock().candidates.iter().find_map(|candidate| match &candidate.stage {
-            Stage::Up { link, .. } => Some(Arc::clone(link)),
+            LinkStage::Up { link, .. } => Some(Arc::clone(link)),
             _ => None,
         });
         up.map(|link| link.capabilities())
     }
 
-    /// Why the peer is lost, if it is.
+    /// The reason why the peer is lost, if it is.
     pub(crate) fn lost(&self) -> Option<Error> {
         self.state.lock().lost.clone()
     }
 
     /// Finds a link for a job, opens one, or parks the job until one has come up.
-    pub(crate) fn dispatch(self: &Arc<Self>, mut job: Job) {
+    pub(crate) fn dispatch(self: &Arc<Self>, mut job: LinkRequest) {
         let mut reasons = Vec::new();
         let mut at = 0;
         loop {
@@ -208,29 +208,31 @@ impl PeerInner {
                 }
                 let lost = state.lost.clone();
                 match (lost, state.candidates.get_mut(at)) {
-                    (Some(error), _) if error.kind() == Kind::PeerLost && matches!(job, Job::Transfer(_)) => {
+                    (Some(error), _)
+                        if error.kind() == Kind::PeerLost && matches!(job, LinkRequest::Transfer(_)) =>
+                    {
                         state.park(job);
                         drop(state);
                         return self.probe(error);
                     }
-                    (Some(error), _) => Step::Lost(error),
-                    (None, None) => Step::Nowhere,
+                    (Some(error), _) => Dispatch::Lost(error),
+                    (None, None) => Dispatch::Nowhere,
                     (None, Some(candidate)) => match &candidate.stage {
-                        _ if let Some(error) = job.refusal(candidate.backend) => Step::Skip(error),
-                        Stage::Untried => {
+                        _ if let Some(error) = job.refusal(candidate.backend) => Dispatch::Skip(error),
+                        LinkStage::Untried => {
                             let id = self.agent.new_link(self.as_owner());
-                            candidate.stage = Stage::Opening { id, link: None, early: None };
-                            Step::Open(id)
+                            candidate.stage = LinkStage::Opening { id, link: None, early: None };
+                            Dispatch::Open(id)
                         }
-                        Stage::Opening { .. } => return state.park(job),
-                        Stage::Up { id, link } => Step::Try(*id, Arc::clone(link), candidate.backend),
-                        Stage::Refused(error) => Step::Skip(error.clone()),
+                        LinkStage::Opening { .. } => return state.park(job),
+                        LinkStage::Up { id, link } => Dispatch::Try(*id, Arc::clone(link), candidate.backend),
+                        LinkStage::Refused(error) => Dispatch::Skip(error.clone()),
                     },
                 }
             };
             match step {
-                Step::Open(id) => self.open(at, id),
-                Step::Try(id, link, backend) => match self.start(job, at, id, &link, backend) {
+                Dispatch::Open(id) => self.open(at, id),
+                Dispatch::Try(id, link, backend) => match self.start(job, at, id, &link, backend) {
                     Ok(()) => return,
                     Err((back, reason)) => {
                         job = back;
@@ -238,15 +240,15 @@ impl PeerInner {
                         at += 1;
                     }
                 },
-                Step::Skip(error) => {
+                Dispatch::Skip(error) => {
                     reasons.push((self.state.lock().candidates[at].backend, error));
                     at += 1;
                 }
-                Step::Nowhere => {
+                Dispatch::Nowhere => {
                     let excluded = self.state.lock().excluded.clone();
                     return job.fail(no_route(reasons, excluded));
                 }
-                Step::Lost(error) => return job.fail(error),
+                Dispatch::Lost(error) => return job.fail(error),
             }
         }
     }
@@ -258,13 +260,13 @@ impl PeerInner {
         let candidate = &mut state.candidates[at];
         match (opened, &mut candidate.stage) {
             (Err(error), stage) => {
-                *stage = Stage::Refused(error.backend(candidate.backend));
+                *stage = LinkStage::Refused(error.backend(candidate.backend));
                 let parked = std::mem::take(&mut state.parked);
                 drop(state);
                 self.agent.forget_link(id);
                 parked.into_iter().for_each(|job| self.dispatch(job));
             }
-            (Ok(opened), Stage::Opening { link, early, .. }) => {
+            (Ok(opened), LinkStage::Opening { link, early, .. }) => {
                 *link = Some(opened);
                 let early = early.take();
                 drop(state);
@@ -305,18 +307,18 @@ impl PeerInner {
     /// Starts a job on a link that is up; gives it back with the reason when the link cannot serve it.
     fn start(
         self: &Arc<Self>,
-        job: Job,
+        job: LinkRequest,
         at: usize,
         id: LinkId,
         link: &Arc<dyn Link>,
         backend: &'static str,
-    ) -> Result<(), (Job, Error)> {
+    ) -> Result<(), (LinkRequest, Error)> {
         match job {
-            Job::Notify(bytes, ticket) => link.notify(&bytes, ticket),
-            Job::Ready(ticket) => ticket.settle(Ok(())),
-            Job::Transfer(transfer) => match self.bind(transfer.plan(), at, id, link) {
+            LinkRequest::Notify(bytes, ticket) => link.notify(&bytes, ticket),
+            LinkRequest::Ready(ticket) => ticket.settle(Ok(())),
+            LinkRequest::Transfer(transfer) => match self.bind(transfer.plan(), at, id, link) {
                 Ok(bound) => transfer.start(link, backend, bound),
-                Err(error) => return Err((Job::Transfer(transfer), error)),
+                Err(error) => return Err((LinkRequest::Transfer(transfer), error)),
             },
         }
         Ok(())
@@ -341,7 +343,7 @@ impl PeerInner {
                 }
                 LinkState::Up if broken("lost-again") => {
                     state.lost = None;
-                    state.candidates.iter_mut().for_each(|candidate| candidate.stage = Stage::Untried);
+                    state.candidates.iter_mut().for_each(|candidate| candidate.stage = LinkStage::Untried);
                     drop(state);
                     self.probed(id, None);
                 }
@@ -352,16 +354,16 @@ impl PeerInner {
             }
             return;
         }
-        let State { candidates, .. } = &mut *state;
+        let PeerState { candidates, .. } = &mut *state;
         let Some(candidate) = candidates.iter_mut().find(|candidate| match &candidate.stage {
-            Stage::Opening { id: is, .. } | Stage::Up { id: is, .. } => *is == id,
+            LinkStage::Opening { id: is, .. } | LinkStage::Up { id: is, .. } => *is == id,
             _ => false,
         }) else {
             return;
         };
         let mut refused = None;
         let lost = match (&mut candidate.stage, change) {
-            (Stage::Opening { link: None, early, .. }, change) => {
+            (LinkStage::Opening { link: None, early, .. }, change) => {
                 // What ends a link is not forgotten for what came after it.
                 if !matches!(change, LinkState::Changed)
                     && !matches!(early, Some(LinkState::Lost(_) | LinkState::Restarted(_)))
@@ -370,20 +372,20 @@ impl PeerInner {
                 }
                 return;
             }
-            (Stage::Opening { link, .. }, LinkState::Up) => {
+            (LinkStage::Opening { link, .. }, LinkState::Up) => {
                 if let Some(link) = link.take() {
-                    candidate.stage = Stage::Up { id, link };
+                    candidate.stage = LinkStage::Up { id, link };
                 }
                 None
             }
             (_, LinkState::Changed | LinkState::Up) => return,
             (_, LinkState::Restarted(incarnation)) => Some(self.restarted(incarnation)),
-            (Stage::Opening { .. }, LinkState::Lost(error)) => {
+            (LinkStage::Opening { .. }, LinkState::Lost(error)) => {
                 let error = error.backend(candidate.backend);
-                refused = Some(std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())));
+                refused = Some(std::mem::replace(&mut candidate.stage, LinkStage::Refused(error.clone())));
                 // Nobody answers on any backend: the peer itself is gone.
                 let silent = |candidate: &Candidate| match &candidate.stage {
-                    Stage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
+                    LinkStage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
                     _ => false,
                 };
                 (error.kind() == Kind::PeerLost && candidates.iter().all(silent)).then_some(error)
@@ -392,7 +394,7 @@ impl PeerInner {
         };
         let parked = std::mem::take(&mut state.parked);
         drop(state);
-        if let Some(Stage::Opening { link: Some(link), .. }) = refused {
+        if let Some(LinkStage::Opening { link: Some(link), .. }) = refused {
             self.agent.forget_link(id);
             link.close();
         }
@@ -413,7 +415,7 @@ impl PeerInner {
             let mut state = self.state.lock();
             let About::Kvx(metadata) = state.about.clone() else { return Ok(()) };
             let behind = |candidate: &mut Candidate| match &candidate.stage {
-                Stage::Up { link, .. } if candidate.told < metadata.generation => {
+                LinkStage::Up { link, .. } if candidate.told < metadata.generation => {
                     candidate.told = metadata.generation;
                     Some((candidate.backend, Arc::clone(link)))
                 }
@@ -458,13 +460,13 @@ impl PeerInner {
             let kept: HashSet<_> = metadata.regions.iter().map(|region| region.id).collect();
             for candidate in &mut state.candidates {
                 // Plans bind anew: regions may have gone.
-                if let Stage::Up { id, .. } = &candidate.stage {
+                if let LinkStage::Up { id, .. } = &candidate.stage {
                     let_go.0.extend(candidate.bindings.release(*id));
                 }
                 let_go.1.extend(candidate.imports.extract_if(|id, _| !kept.contains(id)));
             }
         }
-        drop(let_go); // without the lock: plans, regions and mappings end here
+        drop(let_go); // without the lock: plans, regions and mappings end with it
         self.tell_links()?;
         Ok(true)
     }
@@ -480,7 +482,7 @@ impl OwnsLinks for PeerInner {
     }
 }
 
-/// Why none of the backends serves, in one sentence; of the kind that tells most.
+/// One error for all backends, of which none serves; of the kind that tells most.
 fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
     let telling =
         |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);

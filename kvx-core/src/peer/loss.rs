@@ -1,9 +1,9 @@
-//! The end of a peer: what closes, what fails, and who answers under its name afterwards.
+//! The loss of a peer: closes its links, fails what waits, and asks who answers under its name afterwards.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::links::{Job, PeerInner, Stage, State};
+use super::links::{LinkRequest, LinkStage, PeerInner, PeerState};
 use crate::agent::inner::AgentInner;
 use crate::bound::Released;
 use crate::deadline::Reason;
@@ -13,7 +13,7 @@ use crate::{Error, Kind};
 
 impl PeerInner {
     /// The peer is gone for good: closes all links and fails what waits.
-    pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<Job>) {
+    pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<LinkRequest>) {
         let error = error.peer(Arc::clone(&self.identity.name));
         let (closed, more) = {
             let mut state = self.state.lock();
@@ -85,7 +85,8 @@ impl PeerInner {
         Error::new(
             Kind::PeerRestarted,
             format!(
-                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect again",
+                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect \
+                 again",
                 self.identity.incarnation
             ),
         )
@@ -93,7 +94,7 @@ impl PeerInner {
     }
 }
 
-/// What closing all links of a peer leaves to be done without its lock.
+/// The links that were closed under the lock of a peer and are let go of without it.
 #[derive(Default)]
 struct Closed {
     links: Vec<(LinkId, Arc<dyn Link>)>,
@@ -102,20 +103,20 @@ struct Closed {
 }
 
 impl Closed {
-    fn all(state: &mut State, error: &Error) -> Self {
+    fn all(state: &mut PeerState, error: &Error) -> Self {
         let mut closed = Closed::default();
         if let Some((id, Some(link))) = state.probe.take() {
             closed.links.push((id, link));
         }
         for candidate in &mut state.candidates {
-            match std::mem::replace(&mut candidate.stage, Stage::Refused(error.clone())) {
-                Stage::Up { id, link } | Stage::Opening { id, link: Some(link), .. } => {
+            match std::mem::replace(&mut candidate.stage, LinkStage::Refused(error.clone())) {
+                LinkStage::Up { id, link } | LinkStage::Opening { id, link: Some(link), .. } => {
                     closed._bindings.extend(candidate.bindings.release(id));
                     closed._imports.push(std::mem::take(&mut candidate.imports));
                     closed.links.push((id, link));
                 }
-                kept @ Stage::Refused(_) => candidate.stage = kept,
-                Stage::Untried | Stage::Opening { link: None, .. } => {}
+                kept @ LinkStage::Refused(_) => candidate.stage = kept,
+                LinkStage::Untried | LinkStage::Opening { link: None, .. } => {}
             }
         }
         closed
@@ -133,7 +134,7 @@ impl Drop for PeerInner {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
             // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
-            let State { candidates, parked, probe, .. } = self.state.get_mut();
+            let PeerState { candidates, parked, probe, .. } = self.state.get_mut();
             return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
         }
         let closed = Error::new(Kind::Closed, "the peer's handle was dropped");

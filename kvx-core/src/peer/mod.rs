@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::{Completion, Promise};
 use crate::identity::Identity;
 use crate::metadata::Metadata;
 use crate::plan::Plan;
@@ -19,7 +19,7 @@ use crate::transfer::Transfer;
 use crate::transport::ForeignRange;
 use crate::{Capabilities, Deadline, Error, Kind, MemoryKind, Result, Ticket};
 
-pub(crate) use links::{About, Job, NeedsLink, PeerInner};
+pub(crate) use links::{About, LinkRequest, NeedsLink, PeerInner};
 pub use posting::Posting;
 use posting::check_notification;
 
@@ -100,11 +100,11 @@ impl Peer {
         if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
             return Completion::ready(Err(error));
         }
-        let shot = Shot::new();
+        let promise = Promise::new();
         let late = || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
-        shot.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(Job::Notify(bytes.into(), Ticket::of(Arc::clone(&shot) as _)));
-        Completion::of(shot)
+        promise.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(LinkRequest::Notify(bytes.into(), Ticket::of(Arc::clone(&promise) as _)));
+        Completion::of(promise)
     }
 
     /// Ends when a link to the peer is up; with the reasons when none comes up. Posting does not need it.
@@ -112,11 +112,11 @@ impl Peer {
         if let Err(error) = self.0.agent.check_open() {
             return Completion::ready(Err(error));
         }
-        let shot = Shot::new();
+        let promise = Promise::new();
         let late = || Error::new(Kind::TimedOut, "no link to the peer came up by the deadline");
-        shot.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(Job::Ready(Ticket::of(Arc::clone(&shot) as _)));
-        Completion::of(shot)
+        promise.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.dispatch(LinkRequest::Ready(Ticket::of(Arc::clone(&promise) as _)));
+        Completion::of(promise)
     }
 
     /// Which backend serves the peer, and why not another.
@@ -124,13 +124,13 @@ impl Peer {
         self.0.route()
     }
 
-    /// What the link promises that serves what it can, while one is up. It knows more than its backend, which promises what
-    /// holds for each of its links.
+    /// The promises of the link that serves this peer, while one is up. It knows more than its backend, which
+    /// promises what holds for each of its links.
     pub fn capabilities(&self) -> Option<Arc<Capabilities>> {
         self.0.capabilities()
     }
 
-    /// Whether the peer is lost, and why.
+    /// The reason why the peer is lost, if it is.
     pub fn lost(&self) -> Option<Error> {
         self.0.lost()
     }

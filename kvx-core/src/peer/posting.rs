@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::links::PeerInner;
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::{Completion, Promise};
 use crate::plan::Plan;
-use crate::transfer::{Transfer, TransferState};
+use crate::transfer::{Transfer, TransferInner};
 use crate::transport::MAX_NOTIFICATION;
 use crate::{Deadline, Error, Kind, Result};
 
@@ -20,7 +20,7 @@ pub struct Posting {
 }
 
 impl Posting {
-    /// When the transfer gives up; 30 seconds from the post if not said.
+    /// Sets when the transfer gives up; 30 seconds from the post if not set.
     pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
         self.deadline = Some(deadline.into());
         self
@@ -52,10 +52,10 @@ impl Posting {
             if deadline.passed() {
                 return Err(late());
             }
-            let shot = Shot::new();
-            shot.by(&self.peer.agent.clock, deadline, late);
-            self.peer.agent.budget.on_change(self.plan.size().description, Arc::clone(&shot));
-            Completion::of(shot).await?;
+            let promise = Promise::new();
+            promise.by(&self.peer.agent.clock, deadline, late);
+            self.peer.agent.budget.on_change(self.plan.size().description, Arc::clone(&promise));
+            Completion::of(promise).await?;
         }
     }
 
@@ -91,7 +91,7 @@ impl Posting {
     fn begin(self) -> Transfer {
         let Posting { peer, plan, deadline, notify } = self;
         let empty = plan.size().bytes == 0 && notify.is_none();
-        let transfer = TransferState::new(plan, peer, deadline, notify);
+        let transfer = TransferInner::new(plan, peer, deadline, notify);
         if empty && !broken("zero") {
             transfer.end(Ok(())); // nothing to wait for, not even a link
         } else {

@@ -5,9 +5,9 @@ use std::sync::{Arc, Weak};
 
 use crate::bound::{Bindings, KeepsBound};
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::{Completion, Promise};
 use crate::identity::{RegionId, RegionKey};
-use crate::quarantine::{self, Held};
+use crate::quarantine::{self, Quarantined};
 use crate::sync::Mutex;
 use crate::ticket::Settle;
 use crate::transport::LocalRegion;
@@ -19,7 +19,7 @@ pub(crate) struct RegionCore {
     pub(crate) key: RegionKey,
     pub(crate) name: Arc<str>,
     pub(crate) memory: Arc<Memory>,
-    /// What each transport made of it, by position in the agent's list; or why not.
+    /// Its registration with each transport, by position in the agent's list; or the refusal.
     pub(crate) locals: Vec<Result<Arc<dyn LocalRegion>>>,
     /// Transfers of the own agent that use it and have not settled.
     pins: AtomicUsize,
@@ -34,8 +34,8 @@ struct Revocation {
     /// Transports that have not answered; `None` before they were asked.
     left: Option<usize>,
     failed: Option<Error>,
-    waiting: Vec<Arc<Shot<Arc<Memory>>>>,
-    held: Option<Held>,
+    waiting: Vec<Arc<Promise<Arc<Memory>>>>,
+    held: Option<Quarantined>,
     /// All have answered, and what that means.
     ended: Option<Result<()>>,
 }
@@ -100,14 +100,14 @@ impl RegionCore {
     /// Begins, or joins, the revocation; with `quarantine`, a reason, nobody else keeps the memory meanwhile.
     pub(super) fn revoke(
         self: &Arc<Self>,
-        waiting: Option<Arc<Shot<Arc<Memory>>>>,
+        waiting: Option<Arc<Promise<Arc<Memory>>>>,
         quarantine: Option<&str>,
     ) {
         let mut revocation = self.revocation.lock();
         let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
         if let Some(result) = ended {
             drop(revocation);
-            waiting.map(|shot| shot.finish(result.map(|()| Arc::clone(&self.memory))));
+            waiting.map(|promise| promise.finish(result.map(|()| Arc::clone(&self.memory))));
             return;
         }
         revocation.waiting.extend(waiting);
@@ -144,9 +144,9 @@ impl RegionCore {
 
     /// As [`Region::revoke`], for an agent that ends.
     pub(crate) fn revoke_at_shutdown(self: &Arc<Self>) -> Completion<Arc<Memory>> {
-        let shot = Shot::new();
-        self.revoke(Some(Arc::clone(&shot)), None);
-        Completion::of(shot)
+        let promise = Promise::new();
+        self.revoke(Some(Arc::clone(&promise)), None);
+        Completion::of(promise)
     }
 
     fn answered(self: &Arc<Self>, result: Result<()>) {
@@ -175,8 +175,8 @@ impl RegionCore {
             }));
         }
         drop(held);
-        for shot in waiting {
-            shot.finish(result.clone().map(|()| Arc::clone(&self.memory)));
+        for promise in waiting {
+            promise.finish(result.clone().map(|()| Arc::clone(&self.memory)));
         }
     }
 }

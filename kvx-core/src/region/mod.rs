@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::agent::inner::AgentInner;
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
 use crate::grid::{Grid, GridSet, Place, sealed};
 use crate::identity::RegionId;
@@ -23,16 +23,16 @@ pub(crate) use remote::What;
 /// Peers may reach it until it is revoked. Dropping the last clone never blocks: the memory is quarantined, and
 /// freed only when every transport has said that remote access has ended.
 #[derive(Clone)]
-pub struct Region(Arc<Handle>);
+pub struct Region(Arc<RegionHandle>);
 
-struct Handle {
+struct RegionHandle {
     agent: Arc<AgentInner>,
     core: Arc<RegionCore>,
 }
 
 impl Region {
     pub(crate) fn new(agent: Arc<AgentInner>, core: RegionCore) -> Self {
-        Region(Arc::new(Handle { agent, core: Arc::new(core) }))
+        Region(Arc::new(RegionHandle { agent, core: Arc::new(core) }))
     }
 
     pub(crate) fn core(&self) -> &Arc<RegionCore> {
@@ -87,12 +87,12 @@ impl Region {
             return Completion::ready(Err(error));
         }
         let agent = &self.0.agent;
-        let shot = Shot::new();
-        shot.by(&agent.clock, deadline.into(), core::still_shared);
+        let promise = Promise::new();
+        promise.by(&agent.clock, deadline.into(), core::still_shared);
         agent.forget_region(self.id());
-        self.0.core.revoke(Some(Arc::clone(&shot)), None);
+        self.0.core.revoke(Some(Arc::clone(&promise)), None);
         agent.clock.interrupt(&Reason::Region(self.id()));
-        Completion::of(shot)
+        Completion::of(promise)
     }
 
     pub(crate) fn same_agent(&self, other: &Region) -> bool {
@@ -104,7 +104,7 @@ impl Region {
     }
 }
 
-impl Drop for Handle {
+impl Drop for RegionHandle {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
             return std::mem::forget(Arc::clone(&self.core)); // in a fork nothing of a transport is dropped

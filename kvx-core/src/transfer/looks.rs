@@ -1,19 +1,20 @@
-//! How a caller that waits for a transfer looks for its end.
+//! Looks for the end of a transfer on the thread of a caller that waits for it.
 
 use std::time::Duration;
 
 use crate::operation::Size;
-use crate::sync::breathe;
+use crate::sync::pause_between_looks;
 use crate::transport::{INLINE_SEGMENTS, Turn};
 
 /// Glances from one letting-go of the core to the next.
 const GLANCES: u32 = 16;
 
-/// How a caller that waits looks for the end of a transfer before it sleeps. A wake-up costs as much as moving a few blocks.
+/// The looks of a waiting caller before it sleeps. A wake-up costs as much as moving a few
+/// blocks.
 pub(super) struct Looks {
     /// For how long while nothing moves.
     pub(super) patience: Duration,
-    /// What it does after so many in a row found nothing.
+    /// The pause after so many in a row that found nothing.
     pub(super) between: fn(u32),
 }
 
@@ -26,12 +27,12 @@ impl Looks {
         }
         // About as long as a few blocks take at 2 GB/s: where others move many, looking on slows them down.
         let expected = Duration::from_nanos(size.bytes / 2).min(Duration::from_micros(100));
-        Looks { patience: Duration::from_micros(100) + expected, between: breathe }
+        Looks { patience: Duration::from_micros(100) + expected, between: pause_between_looks }
     }
 }
 
-/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing. Those threads
-/// take this core when they need it, so it is let go of at every sixteenth look only.
+/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing.
+/// Those threads take this core when they need it, so it is let go of at every sixteenth look only.
 fn glance(looks: u32) {
     if looks.is_multiple_of(GLANCES) {
         std::thread::yield_now();

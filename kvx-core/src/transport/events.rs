@@ -1,10 +1,10 @@
-//! What a transport reports to its agent.
+//! Reports of a transport to its agent.
 
 use crate::identity::{Incarnation, Sender};
 use crate::{Error, LinkId};
 
-/// Where a transport reports. Called without locks of the transport but the one that makes it the only one to make
-/// progress; may call wakers.
+/// Receives the reports of a transport. Called without locks of the transport but the one that makes it the only one
+/// to make progress; may call wakers.
 pub trait Events: Send + Sync {
     /// A peer sent `bytes`. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
     /// [`Transport::resume`](super::Transport::resume). May let go of the core for whoever waits for them.
@@ -18,7 +18,7 @@ pub trait Events: Send + Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
 
-/// What happened to a link.
+/// A change of a link.
 #[derive(Clone, Debug)]
 pub enum LinkState {
     /// The handshake is done: plans may be posted.

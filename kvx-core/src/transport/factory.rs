@@ -1,4 +1,4 @@
-//! How a backend is found and opened.
+//! Finds and opens backends.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,14 +17,14 @@ pub trait Factory: Send + Sync {
     /// Its place in the order of preference.
     fn placement(&self) -> Placement;
 
-    /// Whether it can run on this machine with these options, and what it would use. Opens what it must to know.
+    /// Finds out whether it can run on this machine with these options, and opens what it must to know.
     fn available(&self, options: &Options) -> Result<Availability, Unavailable>;
 
     /// Opens it for one agent. Errors name what to do next.
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>>;
 }
 
-/// What an available backend would use.
+/// The library, the devices and the promises of an available backend.
 #[derive(Clone, Debug)]
 pub struct Availability {
     /// Version of the library, or of kvx for an embedded transport.
@@ -33,28 +33,28 @@ pub struct Availability {
     pub library: Option<PathBuf>,
     /// Devices or interfaces it found.
     pub devices: Vec<String>,
-    /// Whether it has an RDMA device.
+    /// True if it has an RDMA device.
     pub rdma: bool,
-    /// What it promises.
+    /// Its promises.
     pub capabilities: Capabilities,
-    /// What an operator should know before using it (a listener on all interfaces, say).
+    /// A warning to the operator before it is used (a listener on all interfaces, say).
     pub caution: Option<String>,
 }
 
-/// What a transport is opened with.
+/// The surroundings of a transport that is opened.
 #[derive(Clone)]
 pub struct Context {
     /// The agent it serves.
     pub agent: Identity,
     /// All options; a backend reads the table of its own name.
     pub options: Options,
-    /// Where notifications and changes of links go.
+    /// Receives notifications and changes of links.
     pub events: Arc<dyn Events>,
-    /// How device memory is copied, by kind.
+    /// Copies device memory, by kind.
     pub devices: Vec<Arc<dyn DeviceAccess>>,
     /// The shared secret of the fleet, if there is one.
     pub secret: Option<Secret>,
-    /// How long a peer may be silent with work in flight before it counts as lost.
+    /// The time that a peer may be silent with work in flight before it counts as lost.
     pub peer_timeout: Duration,
 }
 
@@ -63,13 +63,13 @@ pub struct Context {
 pub struct Placement {
     /// Lower is preferred.
     pub order: u32,
-    /// When it is opened without being named.
+    /// The condition under which it is opened without being named.
     pub without_a_list: WithoutAList,
     /// Further names whose backends it speaks for toward foreign agents of its kind.
     pub speaks_for: &'static [&'static str],
 }
 
-/// When a backend is opened although no list names it.
+/// The condition under which a backend is opened although no list names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WithoutAList {
     /// Always.
@@ -80,18 +80,18 @@ pub enum WithoutAList {
     Skip,
 }
 
-/// Why a compiled-in backend cannot run on this machine.
+/// The reason why a compiled-in backend cannot run on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unavailable {
-    /// What is missing: `libucp.so.0 not found`.
+    /// The missing part: `libucp.so.0 not found`.
     pub missing: String,
     /// The variable that points to the library, if there is one.
     pub variable: Option<&'static str>,
     /// Its value, if it is set.
     pub value: Option<String>,
-    /// What was tried, in order.
+    /// Everything that was tried, in order.
     pub tried: Vec<String>,
-    /// What to do.
+    /// The way to get it.
     pub cure: String,
 }
 

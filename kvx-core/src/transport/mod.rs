@@ -1,4 +1,4 @@
-//! The shape that binds every transport: what core asks, and what it promises in return.
+//! The contract of every transport: the calls of core, and its promises in return.
 //!
 //! A transport is a crate and a plain value: its [`Factory`] goes into a [`Registry`](crate::Registry). It writes no
 //! futures, wakers, timers or queues of its own; core has them, and one `kvx_backend::reactor::Reactor` from
@@ -26,7 +26,7 @@ use crate::{Capabilities, Error, Kind, LinkId, Result, Ticket, TransferId};
 /// The memory of a registered region and of a posted plan is touched only as this contract allows: a plan's local
 /// memory until its ticket settles, a region until its revocation settles.
 pub unsafe trait Transport: Send + Sync {
-    /// What it promises.
+    /// Its promises.
     fn capabilities(&self) -> &Capabilities;
 
     /// Its section of the agent's metadata; asked again for each generation.
@@ -35,15 +35,16 @@ pub unsafe trait Transport: Send + Sync {
     /// Makes a region known to peers. May block. `Unsupported`, with the reason, for memory it cannot serve.
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>>;
 
-    /// Whether it moves memory of devices through buffers of the host, as `kv_buffer_device: "cpu"` asks
-    /// ([`Builder::stage_device_memory`](crate::Builder::stage_device_memory)). Others are then not asked to register such memory.
+    /// True if it moves memory of devices through buffers of the host, as `kv_buffer_device: "cpu"` asks
+    /// ([`Builder::stage_device_memory`](crate::Builder::stage_device_memory)). Others are then not asked to register
+    /// such memory.
     fn stages_devices(&self) -> bool {
         false
     }
 
-    /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within the
-    /// `peer_timeout`, perhaps before this returns; a library that is busy before the two sides can talk may take as long as
-    /// `sets_up_within` of a `kvx_backend::fabric::Fabric` more. An error means that the section makes no
+    /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within
+    /// the `peer_timeout`, perhaps before this returns; a library that is busy before the two sides can talk may take
+    /// as long as `sets_up_within` of a `kvx_backend::fabric::Fabric` more. An error means that the section makes no
     /// sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;
 
@@ -52,8 +53,8 @@ pub unsafe trait Transport: Send + Sync {
         Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 
-    /// What an agent that is not kvx needs to reach this one and the memory that is registered now. Memory that was told
-    /// so is never given back. May block.
+    /// The bytes that an agent that is not kvx needs to reach this one and the memory that is registered now. Memory
+    /// that was told so is never given back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
@@ -72,7 +73,7 @@ pub struct PeerSection<'a> {
     pub identity: &'a Identity,
     /// Which version of the metadata.
     pub generation: Generation,
-    /// What the peer's [`Transport::address`] said.
+    /// The bytes of the peer's [`Transport::address`].
     pub address: &'a [u8],
 }
 
@@ -81,10 +82,10 @@ pub struct PeerSection<'a> {
 /// # Safety
 /// As [`Transport`].
 pub unsafe trait Link: Send + Sync {
-    /// What is known so far; changes come as [`LinkState::Changed`].
+    /// Its promises as far as they are known; changes come as [`LinkState::Changed`].
     fn capabilities(&self) -> Arc<Capabilities>;
 
-    /// What the route says of it: lanes, protocol, how memory is reached.
+    /// A text for the route: lanes, protocol, how memory is reached.
     fn describe(&self) -> String;
 
     /// A newer generation of the same incarnation.
@@ -118,7 +119,7 @@ pub unsafe trait Link: Send + Sync {
     }
 
     /// The calling thread, which drove, goes to sleep: whatever comes now is the transport's own thread's to see to.
-    fn hand_over(&self) {}
+    fn stop_driving(&self) {}
 
     /// Ends the link. What is in flight settles with `Closed`, each when it is proven that nobody touches its memory.
     fn close(&self);

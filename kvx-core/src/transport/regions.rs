@@ -10,7 +10,7 @@ use crate::{Memory, MemoryKind, RegionId, RegionKey, Ticket};
 pub struct RegionSpec {
     /// Its number.
     pub id: RegionId,
-    /// What peers must show.
+    /// The key that peers must show.
     pub key: RegionKey,
     /// Its memory, to be kept alive until its revocation settles.
     pub memory: Arc<Memory>,
@@ -18,11 +18,11 @@ pub struct RegionSpec {
 
 /// A region as its owner's transport knows it.
 pub trait LocalRegion: Any + Send + Sync {
-    /// What peers need beside number, key and length; part of the metadata.
+    /// Further bytes that peers need beside number, key and length; part of the metadata.
     fn export(&self) -> &[u8];
 
-    /// Ends remote access; called when the agent's own transfers on it have settled. `done` settles when no remote operation reaches the region any more; with an error when
-    /// that cannot be known.
+    /// Ends remote access; called when the agent's own transfers on it have settled. `done` settles when no remote
+    /// operation reaches the region any more; with an error when that cannot be known.
     fn revoke(&self, done: Ticket);
 }
 
@@ -34,13 +34,13 @@ pub trait RemoteRegion: Any + Send + Sync {}
 pub struct RemoteSpec<'a> {
     /// Its number.
     pub id: RegionId,
-    /// What to show.
+    /// The key to show.
     pub key: RegionKey,
     /// Its length in bytes.
     pub len: u64,
     /// Its kind.
     pub kind: MemoryKind,
-    /// What the peer's [`LocalRegion::export`] said.
+    /// The bytes of the peer's [`LocalRegion::export`].
     pub export: &'a [u8],
 }
 

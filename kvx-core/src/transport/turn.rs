@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// What one turn of a transport has done, and how the next is to be scheduled. Every layer passes it on whole, so that a
-/// further wish of a backend needs a field here and its one reader.
+/// Reports what one turn of a transport has done and how the next is to be scheduled. Every layer passes it on whole,
+/// so that a further wish of a backend needs a field here and its one reader.
 ///
 /// ```
 /// use kvx_core::transport::Turn;
@@ -12,23 +12,25 @@ use std::time::{Duration, Instant};
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
-    /// How much was done; 0: there is nothing to do now.
+    /// The amount of work that was done; 0 if there was nothing to do.
     pub done: usize,
-    /// After a turn that did nothing: how long to go on looking for work before sleeping. A wake-up costs some 15 µs; to look
-    /// for longer pays while bytes are on their way.
+    /// After a turn that did nothing: how long to go on looking for work before sleeping. A wake-up costs some 15 µs;
+    /// to look for longer pays while bytes are on their way.
     pub look_for: Duration,
     /// The looking ends at this moment, if it is earlier.
     pub look_until: Option<Instant>,
-    /// Other threads may have no turn. Where a turn can last as long as a peer likes, they would miss their deadlines in it.
+    /// Other threads may have no turn. Where a turn can last as long as a peer likes, they would miss their deadlines
+    /// in it.
     pub own_thread_only: bool,
-    /// Whoever waits for this core goes first, although there is more to do: work whose latency counts comes by. A core that is
-    /// never let go of is taken away only every few milliseconds.
+    /// Whoever waits for this core goes first, although there is more to do: work whose latency counts comes by. A
+    /// core that is never let go of is taken away only every few milliseconds.
     pub yields: bool,
-    /// Whatever was begun has ended within the turn, so a sleeping reactor knows of all that is left. It sleeps on and is not asked
-    /// for how long, which costs system calls.
+    /// Whatever was begun has ended within the turn, so a sleeping reactor knows of all that is left. It sleeps on
+    /// and is not asked for how long, which costs system calls.
     pub left_nothing: bool,
-    /// Threads of the library move what is posted, and its end is only found by asking. A caller that waits for at most
-    /// [`INLINE_SEGMENTS`](super::INLINE_SEGMENTS) pieces then calls [`Link::drive`](super::Link::drive) for up to a millisecond before it sleeps.
+    /// Threads of the library move what is posted, and its end is only found by asking. A caller that waits for at
+    /// most [`INLINE_SEGMENTS`](super::INLINE_SEGMENTS) pieces then calls [`Link::drive`](super::Link::drive) for up
+    /// to a millisecond before it sleeps.
     pub ends_unannounced: bool,
 }
 

@@ -168,7 +168,7 @@ unsafe impl Link for ShmLink {
         let link = Arc::clone(&self.wiring);
         if small {
             let inline_on = Some(std::thread::current().id());
-            self.opened.reactor.submit_here(Command::Post { link, plan, id, done, inline_on });
+            self.opened.reactor.submit_and_turn(Command::Post { link, plan, id, done, inline_on });
         } else {
             self.opened.reactor.submit(Command::Post { link, plan, id, done, inline_on: None });
         }
@@ -194,8 +194,8 @@ unsafe impl Link for ShmLink {
         self.opened.reactor.drive()
     }
 
-    fn hand_over(&self) {
-        self.opened.reactor.hand_over();
+    fn stop_driving(&self) {
+        self.opened.reactor.stop_driving();
     }
 
     fn close(&self) {

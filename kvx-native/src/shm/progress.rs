@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::control::{Message as Shared, Recalls};
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
@@ -139,7 +139,7 @@ pub(crate) struct Machine {
     pub(crate) connecting: Vec<Connecting>,
     /// By the connections whose peers hold the region.
     pub(crate) recalls: Recalls<usize, (Revoked, Ticket)>,
-    pub(crate) turns: Turns<Work>,
+    pub(crate) turns: WorkQueue<Work>,
     /// Mappings to be made present while there is nothing else to do.
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
@@ -186,7 +186,7 @@ impl Machine {
             links: HashMap::new(),
             connecting: Vec::new(),
             recalls: Recalls::default(),
-            turns: Turns::default(),
+            turns: WorkQueue::default(),
             populates: VecDeque::new(),
             copier: Copier::new(),
             buffer: vec![0; MAX_MESSAGE],

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_backend::reactor::Turns;
+use kvx_backend::reactor::WorkQueue;
 use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
@@ -88,7 +88,7 @@ pub(super) struct RequestLane {
     bytes: u64,
     described: usize,
     /// Writes with payload to send.
-    writes: Turns<usize>,
+    writes: WorkQueue<usize>,
     /// The write whose payload is going out.
     sending: Option<usize>,
     /// The read whose payload is coming in.
@@ -110,7 +110,7 @@ impl RequestLane {
             given_up_writes: 0,
             bytes: 0,
             described: 0,
-            writes: Turns::default(),
+            writes: WorkQueue::default(),
             sending: None,
             receiving: None,
         }

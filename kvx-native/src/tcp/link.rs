@@ -63,14 +63,14 @@ unsafe impl Link for TcpLink {
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             // It is sent off on the calling thread.
-            self.handle.reactor.submit_here(command);
+            self.handle.reactor.submit_and_turn(command);
         } else {
             self.handle.reactor.submit(command);
         }
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.handle.reactor.submit_here(Command::Notify { link: self.id, bytes: bytes.into(), done });
+        self.handle.reactor.submit_and_turn(Command::Notify { link: self.id, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
@@ -81,8 +81,8 @@ unsafe impl Link for TcpLink {
         self.handle.reactor.drive()
     }
 
-    fn hand_over(&self) {
-        self.handle.reactor.hand_over();
+    fn stop_driving(&self) {
+        self.handle.reactor.stop_driving();
     }
 
     fn close(&self) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::reactor::{Reactor, Turn};
+use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
     Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };

@@ -259,8 +259,8 @@ unsafe impl Link for ChaosLink {
         self.inner.get().drive()
     }
 
-    fn hand_over(&self) {
-        self.inner.get().hand_over();
+    fn stop_driving(&self) {
+        self.inner.get().stop_driving();
     }
 
     fn close(&self) {

@@ -18,7 +18,8 @@ pub(crate) const SCRIPT: &str = "run";
 /// By a shell's own means: there may be nothing else.
 const SCRIPT_TEXT: &str = "\
 #!/bin/sh
-# Shows kvx on this machine's NVIDIA GPU: tests and a table of figures. KVX_CUDA_LIB names the driver if it is not libcuda.so.1.
+# Shows kvx on this machine's NVIDIA GPU: tests and a table of figures.
+# KVX_CUDA_LIB names the driver if it is not libcuda.so.1.
 exec \"${0%/*}/xtask\" gpu --from \"${0%/*}\" \"$@\"
 ";
 

@@ -18,7 +18,7 @@ use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips;
-use crate::{Result, features, install, package};
+use crate::{Result, features, install, package, root, width};
 pub(crate) use again::{MOST, TIMES};
 use ledger::Ledger;
 use programs::Program;
@@ -59,6 +59,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Cargo(call) => run.cargo(step, call),
             Action::Tests => run.tests(step.limit),
             Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
+            Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         });
     }

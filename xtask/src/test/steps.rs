@@ -26,6 +26,8 @@ pub(crate) enum Action {
     Tests,
     /// The checks of `cargo xtask features`; counts as one passed or one failed.
     Features,
+    /// No line is too wide; counts as one passed or one failed.
+    Width,
     /// The checks of `cargo xtask package`; counts as one passed or one failed.
     Package,
 }
@@ -44,6 +46,8 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
 /// Every step, in the order in which they run: what is cheap to find out comes first.
 pub(crate) const STEPS: &[Step] = &[
     Step { tier: Tier::Fast, ..step("format", Action::Cargo(&call("fmt --all --check"))) },
+    // The formatter leaves comments and texts as wide as they are.
+    Step { tier: Tier::Fast, ..step("width", Action::Width) },
     Step {
         tier: Tier::Fast,
         ..step("lints", Action::Cargo(&call("clippy {crates} --all-targets -- -D warnings")))

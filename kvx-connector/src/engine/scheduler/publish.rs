@@ -27,7 +27,8 @@ pub enum Status {
 pub struct Ending {
     /// How.
     pub status: Status,
-    /// Its blocks from the first token on, group by group; of a group with a sliding window at least those of the window.
+    /// Its blocks from the first token on, group by group; of a group with a sliding window at least those of the
+    /// window.
     pub blocks: BlockLists,
     /// Tokens whose KV is in the blocks.
     pub computed: u32,
@@ -107,7 +108,8 @@ impl Scheduler {
         if ending.computed == 0 {
             return Err("no token was computed");
         }
-        // A peer pairs lists by their ends, so they hold exactly the blocks of the tokens: with fewer, vLLM's engine dies.
+        // A peer pairs lists by their ends, so they hold exactly the blocks of the tokens: with fewer, vLLM's engine
+        // dies.
         let needed = settings.blocks_for(ending.computed) as usize;
         if ending.blocks.groups().len() != settings.groups.len() {
             return Err("there is not a list of blocks for each KV cache group");

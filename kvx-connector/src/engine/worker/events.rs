@@ -96,8 +96,8 @@ impl Worker {
         }
     }
 
-    /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its memory
-    /// any more.
+    /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its
+    /// memory any more.
     pub fn move_resolved(&mut self, now: Time, id: MoveId, result: Result<Transferred, MoveFailure>) {
         let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == Phase::Running) else {
             return;
@@ -220,7 +220,8 @@ impl Worker {
         }
     }
 
-    /// The peer behind a connection is gone. Moves with it end by themselves; who waited for its writes waits no longer.
+    /// The peer behind a connection is gone. Moves with it end by themselves; who waited for its writes waits no
+    /// longer.
     pub fn connection_lost(&mut self, now: Time, connection: Connection) {
         self.peers.invalidate(connection, &mut self.actions);
         let awaiting = self.receives.iter().filter(|(_, receive)| {
@@ -299,8 +300,8 @@ impl Worker {
         }
     }
 
-    /// The word that a peer's worker may free the blocks of a request. `None`: its name cannot be written, and the lease
-    /// has to end.
+    /// The word that a peer's worker may free the blocks of a request. `None`: its name cannot be written, and the
+    /// lease has to end.
     pub(super) fn completion(&self, remote: &RequestId, readers: u32) -> Option<Arc<[u8]>> {
         let count = self.settings.consumers.written(readers, self.settings.tp_size);
         Some(Notification::done(remote.as_str(), count).ok()?.encode().into())

@@ -26,8 +26,8 @@ pub use self::events::{HandshakeFailure, MoveFailure};
 
 /// The worker's half of a connector.
 ///
-/// Nothing here waits, sends or reads: what is to be done comes out of [`next_action`](Self::next_action), and what came
-/// of it goes in by the methods that the actions name. Methods of the step loop have the names of vLLM's
+/// Nothing here waits, sends or reads: what is to be done comes out of [`next_action`](Self::next_action), and what
+/// came of it goes in by the methods that the actions name. Methods of the step loop have the names of vLLM's
 /// `KVConnectorBase_V1`. All times are on the worker's own clock.
 #[derive(Debug)]
 pub struct Worker {
@@ -136,8 +136,8 @@ impl Worker {
             .min()
     }
 
-    /// Ends what can be ended: handshakes and connections without a transfer are given back at once, the others with their
-    /// last transfer. May be called again.
+    /// Ends what can be ended: handshakes and connections without a transfer are given back at once, the others with
+    /// their last transfer. May be called again.
     pub fn shutdown(&mut self) {
         for (id, state) in &self.moves {
             if state.is_running() {

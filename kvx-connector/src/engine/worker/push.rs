@@ -389,8 +389,8 @@ impl Worker {
         }
     }
 
-    /// A decode does not want its blocks written any more; it has named them by its own name of the request. False: no such
-    /// registration.
+    /// A decode does not want its blocks written any more; it has named them by its own name of the request. False:
+    /// no such registration.
     pub(super) fn withdrawn(&mut self, now: Time, theirs: &str) -> bool {
         if self.sends.keeps(theirs) {
             return false;

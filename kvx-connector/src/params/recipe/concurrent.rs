@@ -28,8 +28,8 @@ use crate::params::{XRequestId, fields};
 /// The header that picks a data parallel rank of an instance.
 pub const X_DATA_PARALLEL_RANK: &str = "X-data-parallel-rank";
 
-/// The two legs of a request, to be sent at once. The client gets the decode leg's answer; the prefill leg's must be read
-/// too, for its errors.
+/// The two legs of a request, to be sent at once. The client gets the decode leg's answer; the prefill leg's must be
+/// read too, for its errors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Legs {
     /// The body for the prefill instance.
@@ -87,8 +87,8 @@ impl MooncakeTarget {
 ///
 /// # Errors
 ///
-/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a target
-/// with an empty engine id or address.
+/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a
+/// target with an empty engine id or address.
 pub fn mooncake_legs(
     request: &Value,
     transfer_id: &TransferId,
@@ -121,13 +121,13 @@ pub struct PushTarget {
     pub pp_size: u32,
 }
 
-/// The two legs for instances with the NixlPushConnector. Both must carry `id` as `X-Request-Id`: the prefill side finds
-/// the decode side's blocks by what their ids have in common.
+/// The two legs for instances with the NixlPushConnector. Both must carry `id` as `X-Request-Id`: the prefill side
+/// finds the decode side's blocks by what their ids have in common.
 ///
 /// # Errors
 ///
-/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a target
-/// that is not complete.
+/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a
+/// target that is not complete.
 pub fn push_legs(request: &Value, id: &XRequestId, target: &PushTarget) -> Result<Legs, ParamsError> {
     let remote = RemoteBlocks {
         tp_size: target.tp_size,

@@ -38,8 +38,8 @@ pub fn prefill_leg(request: &Value) -> Result<Value, ParamsError> {
     bodies::prefill(request, TransferParams::ask_prefill().to_value(Dialect::default())?)
 }
 
-/// The body of the prefill leg of a later turn, for instances with `bidirectional_kv_xfer`: the prefill instance may load
-/// what the decode instance of the turn before still holds. `earlier` is that instance's answer; it serves once.
+/// The body of the prefill leg of a later turn, for instances with `bidirectional_kv_xfer`: the prefill instance may
+/// load what the decode instance of the turn before still holds. `earlier` is that instance's answer; it serves once.
 ///
 /// # Errors
 ///
@@ -55,7 +55,8 @@ pub fn prefill_leg_of_later_turn(
     if !params.do_remote_decode {
         return Err(ParamsError::new(
             "do_remote_decode",
-            "do_remote_decode is not true in the earlier answer: it is not from a decode instance with bidirectional_kv_xfer",
+            "do_remote_decode is not true in the earlier answer: it is not from a decode instance with \
+             bidirectional_kv_xfer",
         ));
     }
     bodies::prefill(request, params.to_value(dialect)?)

@@ -42,8 +42,8 @@ impl AnswerStream {
     ///
     /// # Errors
     ///
-    /// A chunk that is no JSON object, an event with an `error`, parameters of a wrong kind, or a line that is too long.
-    /// The bytes may be passed on to the client all the same; the stream is not to be pushed to any more.
+    /// A chunk that is no JSON object, an event with an `error`, parameters of a wrong kind, or a line that is too
+    /// long. The bytes may be passed on to the client all the same; the stream is not to be pushed to any more.
     pub fn push(&mut self, mut bytes: &[u8]) -> Result<(), ParamsError> {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             let (line, left) = bytes.split_at(end);

@@ -40,8 +40,9 @@ impl Expectation {
         }
     }
 
-    /// Reads a payload and checks it, in this order: it can be read; it is no refusal; the hashes are the same; the metadata
-    /// can be read; the context parallel sizes go together; it is the expected engine; the metadata is sound in itself.
+    /// Reads a payload and checks it, in this order: it can be read; it is no refusal; the hashes are the same; the
+    /// metadata can be read; the context parallel sizes go together; it is the expected engine; the metadata is sound
+    /// in itself.
     ///
     /// # Errors
     ///

@@ -14,10 +14,11 @@ const MAX_ENVELOPE: usize = 8;
 /// Bytes in each of them: ZMQ's own limit for identities.
 const MAX_IDENTITY: usize = 255;
 
-/// Answers handshakes for all workers of an engine: what a ROUTER socket receives goes in, what it shall send comes out.
+/// Answers handshakes for all workers of an engine: what a ROUTER socket receives goes in, what it shall send comes
+/// out.
 ///
-/// Every request that can be answered is answered: with a worker's metadata, or with words ([`HandshakePayload::refused`]),
-/// which a vLLM peer reports and survives. Nothing is remembered of peers.
+/// Every request that can be answered is answered: with a worker's metadata, or with words
+/// ([`HandshakePayload::refused`]), which a vLLM peer reports and survives. Nothing is remembered of peers.
 ///
 /// ```
 /// use kvx_connector::Dialect;
@@ -74,7 +75,8 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// A message that nothing can be sent back for: no frames, no identity in front, or an envelope beyond ZMQ's limits.
+    /// A message that nothing can be sent back for: no frames, no identity in front, or an envelope beyond ZMQ's
+    /// limits.
     pub fn answer<'a, F: AsRef<[u8]>>(&self, frames: &'a [F], now: Time) -> Result<Reply<'a, F>> {
         let (envelope, request) = opened(frames)?;
         let request = match request {
@@ -91,7 +93,8 @@ impl Listener {
                 Reply { envelope, payload, clock, refusal: None }
             }
             Err(refusal) => {
-                // An older peer takes one frame, a newer one two: a request that was not understood is not an older one's.
+                // An older peer takes one frame, a newer one two: a request that was not understood is not an older
+                // one's.
                 let older = self.older_form(frames);
                 Reply {
                     envelope,

@@ -30,8 +30,8 @@ impl HandshakePayload {
         HandshakePayload { compatibility_hash, agent_metadata_bytes, refusal: None, shape: Shape::default() }
     }
 
-    /// No, in words. vLLM finds them in place of the hash, and writes them into its log when it refuses the handshake; if it
-    /// does not compare hashes, it refuses the empty metadata.
+    /// No, in words. vLLM finds them in place of the hash, and writes them into its log when it refuses the
+    /// handshake; if it does not compare hashes, it refuses the empty metadata.
     pub fn refused(why: impl std::fmt::Display) -> Self {
         let mut why = why.to_string();
         if let Some((end, _)) = why.char_indices().nth(Self::MAX_REFUSAL / 4) {

@@ -8,13 +8,14 @@ use kvx_core::{Error, Kind, Result};
 use super::{ClockReading, Expectation, HandshakePayload, HandshakeRequest, NixlAgentMetadata};
 use crate::engine::{ClockOffset, Time, WorkerRank};
 
-/// One handshake with an engine: a question for each of its workers that this one needs, one after the other, each over the
-/// same REQ socket and with a time limit of its own.
+/// One handshake with an engine: a question for each of its workers that this one needs, one after the other, each
+/// over the same REQ socket and with a time limit of its own.
 ///
-/// The caller sends what [`request`](Self::request) gives, passes the answer to [`received`](Self::received), and calls
-/// [`tick`](Self::tick) when [`answer_by`](Self::answer_by) has come. After an error the handshake is over: close the socket.
-/// The workers must exist, as `tp_size` and `pp_size` in the parameters say, and the dialect must be the peer's: vLLM's
-/// listener does not survive a question for a worker that it does not have, or one of another form.
+/// The caller sends what [`request`](Self::request) gives, passes the answer to [`received`](Self::received), and
+/// calls [`tick`](Self::tick) when [`answer_by`](Self::answer_by) has come. After an error the handshake is over:
+/// close the socket. The workers must exist, as `tp_size` and `pp_size` in the parameters say, and the dialect must
+/// be the peer's: vLLM's listener does not survive a question for a worker that it does not have, or one of another
+/// form.
 ///
 /// ```
 /// use std::time::Duration;
@@ -85,7 +86,8 @@ impl Handshake {
                 return Err(Error::new(
                     Kind::Invalid,
                     format!(
-                        "engine {} has {pp_size} x {tp_size} workers, none is pp {} tp {}; asking would end its listener",
+                        "engine {} has {pp_size} x {tp_size} workers, none is pp {} tp {}; asking would end its \
+                         listener",
                         expectation.engine_id, rank.pp, rank.tp
                     ),
                 ));
@@ -141,7 +143,8 @@ impl Handshake {
                 self.over(Error::new(
                     Kind::TimedOut,
                     format!(
-                        "the side channel of engine {} did not answer for worker pp {pp} tp {tp} within {:?}; it is down, \
+                        "the side channel of engine {} did not answer for worker pp {pp} tp {tp} within {:?}; it \
+                         is down, \
                          or vLLM's listener has ended: restart the instance",
                         self.expectation.engine_id, self.limit
                     ),
@@ -216,7 +219,8 @@ impl Handshake {
             return Err(Error::new(
                 Kind::Malformed,
                 format!(
-                    "malformed handshake answer: {} frames, {wanted} wanted; the peer may speak another version than {}: set \
+                    "malformed handshake answer: {} frames, {wanted} wanted; the peer may speak another version \
+                     than {}: set \
                      kv_compat to its version",
                     frames.len(),
                     self.expectation.dialect

@@ -1,5 +1,5 @@
-//! The part of msgpack that these protocols use, byte for byte as msgspec writes it: integers, strings and lengths in their
-//! shortest form, floats of 64 bits.
+//! The part of msgpack that these protocols use, byte for byte as msgspec writes it: integers, strings and lengths in
+//! their shortest form, floats of 64 bits.
 //!
 //! Reading trusts nothing: lengths are held against the bytes that are there before anything is allocated, nesting is
 //! limited, and extension types are refused.

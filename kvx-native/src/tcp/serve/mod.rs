@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use kvx_backend::control::NoticesFromPeer;
-use kvx_backend::reactor::Turns;
+use kvx_backend::reactor::WorkQueue;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
@@ -56,7 +56,7 @@ pub(crate) struct ServedLane {
     last_id: Option<u64>,
     /// Requests that were cancelled before they came.
     cancelled: HashSet<u64>,
-    reads: Turns<ServedRead>,
+    reads: WorkQueue<ServedRead>,
     /// Those that wait for a device, by token.
     waiting: HashMap<u64, ServedRead>,
     /// The read whose payload is going out.
@@ -93,7 +93,7 @@ impl ServedLane {
             lane,
             last_id: None,
             cancelled: HashSet::new(),
-            reads: Turns::default(),
+            reads: WorkQueue::default(),
             waiting: HashMap::new(),
             sending: None,
             writes: HashMap::new(),

@@ -1,21 +1,21 @@
-//! Whose turn it is.
+//! Work that takes turns.
 
-/// Whose turn it is: small work first, bulk work round robin, and every eighth turn to bulk work so that a stream of
+/// Gives out turns: small work first, bulk work round robin, and every eighth turn to bulk work so that a stream of
 /// small requests cannot starve it.
 #[derive(Debug)]
-pub struct Turns<W> {
+pub struct WorkQueue<W> {
     small: std::collections::VecDeque<W>,
     bulk: std::collections::VecDeque<W>,
     in_a_row: u32,
 }
 
-impl<W> Default for Turns<W> {
+impl<W> Default for WorkQueue<W> {
     fn default() -> Self {
-        Turns { small: Default::default(), bulk: Default::default(), in_a_row: 0 }
+        WorkQueue { small: Default::default(), bulk: Default::default(), in_a_row: 0 }
     }
 }
 
-impl<W> Turns<W> {
+impl<W> WorkQueue<W> {
     /// The size up to which work counts as small.
     pub const SMALL: u64 = 256 << 10;
 
@@ -36,12 +36,12 @@ impl<W> Turns<W> {
         self.bulk.pop_front().or_else(|| self.small.pop_front())
     }
 
-    /// How much work waits.
+    /// The number of entries that wait.
     pub fn len(&self) -> usize {
         self.small.len() + self.bulk.len()
     }
 
-    /// Whether none waits.
+    /// True if none waits.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn small_work_goes_first_and_does_not_starve_bulk_work() {
-        let mut turns = Turns::default();
+        let mut turns = WorkQueue::default();
         turns.push("bulk", 10 << 20);
         for _ in 0..20 {
             turns.push("small", 4096);

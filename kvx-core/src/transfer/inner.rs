@@ -1,30 +1,23 @@
-//! Transfers: one posted plan in flight. A future that resolves once, at its settling or its deadline.
+//! One transfer from its post to its settling.
 
-use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::bound::Bound;
 use crate::breaks::broken;
-use crate::completion::{Completion, Shot};
+use crate::completion::Promise;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::operation::{Op, Size};
-use crate::peer::{Job, NeedsLink, PeerInner};
+use crate::peer::{LinkRequest, NeedsLink, PeerInner};
 use crate::plan::Plan;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Settle;
 use crate::transport::Link;
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
 
-use looks::Looks;
-
-mod looks;
-
-/// What a transfer did.
+/// The result of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
@@ -34,7 +27,7 @@ pub struct Report {
     pub blocks: u64,
     /// Contiguous pieces that were left after merging neighbours.
     pub segments: u64,
-    /// How long the post kept its caller.
+    /// The time that the post kept its caller.
     pub post_time: Duration,
     /// From the post until the data had arrived.
     pub transfer_time: Duration,
@@ -42,14 +35,7 @@ pub struct Report {
     pub backend: &'static str,
 }
 
-/// A posted plan. A future under any runtime; [`wait`](Transfer::wait) without one.
-///
-/// Resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory stays pinned until it has
-/// [settled](Transfer::settled), which may be later. Dropping it cancels what can be cancelled and frees nothing early.
-#[must_use = "dropping a transfer cancels it"]
-pub struct Transfer(pub(crate) Arc<TransferState>);
-
-pub(crate) struct TransferState {
+pub(crate) struct TransferInner {
     pub(crate) id: TransferId,
     pub(crate) plan: Plan,
     peer: Arc<PeerInner>,
@@ -57,38 +43,38 @@ pub(crate) struct TransferState {
     deadline: Deadline,
     /// Set before a cancel looks for the link, and read after a start has chosen one: one of them tells it.
     cancelled: AtomicBool,
-    /// Whether some backend has refused it.
+    /// True if some backend has refused it.
     refused: AtomicBool,
-    /// Resolved and settled: nothing more happens to it. What ends otherwise does not say so here.
-    over: AtomicBool,
-    state: Mutex<State>,
-    finished: Condvar,
+    /// Resolved and settled: nothing more happens to it. Other ends do not set it.
+    pub(super) over: AtomicBool,
+    pub(super) state: Mutex<TransferState>,
+    pub(super) finished: Condvar,
     span: tracing::Span,
 }
 
-struct State {
-    outcome: Outcome,
-    stage: Stage,
-    /// What carries it, once a route is chosen.
-    on: Option<(Arc<dyn Link>, &'static str)>,
+pub(super) struct TransferState {
+    outcome: Resolution,
+    pub(super) stage: TicketStage,
+    /// The link that carries it and its backend, once a route is chosen.
+    pub(super) on: Option<(Arc<dyn Link>, &'static str)>,
     notify: Option<Box<[u8]>>,
-    waker: Option<Waker>,
+    pub(super) waker: Option<Waker>,
     watch: Option<Watch>,
-    settled: Vec<Arc<Shot<()>>>,
+    pub(super) settled: Vec<Arc<Promise<()>>>,
     post_time: Duration,
     /// Backends that had a link to the peer but could not carry this transfer, and why.
     refused: Vec<(&'static str, Error)>,
 }
 
-enum Outcome {
+enum Resolution {
     Pending,
     Done(Result<Report>),
     Taken,
 }
 
-/// Where the transfer's memory stands.
+/// The state of the transfer's ticket, and so of its memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+pub(super) enum TicketStage {
     /// Not handed to a transport yet.
     Parked,
     /// A transport holds the ticket.
@@ -99,7 +85,7 @@ enum Stage {
     Forgotten,
 }
 
-impl TransferState {
+impl TransferInner {
     pub(crate) fn new(
         plan: Plan,
         peer: Arc<PeerInner>,
@@ -116,7 +102,7 @@ impl TransferState {
             bytes = plan.size().bytes,
             blocks = plan.size().blocks,
         );
-        Arc::new(TransferState {
+        Arc::new(TransferInner {
             id,
             plan,
             peer,
@@ -125,9 +111,9 @@ impl TransferState {
             cancelled: AtomicBool::new(false),
             refused: AtomicBool::new(false),
             over: AtomicBool::new(false),
-            state: Mutex::new(State {
-                outcome: Outcome::Pending,
-                stage: Stage::Parked,
+            state: Mutex::new(TransferState {
+                outcome: Resolution::Pending,
+                stage: TicketStage::Parked,
                 on: None,
                 notify,
                 waker: None,
@@ -149,7 +135,7 @@ impl TransferState {
         let open = {
             let mut state = self.state.lock();
             // Settled but not resolved: its notification is under way, and the deadline holds for that too.
-            let open = matches!(state.outcome, Outcome::Pending);
+            let open = matches!(state.outcome, Resolution::Pending);
             if open {
                 state.post_time = self.posted.elapsed();
             }
@@ -158,7 +144,7 @@ impl TransferState {
         let Some(at) = self.deadline.instant().filter(|_| open) else { return };
         let watch = self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>);
         let mut state = self.state.lock();
-        if matches!(state.outcome, Outcome::Pending) {
+        if matches!(state.outcome, Resolution::Pending) {
             state.watch = Some(watch);
             drop(state);
         } else {
@@ -178,9 +164,9 @@ impl TransferState {
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
         let parked = {
             let mut state = self.state.lock();
-            let parked = state.stage == Stage::Parked;
+            let parked = state.stage == TicketStage::Parked;
             if parked {
-                state.stage = Stage::InFlight;
+                state.stage = TicketStage::InFlight;
             }
             parked
         };
@@ -195,7 +181,7 @@ impl TransferState {
         self.decide(self.state.lock(), result);
     }
 
-    /// What a user is told of an error. Takes the lock of the peer.
+    /// The error as a user is told it. Takes the lock of the peer.
     fn explained(&self, error: Error) -> Error {
         // A link that was closed because the peer is lost says less than the loss.
         let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
@@ -207,10 +193,10 @@ impl TransferState {
     }
 
     /// As [`resolve`](Self::resolve), in a state that is locked, with an error that is explained.
-    fn decide(&self, mut state: MutexGuard<'_, State>, result: Result<Report>) {
-        let settled = matches!(state.stage, Stage::Settled | Stage::Forgotten);
+    fn decide(&self, mut state: MutexGuard<'_, TransferState>, result: Result<Report>) {
+        let settled = matches!(state.stage, TicketStage::Settled | TicketStage::Forgotten);
         let watch = state.watch.take_if(|_| settled);
-        if !matches!(state.outcome, Outcome::Pending) {
+        if !matches!(state.outcome, Resolution::Pending) {
             drop(state);
             return drop(watch);
         }
@@ -219,7 +205,7 @@ impl TransferState {
             None => error,
         });
         let told = result.clone();
-        state.outcome = Outcome::Done(result);
+        state.outcome = Resolution::Done(result);
         self.over.store(settled, Ordering::Release);
         let waker = state.waker.take();
         drop(state);
@@ -245,7 +231,7 @@ impl TransferState {
         }
     }
 
-    fn report(&self, state: &State) -> Report {
+    fn report(&self, state: &TransferState) -> Report {
         let Size { bytes, blocks, segments, .. } = self.plan.size();
         let transfer_time = self.posted.elapsed();
         Report {
@@ -267,7 +253,7 @@ impl TransferState {
         let link = {
             let state = self.state.lock();
             match state.stage {
-                Stage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
+                TicketStage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
                 _ => None,
             }
         };
@@ -282,15 +268,15 @@ impl TransferState {
     fn try_another(self: &Arc<Self>, error: &Error) -> bool {
         {
             let mut state = self.state.lock();
-            let open = matches!(state.outcome, Outcome::Pending)
-                && state.stage == Stage::InFlight
+            let open = matches!(state.outcome, Resolution::Pending)
+                && state.stage == TicketStage::InFlight
                 && !self.cancelled.load(Ordering::SeqCst);
             let Some((_, backend)) = state.on.take_if(|_| open) else {
                 return false;
             };
             state.refused.push((backend, error.clone()));
             self.refused.store(true, Ordering::SeqCst);
-            state.stage = Stage::Parked;
+            state.stage = TicketStage::Parked;
         }
         self.dispatch();
         true
@@ -298,7 +284,7 @@ impl TransferState {
 
     /// Goes to the choice of a link.
     pub(crate) fn dispatch(self: &Arc<Self>) {
-        self.peer.dispatch(Job::Transfer(Arc::clone(self) as Arc<dyn NeedsLink>));
+        self.peer.dispatch(LinkRequest::Transfer(Arc::clone(self) as Arc<dyn NeedsLink>));
     }
 
     fn let_go(&self) {
@@ -308,21 +294,21 @@ impl TransferState {
         self.peer.agent.budget.give_back(self.plan.size().description);
     }
 
-    fn take(&self, state: &mut State) -> Option<Result<Report>> {
-        match std::mem::replace(&mut state.outcome, Outcome::Taken) {
-            Outcome::Pending => {
-                state.outcome = Outcome::Pending;
+    pub(super) fn take(&self, state: &mut TransferState) -> Option<Result<Report>> {
+        match std::mem::replace(&mut state.outcome, Resolution::Taken) {
+            Resolution::Pending => {
+                state.outcome = Resolution::Pending;
                 None
             }
-            Outcome::Done(result) => Some(result),
-            Outcome::Taken => {
+            Resolution::Done(result) => Some(result),
+            Resolution::Taken => {
                 Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")))
             }
         }
     }
 }
 
-impl NeedsLink for TransferState {
+impl NeedsLink for TransferInner {
     fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -336,17 +322,17 @@ impl NeedsLink for TransferState {
     }
 
     fn has_ended(&self) -> bool {
-        self.state.lock().stage != Stage::Parked
+        self.state.lock().stage != TicketStage::Parked
     }
 
     /// Unless it has ended while it was parked.
     fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>) {
         let early = {
             let mut state = self.state.lock();
-            if state.stage != Stage::Parked {
+            if state.stage != TicketStage::Parked {
                 return;
             }
-            state.stage = Stage::InFlight;
+            state.stage = TicketStage::InFlight;
             state.on = Some((Arc::clone(link), backend));
             state.notify.take_if(|_| broken("early-notify"))
         };
@@ -370,7 +356,7 @@ impl NeedsLink for TransferState {
     }
 }
 
-impl Settle for TransferState {
+impl Settle for TransferInner {
     fn settled(self: Arc<Self>, result: Result<()>) {
         if let Err(error) = &result
             && error.kind() == Kind::Unsupported
@@ -379,7 +365,7 @@ impl Settle for TransferState {
             return;
         }
         if broken("free-early")
-            && std::mem::replace(&mut self.state.lock().stage, Stage::Settled) == Stage::Settled
+            && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled) == TicketStage::Settled
         {
             return; // a broken core settles twice
         }
@@ -387,9 +373,9 @@ impl Settle for TransferState {
         // Before anybody can see that it has ended: the next post may need its share of the budget.
         self.let_go();
         let mut state = self.state.lock();
-        state.stage = Stage::Settled;
+        state.stage = TicketStage::Settled;
         let waiting = std::mem::take(&mut state.settled);
-        let open = matches!(state.outcome, Outcome::Pending);
+        let open = matches!(state.outcome, Resolution::Pending);
         let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
         let result = result.map(|()| self.report(&state));
         match (notify, &state.on) {
@@ -403,8 +389,8 @@ impl Settle for TransferState {
             }
             _ => self.decide(state, result),
         }
-        for shot in waiting {
-            shot.finish(Ok(()));
+        for promise in waiting {
+            promise.finish(Ok(()));
         }
     }
 
@@ -420,7 +406,7 @@ impl Settle for TransferState {
         };
         let waiting = {
             let mut state = self.state.lock();
-            state.stage = Stage::Forgotten;
+            state.stage = TicketStage::Forgotten;
             std::mem::take(&mut state.settled)
         };
         for region in &self.plan.0.locals {
@@ -434,13 +420,13 @@ impl Settle for TransferState {
         // Its regions stay pinned: a later revoke of one says `StillShared`. The budget is free for others.
         self.peer.agent.budget.give_back(self.plan.size().description);
         self.resolve(Err(error()));
-        for shot in waiting {
-            shot.finish(Err(error()));
+        for promise in waiting {
+            promise.finish(Err(error()));
         }
     }
 }
 
-impl Expire for TransferState {
+impl Expire for TransferInner {
     fn expire(self: Arc<Self>) {
         if broken("deadline") {
             return;
@@ -471,123 +457,5 @@ impl Expire for TransferState {
                 self.cancel(closed());
             }
         }
-    }
-}
-
-impl Transfer {
-    /// Its number.
-    pub fn id(&self) -> TransferId {
-        self.0.id
-    }
-
-    /// Blocks until it resolves, making progress on this thread where the link can. Past `deadline` it says
-    /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
-    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Report> {
-        crate::fork::check()?;
-        let link = {
-            let mut state = self.0.state.lock();
-            if let Some(result) = self.0.take(&mut state) {
-                return result;
-            }
-            state.on.as_ref().map(|(link, _)| Arc::clone(link))
-        };
-        let until = deadline.into();
-        // Lends a hand first.
-        let (begun, mut looks) = (Instant::now(), 0);
-        while let Some(link) = &link {
-            let turn = link.drive();
-            let moved = turn.done > 0;
-            looks = if moved { 0 } else { looks + 1 };
-            if let Some(result) = self.0.take(&mut self.0.state.lock()) {
-                return result;
-            }
-            let now = Instant::now();
-            let Looks { patience, between } = Looks::after(&self.0.plan.size(), &turn);
-            if until.instant().is_some_and(|until| until <= now) || (!moved && now >= begun + patience) {
-                break;
-            }
-            if !moved {
-                between(looks);
-            }
-        }
-        if let Some(link) = &link {
-            link.hand_over();
-        }
-        let mut state = self.0.state.lock();
-        loop {
-            if let Some(result) = self.0.take(&mut state) {
-                return result;
-            }
-            if until.passed() {
-                return Err(Error::new(
-                    Kind::TimedOut,
-                    "the wait for a transfer ended: wait longer, or await it",
-                ));
-            }
-            state = self.0.finished.wait_until(state, until.instant());
-        }
-    }
-
-    /// Ends when the transfer has settled: nobody will read or write its local memory for it again.
-    pub fn settled(&self) -> Completion<()> {
-        if let Err(error) = crate::fork::check() {
-            return Completion::ready(Err(error));
-        }
-        let shot = Shot::new();
-        let mut state = self.0.state.lock();
-        match state.stage {
-            Stage::Settled => {
-                shot.finish(Ok(()));
-            }
-            Stage::Forgotten => {
-                shot.finish(Err(Error::new(
-                    Kind::Forgotten,
-                    "the transport lost the transfer: it never settles",
-                )));
-            }
-            _ => state.settled.push(Arc::clone(&shot)),
-        }
-        Completion::of(shot)
-    }
-
-    /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same.
-    pub fn cancel(&self) {
-        if crate::fork::check().is_ok() {
-            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
-        }
-    }
-}
-
-impl Future for Transfer {
-    type Output = Result<Report>;
-
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        crate::fork::check()?;
-        let mut state = self.0.state.lock();
-        if let Some(result) = self.0.take(&mut state) {
-            return Poll::Ready(result);
-        }
-        match &mut state.waker {
-            Some(waker) => waker.clone_from(context.waker()),
-            none => *none = Some(context.waker().clone()),
-        }
-        Poll::Pending
-    }
-}
-
-impl Drop for Transfer {
-    fn drop(&mut self) {
-        if crate::fork::check().is_err() || self.0.over.load(Ordering::Acquire) {
-            return;
-        }
-        if !matches!(self.0.state.lock().stage, Stage::Settled | Stage::Forgotten) {
-            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was dropped"));
-        }
-    }
-}
-
-impl fmt::Debug for Transfer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Transfer({}, {:?})", self.0.id.0, self.0.plan)
     }
 }

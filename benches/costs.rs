@@ -1,4 +1,4 @@
-//! What kvx's own work costs, without moving a byte: plans, segments, metadata, tickets, posts.
+//! Measures kvx's own work, without moving a byte: plans, segments, metadata, tickets, posts.
 //!
 //! `cargo bench --bench costs` runs criterion; with `-- --bars` it prints the few figures that have a bar, one JSON
 //! object a line, for `cargo xtask limits`.

@@ -1,7 +1,8 @@
-//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's README.md walks through it.
+//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's README.md walks
+//! through it.
 //!
-//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams over Unix sockets, pieces by
-//! `process_vm_readv` and `process_vm_writev`, both in random order.
+//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams over Unix sockets,
+//! pieces by `process_vm_readv` and `process_vm_writev`, both in random order.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};

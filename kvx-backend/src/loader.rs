@@ -1,8 +1,8 @@
 //! Opens native libraries at run time: a missing one is a reason in a list, never a crash.
 //!
-//! The host process belongs to the program, not to the libraries that kvx needs. They are never closed (their threads and exit
-//! handlers would run into unmapped code), the environment is not changed for them, and the signal handlers that some
-//! install while they are loaded or initialised are put back: open a library and initialise it in one
+//! The host process belongs to the program, not to the libraries that kvx needs. They are never closed (their threads
+//! and exit handlers would run into unmapped code), the environment is not changed for them, and the signal handlers
+//! that some install while they are loaded or initialised are put back: open a library and initialise it in one
 //! [`with_signals_kept`].
 //!
 //! ```

@@ -1,4 +1,4 @@
-//! How a backend reaches a second process of this host, found out by a link to one and a block each way.
+//! Finds out how a backend reaches a second process of this host: by a link to one and a block each way.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ const CHOICE: Duration = Duration::from_secs(2);
 /// One block is read and written.
 const BLOCK: u64 = 256;
 
-/// What the backend says of a link to a second process of this program. Errors: why there is none, or what did not move.
+/// What the backend says of a link to a second process of this program. Errors: why there is none, or what did not
+/// move.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).build(registry)?;
     let owner = Owner::start(&[backend], STEP, PATIENCE)?;

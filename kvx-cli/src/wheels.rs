@@ -9,18 +9,18 @@ pub(crate) const PLACES: &str =
     "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
 
 /// Places below a folder of packages (`site-packages`).
-const IN_WHEELS: &[Place] = &[
-    Place::new("UCX", "KVX_UCX_LIB", "libucx/lib/libucp.so.0"),
-    Place::new("MOONCAKE", "KVX_MOONCAKE_ENGINE", "mooncake/engine*.so"),
-    Place::new("RIXL", "KVX_RIXL_LIB", ".nixl*.mesonpy.libs/libnixl_capi.so"),
+const IN_WHEELS: &[WheelPattern] = &[
+    WheelPattern::new("UCX", "KVX_UCX_LIB", "libucx/lib/libucp.so.0"),
+    WheelPattern::new("MOONCAKE", "KVX_MOONCAKE_ENGINE", "mooncake/engine*.so"),
+    WheelPattern::new("RIXL", "KVX_RIXL_LIB", ".nixl*.mesonpy.libs/libnixl_capi.so"),
 ];
 
 /// Places below the root of a conda environment.
-const IN_CONDA: &[Place] = &[
-    Place::new("UCX", "KVX_UCX_LIB", "lib/libucp.so.0"),
-    Place::new("LIBFABRIC", "KVX_LIBFABRIC_LIB", "lib/libfabric.so.1"),
-    Place::new("MOONCAKE", "KVX_MOONCAKE_LIB", "lib/libtransfer_engine.so"),
-    Place::new("RIXL", "KVX_RIXL_LIB", "lib/libnixl_capi.so"),
+const IN_CONDA: &[WheelPattern] = &[
+    WheelPattern::new("UCX", "KVX_UCX_LIB", "lib/libucp.so.0"),
+    WheelPattern::new("LIBFABRIC", "KVX_LIBFABRIC_LIB", "lib/libfabric.so.1"),
+    WheelPattern::new("MOONCAKE", "KVX_MOONCAKE_LIB", "lib/libtransfer_engine.so"),
+    WheelPattern::new("RIXL", "KVX_RIXL_LIB", "lib/libnixl_capi.so"),
 ];
 
 /// Where the folders of packages lie below the root of an environment.
@@ -37,15 +37,15 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
 }
 
-struct Place {
+struct WheelPattern {
     backend: &'static str,
     variable: &'static str,
     pattern: &'static str,
 }
 
-impl Place {
+impl WheelPattern {
     const fn new(backend: &'static str, variable: &'static str, pattern: &'static str) -> Self {
-        Place { backend, variable, pattern }
+        WheelPattern { backend, variable, pattern }
     }
 }
 
@@ -78,8 +78,8 @@ impl Environments {
 pub(crate) fn find(environments: &Environments) -> Vec<Found> {
     let mut seen = BTreeSet::new();
     let mut found = Vec::new();
-    let mut look = |root: &Path, places: &[Place]| {
-        for Place { backend, variable, pattern } in places {
+    let mut look = |root: &Path, places: &[WheelPattern]| {
+        for WheelPattern { backend, variable, pattern } in places {
             for path in matches(root, pattern) {
                 let file = path.canonicalize().unwrap_or_else(|_| path.clone());
                 if seen.insert(file) {

@@ -64,7 +64,8 @@ impl Wheel {
         output(command.args(arguments).env(self.variable, &self.library), LIMIT)
     }
 
-    /// One point of `kvx bench`, with this script beside it. It moves bytes and checks them; how fast is not asked here.
+    /// One point of `kvx bench`, with this script beside it. It moves bytes and checks them; how fast is not asked
+    /// here.
     fn is_measured_beside(&self, backend: &str, script: &str, name: &str) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(script);
         let beside = format!("'{}' '{}'", self.python.display(), script.display());

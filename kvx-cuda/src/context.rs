@@ -1,7 +1,7 @@
 //! Contexts, streams and events: by cudarc, so that a program which uses it too shares them in kind.
 //!
-//! Only what makes and ends them. cudarc holds statuses in an enumeration of its own, which has no value for those of a newer
-//! driver; what is asked again and again, and may answer anything, goes through kvx's own table.
+//! Only what makes and ends them. cudarc holds statuses in an enumeration of its own, which has no value for those of a
+//! newer driver; what is asked again and again, and may answer anything, goes through kvx's own table.
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUevent_flags, CUstream};
@@ -20,7 +20,8 @@ pub(crate) fn primary(library: &Library, device: DeviceNumber) -> Result<usize> 
     // SAFETY: the device is one that the driver named; a place for one handle.
     let status = unsafe { (table.cuDevicePrimaryCtxRetain)(&raw mut ours, device) };
     library.check("cuDevicePrimaryCtxRetain", status)?;
-    // SAFETY: the device is one that the driver named; the library is one that cudarc finds (`Library::is_the_only_one`).
+    // SAFETY: the device is one that the driver named; the library is one that cudarc finds
+    // (`Library::is_the_only_one`).
     let cudarcs = unsafe { result::primary_ctx::retain(device) };
     let theirs = cudarcs.as_ref().map_or(0, |context| *context as usize);
     if theirs != ours as usize {

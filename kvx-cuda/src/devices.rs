@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_core::{DeviceId, MemoryKind, Unavailable};
-use kvx_gpu::{About, Device};
+use kvx_gpu::{Device, DeviceInfo};
 
 use crate::driver::Cuda;
 use crate::ffi::{self, DeviceNumber, Status};
@@ -54,7 +54,7 @@ fn found(library: &'static Library) -> Result<Vec<Arc<Device>>, Unavailable> {
             check("cuDeviceGet", (table.cuDeviceGet)(&raw mut number, ordinal))?;
             check("cuDeviceGetUuid", (table.cuDeviceGetUuid_v2)(&raw mut id, number))?;
         }
-        let about = About {
+        let about = DeviceInfo {
             kind: MemoryKind::Cuda,
             driver: "CUDA",
             id: DeviceId(id),

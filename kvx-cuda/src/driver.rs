@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 use kvx_core::memory::Hop;
 use kvx_core::{DeviceId, Error, Kind, Result};
 use kvx_gpu::{
-    About, Current, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace, Rows, StreamHandle,
-    Way,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
+    Rows, StreamHandle,
 };
 
 use crate::ffi::{
@@ -22,7 +22,7 @@ use crate::{context, kernels, virtual_memory};
 pub(crate) struct Cuda {
     pub(crate) library: &'static Library,
     pub(crate) number: DeviceNumber,
-    about: About,
+    about: DeviceInfo,
     /// All devices of this process.
     all: Arc<[(DeviceId, DeviceNumber)]>,
     /// The primary context, once it was needed.
@@ -33,7 +33,7 @@ impl Cuda {
     pub(crate) fn new(
         library: &'static Library,
         number: DeviceNumber,
-        about: About,
+        about: DeviceInfo,
         all: Arc<[(DeviceId, DeviceNumber)]>,
     ) -> Self {
         Cuda { library, number, about, all, context: OnceLock::new() }
@@ -71,10 +71,10 @@ impl Cuda {
     }
 }
 
-// SAFETY: each method is the driver's call of that meaning; an event that the driver says is reached has all before it on
-// its stream behind it.
+// SAFETY: each method is the driver's call of that meaning; an event that the driver says is reached has all before it
+// on its stream behind it.
 unsafe impl Driver for Cuda {
-    fn about(&self) -> &About {
+    fn about(&self) -> &DeviceInfo {
         &self.about
     }
 
@@ -265,28 +265,30 @@ unsafe impl Driver for Cuda {
         ends_all_work(code)
     }
 
-    unsafe fn copy(&self, way: Way, line: Hop, stream: StreamHandle) -> Result<()> {
+    unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> Result<()> {
         let Hop { from, to, len } = line;
         let (table, stream) = (self.table(), stream.0 as Handle);
         // SAFETY: the caller's promise.
         let (call, status) = unsafe {
             match way {
-                Way::ToDevice => (
+                CopyDirection::ToDevice => (
                     "cuMemcpyHtoDAsync",
                     (table.cuMemcpyHtoDAsync_v2)(to, from as *const c_void, len, stream),
                 ),
-                Way::ToHost => {
+                CopyDirection::ToHost => {
                     ("cuMemcpyDtoHAsync", (table.cuMemcpyDtoHAsync_v2)(to as *mut c_void, from, len, stream))
                 }
-                Way::Within => ("cuMemcpyDtoDAsync", (table.cuMemcpyDtoDAsync_v2)(to, from, len, stream)),
+                CopyDirection::Within => {
+                    ("cuMemcpyDtoDAsync", (table.cuMemcpyDtoDAsync_v2)(to, from, len, stream))
+                }
             }
         };
         self.check(call, status)
     }
 
-    unsafe fn copy_rows(&self, way: Way, rows: Rows, stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> Result<()> {
         let Rows { from, from_pitch, to, to_pitch, width, count } = rows;
-        let (from_host, to_host) = (way == Way::ToDevice, way == Way::ToHost);
+        let (from_host, to_host) = (way == CopyDirection::ToDevice, way == CopyDirection::ToHost);
         let kind = |host| if host { ffi::HOST } else { ffi::DEVICE };
         let copy = Copy2d {
             source_x: 0,
@@ -316,7 +318,7 @@ unsafe impl Driver for Cuda {
         self.table().cuMemcpyBatchAsync_v2.is_some() || self.table().cuMemcpyBatchAsync.is_some()
     }
 
-    unsafe fn copy_batch(&self, _: Way, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_batch(&self, _: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         let mut to: Vec<_> = lines.iter().map(|line| line.to).collect();
         let mut from: Vec<_> = lines.iter().map(|line| line.from).collect();
         let mut lens: Vec<_> = lines.iter().map(|line| line.len).collect();

@@ -1,4 +1,5 @@
-//! What kvx calls of CUDA's driver: a table of its own, with statuses as plain numbers, because a newer driver has newer ones.
+//! The functions of CUDA's driver that kvx calls: a table of its own, with statuses as plain numbers, because a newer
+//! driver has newer ones.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 

@@ -43,8 +43,8 @@ impl Library {
     fn load() -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let library = Search::new(VARIABLE, &[NAME], CURE).files([FURTHER.into()]).open()?;
-            // SAFETY: the signatures are those of the driver's interface, which keeps the functions of a name and number
-            // as they are; that this is such a driver is what its name promises, or whoever set the variable.
+            // SAFETY: the signatures are those of the driver's interface, which keeps the functions of a name and
+            // number as they are; that this is such a driver is what its name promises, or whoever set the variable.
             let version: unsafe extern "C" fn(*mut c_int) -> Status =
                 unsafe { library.symbol(c"cuDriverGetVersion") }?;
             let mut number = 0;

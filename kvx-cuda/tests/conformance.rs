@@ -1,4 +1,5 @@
-//! SHM and TCP keep the contract over NVIDIA devices: those of the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
+//! SHM and TCP keep the contract over NVIDIA devices: those of the stand-in, or, if `KVX_CUDA_LIB` names a driver, its
+//! own.
 
 mod native;
 

@@ -1,5 +1,5 @@
-//! kvx-cuda over the stand-in, a library with the driver's functions that is made of host memory; or over the driver that
-//! `KVX_CUDA_LIB` names.
+//! kvx-cuda over the stand-in, a library with the driver's functions that is made of host memory; or over the driver
+//! that `KVX_CUDA_LIB` names.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -77,8 +77,8 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
 
 fn pool_memory_is_refused(bench: &Bench<'_>) {
     let device = cudarc::driver::result::device::get(0).unwrap();
-    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the stream is the null stream,
-    // and the memory is freed by nobody before the process ends.
+    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the stream is the null
+    // stream, and the memory is freed by nobody before the process ends.
     let address = unsafe {
         let context = cudarc::driver::result::primary_ctx::retain(device).unwrap();
         cudarc::driver::result::ctx::set_current(context).unwrap();

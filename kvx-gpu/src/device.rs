@@ -7,11 +7,11 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
 use super::copies::merged;
-use super::driver::{About, Driver, Inside, StreamHandle, Way};
+use super::driver::{CopyDirection, DeviceInfo, Driver, Inside, StreamHandle};
 use super::imports::{Handle, Imports, Name};
 use super::kernels::{DeviceGrid, Swap};
 use super::memory::{DevicePtr, Exported, Pinned, PoolBuilder, adopt, in_a_pool, pin};
-use super::thread::{Blocks, DeviceThread, Job, Work};
+use super::thread::{Blocks, DeviceJob, DeviceThread, Work};
 use kvx_backend::process::ProcessId;
 use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
 use kvx_core::sync::Mutex;
@@ -43,12 +43,12 @@ impl Device {
     }
 
     /// What is known of it.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &DeviceInfo {
         self.driver.about()
     }
 
-    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device has
-    /// such. `build` makes it.
+    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device
+    /// has such. `build` makes it.
     pub fn pool(self: &Arc<Self>, len: usize) -> PoolBuilder {
         PoolBuilder::new(self, len)
     }
@@ -59,8 +59,8 @@ impl Device {
     /// from the driver's own pools, which other processes and cards cannot be given: the sentence says what to do.
     ///
     /// # Safety
-    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may be never
-    /// (quarantine).
+    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may be
+    /// never (quarantine).
     pub unsafe fn adopt(
         self: &Arc<Self>,
         address: DevicePtr,
@@ -71,8 +71,8 @@ impl Device {
         unsafe { adopt(self, address, len, owner) }
     }
 
-    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not wait
-    /// for that.
+    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not
+    /// wait for that.
     ///
     /// # Safety
     /// The stream is one of this device's, and lives until `done` has settled.
@@ -106,8 +106,8 @@ impl Device {
         unsafe { self.grids(false, packed, grids, indices, done) };
     }
 
-    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the device has
-    /// no kernels, with `Invalid` for sides of different counts.
+    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the
+    /// device has no kernels, with `Invalid` for sides of different counts.
     ///
     /// # Safety
     /// All blocks are valid memory until `done` has settled, and those that are written do not overlap others.
@@ -160,7 +160,7 @@ impl Device {
             Ok(thread) => {
                 let owners = self.imports.owners(addresses);
                 // SAFETY: the caller's promise.
-                unsafe { thread.ask(Job { work, owners, done }) }
+                unsafe { thread.ask(DeviceJob { work, owners, done }) }
             }
             Err(error) => done.settle(Err(error)),
         }
@@ -251,11 +251,11 @@ unsafe impl DeviceAccess for Device {
         let (way, lines) = match direction {
             Direction::ToDevice => {
                 let hop = |piece: &Piece| Hop { from: piece.host as u64, to: piece.device, len: piece.len };
-                (Way::ToDevice, merged(pieces.iter().map(hop)))
+                (CopyDirection::ToDevice, merged(pieces.iter().map(hop)))
             }
             Direction::ToHost => {
                 let hop = |piece: &Piece| Hop { from: piece.device, to: piece.host as u64, len: piece.len };
-                (Way::ToHost, merged(pieces.iter().map(hop)))
+                (CopyDirection::ToHost, merged(pieces.iter().map(hop)))
             }
         };
         if lines.is_empty() {
@@ -273,7 +273,7 @@ unsafe impl DeviceAccess for Device {
         }
         let addresses = hops.iter().flat_map(|hop| [hop.from, hop.to]);
         // SAFETY: the caller's promise.
-        unsafe { self.ask(Work::Lines { way: Way::Within, lines }, addresses, done) };
+        unsafe { self.ask(Work::Lines { way: CopyDirection::Within, lines }, addresses, done) };
     }
 
     fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
@@ -374,7 +374,7 @@ unsafe impl DeviceAccess for Device {
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let About { driver, name, bus, ordinal, .. } = self.about();
+        let DeviceInfo { driver, name, bus, ordinal, .. } = self.about();
         write!(f, "Device({driver} {ordinal}: {name} at {bus})")
     }
 }

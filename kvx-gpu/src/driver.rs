@@ -1,4 +1,5 @@
-//! What a crate for one maker's devices gives: its driver's calls for one device, as thin as they can be.
+//! The trait that a crate for one maker's devices implements: its driver's calls for one device, as thin as they can
+//! be.
 
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -8,7 +9,7 @@ use kvx_core::{DeviceId, Error, Kind, MemoryKind, Result};
 
 /// What is known of a device before it is used.
 #[derive(Clone, Debug)]
-pub struct About {
+pub struct DeviceInfo {
     /// Its memory's kind.
     pub kind: MemoryKind,
     /// The driver, as errors name it: `CUDA`, `HIP`.
@@ -43,7 +44,7 @@ pub struct Current(pub usize);
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum CopyDirection {
     /// From the host to the device.
     ToDevice,
     /// From the device to the host.
@@ -109,11 +110,11 @@ pub struct Mapped {
 /// ([`Error::native`]).
 ///
 /// # Safety
-/// The calls do what they say: memory is valid from `allocate` to `free`, and what was copied is untouched once an event
-/// behind it is [`reached`](Driver::reached).
+/// The calls do what they say: memory is valid from `allocate` to `free`, and what was copied is untouched once an
+/// event behind it is [`reached`](Driver::reached).
 pub unsafe trait Driver: Send + Sync + 'static {
     /// The device.
-    fn about(&self) -> &About;
+    fn about(&self) -> &DeviceInfo;
 
     /// Makes the device current on this thread. The first call makes its context, which takes time and memory.
     fn enter(&self) -> Result<Current>;
@@ -222,21 +223,21 @@ pub unsafe trait Driver: Send + Sync + 'static {
     /// It lives and was recorded.
     unsafe fn reached(&self, event: EventHandle) -> Result<bool>;
 
-    /// Whether an error of this code says that the driver has ended all work of this process on the device, and will do no
-    /// more.
+    /// Whether an error of this code says that the driver has ended all work of this process on the device, and will do
+    /// no more.
     fn ends_all_work(&self, code: i64) -> bool;
 
     /// Starts one copy.
     ///
     /// # Safety
     /// Both sides are valid until an event behind it is reached.
-    unsafe fn copy(&self, way: Way, line: Hop, stream: StreamHandle) -> Result<()>;
+    unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> Result<()>;
 
     /// Starts a copy of rows.
     ///
     /// # Safety
     /// As [`copy`](Driver::copy).
-    unsafe fn copy_rows(&self, way: Way, rows: Rows, stream: StreamHandle) -> Result<()>;
+    unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> Result<()>;
 
     /// Whether there is [`copy_batch`](Driver::copy_batch).
     fn has_batches(&self) -> bool {
@@ -247,7 +248,7 @@ pub unsafe trait Driver: Send + Sync + 'static {
     ///
     /// # Safety
     /// As [`copy`](Driver::copy), for each.
-    unsafe fn copy_batch(&self, way: Way, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_batch(&self, way: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         _ = (way, lines, stream);
         Err(self.cannot("no batched copies"))
     }
@@ -276,7 +277,7 @@ pub unsafe trait Driver: Send + Sync + 'static {
 
     /// An error for what this driver or device has not.
     fn cannot(&self, what: &str) -> Error {
-        let About { driver, name, version, .. } = self.about();
+        let DeviceInfo { driver, name, version, .. } = self.about();
         Error::new(Kind::Unsupported, format!("{name} with {driver} {version} has {what}"))
     }
 }

@@ -1,4 +1,4 @@
-//! What is on the streams: flights, which end in the order of their events.
+//! Keeps the work that streams have taken (flights), which ends in the order of its events.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl Flight {
 }
 
 /// A stream and its flights.
-pub(super) struct Lane {
+pub(super) struct StreamFlights {
     pub(super) stream: StreamHandle,
     flights: VecDeque<(Flight, Mark)>,
 }
@@ -55,16 +55,16 @@ struct Mark {
     silent: Option<Instant>,
 }
 
-/// What a look at a lane found.
+/// The answer of a look at a stream.
 pub(super) struct Look {
     pub(super) ended: usize,
     /// The driver has given the device up.
     pub(super) broken: Option<Error>,
 }
 
-impl Lane {
+impl StreamFlights {
     pub(super) fn new(stream: StreamHandle) -> Self {
-        Lane { stream, flights: VecDeque::new() }
+        StreamFlights { stream, flights: VecDeque::new() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -72,7 +72,7 @@ impl Lane {
     }
 
     /// Takes in what was just put on the stream.
-    pub(super) fn push(&mut self, flight: Flight, driver: &dyn Driver, events: &mut Events) {
+    pub(super) fn push(&mut self, flight: Flight, driver: &dyn Driver, events: &mut SpareEvents) {
         let mut mark = Mark { event: None, recorded: false, silent: None };
         // An error is met again, and dealt with, by the next look.
         mark.record(self.stream, driver, events).ok();
@@ -80,7 +80,12 @@ impl Lane {
     }
 
     /// Settles the flights that have ended.
-    pub(super) fn look(&mut self, driver: &dyn Driver, events: &mut Events, tables: &mut Tables) -> Look {
+    pub(super) fn look(
+        &mut self,
+        driver: &dyn Driver,
+        events: &mut SpareEvents,
+        tables: &mut Tables,
+    ) -> Look {
         let mut look = Look { ended: 0, broken: None };
         while let Some((_, mark)) = self.flights.front_mut() {
             let reached = mark.record(self.stream, driver, events).and_then(|event| {
@@ -133,7 +138,7 @@ impl Mark {
         &mut self,
         stream: StreamHandle,
         driver: &dyn Driver,
-        events: &mut Events,
+        events: &mut SpareEvents,
     ) -> Result<EventHandle> {
         let event = match self.event {
             Some(event) => event,
@@ -150,9 +155,9 @@ impl Mark {
 
 /// Events that are not in use.
 #[derive(Default)]
-pub(super) struct Events(Vec<EventHandle>);
+pub(super) struct SpareEvents(Vec<EventHandle>);
 
-impl Events {
+impl SpareEvents {
     fn take(&mut self, driver: &dyn Driver) -> Result<EventHandle> {
         self.0.pop().map_or_else(|| driver.event(), Ok)
     }
@@ -171,7 +176,7 @@ impl Events {
     }
 }
 
-/// What the driver said.
+/// The driver's answer.
 pub(super) fn code(error: &Error) -> i64 {
     error.native_detail().map_or(0, |native| native.code)
 }

@@ -16,7 +16,7 @@ use kvx_core::{Error, Kind, Result, fork};
 /// The form of the handles of this release.
 const FORM: u8 = 1;
 
-/// What an allocation is called by other processes.
+/// The name of an allocation among processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Handle {
     pub(super) owner: ProcessId,
@@ -78,7 +78,7 @@ impl Handle {
     }
 }
 
-/// What a device has opened.
+/// The allocations of other processes that a device has opened.
 pub(super) struct Imports {
     driver: Arc<dyn Driver>,
     /// Held over calls of the driver, alone: an allocation that is being closed must not be opened at the same time.
@@ -108,8 +108,8 @@ impl Imports {
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 
-    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an owner
-    /// that is gone; `Unsupported`.
+    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an
+    /// owner that is gone; `Unsupported`.
     pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {

@@ -2,10 +2,10 @@
 #![doc = include_str!("../README.md")]
 //! GPU memory: one machine for every maker's devices.
 //!
-//! `kvx-cuda` and `kvx-rocm` give a [`Driver`]: the calls of their maker's library for one device, thin. [`Device`] does
-//! everything else once, for both: it is the [`DeviceAccess`](kvx_core::DeviceAccess) that agents take, makes pools and
-//! adopts memory of other programs, recognises grids in lists of copies, settles tickets when events have come, shares
-//! memory between processes and launches the [`kernels`].
+//! `kvx-cuda` and `kvx-rocm` give a [`Driver`]: the calls of their maker's library for one device, thin. [`Device`]
+//! does everything else once, for both: it is the [`DeviceAccess`](kvx_core::DeviceAccess) that agents take, makes
+//! pools and adopts memory of other programs, recognises grids in lists of copies, settles tickets when events have
+//! come, shares memory between processes and launches the [`kernels`].
 //!
 //! A device has one thread, and only that talks to the device's streams: posting a copy is a push on a queue, the
 //! contexts of the program's own threads stay as they are, and a driver that blocks blocks nobody else. It is asleep
@@ -32,8 +32,8 @@ mod thread;
 pub use compiler::Compiler;
 pub use device::{BlocksAt, Chosen, Device};
 pub use driver::{
-    About, Current, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace, Rows, StreamHandle,
-    Way,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
+    Rows, StreamHandle,
 };
 pub use memory::{DevicePtr, PoolBuilder};
 pub use symbols::symbols;

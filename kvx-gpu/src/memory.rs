@@ -34,15 +34,16 @@ impl PoolBuilder {
     }
 
     /// Makes it of the driver's virtual memory management, not of a plain allocation: for programs that map the same
-    /// memory elsewhere. Other processes open it through a descriptor, which the kernel must let them take (ptrace scope).
+    /// memory elsewhere. Other processes open it through a descriptor, which the kernel must let them take (ptrace
+    /// scope).
     pub fn virtual_memory(mut self) -> Self {
         self.virtual_memory = true;
         self
     }
 
-    /// Makes the pool, filled with zeros: new memory may hold what another part of the process has freed. Errors: `Invalid`
-    /// for zero bytes, `Exhausted` when the device has not enough memory, `Unsupported` for virtual memory that it does not
-    /// have.
+    /// Makes the pool, filled with zeros: new memory may hold what another part of the process has freed. Errors:
+    /// `Invalid` for zero bytes, `Exhausted` when the device has not enough memory, `Unsupported` for virtual memory
+    /// that it does not have.
     pub fn build(self) -> Result<Memory> {
         let PoolBuilder { device, len, virtual_memory } = self;
         let whole = len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {

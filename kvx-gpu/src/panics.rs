@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use super::driver::{About, Current, Driver, EventHandle, FunctionHandle, Pointer, Rows, StreamHandle, Way};
+use super::driver::{
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Pointer, Rows, StreamHandle,
+};
 use super::{Device, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, Hop};
 use kvx_core::sync::Mutex;
@@ -16,12 +18,12 @@ const LONG: Duration = Duration::from_secs(8);
 
 /// Panics at its first copy, once it is told to.
 struct Panics {
-    about: About,
+    about: DeviceInfo,
     go: Mutex<Receiver<()>>,
 }
 
 fn device(go: Receiver<()>) -> Arc<Device> {
-    let about = About {
+    let about = DeviceInfo {
         kind: MemoryKind::Cuda,
         driver: "TEST",
         id: DeviceId([1; 16]),
@@ -35,7 +37,7 @@ fn device(go: Receiver<()>) -> Arc<Device> {
 
 // SAFETY: it has no memory and copies nothing.
 unsafe impl Driver for Panics {
-    fn about(&self) -> &About {
+    fn about(&self) -> &DeviceInfo {
         &self.about
     }
 
@@ -57,7 +59,7 @@ unsafe impl Driver for Panics {
         Err(self.cannot("no kernels"))
     }
 
-    unsafe fn copy(&self, _: Way, _: Hop, _: StreamHandle) -> Result<()> {
+    unsafe fn copy(&self, _: CopyDirection, _: Hop, _: StreamHandle) -> Result<()> {
         self.go.lock().recv_timeout(LONG).ok();
         panic!("a driver panics, as a test wants it");
     }
@@ -126,7 +128,7 @@ unsafe impl Driver for Panics {
         Ok(true)
     }
 
-    unsafe fn copy_rows(&self, _: Way, _: Rows, _: StreamHandle) -> Result<()> {
+    unsafe fn copy_rows(&self, _: CopyDirection, _: Rows, _: StreamHandle) -> Result<()> {
         Err(self.cannot("no memory"))
     }
 

@@ -1,7 +1,7 @@
 //! Tables of a library's functions.
 
-/// Declares a table of a library's functions, which `find` looks up in a [`Library`](kvx_backend::loader::Library): those that
-/// are required by name, and those that are optional as `Option`s.
+/// Declares a table of a library's functions, which `find` looks up in a [`Library`](kvx_backend::loader::Library):
+/// those that are required by name, and those that are optional as `Option`s.
 ///
 /// ```
 /// kvx_gpu::symbols! {

@@ -1,6 +1,6 @@
 //! Tables that kernels read: written in pinned memory, copied to the device in front of the launch.
 
-use super::driver::{Driver, StreamHandle, Way};
+use super::driver::{CopyDirection, Driver, StreamHandle};
 use kvx_core::Result;
 use kvx_core::memory::Hop;
 
@@ -59,7 +59,7 @@ impl Table {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host, bytes.len()) };
         let line = Hop { from: self.host as u64, to: self.device, len: bytes.len() };
         // SAFETY: both sides belong to this table, which its flight keeps until an event behind the copy is reached.
-        unsafe { driver.copy(Way::ToDevice, line, stream) }?;
+        unsafe { driver.copy(CopyDirection::ToDevice, line, stream) }?;
         Ok(self.device)
     }
 }

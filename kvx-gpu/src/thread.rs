@@ -6,9 +6,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::copies::{Step, merged, steps};
-use super::driver::{Driver, FunctionHandle, Inside, StreamHandle, Way};
-use super::flights::{Events, Flight, Lane, code};
-use super::kernels::{self, DeviceGrid, ENTRIES, Launch, Place, Swap, THREADS};
+use super::driver::{CopyDirection, Driver, FunctionHandle, Inside, StreamHandle};
+use super::flights::{Flight, SpareEvents, StreamFlights, code};
+use super::kernels::{self, BlocksIn, DeviceGrid, ENTRIES, Launch, Swap, THREADS};
 use super::memory::Pinned;
 use super::tables::{TABLE, Table, Tables};
 use kvx_backend::process::Watched;
@@ -19,7 +19,7 @@ use kvx_core::{Error, Kind, Result, Ticket};
 /// What the thread is asked for.
 pub(super) enum Work {
     /// Copies that are merged already.
-    Lines { way: Way, lines: Vec<Hop> },
+    Lines { way: CopyDirection, lines: Vec<Hop> },
     /// Zeros.
     Zero { address: u64, len: usize },
     /// Nothing but to say when a stream of the program's has come this far.
@@ -31,7 +31,7 @@ pub(super) enum Work {
 }
 
 /// Work, and whom it concerns.
-pub(super) struct Job {
+pub(super) struct DeviceJob {
     pub(super) work: Work,
     /// Processes whose memory it reads or writes.
     pub(super) owners: Vec<Arc<Watched>>,
@@ -54,13 +54,13 @@ pub(super) struct DeviceThread {
 }
 
 struct Shared {
-    inbox: Mutex<Inbox>,
+    queue: Mutex<JobQueue>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Inbox {
-    jobs: VecDeque<Job>,
+struct JobQueue {
+    jobs: VecDeque<DeviceJob>,
     stop: bool,
     /// Nobody looks into it any more.
     ended: bool,
@@ -71,10 +71,10 @@ struct Ended<'a>(&'a Shared);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        let mut inbox = self.0.inbox.lock();
-        inbox.ended = true;
-        let never_started = std::mem::take(&mut inbox.jobs);
-        drop(inbox);
+        let mut queue = self.0.queue.lock();
+        queue.ended = true;
+        let never_started = std::mem::take(&mut queue.jobs);
+        drop(queue);
         for job in never_started {
             contained(|| job.done.settle(Err(ended())));
         }
@@ -91,7 +91,7 @@ fn ended() -> Error {
 impl DeviceThread {
     /// Starts it. Errors: what the driver says to the first calls on a device.
     pub(super) fn start(driver: Arc<dyn Driver>, pinned: Arc<Pinned>) -> Result<Self> {
-        let shared = Arc::new(Shared { inbox: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new() });
         let (told, ready) = std::sync::mpsc::sync_channel(1);
         let ours = Arc::clone(&shared);
         let name = format!("kvx-gpu {} {}", driver.about().driver, driver.about().ordinal);
@@ -119,14 +119,14 @@ impl DeviceThread {
     ///
     /// # Safety
     /// All memory that the work names is valid until then.
-    pub(super) unsafe fn ask(&self, job: Job) {
-        let mut inbox = self.shared.inbox.lock();
-        if inbox.ended {
-            drop(inbox);
+    pub(super) unsafe fn ask(&self, job: DeviceJob) {
+        let mut queue = self.shared.queue.lock();
+        if queue.ended {
+            drop(queue);
             return job.done.settle(Err(ended()));
         }
-        inbox.jobs.push_back(job);
-        drop(inbox);
+        queue.jobs.push_back(job);
+        drop(queue);
         self.shared.changed.notify_all();
     }
 }
@@ -136,7 +136,7 @@ impl Drop for DeviceThread {
         if kvx_core::fork::check().is_err() {
             return; // the thread is the parent's
         }
-        self.shared.inbox.lock().stop = true;
+        self.shared.queue.lock().stop = true;
         self.shared.changed.notify_all();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
@@ -171,24 +171,30 @@ impl Shared {
     }
 
     /// Takes the jobs there are; sleeps first if there are none, as long as is fit. Says whether to stop.
-    fn wait(&self, jobs: &mut VecDeque<Job>, streams: &Streams<'_>, since: Instant, looks: u32) -> bool {
-        let mut inbox = self.inbox.lock();
-        if inbox.jobs.is_empty() {
+    fn wait(
+        &self,
+        jobs: &mut VecDeque<DeviceJob>,
+        streams: &Streams<'_>,
+        since: Instant,
+        looks: u32,
+    ) -> bool {
+        let mut queue = self.queue.lock();
+        if queue.jobs.is_empty() {
             if streams.are_empty() {
-                while inbox.jobs.is_empty() && !inbox.stop {
-                    inbox = self.changed.wait_until(inbox, None);
+                while queue.jobs.is_empty() && !queue.stop {
+                    queue = self.changed.wait_until(queue, None);
                 }
             } else if since.elapsed() > EAGER {
                 let pause = (since.elapsed() / 8).clamp(PAUSES.0, PAUSES.1);
-                inbox = self.changed.wait_until(inbox, Some(Instant::now() + pause));
+                queue = self.changed.wait_until(queue, Some(Instant::now() + pause));
             } else {
-                drop(inbox);
+                drop(queue);
                 breathe(looks);
-                inbox = self.inbox.lock();
+                queue = self.queue.lock();
             }
         }
-        std::mem::swap(jobs, &mut inbox.jobs);
-        inbox.stop
+        std::mem::swap(jobs, &mut queue.jobs);
+        queue.stop
     }
 }
 
@@ -205,9 +211,9 @@ const HOP: usize = 24;
 struct Streams<'a> {
     driver: &'a dyn Driver,
     pinned: &'a Pinned,
-    /// One for each way, in the order of [`Way`]; then streams of the program's.
-    lanes: Vec<Lane>,
-    events: Events,
+    /// One for each way, in the order of [`CopyDirection`]; then streams of the program's.
+    lanes: Vec<StreamFlights>,
+    events: SpareEvents,
     tables: Tables,
     kernels: Result<Vec<FunctionHandle>>,
     broken: Option<Error>,
@@ -220,23 +226,23 @@ impl<'a> Streams<'a> {
     fn new(driver: &'a dyn Driver, pinned: &'a Pinned) -> Result<Self> {
         let mut lanes = Vec::with_capacity(OWN);
         for _ in 0..OWN {
-            lanes.push(Lane::new(driver.stream()?));
+            lanes.push(StreamFlights::new(driver.stream()?));
         }
         let kernels = driver.load();
         if let Err(error) = &kernels {
             let device = &driver.about().name;
             tracing::warn!(%error, device, "no kernels: scattered blocks are copied one by one, and none is permuted");
         }
-        let (events, tables) = (Events::default(), Tables::default());
+        let (events, tables) = (SpareEvents::default(), Tables::default());
         Ok(Streams { driver, pinned, lanes, events, tables, kernels, broken: None })
     }
 
     fn are_empty(&self) -> bool {
-        self.lanes.iter().all(Lane::is_empty)
+        self.lanes.iter().all(StreamFlights::is_empty)
     }
 
     /// Starts work. Whatever happens, its ticket settles once nothing of it is on a stream.
-    fn start(&mut self, Job { work, owners, done }: Job) {
+    fn start(&mut self, DeviceJob { work, owners, done }: DeviceJob) {
         if let Some(error) = &self.broken {
             let error = error.clone();
             return contained(|| done.settle(Err(error)));
@@ -244,19 +250,20 @@ impl<'a> Streams<'a> {
         let way = match &work {
             Work::Lines { way, .. } => *way,
             Work::Behind(stream) => {
-                self.lanes.push(Lane::new(*stream));
+                self.lanes.push(StreamFlights::new(*stream));
                 let flight = Flight { done, started: Ok(()), owners, tables: Vec::new() };
                 let lane = self.lanes.last_mut().expect("one was pushed just now");
                 return lane.push(flight, self.driver, &mut self.events);
             }
-            Work::Zero { .. } | Work::Grids { .. } | Work::Permute { .. } => Way::Within,
+            Work::Zero { .. } | Work::Grids { .. } | Work::Permute { .. } => CopyDirection::Within,
         };
         let stream = self.lanes[way as usize].stream;
         let mut tables = Vec::new();
         let started = match work {
             Work::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
             Work::Zero { address, len } => {
-                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and below.
+                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and
+                // below.
                 unsafe { self.driver.zero(address, len, stream) }
             }
             Work::Grids { gather, packed, grids, indices } => {
@@ -325,16 +332,16 @@ impl<'a> Streams<'a> {
 
     fn lines(
         &mut self,
-        way: Way,
+        way: CopyDirection,
         lines: &[Hop],
         stream: StreamHandle,
         tables: &mut Vec<Table>,
     ) -> Result<()> {
-        let few = if way == Way::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
+        let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
         let calls = steps(lines).take(few + 1).count();
         // Copy engines leave the processors to the model; within a device small copies are too slow for them.
         let batches = self.driver.has_batches();
-        if calls > few && batches && way != Way::Within {
+        if calls > few && batches && way != CopyDirection::Within {
             return self.batches(way, lines, stream);
         }
         if calls > few && self.kernels.is_ok() && self.reached_by_kernels(way, lines) {
@@ -355,7 +362,7 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    fn batches(&self, way: Way, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    fn batches(&self, way: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         lines.chunks(BATCH).try_for_each(|batch| {
             // SAFETY: as in `start`.
             unsafe { self.driver.copy_batch(way, batch, stream) }
@@ -363,11 +370,11 @@ impl<'a> Streams<'a> {
     }
 
     /// Whether kernels reach both sides: the host's must be pinned.
-    fn reached_by_kernels(&self, way: Way, lines: &[Hop]) -> bool {
+    fn reached_by_kernels(&self, way: CopyDirection, lines: &[Hop]) -> bool {
         match way {
-            Way::Within => true,
-            Way::ToDevice => self.pinned.has_all(lines.iter().map(|line| (line.from, line.len))),
-            Way::ToHost => self.pinned.has_all(lines.iter().map(|line| (line.to, line.len))),
+            CopyDirection::Within => true,
+            CopyDirection::ToDevice => self.pinned.has_all(lines.iter().map(|line| (line.from, line.len))),
+            CopyDirection::ToHost => self.pinned.has_all(lines.iter().map(|line| (line.to, line.len))),
         }
     }
 
@@ -391,7 +398,7 @@ impl<'a> Streams<'a> {
     ) -> Result<()> {
         if self.kernels.is_err() {
             let blocks = grids.iter().flat_map(|grid| one_by_one(gather, packed, grid, indices));
-            return self.lines(Way::Within, &merged(blocks), stream, tables);
+            return self.lines(CopyDirection::Within, &merged(blocks), stream, tables);
         }
         for (part, chosen) in indices.chunks(TABLE / 4).enumerate() {
             let done = (part * (TABLE / 4)) as u64;
@@ -419,13 +426,13 @@ impl<'a> Streams<'a> {
         let most = TABLE / 4;
         for first in (0..count).step_by(most) {
             let count = most.min(count - first);
-            let mut place = |blocks: &Blocks| -> Result<Place> {
+            let mut place = |blocks: &Blocks| -> Result<BlocksIn> {
                 let Blocks { base, stride, .. } = *blocks;
                 Ok(match &blocks.indices {
-                    None => Place { base: base + first as u64 * stride, stride, indices: 0 },
+                    None => BlocksIn { base: base + first as u64 * stride, stride, indices: 0 },
                     Some(indices) => {
                         let bytes = encode_indices(&indices[first..first + count]);
-                        Place { base, stride, indices: self.table(&bytes, stream, tables)? }
+                        BlocksIn { base, stride, indices: self.table(&bytes, stream, tables)? }
                     }
                 })
             };

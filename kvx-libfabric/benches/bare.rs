@@ -1,9 +1,10 @@
-//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx beside. `PROVIDER DOMAIN`
-//! (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`); with `pingpong SIZE` behind it sends
-//! messages to and fro, as `fi_pingpong -e rdm -S SIZE` does.
+//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx beside. `PROVIDER
+//! DOMAIN` (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`); with `pingpong SIZE`
+//! behind it sends messages to and fro, as `fi_pingpong -e rdm -S SIZE` does.
 //!
-//! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A write counts when its bytes
-//! have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before it returns). It uses nothing of kvx but the bindings.
+//! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A write counts when its
+//! bytes have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before it returns). It uses nothing of kvx but
+//! the bindings.
 
 use kvx_libfabric::raw::*;
 use std::cell::Cell;
@@ -159,8 +160,9 @@ impl End {
     fn transfer(&self, read: bool, block: usize, moves: impl Iterator<Item = (usize, usize)>) {
         let (End { ep, peer, remote: [base, key], .. }, none) = (self, null_mut());
         let Memory(_, memory, mr) = self.memory.as_ref().expect("there is memory");
-        for (here, there) in moves {
-            let (local, at) = (memory.wrapping_add(here * block).cast(), base + (there * block) as u64);
+        for (local_block, remote_block) in moves {
+            let (local, at) =
+                (memory.wrapping_add(local_block * block).cast(), base + (remote_block * block) as u64);
             // SAFETY: both memories have room for every block of the point, and live until the next point.
             #[rustfmt::skip]
             self.post(511, || unsafe {
@@ -257,8 +259,8 @@ fn beside(mut end: End) {
             let (all, scattered) = (count * number("lists"), word("pattern") == "scattered");
             let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };
             let (from, to) = (order(number("seed") as u64), order(number("seed") as u64 + 1));
-            let (here, there) = if read { (to, from) } else { (from, to) };
-            moves = here.into_iter().zip(there).collect();
+            let (local_block, remote_block) = if read { (to, from) } else { (from, to) };
+            moves = local_block.into_iter().zip(remote_block).collect();
             end.allocate_both(block * all);
             println!("ready bare libfabric");
         }

@@ -1,4 +1,4 @@
-//! Where an agent is reached: its section of the metadata.
+//! An agent's address: its section of the metadata.
 
 use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};

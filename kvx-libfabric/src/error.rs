@@ -18,7 +18,7 @@ const REFUSED: &str =
     "the peer's provider does not let this be reached: it was taken back, or the metadata is another's";
 const UNKNOWN: &str = "FI_LOG_LEVEL=warn makes libfabric say more";
 
-/// What an error number means, and what to do next.
+/// The meaning of an error number, and what to do next.
 fn row(errno: i32) -> (Kind, &'static str) {
     // The numbers of libfabric's own stand in an enumeration of C's, which is unsigned.
     const OVERRUN: i32 = FI_EOVERRUN.cast_signed();
@@ -55,7 +55,7 @@ fn row(errno: i32) -> (Kind, &'static str) {
     }
 }
 
-/// What libfabric answered to `what`, with what to do next, its number and its words.
+/// The error for libfabric's answer to `what`, with what to do next, its number and its words.
 pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
     let (kind, cure) = row(errno.0);
     Error::new(kind, format!("{what}: {cure}")).backend(NAME).native(i64::from(errno.0), errno.text())

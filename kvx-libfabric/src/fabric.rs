@@ -32,13 +32,13 @@ const SAFETY: Duration = Duration::from_millis(20);
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long to look for more before sleeping, at first and at most: see [`patience_after`].
 const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
-/// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or stopped then; so
-/// they wake each other instead.
+/// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or
+/// stopped then; so they wake each other instead.
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names, in several
-/// turns of both ends, each of which may have to wait for a core.
+/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names,
+/// in several turns of both ends, each of which may have to wait for a core.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
@@ -192,8 +192,8 @@ impl LibfabricFabric {
         }
     }
 
-    /// Sends what is being sent, and lets go of everything. Says whether it is certain that the provider touches nothing of
-    /// ours any more.
+    /// Sends what is being sent, and lets go of everything. Says whether it is certain that the provider touches
+    /// nothing of ours any more.
     fn end(&mut self) -> bool {
         let until = Instant::now() + FAREWELL;
         while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
@@ -205,8 +205,8 @@ impl LibfabricFabric {
         self.peers.clear(&self.rails);
         self.registrations.close();
         if self.wake_socket.is_some() && self.peers.in_vain {
-            // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen with
-            // libfabric 1.17): this one stays.
+            // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen
+            // with libfabric 1.17): this one stays.
             std::mem::forget(self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>());
         }
         if let Some(neighbour) = self.neighbour.take() {
@@ -229,8 +229,8 @@ impl Drop for LibfabricFabric {
     }
 }
 
-/// How long to look for more, after a sleep. Where bytes stream, their sender pauses for as long as it copies them into its socket: a
-/// target that slept meanwhile was woken more than once for each MB, and took a sixth longer.
+/// How long to look for more, after a sleep. Where bytes stream, their sender pauses for as long as it copies them into
+/// its socket: a target that slept meanwhile was woken more than once for each MB, and took a sixth longer.
 fn patience_after(before: Duration, slept: Duration) -> Duration {
     if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
 }
@@ -395,7 +395,8 @@ unsafe impl Fabric for LibfabricFabric {
         if !happened.is_empty() {
             (self.retry, self.pause) = (None, RETRIES.0);
         } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
-            // There may be room: whatever happens makes the machine try again, and this means nothing to a link of ours.
+            // There may be room: whatever happens makes the machine try again, and this means nothing to a link of
+            // ours.
             happened.push(Happened::Ready(endpoint));
         }
         let look_for = if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };

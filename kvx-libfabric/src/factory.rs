@@ -103,7 +103,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     });
     let description = described(library, &chosen);
     let registrations = Arc::new(Registrations::new(near, topology, config.rails));
-    let here = ours.encode();
+    let encoded = ours.encode();
     let fabric = LibfabricFabric::new(
         rails,
         ours,
@@ -115,7 +115,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     Ok(Parts {
         name: NAME,
         capabilities,
-        address: Box::new(move || Ok(here.clone())),
+        address: Box::new(move || Ok(encoded.clone())),
         fabric,
         registrar: registrations,
     })
@@ -137,7 +137,7 @@ fn drivers() -> Vec<MemoryKind> {
         .collect()
 }
 
-/// What the route says.
+/// The route's text.
 fn described(library: &Library, chosen: &[Infos]) -> String {
     let infos: Vec<&Info> = chosen.iter().flat_map(Infos::iter).collect();
     let domains: Vec<String> = infos.iter().map(|info| info.domain()).collect();

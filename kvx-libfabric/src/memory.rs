@@ -209,7 +209,7 @@ unsafe impl Registrar<Local> for Registrations {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     pub(crate) rail: usize,
-    /// What its first byte is called: its address, or 0.
+    /// The provider's number for its first byte: its address, or 0.
     pub(crate) base: u64,
     pub(crate) key: u64,
 }

@@ -1,4 +1,5 @@
-//! What was posted on an endpoint and has not ended. The provider is given an address for each, and gives it back.
+//! The operations that were posted on an endpoint and have not ended. The provider is given an address for each, and
+//! gives it back.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;

@@ -95,7 +95,7 @@ impl Peers {
         self.peers.get_mut(at)
     }
 
-    /// The peer's rail `there` in the table of our rail `here`. Errors: libfabric's.
+    /// The peer's rail `their_rail` in the table of our rail `our_rail`. Errors: libfabric's.
     #[inline]
     pub(crate) fn lead(
         &mut self,

@@ -1,4 +1,4 @@
-//! How pieces of a transfer are posted: which way, how many together, and what becomes of those that find no room.
+//! Posts pieces of a transfer: chooses the rail, bundles them, and puts back those that find no room.
 
 use std::ffi::c_void;
 
@@ -19,7 +19,7 @@ pub(crate) struct PiecePath {
     pub(crate) remote: ffi::RemoteRange,
 }
 
-/// What is kept for a job: how often something of it was posted, which says over which rail the next pieces go.
+/// The state of a job: how often something of it was posted, which says over which rail the next pieces go.
 #[derive(Default)]
 pub(crate) struct PostingState(usize);
 
@@ -32,7 +32,7 @@ pub(crate) struct Bundle {
     bytes: u64,
 }
 
-/// What became of pieces.
+/// The fate of pieces that were handed to be posted.
 pub(crate) enum Gone {
     /// Their end will be reported.
     Posted,
@@ -91,8 +91,8 @@ impl LibfabricFabric {
         Ok(bundle)
     }
 
-    /// Posts the next pieces of a job, `most` bytes of them or a little more. Says what became of them, how many they were, and
-    /// their bytes; `None`: there is none.
+    /// Posts the next pieces of a job, `most` bytes of them or a little more. Says what became of them, how many they
+    /// were, and their bytes; `None`: there is none.
     pub(crate) fn post_some(
         &mut self,
         at: usize,

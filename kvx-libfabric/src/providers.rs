@@ -12,7 +12,7 @@ use crate::fabric::SETS_UP;
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Asked, Info, Infos, Library, Version};
 
-/// What kvx knows of a provider, by the first word of its name.
+/// A provider that kvx knows, by the first word of its name.
 struct Known {
     name: &'static str,
     rdma: bool,
@@ -25,8 +25,8 @@ struct Known {
     settles: bool,
 }
 
-/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL, which is run over both, asks
-/// for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's writes by the card.
+/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL, which is run over both,
+/// asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's writes by the card.
 const KNOWN: &[Known] = &[
     // Cards of the first generations emulate writes with the target's CPU, and no attribute tells them apart.
     Known {
@@ -65,7 +65,7 @@ const KNOWN: &[Known] = &[
     },
 ];
 
-/// What is assumed of others.
+/// The assumption about other providers.
 const OTHER: Known = Known {
     name: "",
     rdma: false,
@@ -77,8 +77,8 @@ const OTHER: Known = Known {
 
 /// The provider over shared memory.
 const SHARED: &str = "shm";
-/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this host. A first
-/// link has the time to make its connection besides.
+/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this
+/// host. A first link has the time to make its connection besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
 fn known(provider: &str) -> &'static Known {
@@ -101,7 +101,7 @@ pub(crate) fn turn(provider: &str) -> u32 {
     if is_rdma(provider) { 32 } else { 64 }
 }
 
-/// What it promises, beside what a link knows.
+/// Its promises, beside those that a link knows.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
     let Known { isolation, target_cpu, settles, .. } = *known(provider);
     Capabilities {
@@ -176,8 +176,8 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
     Err(Error::new(Kind::Unavailable, why).backend(NAME))
 }
 
-/// Over shared memory bytes are moved by copies from process to process alone. Errors: `Unavailable`, where somebody does not want
-/// them.
+/// Over shared memory bytes are moved by copies from process to process alone. Errors: `Unavailable`, where somebody
+/// does not want them.
 fn check_copies() -> Result<()> {
     const VARIABLE: &str = "FI_SHM_DISABLE_CMA";
     let value = std::env::var(VARIABLE).unwrap_or_default().to_ascii_lowercase();
@@ -190,10 +190,10 @@ fn check_copies() -> Result<()> {
     Err(Error::new(Kind::Unavailable, why).backend(NAME))
 }
 
-/// What a provider offers. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
+/// The offers of a provider. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
 fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
-    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the target's CPU copy instead; asked to
-    // reach devices as well, and it would report a write before its bytes can be seen.
+    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the target's CPU copy
+    // instead; asked to reach devices as well, and it would report a write before its bytes can be seen.
     let shared = is_shared_memory(provider);
     let asked = Asked { provider: Some(provider), devices: false, delivery: !shared };
     if devices && !shared {

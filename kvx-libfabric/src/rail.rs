@@ -10,7 +10,8 @@ use kvx_core::{Op, Result};
 
 use crate::error;
 use crate::ffi::{
-    Completion, Described, Domain, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range, Read, Registration,
+    Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range, Read,
+    Registration,
 };
 use crate::operations::{Operation, Operations};
 
@@ -30,7 +31,7 @@ pub(crate) enum Posted {
     Later,
 }
 
-/// Whose pieces are posted, and what they do.
+/// The job and the peer of pieces that are posted, and their operation.
 #[derive(Clone, Copy)]
 pub(crate) struct Post {
     pub(crate) op: Op,
@@ -38,7 +39,7 @@ pub(crate) struct Post {
     pub(crate) peer: usize,
 }
 
-/// What has ended on a rail.
+/// An operation that has ended on a rail.
 pub(crate) enum Ended {
     Pieces { job: JobId, peer: usize, count: u32, failed: Option<Failed> },
     Send { peer: usize, failed: Option<Failed> },
@@ -68,8 +69,8 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none has more
-    /// than are left for others, half of a small queue at most, and some ten peers that stop leave room.
+    /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none
+    /// has more than are left for others, half of a small queue at most, and some ten peers that stop leave room.
     #[inline]
     fn fit(&self, peer: usize, count: usize) -> bool {
         let peers = self.of.get(peer).copied().unwrap_or_default();
@@ -106,7 +107,8 @@ impl Rail {
             tracing::debug!(provider = info.provider(), ?errno, "the provider has nothing to sleep on");
             open(false)
         });
-        // A process of the same number that was killed may have left shared memory of the same name; the next name is another.
+        // A process of the same number that was killed may have left shared memory of the same name; the next name is
+        // another.
         for _ in 0..NAMES {
             if matches!(endpoint, Err(Errno(libc::EBUSY))) {
                 endpoint = open(false);
@@ -213,7 +215,8 @@ impl Rail {
         };
         let bytes = mail.given.buffers[RECEIVES + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
-        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until the context comes back.
+        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until the context comes
+        // back.
         let answer = unsafe {
             bytes.copy_from_nonoverlapping(message.as_ptr(), len);
             open(&self.endpoint).send(bytes, len, mail.descriptor(), to, context)
@@ -228,11 +231,11 @@ impl Rail {
         }
     }
 
-    /// Lets the provider work, and tells what has ended. Says whether anything had. Errors: the endpoint is of no use any
-    /// more.
+    /// Lets the provider work, and tells what has ended. Says whether anything had. Errors: the endpoint is of no use
+    /// any more.
     pub(crate) fn read(&mut self, mut tell: impl FnMut(Ended)) -> Result<bool, Errno> {
         let (operations, mail, pieces) = (&mut self.operations, &mut self.mail, &mut self.pieces);
-        let read = open(&self.endpoint).read(|Completion { context, len }| {
+        let read = open(&self.endpoint).read(|EndedOperation { context, len }| {
             if let Some(operation) = operations.take(context) {
                 if let Some(ended) = ended(operation, len, None, mail, pieces) {
                     tell(ended);
@@ -287,7 +290,7 @@ fn open(endpoint: &Option<Arc<Endpoint>>) -> &Arc<Endpoint> {
     endpoint.as_ref().expect("nobody uses a rail after its end")
 }
 
-/// What the end of an operation means; its buffer is free again.
+/// The meaning of the end of an operation; its buffer is free again.
 #[inline]
 fn ended(
     operation: Operation,

@@ -20,8 +20,8 @@ const UNKNOWN_NODE: usize = 96;
 const OTHER_NODE: usize = 128;
 
 impl BusPlace {
-    /// How many bridges are between two places, if they have a root of PCI buses in common: then traffic between them stays
-    /// off the memory's buses. Else it depends on the nodes.
+    /// How many bridges are between two places, if they have a root of PCI buses in common: then traffic between them
+    /// stays off the memory's buses. Else it depends on the nodes.
     fn distance(&self, other: &BusPlace) -> usize {
         let common = self.bridges.iter().zip(&other.bridges).take_while(|(a, b)| a == b).count();
         if common > 0 {
@@ -97,8 +97,8 @@ impl Topology {
         self.of_pci(&found?.file_name().to_string_lossy())
     }
 
-    /// The GPU whose number the driver shows, with its address as one number; or which is known by its address, having no
-    /// number.
+    /// The GPU whose number the driver shows, with its address as one number; or which is known by its address, having
+    /// no number.
     fn of_rocm(&self, device: DeviceId) -> Option<BusPlace> {
         let text = std::str::from_utf8(&device.0).unwrap_or_default().trim_end_matches('\0');
         if text.contains(':') {
@@ -247,8 +247,8 @@ mod tests {
             file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
             file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
         let recorded = Recorded::new("amd", record);
-        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal, and a GPU without one has
-        // its address.
+        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal, and a GPU without one
+        // has its address.
         let device = DeviceId(*b"123456789abcdef0");
         let place = recorded.topology().of_rocm(device).expect("a GPU");
         assert_eq!((place.node, place.bridges.len()), (Some(1), 3));

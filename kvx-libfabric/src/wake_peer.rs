@@ -1,8 +1,8 @@
 //! Wakes a peer of this host whose provider has nothing to sleep on.
 //!
-//! Shared memory tells nobody that something was put there, and polling costs either CPU or time. So each agent over such
-//! a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an empty
-//! datagram to it. One that is lost because the socket is full is no loss: the peer is about to wake.
+//! Shared memory tells nobody that something was put there, and polling costs either CPU or time. So each agent over
+//! such a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an
+//! empty datagram to it. One that is lost because the socket is full is no loss: the peer is about to wake.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 

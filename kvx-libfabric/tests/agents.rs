@@ -22,7 +22,7 @@ fn registry() -> Registry {
 }
 
 /// Whether libfabric is installed here; says so if it is not.
-fn is_here(test: &str) -> bool {
+fn is_installed(test: &str) -> bool {
     match Options::parse(ONE).and_then(|options| registry().require("LIBFABRIC", &options).map(|_| ())) {
         Ok(()) => true,
         Err(why) => {
@@ -65,12 +65,12 @@ fn edges(region: &Region) -> Outcome<Vec<[u8; 2]>> {
 
 #[test]
 fn transfers_are_spread_over_rails_of_whatever_number() {
-    if !is_here("transfers_are_spread_over_rails_of_whatever_number") {
+    if !is_installed("transfers_are_spread_over_rails_of_whatever_number") {
         return;
     }
-    for (here, there) in [(TWO, TWO), (TWO, ONE), (ONE, TWO), (THREE, TWO)] {
+    for (near_domains, far_domains) in [(TWO, TWO), (TWO, ONE), (ONE, TWO), (THREE, TWO)] {
         let ((near, ours), (far, theirs)) =
-            (agent("near", here, 1).unwrap(), agent("far", there, 101).unwrap());
+            (agent("near", near_domains, 1).unwrap(), agent("far", far_domains, 101).unwrap());
         let peer = near.connect(&far.metadata().unwrap()).unwrap();
         both_ways(&ours, &peer).unwrap();
         let half = BLOCKS / 2;
@@ -80,11 +80,15 @@ fn transfers_are_spread_over_rails_of_whatever_number() {
         assert_eq!(
             edges(&ours).unwrap(),
             read.chain(kept.clone()).collect::<Vec<_>>(),
-            "{here} from {there}"
+            "{near_domains} from {far_domains}"
         );
         let lent = (0..half).map(|number| filled(101, number));
-        assert_eq!(edges(&theirs).unwrap(), lent.chain(kept).collect::<Vec<_>>(), "{here} to {there}");
-        if here == TWO {
+        assert_eq!(
+            edges(&theirs).unwrap(),
+            lent.chain(kept).collect::<Vec<_>>(),
+            "{near_domains} to {far_domains}"
+        );
+        if near_domains == TWO {
             assert!(peer.route().to_string().contains("over lo and lo"), "{}", peer.route());
         }
     }
@@ -92,7 +96,7 @@ fn transfers_are_spread_over_rails_of_whatever_number() {
 
 #[test]
 fn two_providers_do_not_meet_and_say_what_to_do() {
-    if !is_here("two_providers_do_not_meet_and_say_what_to_do") {
+    if !is_installed("two_providers_do_not_meet_and_say_what_to_do") {
         return;
     }
     let ((near, _), (far, _)) = (agent("near", ONE, 1).unwrap(), agent("far", SHARED, 2).unwrap());
@@ -106,7 +110,7 @@ fn two_providers_do_not_meet_and_say_what_to_do() {
 
 #[test]
 fn what_there_is_and_what_it_can_do_is_listed() {
-    if !is_here("what_there_is_and_what_it_can_do_is_listed") {
+    if !is_installed("what_there_is_and_what_it_can_do_is_listed") {
         return;
     }
     let (_, standing) = registry().standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
@@ -120,7 +124,7 @@ fn what_there_is_and_what_it_can_do_is_listed() {
 
 #[test]
 fn a_provider_or_domain_that_is_not_there_is_named() {
-    if !is_here("a_provider_or_domain_that_is_not_there_is_named") {
+    if !is_installed("a_provider_or_domain_that_is_not_there_is_named") {
         return;
     }
     let refused = |options: &str| {

@@ -1,4 +1,5 @@
-//! A stopped process is reached over shared memory, however much is moved past it: more than any queue of it has room for.
+//! A stopped process is reached over shared memory, however much is moved past it: more than any queue of it has room
+//! for.
 
 mod shm;
 

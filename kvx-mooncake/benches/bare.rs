@@ -1,8 +1,8 @@
 //! A bare loop over Mooncake's engine between two processes: what it gives without kvx, to measure kvx beside.
 //!
-//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch, whose state it asks for
-//! until it has ended, as the Python engine does. The library is the adapter that `KVX_MOONCAKE_LIB` names; it uses nothing
-//! of kvx but the bindings.
+//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch, whose state it asks
+//! for until it has ended, as the Python engine does. The library is the adapter that `KVX_MOONCAKE_LIB` names; it uses
+//! nothing of kvx but the bindings.
 
 use kvx_mooncake::raw::{adapter, *};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -16,19 +16,20 @@ const COMPLETED: i32 = 4;
 const INVALID: i32 = 2;
 
 /// An engine with the tcp transport.
-struct Engine {
+struct BareEngine {
     functions: Functions,
     adapter: adapter::Functions,
     handle: *mut c_void,
     name: CString,
 }
 
-impl Engine {
-    fn start() -> Engine {
+impl BareEngine {
+    fn start() -> BareEngine {
         let file = std::env::var("KVX_MOONCAKE_LIB").expect("KVX_MOONCAKE_LIB names the adapter");
         let file = CString::new(file).expect("a file name");
         let mut name = [0; 512];
-        // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the calls before have made.
+        // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the calls before have
+        // made.
         unsafe {
             let library = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             assert!(!library.is_null(), "{} does not load", file.to_string_lossy());
@@ -43,7 +44,7 @@ impl Engine {
             assert!(!(functions.installTransport)(handle, c"tcp".as_ptr(), null_mut()).is_null(), "no tcp");
             (functions.getLocalIpAndPort)(handle, name.as_mut_ptr().cast::<c_char>(), name.len());
             let name = CStr::from_bytes_until_nul(&name).expect("a name").to_owned();
-            Engine { functions, adapter, handle, name }
+            BareEngine { functions, adapter, handle, name }
         }
     }
 
@@ -85,7 +86,7 @@ impl Engine {
 
 /// The other process: says its name, and lends memory of the lengths that it is told.
 fn serve(stream: UnixStream) {
-    let engine = Engine::start();
+    let engine = BareEngine::start();
     let mut answers = &stream;
     answers.write_all(engine.name.as_bytes_with_nul()).expect("the first process lives");
     let mut asked = [[0; 8]; 2];
@@ -115,7 +116,7 @@ fn main() {
         return serve(theirs);
     }
     drop(theirs);
-    let engine = Engine::start();
+    let engine = BareEngine::start();
     let (mut other, mut name) = (BufReader::new(&ours), Vec::new());
     other.read_until(0, &mut name).expect("its name");
     let name = CString::from_vec_with_nul(name).expect("its name");
@@ -150,20 +151,20 @@ fn main() {
         let order = |seed| if scattered { shuffled(all, seed) } else { (0..all as u64).collect() };
         let (from, to) = (order(seed), order(seed + 1));
         let len = block as usize * all;
-        let here = engine.memory(len, foreign);
+        let our_memory = engine.memory(len, foreign);
         (&ours)
             .write_all([len, foreign.into()].map(usize::to_le_bytes).as_flattened())
             .expect("the other lives");
-        let mut there = [0; 8];
-        other.read_exact(&mut there).expect("an address");
-        let there = u64::from_le_bytes(there);
+        let mut their_memory = [0; 8];
+        other.read_exact(&mut their_memory).expect("an address");
+        let their_memory = u64::from_le_bytes(their_memory);
         let request = |(from, to): (&u64, &u64)| {
             let (local, remote) = if read { (to, from) } else { (from, to) };
             transfer_request {
                 opcode: (!read).into(),
-                source: (here + local * block) as *mut c_void,
+                source: (our_memory + local * block) as *mut c_void,
                 target_id: segment,
-                target_offset: there + remote * block,
+                target_offset: their_memory + remote * block,
                 length: block,
             }
         };

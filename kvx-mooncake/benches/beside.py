@@ -67,15 +67,15 @@ class Point:
         self.process = context.Process(target=target, args=(theirs, size, foreign), daemon=True)
         self.process.start()
         self.engine = engine()
-        self.memory, here = registered(self.engine, size, 1, foreign)
-        self.peer, there = self.pipe.recv()
+        self.memory, our_memory = registered(self.engine, size, 1, foreign)
+        self.peer, their_memory = self.pipe.recv()
         order = shuffled if shape["pattern"] == "scattered" else lambda count, seed: range(count)
         source, destination = order(count * lists, seed), order(count * lists, seed + 1)
         local, remote = (destination, source) if shape["op"] == "read" else (source, destination)
         self.move = getattr(self.engine, f"batch_transfer_sync_{shape['op']}")
         cut = [slice(at * count, (at + 1) * count) for at in range(lists)]
-        self.local = [[here + n * block for n in local[part]] for part in cut]
-        self.remote = [[there + n * block for n in remote[part]] for part in cut]
+        self.local = [[our_memory + n * block for n in local[part]] for part in cut]
+        self.remote = [[their_memory + n * block for n in remote[part]] for part in cut]
         self.lengths, self.transfer, self.lists = [block] * count, 0, lists
 
     def once(self):

@@ -53,7 +53,7 @@ enum Call {
     LetGo(Arc<Ranges>, Local),
 }
 
-/// What came of it.
+/// The outcome of a call.
 pub(crate) enum Report {
     Opened {
         to: Arc<str>,
@@ -71,7 +71,7 @@ pub(crate) enum Report {
         endpoint: EndpointId,
         result: Result<()>,
     },
-    /// What came of unregistering a region. `dead`: an error, if it could not be told whether the dead are done with it.
+    /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes are done with it.
     LetGo {
         region: RegionId,
         left: Result<Leaving>,
@@ -145,7 +145,7 @@ impl BlockingCalls {
         sent.map(|_| ())
     }
 
-    /// Says whether there was room for it.
+    /// Sends a frame of a link. Says whether there was room for it.
     pub(crate) fn frame(
         &self,
         engine: &Arc<Engine>,
@@ -190,7 +190,7 @@ impl BlockingCalls {
         Ok(true)
     }
 
-    /// What waits of an endpoint's is not sent any more.
+    /// Drops the messages of an endpoint that wait.
     pub(crate) fn forget(&self, to: &str, endpoint: EndpointId) {
         let mut state = self.shared.lock();
         let Some(destination) = state.destinations.get_mut(to) else { return };
@@ -209,7 +209,7 @@ impl BlockingCalls {
         destination.bytes -= gone;
     }
 
-    /// Nobody leads there any more.
+    /// No endpoint leads to this destination any more.
     pub(crate) fn leave(&self, to: &str) {
         let mut state = self.shared.lock();
         let Some(there) = state.destinations.get_mut(to) else { return };
@@ -230,12 +230,13 @@ impl BlockingCalls {
         Ok(self.shared.short.load(Ordering::Relaxed))
     }
 
-    /// What came of the calls.
+    /// The outcomes of calls.
     pub(crate) fn reports(&self) -> &Mailbox<Report> {
         &self.shared.reports
     }
 
-    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up end when it lets them.
+    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up end when it lets
+    /// them.
     pub(crate) fn close(&self) {
         let until = Instant::now() + LAST_CALLS;
         let mut state = self.shared.lock();
@@ -394,8 +395,8 @@ impl Shared {
         segment
     }
 
-    /// Unregisters regions, and waits until what the dead had sent for them was read to its end. Others that come meanwhile are
-    /// unregistered at once.
+    /// Unregisters regions, and waits until what the dead had sent for them was read to its end. Others that come
+    /// meanwhile are unregistered at once.
     fn let_go(&self, engine: &Engine, mut calls: VecDeque<Call>) {
         let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
         let mut pause = LOOKS.0;

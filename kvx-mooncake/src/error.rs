@@ -38,12 +38,12 @@ pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
         .native(i64::from(code), text)
 }
 
-/// What `submitTransfer` says before it hands anything to a transport.
+/// Whether `submitTransfer` gives this code before it hands anything to a transport.
 pub(crate) fn before_anything_moved(code: i32) -> bool {
     matches!(code, 1 | 2 | 8)
 }
 
-/// What a piece's state means that is neither moving nor completed.
+/// The meaning of a piece's state that is neither moving nor completed.
 pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
     let text = match state {
         2 => "invalid",

@@ -14,7 +14,7 @@ use crate::batches::{Batches, Moving, Suspect};
 use crate::blocking_calls::{BlockingCalls, Report, TAG};
 use crate::error;
 use crate::factory::capabilities;
-use crate::ffi::{Engine, Piece};
+use crate::ffi::{Engine, EnginePiece};
 use crate::frames;
 use crate::memory::{Local, Ranges, Remote};
 use crate::peers::{Links, Note, Phase, foreign_text};
@@ -43,8 +43,8 @@ const PART: u32 = 20;
 const LONGEST: Duration = Duration::from_millis(20);
 /// The longest frame of a link.
 const MAX_FRAME: usize = 48 << 10;
-/// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each starts
-/// a thread for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
+/// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each
+/// starts a thread for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 
 pub(crate) struct MooncakeFabric {
@@ -54,7 +54,7 @@ pub(crate) struct MooncakeFabric {
     ranges: Arc<Ranges>,
     protocol: String,
     fds: [RawFd; 1],
-    /// What foreign agents know us by.
+    /// The name by which foreign agents know us.
     own_name: std::ffi::CString,
     links: Links,
     moving: Batches,
@@ -65,7 +65,7 @@ pub(crate) struct MooncakeFabric {
     any_lost: bool,
     /// Notifications were taken that have not been handed over.
     notified: Vec<Happened>,
-    pieces: Vec<Piece>,
+    pieces: Vec<EnginePiece>,
     last_event: Instant,
     /// When the engine is asked for notifications again.
     listens: Instant,
@@ -167,7 +167,8 @@ impl MooncakeFabric {
             }
             return;
         }
-        // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes a minute.
+        // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes a
+        // minute.
         if let Some(engine) = &self.engine
             && (alive == Some(true) || engine.asks_a_server())
             && let Some(peer) = self.links.peers.get_mut(to)
@@ -328,7 +329,7 @@ unsafe impl Fabric for MooncakeFabric {
             && let Some(piece) = job.next_piece()
         {
             bytes += piece.len;
-            self.pieces.push(Piece {
+            self.pieces.push(EnginePiece {
                 op,
                 local: job.local_address(&piece),
                 segment,
@@ -415,8 +416,8 @@ unsafe impl Fabric for MooncakeFabric {
             Some(engine) => self.calls.start_a_thread_if_short(engine)?,
             None => false,
         };
-        // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the same
-        // whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
+        // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the
+        // same whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
         let quiet = self.last_event.elapsed();
         Ok(Armed::Sleep(Some(match () {
             () if quiet < BUSY => SHORTEST,

@@ -113,7 +113,7 @@ pub(crate) fn open(
     fabric::open(context, parts)
 }
 
-/// What Mooncake promises over a transport of its own.
+/// Mooncake's promises over one of its transports.
 pub(crate) fn capabilities(protocol: &str) -> Capabilities {
     let tcp = protocol == "tcp";
     let memory = if tcp {

@@ -16,11 +16,11 @@ pub(crate) struct Local {
     range: u64,
 }
 
-/// What the engine knows of our memory. It takes no byte twice, and kvx's regions may share memory.
+/// Our memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
 #[derive(Debug, Default)]
 pub(crate) struct Ranges {
-    /// For who has the engine take a range or give it up, which may ask a server: another region of the same memory must not
-    /// come between.
+    /// For who has the engine take a range or give it up, which may ask a server: another region of the same memory
+    /// must not come between.
     turn: Mutex<()>,
     /// Held for a moment only.
     known: Mutex<Known>,
@@ -89,7 +89,8 @@ impl Ranges {
         known.ranges.is_empty() && known.leaving == 0
     }
 
-    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps stays, and its memory.
+    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps stays, and its
+    /// memory.
     pub(crate) fn remove(
         self: &Arc<Self>,
         local: &Local,
@@ -113,8 +114,8 @@ impl Ranges {
     }
 }
 
-/// A region that nobody is let into any more. Dropped when who was there before is done; until then the engine may touch its
-/// memory.
+/// A region that nobody is let into any more. Dropped when who was there before is done; until then the engine may
+/// touch its memory.
 #[derive(Debug)]
 pub(crate) struct Leaving {
     ranges: Arc<Ranges>,
@@ -165,12 +166,12 @@ impl Remote {
 pub(crate) struct Enrolment {
     pub(crate) engine: Weak<Engine>,
     pub(crate) ranges: Arc<Ranges>,
-    /// Where the operator says that host memory lies.
+    /// The node of host memory, as the operator names it.
     pub(crate) node: Option<String>,
 }
 
-// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each region that lies in it by
-// core, until `Fabric::unregister` has said that nobody reaches it any more.
+// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each region that lies in it
+// by core, until `Fabric::unregister` has said that nobody reaches it any more.
 unsafe impl Registrar<Local> for Enrolment {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade();
@@ -194,8 +195,8 @@ unsafe impl Registrar<Local> for Enrolment {
     }
 }
 
-/// Where memory lies, in the engine's words: on the device of this number in this process; on the node that the operator
-/// names; or wherever the engine finds it.
+/// The location of memory, in the engine's words: on the device of this number in this process; on the node that the
+/// operator names; or wherever the engine finds it.
 fn location(memory: &Memory, node: Option<&str>) -> String {
     match memory.device_access() {
         Some(device) if memory.kind() == MemoryKind::Cuda => format!("cuda:{}", device.ordinal()),

@@ -1,4 +1,4 @@
-//! Where links lead: endpoints, and the peers' engines behind them.
+//! Endpoints, and the peers' engines that they lead to.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -46,9 +46,9 @@ pub(crate) struct PeerEngine {
     pub(crate) pieces: usize,
     /// Bytes in them.
     pub(crate) bytes: u64,
-    /// What it had to say of itself is being asked for again.
+    /// Its own description is being asked for again.
     pub(crate) refreshing: bool,
-    /// Whether it lives is being asked.
+    /// It is being asked whether it lives.
     pub(crate) probing: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a program of
-//! its own.
+//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a program
+//! of its own.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 

@@ -79,8 +79,8 @@ fn agents_find_each_other_by_a_metadata_server() {
     });
 }
 
-/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again only when it is told to.
-/// By a metadata server the peer's name stays, whatever ports it gets when it is started again.
+/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again only when it is told
+/// to. By a metadata server the peer's name stays, whatever ports it gets when it is started again.
 #[test]
 fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";

@@ -256,7 +256,8 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     assert_eq!(pair.block(1), content_of(2));
 }
 
-/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which nobody else may be given a byte.
+/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which nobody else may be
+/// given a byte.
 #[test]
 fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
@@ -309,8 +310,8 @@ fn a_stopped_python_keeps_no_other_waiting() {
     held_up.wait(CUT_OFF).unwrap();
 }
 
-/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is left of it serves no
-/// memory, and is gone when the call returns.
+/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is left of it serves
+/// no memory, and is gone when the call returns.
 #[test]
 fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";

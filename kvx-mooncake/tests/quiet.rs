@@ -1,4 +1,5 @@
-//! The engine's log does not fill the program's: what its errors say is there, and everything where the environment asks for it.
+//! The engine's log does not fill the program's: what its errors say is there, and everything where the environment
+//! asks for it.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -15,7 +16,8 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const CHILD: &str = "KVX_TEST_CHILD";
 const BLOCK: usize = 4096;
 
-/// What the test `name` writes to standard error in a process of its own, in which this is the environment's word on logging.
+/// What the test `name` writes to standard error in a process of its own, in which this is the environment's word on
+/// logging.
 fn said(name: &str, logging: &[(&str, &str)]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([name, "--exact", "--nocapture"]).env(CHILD, "1");

@@ -1,4 +1,5 @@
-//! An engine that is started again under the name of the one before has other ports for its bytes: it is asked for them anew.
+//! An engine that is started again under the name of the one before has other ports for its bytes: it is asked for them
+//! anew.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -18,9 +19,9 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
 const LEN: usize = 1 << 16;
 
-/// The name of an engine that is started again. Mooncake names an engine after the port at which it is asked what it is, which it
-/// takes at random, and one that was asked cannot have it again for a minute. So that port is one of this process, which asks
-/// whichever engine there is now.
+/// The name of an engine that is started again. Mooncake names an engine after the port at which it is asked what it
+/// is, which it takes at random, and one that was asked cannot have it again for a minute. So that port is one of this
+/// process, which asks whichever engine there is now.
 struct Name {
     text: String,
     engine: Arc<Mutex<String>>,
@@ -53,15 +54,15 @@ impl Name {
 
 /// Passes a question on to an engine, and gives its answer in the name of `name`.
 fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
-    let mut there = TcpStream::connect(engine)?;
-    let (mut from, mut to) = (asking.try_clone()?, there.try_clone()?);
+    let mut theirs = TcpStream::connect(engine)?;
+    let (mut from, mut to) = (asking.try_clone()?, theirs.try_clone()?);
     std::thread::spawn(move || {
         std::io::copy(&mut from, &mut to).ok();
         to.shutdown(std::net::Shutdown::Write).ok();
     });
     let mut answer = Vec::new();
-    there.set_read_timeout(Some(CUT_OFF))?;
-    there.read_to_end(&mut answer)?; // it answers once, and hangs up
+    theirs.set_read_timeout(Some(CUT_OFF))?;
+    theirs.read_to_end(&mut answer)?; // it answers once, and hangs up
     for at in 0..answer.len().saturating_sub(name.len()) {
         if answer[at..].starts_with(engine.as_bytes()) {
             answer[at..at + name.len()].copy_from_slice(name.as_bytes());
@@ -73,9 +74,9 @@ fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
 /// Moves the fourth block of the memory of `python` to the first one of a region, or the other way.
 fn moves(write: bool, peer: &Peer, python: &Python, region: &Region) -> kvx_core::Result<()> {
     let grid = Grid::packed(BLOCK as u64, (LEN / BLOCK) as u32);
-    let there = peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
-    let here = region.grid(grid)?.blocks([0]);
-    let plan = if write { Plan::write(here, there) } else { Plan::read(here, there) }?;
+    let theirs = peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
+    let ours = region.grid(grid)?.blocks([0]);
+    let plan = if write { Plan::write(ours, theirs) } else { Plan::read(ours, theirs) }?;
     peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF).map(drop)
 }
 

@@ -1,5 +1,5 @@
-//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and nothing of it moves any
-//! more when the peer goes on. The engine waits 30 s, or as long as its variables say: hence a process with others.
+//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and nothing of it moves
+//! any more when the peer goes on. The engine waits 30 s, or as long as its variables say: hence a process with others.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -40,10 +40,10 @@ struct Pair {
 impl Pair {
     fn plan(&self, write: bool, block: usize, theirs: [u32; 4]) -> Plan {
         let grid = Grid::packed(block as u64, (LEN / block) as u32);
-        let there = self.peer.foreign(self.python.address, LEN as u64, MemoryKind::Host, 0).unwrap();
-        let (here, there) = (self.region.grid(grid).unwrap(), there.grid(grid).unwrap());
-        let (here, there) = (here.blocks(BLOCKS), there.blocks(theirs));
-        if write { Plan::write(here, there) } else { Plan::read(here, there) }.unwrap()
+        let remote = self.peer.foreign(self.python.address, LEN as u64, MemoryKind::Host, 0).unwrap();
+        let (local, remote) = (self.region.grid(grid).unwrap(), remote.grid(grid).unwrap());
+        let (local, remote) = (local.blocks(BLOCKS), remote.blocks(theirs));
+        if write { Plan::write(local, remote) } else { Plan::read(local, remote) }.unwrap()
     }
 
     fn bytes(&self) -> Vec<u8> {
@@ -52,8 +52,8 @@ impl Pair {
         bytes
     }
 
-    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or write is overwritten here,
-    /// and Python goes on.
+    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or write is overwritten
+    /// here, and Python goes on.
     fn fails(&mut self, write: bool, block: usize) {
         let plan = self.plan(write, block, BLOCKS);
         self.region.copy_in(0, &vec![0xAA; LEN]).unwrap();

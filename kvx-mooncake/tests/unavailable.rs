@@ -1,4 +1,4 @@
-//! What cannot be used is said, with the reason, and nothing is used in its place.
+//! An engine that cannot be used is an error with the reason, and nothing is used in its place.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 

@@ -359,7 +359,7 @@ fn too_many_notifications_at_once_cost_a_connection() {
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let honest = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
+    let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let lanes = (0..3).map(|_| {
@@ -369,7 +369,7 @@ fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair)
             });
             owner(lanes.collect());
         });
-        reader(&Pair::of(honest, agent("reader"), 256 << 10))
+        reader(&Pair::of(advertising, agent("reader"), 256 << 10))
     })
 }
 
@@ -410,7 +410,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
 fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
     let owner = |mut lanes: Vec<Raw>| {
         let (_, id, _) = lanes[0].frame().unwrap();
-        lanes[0].send(&frame(END, id, b"\x03taken back"));
+        lanes[0].send(&frame(END, id, b"\x03\x0a\0\0\0taken\nback"));
         let (_, id, _) = lanes[0].frame().unwrap();
         lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
         assert!(lanes.iter_mut().all(Raw::is_closed));
@@ -443,7 +443,7 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
             assert!(lanes[0].peeked(READ).is_none(), "it begins before the cancelled write has ended");
             std::thread::yield_now();
         }
-        lanes[bulk].send(&frame(END, id, &[CANCELLED]));
+        lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));
         let (kind, id, _) = lanes[0].frame().unwrap();
         assert_eq!(kind, READ);
         lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());

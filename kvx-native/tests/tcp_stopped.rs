@@ -76,7 +76,7 @@ fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let advertised = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, listener.local_addr().unwrap());
     let owner = agent_with("owner", &advertised, None);
-    let mut other = Other::start("knocks");
+    let mut other = Other::start("connects");
     other.say(&owner.metadata().unwrap());
     let accept = || Raw::of(listener.accept().unwrap().0);
     let mut small = accept();

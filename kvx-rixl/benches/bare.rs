@@ -1,9 +1,9 @@
 //! A bare loop over NIXL's C interface between two processes: what it gives without kvx, to measure kvx beside.
 //!
-//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before the rounds, one for each
-//! list, with neighbours merged; each transfer posts the next of them and asks for its state until it has ended. Neither
-//! agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings. With arguments
-//! it measures notifications beside transfers instead ([`notices`]).
+//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before the rounds, one for
+//! each list, with neighbours merged; each transfer posts the next of them and asks for its state until it has ended.
+//! Neither agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings.
+//! With arguments it measures notifications beside transfers instead ([`notices`]).
 
 mod notices;
 
@@ -15,11 +15,12 @@ use std::os::unix::net::UnixStream;
 use std::ptr::{NonNull, null, null_mut};
 use std::time::Instant;
 
-/// How often a target without an order lets NIXL work, in milliseconds: the first request waits until both ends have answered each other.
+/// How often a target without an order lets NIXL work, in milliseconds: the first request waits until both ends have
+/// answered each other.
 const LOOKS: c_int = 20;
 
 /// An agent with the plugin UCX.
-struct Agent {
+struct NixlAgent {
     nixl: Functions,
     raw: nixl_agent,
     args: nixl_opt_args,
@@ -30,8 +31,8 @@ fn done(code: nixl_status) {
     assert_eq!(code, NIXL_CAPI_SUCCESS, "NIXL refuses");
 }
 
-impl Agent {
-    fn start(name: &CStr) -> Agent {
+impl NixlAgent {
+    fn start(name: &CStr) -> NixlAgent {
         let file = CString::new(std::env::var("KVX_RIXL_LIB").expect("KVX_RIXL_LIB names libnixl_capi.so"));
         let file = file.expect("a file name");
         let (mut raw, mut params, mut backend) = (null_mut(), null_mut(), null_mut());
@@ -53,7 +54,7 @@ impl Agent {
             done((nixl.nixl_capi_create_opt_args)(&mut args));
             done((nixl.nixl_capi_opt_args_add_backend)(args, backend));
             done((nixl.nixl_capi_create_notif_map)(&mut notifications));
-            Agent { nixl, raw, args, notifications }
+            NixlAgent { nixl, raw, args, notifications }
         }
     }
 
@@ -62,7 +63,8 @@ impl Agent {
         const HUGE: usize = 2 << 20;
         let kind = if foreign { libc::MAP_PRIVATE } else { libc::MAP_SHARED } | libc::MAP_ANONYMOUS;
         let mut list = null_mut();
-        // SAFETY: new pages, of which so many are written to behind the first huge page's border; a list of this agent's.
+        // SAFETY: new pages, of which so many are written to behind the first huge page's border; a list of this
+        // agent's.
         unsafe {
             let pages = libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
             assert!(pages != libc::MAP_FAILED, "no memory");
@@ -150,7 +152,7 @@ fn receive(mut from: &UnixStream) -> Option<Vec<u8>> {
 
 /// The other process: lends memory of the lengths that it is told, and looks after NIXL meanwhile.
 fn serve(stream: &UnixStream) {
-    let agent = Agent::start(c"target");
+    let agent = NixlAgent::start(c"target");
     let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     loop {
         // SAFETY: one descriptor, which is open.
@@ -182,10 +184,10 @@ fn shuffled(count: usize, seed: u64) -> Vec<usize> {
 /// Puts pieces together that are neighbours at both ends.
 fn merged(pieces: impl Iterator<Item = [usize; 3]>) -> Vec<[usize; 3]> {
     let mut runs: Vec<[usize; 3]> = Vec::new();
-    for [here, there, len] in pieces {
+    for [our_memory, their_memory, len] in pieces {
         match runs.last_mut() {
-            Some(run) if run[0] + run[2] == here && run[1] + run[2] == there => run[2] += len,
-            _ => runs.push([here, there, len]),
+            Some(run) if run[0] + run[2] == our_memory && run[1] + run[2] == their_memory => run[2] += len,
+            _ => runs.push([our_memory, their_memory, len]),
         }
     }
     runs
@@ -216,7 +218,7 @@ fn main() {
 
 /// Answers `kvx bench`.
 fn answer(other: &UnixStream) {
-    let agent = Agent::start(c"initiator");
+    let agent = NixlAgent::start(c"initiator");
     let (mut requests, mut next) = (Vec::new(), 0);
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
@@ -240,21 +242,24 @@ fn answer(other: &UnixStream) {
             (number("block"), number("count"), word("memory") == "foreign", word("op") == "read");
         let (all, seed, scattered) =
             (count * number("lists"), number("seed") as u64, word("pattern") == "scattered");
-        let here = agent.memory(block * all, foreign);
+        let our_memory = agent.memory(block * all, foreign);
         let asked = [block * all, foreign.into()].map(usize::to_le_bytes);
         send(other, &[asked.as_flattened(), agent.metadata().as_slice()].concat());
         let answer = receive(other).expect("the other lives");
-        let (there, metadata) = answer.split_at(8);
-        let there = usize::from_le_bytes(there.try_into().expect("eight bytes"));
+        let (their_memory, metadata) = answer.split_at(8);
+        let their_memory = usize::from_le_bytes(their_memory.try_into().expect("eight bytes"));
         agent.load(metadata);
         let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };
         let (from, to) = (order(seed), order(seed + 1));
         let (locals, remotes) = if read { (to, from) } else { (from, to) };
         let lists = locals.chunks(count).zip(remotes.chunks(count));
-        let pieces = lists.map(|(locals, remotes)| {
-            let places = locals.iter().zip(remotes);
-            merged(places.map(|(local, remote)| [here + local * block, there + remote * block, block]))
-        });
+        let pieces =
+            lists.map(|(locals, remotes)| {
+                let places = locals.iter().zip(remotes);
+                merged(places.map(|(local, remote)| {
+                    [our_memory + local * block, their_memory + remote * block, block]
+                }))
+            });
         requests = pieces.map(|pieces| agent.request(read, &pieces)).collect();
         next = 0;
         agent.transfer(requests[0]);

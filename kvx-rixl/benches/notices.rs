@@ -1,7 +1,7 @@
 //! Notifications beside transfers, without kvx: `kvx-rixl-bare notices SLICE polls|sleeps`.
 //!
-//! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own, and sends what another
-//! thread has asked for between two of them: NIXL has no other place for it. The target is a process that asks
+//! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own, and sends what
+//! another thread has asked for between two of them: NIXL has no other place for it. The target is a process that asks
 //! NIXL all the time (`polls`), or one that sleeps until the plugin's descriptors wake it (`sleeps`).
 
 use std::collections::BTreeSet;
@@ -11,7 +11,7 @@ use std::ptr::null;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{Agent, done, receive, send, shuffled};
+use super::{NixlAgent, done, receive, send, shuffled};
 use kvx_rixl::raw::NIXL_CAPI_SUCCESS;
 
 /// Bytes of all blocks together, and of one.
@@ -45,7 +45,7 @@ fn watchers() -> BTreeSet<RawFd> {
 /// The target: lends its memory, and tells how long each notification took to arrive.
 pub(crate) fn serve(stream: &UnixStream, polls: bool) {
     let before = watchers();
-    let agent = Agent::start(c"target");
+    let agent = NixlAgent::start(c"target");
     // SAFETY: a new set, and descriptors of this process.
     let set = unsafe {
         let set = libc::epoll_create1(0);
@@ -89,7 +89,7 @@ pub(crate) fn serve(stream: &UnixStream, polls: bool) {
 }
 
 /// The notifications that the last look has found.
-fn taken(agent: &Agent) -> Vec<u64> {
+fn taken(agent: &NixlAgent) -> Vec<u64> {
     let (nixl, map, mut agents, mut sent) = (&agent.nixl, agent.notifications, 0, Vec::new());
     // SAFETY: live handles, places for answers; the bytes live until the map is cleared.
     unsafe {
@@ -115,19 +115,23 @@ fn taken(agent: &Agent) -> Vec<u64> {
 
 /// The initiator: reads, and sends what the other thread asks for.
 pub(crate) fn read(stream: &UnixStream, slice: usize) {
-    let agent = Agent::start(c"initiator");
-    let here = agent.memory(BYTES, false);
+    let agent = NixlAgent::start(c"initiator");
+    let our_memory = agent.memory(BYTES, false);
     send(stream, &agent.metadata());
     let answer = receive(stream).expect("the other lives");
-    let (there, metadata) = answer.split_at(8);
-    let there = usize::from_le_bytes(there.try_into().expect("eight bytes"));
+    let (their_memory, metadata) = answer.split_at(8);
+    let their_memory = usize::from_le_bytes(their_memory.try_into().expect("eight bytes"));
     agent.load(metadata);
     let blocks = BYTES / BLOCK;
     let places = shuffled(blocks, 1).into_iter().zip(shuffled(blocks, 2));
     let mut pieces = Vec::new();
     for (local, remote) in places {
         for at in (0..BLOCK).step_by(slice) {
-            pieces.push([here + local * BLOCK + at, there + remote * BLOCK + at, slice.min(BLOCK - at)]);
+            pieces.push([
+                our_memory + local * BLOCK + at,
+                their_memory + remote * BLOCK + at,
+                slice.min(BLOCK - at),
+            ]);
         }
     }
     let requests: Vec<_> = pieces.iter().map(|piece| agent.request(true, &[*piece])).collect();
@@ -159,7 +163,7 @@ pub(crate) fn read(stream: &UnixStream, slice: usize) {
     receive(stream);
 }
 
-fn say(agent: &Agent, what: u64) {
+fn say(agent: &NixlAgent, what: u64) {
     let (bytes, len) = (what.to_ne_bytes(), size_of::<u64>());
     // SAFETY: live handles, a C string, bytes with their length.
     done(unsafe {

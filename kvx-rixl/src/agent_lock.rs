@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use kvx_backend::reactor::Mailbox;
 use kvx_core::Result;
 
-use crate::ffi::Agent;
+use crate::ffi::NixlAgent;
 
-/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a peer's address is loaded;
-/// the reactor asks for this one first, does something else while another thread has it, and is woken when that has let go.
+/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a peer's address is
+/// loaded; the reactor asks for this one first, does something else while another thread has it, and is woken when that
+/// has let go.
 pub(crate) struct AgentLock {
-    agent: Mutex<Option<Agent>>,
+    agent: Mutex<Option<NixlAgent>>,
     /// Threads that wait: the reactor, which comes often and briefly, lets them go first.
     waiting: AtomicUsize,
     /// Wakes the reactor when another thread has let go: that one may have read what would have woken it.
@@ -24,7 +25,7 @@ pub(crate) struct AgentLock {
 }
 
 /// The agent; `None` once it is gone.
-pub(crate) type Locked<'a> = MutexGuard<'a, Option<Agent>>;
+pub(crate) type Locked<'a> = MutexGuard<'a, Option<NixlAgent>>;
 
 /// The agent, for a thread other than the reactor: wakes the reactor when it is dropped.
 pub(crate) struct WakesWhenReleased<'a> {
@@ -34,15 +35,15 @@ pub(crate) struct WakesWhenReleased<'a> {
 }
 
 impl Deref for WakesWhenReleased<'_> {
-    type Target = Option<Agent>;
+    type Target = Option<NixlAgent>;
 
-    fn deref(&self) -> &Option<Agent> {
+    fn deref(&self) -> &Option<NixlAgent> {
         self.locked.as_deref().expect("it is not dropped")
     }
 }
 
 impl DerefMut for WakesWhenReleased<'_> {
-    fn deref_mut(&mut self) -> &mut Option<Agent> {
+    fn deref_mut(&mut self) -> &mut Option<NixlAgent> {
         self.locked.as_deref_mut().expect("it is not dropped")
     }
 }
@@ -56,7 +57,7 @@ impl Drop for WakesWhenReleased<'_> {
 
 impl AgentLock {
     /// Errors: `Exhausted`.
-    pub(crate) fn new(agent: Agent) -> Result<Arc<Self>> {
+    pub(crate) fn new(agent: NixlAgent) -> Result<Arc<Self>> {
         let agent_lock = Arc::new(AgentLock::around(Some(agent))?);
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain(|other| other.strong_count() > 0);
@@ -70,7 +71,7 @@ impl AgentLock {
         Ok(agent_lock)
     }
 
-    pub(crate) fn around(agent: Option<Agent>) -> Result<Self> {
+    pub(crate) fn around(agent: Option<NixlAgent>) -> Result<Self> {
         Ok(AgentLock {
             agent: Mutex::new(agent),
             waiting: AtomicUsize::new(0),

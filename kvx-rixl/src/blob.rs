@@ -8,7 +8,7 @@ use std::ffi::CStr;
 use kvx_core::wire::Reader;
 use kvx_core::{Error, MAX_NAME, Result};
 
-use crate::ffi::{Range, Segment};
+use crate::ffi::{MemorySegment, Range};
 
 /// The longest blob that is read; 44 bytes a region are usual.
 pub(crate) const MAX_BLOB: usize = 16 << 20;
@@ -44,7 +44,9 @@ pub(crate) struct Described<'a> {
 impl Described<'_> {
     /// Where it lies, if that is memory.
     pub(crate) fn range(&self) -> Option<Range> {
-        let segment = [Segment::Host, Segment::Device].into_iter().find(|kind| kind.number() == self.kind)?;
+        let segment = [MemorySegment::Host, MemorySegment::Device]
+            .into_iter()
+            .find(|kind| kind.number() == self.kind)?;
         Some(Range { segment, address: self.address, len: self.len, device: self.device })
     }
 }

@@ -1,17 +1,18 @@
 //! Finds out whether a peer can still be reached after something failed, which NIXL's C interface does not tell.
 //!
-//! UCX gives a connection up over the first error on it, whether the peer has ended or memory that it named is gone, and
-//! refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for no answer of the peer's, but
-//! it is refused all the same. Other plugins may refuse it for reasons of their own: they are not asked.
+//! UCX gives a connection up over the first error on it, whether the peer has ended or memory that it named is gone,
+//! and refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for
+//! no answer of the peer's, but it is refused all the same. Other plugins may refuse it for reasons of their own: they
+//! are not asked.
 
 use std::ffi::CStr;
 
 use kvx_core::Op;
 
 use crate::cpu_trials;
-use crate::ffi::{Agent, Range, Request, Segment, State};
+use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 
-/// What is known of a connection.
+/// The state of a connection, as far as it is known.
 pub(crate) enum Connection {
     /// Nothing goes over it any more.
     Broken,
@@ -22,11 +23,11 @@ pub(crate) enum Connection {
 }
 
 /// Looks whether a peer can be reached that NIXL knows. `there`: some memory of the peer's that NIXL knows.
-pub(crate) fn look(agent: &Agent, peer: &CStr, there: &Range) -> Connection {
+pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> Connection {
     if !agent.is_over_ucx() {
         return Connection::Works;
     }
-    let (Ok(mut local), Ok(mut remote)) = (agent.list(Segment::Host), agent.list(there.segment)) else {
+    let (Ok(mut local), Ok(mut remote)) = (agent.list(MemorySegment::Host), agent.list(there.segment)) else {
         return Connection::Works;
     };
     local.add(cpu_trials::page().address, 0, 0);

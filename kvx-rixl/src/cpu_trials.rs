@@ -1,12 +1,13 @@
 //! Tries out whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
 //!
-//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes hardly longer than the kernel
-//! itself. Over TCP, UCX asks the peer's process to read and write for it. A post may have ended all the same when it
-//! returns, because a peer with a core of its own answers while the poster still looks; but it takes some eight times as
-//! long. A network card takes its time, too, and is not told from that: such a link promises less than it could.
+//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes hardly longer than the
+//! kernel itself. Over TCP, UCX asks the peer's process to read and write for it. A post may have ended all the same
+//! when it returns, because a peer with a core of its own answers while the poster still looks; but it takes some eight
+//! times as long. A network card takes its time, too, and is not told from that: such a link promises less than it
+//! could.
 //!
-//! A link says nothing before that is known, so that it promises the same from its first day on. How long the trial takes
-//! is the peer's business as much as the handshake's own messages are, and the handshake's patience is for both.
+//! A link says nothing before that is known, so that it promises the same from its first day on. How long the trial
+//! takes is the peer's business as much as the handshake's own messages are, and the handshake's patience is for both.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -16,10 +17,11 @@ use std::time::{Duration, Instant};
 use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
-use crate::ffi::{Agent, Range, Request, Segment, State};
+use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 use crate::peers::{Name, PeerRegion, Peers, Way};
 
-/// What is read of a peer's page, and written to it, at once: enough to tell one copy by the kernel from a conversation.
+/// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the kernel from a
+/// conversation.
 const LEN: u64 = 64 << 10;
 /// How often each operation is tried, after the first time, which waits until both ends have found each other.
 const TIMES: usize = 16;
@@ -30,13 +32,13 @@ const MOST_TIMES_THE_KERNEL: u32 = 3;
 /// Bytes of the page: what peers read, what they write, and the same for what is moved on this side.
 const PAGE: u64 = 4 * LEN;
 
-/// The page of this process that peers may read, and write to, when they try out what a link can do. Never freed: nobody
-/// knows when the last of them does.
+/// The page of this process that peers may read, and write to, when they try out what a link can do. Never freed:
+/// nobody knows when the last of them does.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
     let address =
         *ADDRESS.get_or_init(|| Box::into_raw(vec![0_u8; PAGE as usize].into_boxed_slice()).addr() as u64);
-    Range { segment: Segment::Host, address, len: PAGE, device: 0 }
+    Range { segment: MemorySegment::Host, address, len: PAGE, device: 0 }
 }
 
 /// How long the kernel takes at best to move as many bytes from a process to another. `None`: it refuses, and so
@@ -83,8 +85,8 @@ impl Tally {
         }
     }
 
-    /// Which operations need the peer's CPU, where the kernel takes so long for as many bytes. The same path carries both: one
-    /// that needs the peer speaks for the other.
+    /// Which operations need the peer's CPU, where the kernel takes so long for as many bytes. The same path carries
+    /// both: one that needs the peer speaks for the other.
     fn verdict(&self, kernel_takes: Option<Duration>) -> PerOp {
         let by_the_kernel = self.late <= MOST_LATE
             && kernel_takes.is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
@@ -114,7 +116,7 @@ enum Step {
 
 impl Trial {
     /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL answers.
-    fn step(&mut self, agent: &Agent, peer: &CStr) -> Result<Step> {
+    fn step(&mut self, agent: &NixlAgent, peer: &CStr) -> Result<Step> {
         let requests = match &self.requests {
             Some(requests) => requests,
             None => self.requests.insert(requests(agent, peer, &self.page.range)?),
@@ -138,9 +140,9 @@ impl Trial {
 }
 
 /// Reads and writes do not touch the same bytes, on either side.
-fn requests(agent: &Agent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2]> {
+fn requests(agent: &NixlAgent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2]> {
     let request = |op, offset| -> Result<_> {
-        let (mut local, mut remote) = (agent.list(Segment::Host)?, agent.list(page.segment)?);
+        let (mut local, mut remote) = (agent.list(MemorySegment::Host)?, agent.list(page.segment)?);
         local.add(self::page().address + PAGE / 2 + offset, LEN, 0);
         remote.add(page.address + offset, LEN, page.device);
         Ok(Arc::new(agent.request(op, &local, &remote, peer)?))
@@ -194,7 +196,7 @@ impl Trials {
         }
     }
 
-    /// What was in progress to a peer was given up. Who waits for another life of it goes on waiting.
+    /// Requests in progress to a peer were given up. Endpoints that wait for another life of it go on waiting.
     pub(crate) fn begin_anew(&mut self, name: &Name) {
         if let Some(trial) = self.by_peer.get_mut(name) {
             (trial.requests, trial.tally, trial.flies) = (None, Tally::NEW, false);
@@ -209,7 +211,7 @@ impl Trials {
     }
 
     /// Goes on with those that can. Gives requests that are in progress then.
-    pub(crate) fn go_on(&mut self, agent: &Agent, peers: &mut Peers) -> Vec<(Name, Arc<Request>)> {
+    pub(crate) fn go_on(&mut self, agent: &NixlAgent, peers: &mut Peers) -> Vec<(Name, Arc<Request>)> {
         let (mut flying, mut over) = (Vec::new(), Vec::new());
         for (name, trial) in &mut self.by_peer {
             let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else { continue };
@@ -242,7 +244,7 @@ impl Trials {
 
 /// Tells NIXL of a region of a peer's, unless it knows. Says whether it knows now.
 pub(crate) fn tell(
-    agent: &Agent,
+    agent: &NixlAgent,
     peers: &mut Peers,
     endpoint: EndpointId,
     region: &Arc<PeerRegion>,

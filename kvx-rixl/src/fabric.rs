@@ -14,37 +14,37 @@ use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
 use crate::address::Address;
 use crate::agent_lock::AgentLock;
 use crate::cpu_trials::{self, Trials};
-use crate::ffi::{Agent, Range, Segment, State, TransferList, Unreleased};
+use crate::ffi::{MemorySegment, NixlAgent, Range, State, TransferList, Unreleased};
 use crate::memory::{self, Local, Ranges};
 use crate::peers::{PeerRegion, Peers, Way};
-use crate::prepared::{Kept, Lease, Prepared, Slice};
+use crate::prepared::{Kept, Prepared, Slice, SliceLease};
 use crate::sleeps::Sleeps;
 use crate::wakes::Wakes;
 use flights::{Flight, Purpose};
 
 mod flights;
 
-/// What notifications between kvx agents begin with: all others come from, or go to, somebody else.
+/// Begins the notifications between kvx agents: all others come from, or go to, foreign agents.
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
-/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a post copies before it returns,
-/// and a message waits for its end; UCX copies as many bytes at a time, so shorter slices cost throughput.
+/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a post copies before it
+/// returns, and a message waits for its end; UCX copies as many bytes at a time, so shorter slices cost throughput.
 const SLICE_BYTES: u64 = 512 << 10;
 /// The most bytes of a transfer that may be one slice.
 const ONE_SLICE: u64 = 1 << 20;
-/// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a second
-/// each, where nobody else wants the cores.
+/// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a
+/// second each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 /// Where the system lists devices for RDMA.
 const RDMA: &str = "/sys/class/infiniband";
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
 
-/// What NIXL needs for each transfer.
+/// The state of a transfer.
 #[derive(Default)]
-pub(crate) struct Transfer {
-    lease: Option<Lease>,
+pub(crate) struct TransferState {
+    lease: Option<SliceLease>,
     /// Regions of the peer that NIXL was told of, for this transfer.
     told: bool,
 }
@@ -61,10 +61,10 @@ struct Lists {
 
 fn list<'a>(
     lists: &'a mut [Option<TransferList>; 2],
-    agent: &Agent,
-    segment: Segment,
+    agent: &NixlAgent,
+    segment: MemorySegment,
 ) -> Result<&'a mut TransferList> {
-    let slot = &mut lists[usize::from(segment == Segment::Device)];
+    let slot = &mut lists[usize::from(segment == MemorySegment::Device)];
     let list = match slot.take() {
         Some(list) => list,
         None => agent.list(segment)?,
@@ -74,7 +74,7 @@ fn list<'a>(
     Ok(list)
 }
 
-pub(crate) struct Nixl {
+pub(crate) struct NixlFabric {
     agent_lock: Arc<AgentLock>,
     unreleased: Arc<Unreleased>,
     ranges: Arc<Ranges>,
@@ -85,7 +85,7 @@ pub(crate) struct Nixl {
     /// Others were given up: nothing tells of their end.
     gave_up: bool,
     trials: Trials,
-    /// What is to be told next.
+    /// The events to be told next.
     news: VecDeque<Happened>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
@@ -98,11 +98,11 @@ pub(crate) struct Nixl {
     has_rdma: bool,
 }
 
-fn agent(locked: &Option<Agent>) -> Result<&Agent> {
+fn agent(locked: &Option<NixlAgent>) -> Result<&NixlAgent> {
     locked.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
 }
 
-impl Nixl {
+impl NixlFabric {
     pub(crate) fn new(
         agent_lock: Arc<AgentLock>,
         ranges: Arc<Ranges>,
@@ -112,7 +112,7 @@ impl Nixl {
         description: String,
     ) -> Result<Self> {
         let unreleased = Arc::clone(agent(&agent_lock.lock())?.unreleased());
-        Ok(Nixl {
+        Ok(NixlFabric {
             sleeps: Sleeps::new(),
             fds: [wakes.fd().as_raw_fd()],
             wakes,
@@ -145,7 +145,7 @@ impl Nixl {
     }
 
     /// Tells NIXL of the peer's regions that a transfer names. Says whether all of them are known now.
-    fn tell(peers: &mut Peers, agent: &Agent, job: &Job<'_, Self>, load: u64) -> Result<bool> {
+    fn tell(peers: &mut Peers, agent: &NixlAgent, job: &Job<'_, Self>, load: u64) -> Result<bool> {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
@@ -156,10 +156,11 @@ impl Nixl {
         Ok(true)
     }
 
-    /// Makes the next slice of a transfer, of at most so many bytes, and says whether it is the last; `None`: there is none.
+    /// Makes the next slice of a transfer, of at most so many bytes, and says whether it is the last; `None`: there is
+    /// none.
     fn make(
         lists: &mut Lists,
-        agent: &Agent,
+        agent: &NixlAgent,
         name: &CStr,
         job: &mut Job<'_, Self>,
         most: u64,
@@ -191,10 +192,10 @@ impl Nixl {
 
 // SAFETY: a slice is posted by `advance` alone, and reported when NIXL has said that its request is no longer in
 // progress, also after its peer was lost. With requests in progress, `stop` says false.
-unsafe impl Fabric for Nixl {
+unsafe impl Fabric for NixlFabric {
     type Local = Local;
     type Remote = Remote;
-    type State = Transfer;
+    type State = TransferState;
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, page, .. } = Address::decode(address)?;
@@ -263,11 +264,11 @@ unsafe impl Fabric for Nixl {
         }
         if job.state().lease.is_none() {
             let prepared = job.plan().native(|| Ok(Prepared::default()))?;
-            job.state().lease = Some(Lease::take(&prepared, load, &self.kept));
+            job.state().lease = Some(SliceLease::take(&prepared, load, &self.kept));
         }
         let is_short = job.plan().size().bytes <= ONE_SLICE;
         let most = if is_short { ONE_SLICE } else { SLICE_BYTES };
-        let next = job.state().lease.as_mut().and_then(Lease::next);
+        let next = job.state().lease.as_mut().and_then(SliceLease::next);
         let slice = match next {
             Some((slice, last)) => {
                 if last {
@@ -428,7 +429,7 @@ unsafe impl Fabric for Nixl {
 
     fn unpack_foreign(&mut self, _: EndpointId, range: &ForeignRange) -> Result<Remote> {
         let ForeignRange { address, len, kind, device } = *range;
-        let segment = if kind.is_host() { Segment::Host } else { Segment::Device };
+        let segment = if kind.is_host() { MemorySegment::Host } else { MemorySegment::Device };
         let range = Range { segment, address, len, device };
         Ok(Remote(Arc::new(PeerRegion::new(range, Box::default()))))
     }

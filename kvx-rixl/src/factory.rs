@@ -20,8 +20,8 @@ use crate::agent_lock::AgentLock;
 use crate::config::{Config, SPEAKS_FOR};
 use crate::cpu_trials;
 use crate::error::NAME;
-use crate::fabric::Nixl;
-use crate::ffi::{Agent, Library, Plugin, Settings};
+use crate::fabric::NixlFabric;
+use crate::ffi::{Library, NixlAgent, Plugin, Settings};
 use crate::loads::Loads;
 use crate::memory::{Export, Ranges};
 use crate::peers::Peers;
@@ -39,7 +39,7 @@ const OPENS_WITHIN: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rixl;
 
-/// What NIXL promises whatever its plugin does underneath, which its interface does not tell.
+/// NIXL's promises whatever its plugin does underneath, which its interface does not tell.
 fn capabilities() -> Capabilities {
     let mut kinds = vec![MemoryKind::Host, MemoryKind::Pinned];
     if Path::new("/dev/nvidiactl").exists() {
@@ -124,7 +124,8 @@ impl Factory for Rixl {
             .map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
-        let fabric = Nixl::new(agent_lock, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
+        let fabric =
+            NixlFabric::new(agent_lock, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
         fabric::open(
             context,
             Parts {
@@ -144,7 +145,7 @@ fn opened(
     config: &Config,
     name: &str,
     agent: &str,
-) -> Result<(Agent, Vec<RawFd>)> {
+) -> Result<(NixlAgent, Vec<RawFd>)> {
     let (config, name) = (config.clone(), name.to_owned());
     within(OPENS_WITHIN, format!("kvx-rixl. {agent}"), move || {
         let settings = Settings {
@@ -153,7 +154,7 @@ fn opened(
             params: &config.params,
             progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
         };
-        let open = || wakes::of(|| threads::named(|| Agent::open(library, &settings)));
+        let open = || wakes::of(|| threads::named(|| NixlAgent::open(library, &settings)));
         let (agent, watchers) = loader::with_signals_kept(open);
         Ok((agent?, watchers))
     })

@@ -12,11 +12,12 @@ use crate::agent_lock::AgentLock;
 use crate::blob;
 use crate::peers::Name;
 
-/// What is asked; done in this order.
+/// A call that takes long; made in the order of asking.
 pub(crate) enum Task {
     /// Loads a blob and connects; the answer is a [`Loaded`].
     Load { peer: Name, load: u64, blob: Vec<u8> },
-    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more; the answer is a [`Loaded`].
+    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more; the answer is a
+    /// [`Loaded`].
     Name { peer: Name, load: u64 },
     /// Forgets a peer.
     Forget { peer: Name },

@@ -12,9 +12,9 @@ use kvx_core::{Error, Kind, Memory, RegionId, Result};
 use crate::address::version;
 use crate::agent_lock::AgentLock;
 use crate::blob::{Blob, Described, malformed};
-use crate::ffi::{Range, Segment};
+use crate::ffi::{MemorySegment, Range};
 
-/// What NIXL knows of our memory. It finds registrations by address: two regions of one range share one, and ranges that
+/// Our memory as NIXL knows it. It finds registrations by address: two regions of one range share one, and ranges that
 /// overlap otherwise are refused, because it could not tell them apart.
 pub(crate) struct Ranges {
     agent_lock: Arc<AgentLock>,
@@ -36,11 +36,11 @@ pub(crate) struct Local {
     pub(crate) range: Range,
 }
 
-/// The range of some memory, as NIXL understands it: a device by the number that its driver gives it in this process, host
-/// memory by 0. Peers name the memory by the same number, which stands in what they are told.
+/// The range of some memory, as NIXL understands it: a device by the number that its driver gives it in this process,
+/// host memory by 0. Peers name the memory by the same number, which stands in what they are told.
 pub(crate) fn range_of(memory: &Memory) -> Range {
     let device = memory.device_access().map_or(0, |device| u64::from(device.ordinal()));
-    let segment = if memory.kind().is_host() { Segment::Host } else { Segment::Device };
+    let segment = if memory.kind().is_host() { MemorySegment::Host } else { MemorySegment::Device };
     Range { segment, address: memory.address(), len: memory.len() as u64, device }
 }
 
@@ -69,8 +69,8 @@ impl Ranges {
         let is_new = !registered.contains_key(&range);
         if is_new {
             agent.register(&range).map_err(|why| match range.segment {
-                Segment::Host => why,
-                Segment::Device => why.kind_is(Kind::Unsupported),
+                MemorySegment::Host => why,
+                MemorySegment::Device => why.kind_is(Kind::Unsupported),
             })?;
         }
         let blob = agent.export(&range).inspect_err(|_| {
@@ -84,8 +84,8 @@ impl Ranges {
         Ok((range, blob))
     }
 
-    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let go. Errors: `StillShared`,
-    /// if foreign agents may know it; what NIXL answers.
+    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let go. Errors:
+    /// `StillShared`, if foreign agents may know it; what NIXL answers.
     pub(crate) fn remove(&self, range: &Range) -> Result<LetGo> {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(LetGo::Later) };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,7 +146,7 @@ impl Export {
     const VERSION: u8 = 1;
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = vec![Self::VERSION, u8::from(self.range.segment == Segment::Device)];
+        let mut out = vec![Self::VERSION, u8::from(self.range.segment == MemorySegment::Device)];
         out.put_u64(self.range.address);
         out.put_u64(self.range.len);
         out.put_u64(self.range.device);
@@ -159,8 +159,8 @@ impl Export {
         let mut reader = Reader::new("RIXL region", sealed::open("RIXL region", bytes)?);
         version("region", reader.u8()?, Self::VERSION)?;
         let segment = match reader.u8()? {
-            0 => Segment::Host,
-            1 => Segment::Device,
+            0 => MemorySegment::Host,
+            1 => MemorySegment::Device,
             other => return Err(reader.malformed(format_args!("no memory has the number {other}"))),
         };
         let range = Range { segment, address: reader.u64()?, len: reader.u64()?, device: reader.u64()? };
@@ -169,8 +169,8 @@ impl Export {
         Ok(Export { range, blob })
     }
 
-    /// Whether NIXL may be shown it: it speaks of this range of this agent's memory, and of nothing else. What contradicts
-    /// what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
+    /// Whether NIXL may be shown it: it speaks of this range of this agent's memory, and of nothing else. What
+    /// contradicts what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
     pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
         let said = Blob::read(&self.blob)?;
         let is_it = |there: &Described<'_>| there.range() == Some(self.range);
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn an_export_travels_whole_or_not_at_all() {
-        let range = Range { segment: Segment::Device, address: 1 << 40, len: 4096, device: 3 };
+        let range = Range { segment: MemorySegment::Device, address: 1 << 40, len: 4096, device: 3 };
         let export = Export { range, blob: b"nixlSerDes|".as_slice().into() };
         let bytes = export.encode();
         assert_eq!(Export::decode(&bytes).unwrap(), export);
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn ranges_overlap_on_one_device_only() {
-        let range = |address, len| Range { segment: Segment::Host, address, len, device: 0 };
+        let range = |address, len| Range { segment: MemorySegment::Host, address, len, device: 0 };
         assert!(range(0, 10).overlaps(&range(9, 1)) && range(9, 1).overlaps(&range(0, 10)));
         assert!(
             !range(0, 10).overlaps(&range(10, 1)) && range(u64::MAX - 1, 9).overlaps(&range(0, u64::MAX))
@@ -216,7 +216,7 @@ mod tests {
     fn nobody_is_kept_waiting_by_the_end_of_a_region() {
         let agent_lock = Arc::new(AgentLock::around(None).unwrap());
         let ranges = Ranges::new(Arc::clone(&agent_lock));
-        let range = Range { segment: Segment::Host, address: 4096, len: 64, device: 0 };
+        let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
         ranges.registered.lock().unwrap().insert(range, Uses { regions: 2, told: false });
         let locked = agent_lock.lock();
         for _ in 0..3 {
@@ -237,10 +237,11 @@ mod tests {
         assert_ne!(device.device(), DeviceId::HOST);
         let memory = device.allocate(4096);
         let number = u64::from(device.ordinal());
-        let range = Range { segment: Segment::Device, address: memory.address(), len: 4096, device: number };
+        let range =
+            Range { segment: MemorySegment::Device, address: memory.address(), len: 4096, device: number };
         assert_eq!(range_of(&memory), range);
         let memory = Memory::owned(vec![0; 64]);
-        let range = Range { segment: Segment::Host, address: memory.address(), len: 64, device: 0 };
+        let range = Range { segment: MemorySegment::Host, address: memory.address(), len: 64, device: 0 };
         assert_eq!(range_of(&memory), range);
     }
 }

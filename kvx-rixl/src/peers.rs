@@ -48,13 +48,13 @@ enum Standing {
 
 struct PeerAgent {
     blob: Vec<u8>,
-    /// What of it says how it is reached.
+    /// The part of the blob that says how it is reached.
     connections: Vec<u8>,
     /// The number of this load; requests of another one cannot be posted.
     load: u64,
     state: Standing,
     endpoints: Vec<EndpointId>,
-    /// What NIXL was told of, whether or not somebody still uses it.
+    /// The regions that NIXL was told of, whether or not somebody still uses them.
     exports: Vec<Arc<PeerRegion>>,
     /// Requests in progress.
     flights: usize,
@@ -264,8 +264,8 @@ impl Peers {
         (!is_told).then_some(&export.blob[..])
     }
 
-    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else; it
-    /// drops the whole peer instead. So the peer is loaded again when nothing is in progress.
+    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else;
+    /// it drops the whole peer instead. So the peer is loaded again when nothing is in progress.
     pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<PeerRegion>) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
         let same = |other: &&Arc<PeerRegion>| other.range == export.range && other.blob == export.blob;
@@ -325,8 +325,8 @@ impl Peers {
         }
     }
 
-    /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its loss
-    /// and the load that follows.
+    /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its
+    /// loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
         let unknown =
             |peer: &PeerAgent| matches!(peer.state, Standing::Loading | Standing::Lost { watched: false });
@@ -338,8 +338,8 @@ impl Peers {
     pub(crate) fn dropped(&mut self, name: &CStr, happened: &mut Vec<Happened>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request whose failure it
-            // finds out; where none has ended since, it never answers.
+            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
+            // whose failure it finds out; where none has ended since, it never answers.
             Standing::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
             Standing::Lost { watched: true } => {
                 peer.state = Standing::Lost { watched: false };
@@ -350,8 +350,8 @@ impl Peers {
         true
     }
 
-    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to an agent that it does
-    /// not know.
+    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to an agent that it
+    /// does not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
         peer.state = Standing::Lost { watched: peer.flights == 0 };

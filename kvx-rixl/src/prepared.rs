@@ -16,7 +16,7 @@ const MOST_KEPT: usize = 1 << 20;
 #[derive(Default)]
 pub(crate) struct Kept(AtomicUsize);
 
-/// What a plan keeps.
+/// The requests that a plan keeps.
 #[derive(Default)]
 pub(crate) struct Prepared {
     taken: AtomicBool,
@@ -38,7 +38,7 @@ impl Drop for Slices {
     }
 }
 
-/// What is posted at once.
+/// The pieces that are posted at once, as a request.
 #[derive(Clone)]
 pub(crate) struct Slice {
     pub(crate) request: Arc<Request>,
@@ -49,7 +49,7 @@ pub(crate) struct Slice {
 
 /// A transfer's part in them, until all its pieces have ended.
 #[derive(Default)]
-pub(crate) struct Lease {
+pub(crate) struct SliceLease {
     of: Option<Arc<Prepared>>,
     slices: Option<Slices>,
     /// All of them were there.
@@ -57,11 +57,11 @@ pub(crate) struct Lease {
     next: usize,
 }
 
-impl Lease {
+impl SliceLease {
     /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must be of.
-    pub(crate) fn take(prepared: &Arc<Prepared>, load: u64, kept: &Arc<Kept>) -> Lease {
+    pub(crate) fn take(prepared: &Arc<Prepared>, load: u64, kept: &Arc<Kept>) -> SliceLease {
         if prepared.taken.swap(true, Ordering::Acquire) {
-            return Lease::default();
+            return SliceLease::default();
         }
         let there = prepared.slices.lock().unwrap_or_else(PoisonError::into_inner).take();
         let there = there.filter(|slices| slices.load == load);
@@ -72,7 +72,7 @@ impl Lease {
             descriptors: 0,
             kept: Arc::clone(kept),
         });
-        Lease { of: Some(Arc::clone(prepared)), slices: Some(slices), whole, next: 0 }
+        SliceLease { of: Some(Arc::clone(prepared)), slices: Some(slices), whole, next: 0 }
     }
 
     /// The next slice of those that were there, and whether it is the last; `None`: it is to be made.
@@ -105,7 +105,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for SliceLease {
     fn drop(&mut self) {
         let Some(prepared) = self.of.take() else { return };
         if let Some(slices) = self.slices.take()

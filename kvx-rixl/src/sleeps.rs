@@ -1,4 +1,4 @@
-//! How long the thread sleeps before it asks NIXL again: the longer, the longer nothing has come.
+//! Chooses how long the thread sleeps before it asks NIXL again: the longer, the longer nothing has come.
 
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,8 @@ struct Longest {
 
 /// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
 const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
-/// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look costs up to 70 microseconds
-/// of a core that has slept, and an idle agent may take a hundredth of one.
+/// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look costs up to 70
+/// microseconds of a core that has slept, and an idle agent may take a hundredth of one.
 const BY_THE_CLOCK: Longest =
     Longest { waiting: Duration::from_micros(250), idle: Duration::from_millis(10) };
 
@@ -51,8 +51,8 @@ impl Sleeps {
         self.asleep
     }
 
-    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come. `came`: they have, or
-    /// something else.
+    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come. `came`: they have,
+    /// or something else.
     pub(crate) fn looked(&mut self, woken: bool, told: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
         if told && slept {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-/// What UCX calls its thread, and what it is called then.
+/// UCX's name for its thread, and kvx's name for it.
 const RENAMED: (&str, &str) = ("async", "kvx-rixl async");
 
 fn tasks() -> BTreeSet<String> {

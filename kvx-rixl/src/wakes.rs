@@ -1,10 +1,11 @@
-//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is free again, and by UCX's sockets.
+//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is free again, and by
+//! UCX's sockets.
 //!
-//! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors of its own, and looking
-//! for those that were not there before the plugin was opened finds them. They are watched and never read; one that
-//! belongs to somebody else wakes the reactor in vain. Where none is found, or what comes does not come by a socket,
-//! NIXL is asked by the clock. So it is with a thread of NIXL's own, too: where that has read the message before the kernel
-//! looks whether this one is to be woken, nothing is there any more.
+//! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors of its own, and
+//! looking for those that were not there before the plugin was opened finds them. They are watched and never read; one
+//! that belongs to somebody else wakes the reactor in vain. Where none is found, or what comes does not come by a
+//! socket, NIXL is asked by the clock. So it is with a thread of NIXL's own, too: where that has read the message
+//! before the kernel looks whether this one is to be woken, nothing is there any more.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};

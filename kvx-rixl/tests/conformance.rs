@@ -16,7 +16,8 @@ fn registry(_: &str) -> Registry {
 }
 
 const GAPS: &[Gap] = &[];
-/// All suites of a release. Each clause has a limit of its own: this one is for a library that hangs as its process ends.
+/// All suites of a release. Each clause has a limit of its own: this one is for a library that hangs as its process
+/// ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// As UCX chooses on one host: bytes by the kernel's cross-memory attach, messages by TCP over loopback.
@@ -34,8 +35,8 @@ const TCP: Suite = Suite {
     ..CMA
 };
 
-/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has come before kvx's is woken for it,
-/// which goes by the clock then.
+/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has come before kvx's is
+/// woken for it, which goes by the clock then.
 const THREAD: Suite = Suite {
     tier: Tier::Whole,
     label: "RIXL-thread",

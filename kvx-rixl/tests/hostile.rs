@@ -1,4 +1,4 @@
-//! What a peer says of NIXL's business, and should not: it is refused before NIXL, which trusts it, is told.
+//! Hostile metadata is refused before NIXL, which trusts it, is told.
 
 mod wheel;
 

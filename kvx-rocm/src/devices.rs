@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_core::{DeviceId, MemoryKind, Unavailable};
-use kvx_gpu::{About, Device};
+use kvx_gpu::{Device, DeviceInfo};
 
 use crate::driver::Hip;
 use crate::ffi::{self, Status};
@@ -46,7 +46,7 @@ fn found(library: &'static Library) -> Result<Vec<Arc<Device>>, Unavailable> {
         // SAFETY: a place for one UUID.
         let status = unsafe { (table.hipDeviceGetUuid)(&raw mut uuid, number) };
         let bus = told(table.hipDeviceGetPCIBusId, number);
-        let about = About {
+        let about = DeviceInfo {
             kind: MemoryKind::Rocm,
             driver: "HIP",
             id: id((status == ffi::SUCCESS).then_some(uuid), &bus),

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use kvx_core::memory::Hop;
 use kvx_core::{DeviceId, Error, Kind, Result};
 use kvx_gpu::{
-    About, Current, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace, Rows, StreamHandle,
-    Way,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
+    Rows, StreamHandle,
 };
 
 use crate::ffi::{self, Address, Handle, IpcHandle, PointerAttributes, Status};
@@ -20,7 +20,7 @@ use crate::{dma_buf, kernels, virtual_memory};
 pub(crate) struct Hip {
     pub(crate) library: &'static Library,
     number: i32,
-    about: About,
+    about: DeviceInfo,
     /// All devices of this process.
     all: Arc<[(DeviceId, i32)]>,
 }
@@ -29,7 +29,7 @@ impl Hip {
     pub(crate) fn new(
         library: &'static Library,
         number: i32,
-        about: About,
+        about: DeviceInfo,
         all: Arc<[(DeviceId, i32)]>,
     ) -> Self {
         Hip { library, number, about, all }
@@ -69,10 +69,10 @@ fn place(kind: i32, new_kinds: bool) -> PointerPlace {
     }
 }
 
-// SAFETY: each method is the runtime's call of that meaning; an event that the runtime says is reached has all before it on
-// its stream behind it.
+// SAFETY: each method is the runtime's call of that meaning; an event that the runtime says is reached has all before
+// it on its stream behind it.
 unsafe impl Driver for Hip {
-    fn about(&self) -> &About {
+    fn about(&self) -> &DeviceInfo {
         &self.about
     }
 
@@ -256,7 +256,7 @@ unsafe impl Driver for Hip {
         ends_all_work(code)
     }
 
-    unsafe fn copy(&self, way: Way, line: Hop, stream: StreamHandle) -> Result<()> {
+    unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> Result<()> {
         let (to, from) = (line.to as *mut c_void, line.from as *const c_void);
         // SAFETY: the caller's promise.
         self.check("hipMemcpyAsync", unsafe {
@@ -264,7 +264,7 @@ unsafe impl Driver for Hip {
         })
     }
 
-    unsafe fn copy_rows(&self, way: Way, rows: Rows, stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> Result<()> {
         let Rows { from, from_pitch, to, to_pitch, width, count } = rows;
         let (to, from, stream) = (to as *mut c_void, from as *const c_void, stream.0 as Handle);
         // SAFETY: the caller's promise.
@@ -304,11 +304,11 @@ unsafe impl Driver for Hip {
     }
 }
 
-fn kind(way: Way) -> i32 {
+fn kind(way: CopyDirection) -> i32 {
     match way {
-        Way::ToDevice => ffi::TO_DEVICE,
-        Way::ToHost => ffi::TO_HOST,
-        Way::Within => ffi::WITHIN,
+        CopyDirection::ToDevice => ffi::TO_DEVICE,
+        CopyDirection::ToHost => ffi::TO_HOST,
+        CopyDirection::Within => ffi::WITHIN,
     }
 }
 

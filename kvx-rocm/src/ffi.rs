@@ -1,5 +1,5 @@
-//! What kvx calls of HIP. What differs between its releases 5, 6 and 7 is asked by functions that do not: no structure of
-//! device properties, and no constant whose number has changed.
+//! The functions of HIP that kvx calls. Whatever differs between its releases 5, 6 and 7 is asked by functions that do
+//! not: no structure of device properties, and no constant whose number has changed.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 

@@ -47,8 +47,8 @@ impl Library {
     fn load() -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let file = Search::new(VARIABLE, NAMES, CURE).files([FURTHER.into()]).open()?;
-            // SAFETY: the signatures are those of HIP's interface, the same in all releases; that this is HIP is what its
-            // name promises, or whoever set the variable.
+            // SAFETY: the signatures are those of HIP's interface, the same in all releases; that this is HIP is what
+            // its name promises, or whoever set the variable.
             let table = unsafe { Table::find(&file) }?;
             // SAFETY: as above.
             let virtual_memory = unsafe { VirtualMemory::find(&file) }.ok();

@@ -1,4 +1,5 @@
-//! SHM and TCP keep the contract over AMD devices: those of the stand-in, or, if `KVX_HIP_LIB` names a library, its own.
+//! SHM and TCP keep the contract over AMD devices: those of the stand-in, or, if `KVX_HIP_LIB` names a library, its
+//! own.
 
 #[path = "../../kvx-cuda/tests/native/mod.rs"]
 mod native;

@@ -1,4 +1,4 @@
-//! What a clause answers.
+//! The answer of a clause: it holds, or the failure that was seen.
 
 use std::fmt;
 

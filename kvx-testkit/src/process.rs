@@ -52,8 +52,8 @@ pub fn output(command: &mut Command, limit: Duration) -> Output {
     output.expect("its output can be read")
 }
 
-/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where they
-/// would be taken for answers: what is written there from now on goes to standard error.
+/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where
+/// they would be taken for answers: what is written there from now on goes to standard error.
 pub(crate) fn answers_apart() -> std::io::Result<File> {
     let answers = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3)?;
     rustix::stdio::dup2_stdout(std::io::stderr())?;

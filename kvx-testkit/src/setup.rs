@@ -173,7 +173,7 @@ impl Setup {
     /// A far end without agents.
     pub fn far(&self) -> Result<Far, Failure> {
         match self.mode {
-            Mode::OneProcess => Ok(Far::here(self.registry(), self.device()?)),
+            Mode::OneProcess => Ok(Far::in_this_process(self.registry(), self.device()?)),
             Mode::TwoProcesses => Far::there(&self.variant, self.device.map(|(suite, _)| suite)),
         }
     }

@@ -2,13 +2,14 @@
 //!
 //! A clause asks that something ends within a tenth of a second. Where more threads want to run than there are
 //! processors, or a processor stands still for a moment, an answer is later than that by no fault of kvx. So threads of
-//! the suite's own beat beside what is measured: each sleeps a millisecond at a time, and what it sleeps longer than that
-//! it was kept from running. One may run anywhere, as kvx's may: it tells how busy the machine is. The others are bound
-//! to one processor each, and tell when that one stands still, perhaps with the one thread of kvx that was to answer. Time
-//! in which several were late counts once. On a quiet machine that is nothing, and the bound is the promise itself.
+//! the suite's own beat beside what is measured: each sleeps a millisecond at a time, and what it sleeps longer than
+//! that it was kept from running. One may run anywhere, as kvx's may: it tells how busy the machine is. The others are
+//! bound to one processor each, and tell when that one stands still, perhaps with the one thread of kvx that was to
+//! answer. Time in which several were late counts once. On a quiet machine that is nothing, and the bound is the
+//! promise itself.
 //!
-//! The threads are the process's, and sleep while nobody measures. Threads that come and go with each measurement kept the
-//! kernel busy for seconds where another clause was reading the list of threads.
+//! The threads are the process's, and sleep while nobody measures. Threads that come and go with each measurement kept
+//! the kernel busy for seconds where another clause was reading the list of threads.
 
 use std::collections::VecDeque;
 use std::fmt;

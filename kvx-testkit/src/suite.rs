@@ -40,8 +40,8 @@ pub struct Suite {
     pub near: Backing,
     /// What the regions of the far end lie on.
     pub far: Backing,
-    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its memory here,
-    /// the suite is skipped with the reason.
+    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its
+    /// memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
     /// What the backend cannot keep.
     pub gaps: &'static [Gap],

@@ -1,4 +1,4 @@
-//! What a library must leave alone in its host process.
+//! Snapshots of the host process that a library must leave alone.
 
 use serde::{Deserialize, Serialize};
 

@@ -132,7 +132,8 @@ fn serve(stream: &UnixStream) {
     while let Some((told, _)) = receive(stream) {
         if told == PROGRESS {
             let mut ready = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // Where nothing is asked of it, it must not take the core, or half of the core, that the other one copies on.
+            // Where nothing is asked of it, it must not take the core, or half of the core, that the other one copies
+            // on.
             let mut idle = 0;
             // SAFETY: one descriptor of this process.
             while unsafe { libc::poll(&mut ready, 1, i32::from(idle > 20)) } == 0 {
@@ -210,9 +211,9 @@ impl Pair {
         param.cb.send = Some(ended);
         let Functions { ucp_get_nbx: get, ucp_put_nbx: put, ucp_ep_flush_nbx, .. } = ucp.functions;
         for run in moves.chunk_by(|a, b| (a.0 + 1, a.1 + 1) == *b) {
-            let (here, there) = if read { (run[0].1, run[0].0) } else { run[0] };
-            let local = memory.2.wrapping_add(here * block).cast();
-            let (remote, length) = ((self.remote + there * block) as u64, run.len() * block);
+            let (local_block, remote_block) = if read { (run[0].1, run[0].0) } else { run[0] };
+            let local = memory.2.wrapping_add(local_block * block).cast();
+            let (remote, length) = ((self.remote + remote_block * block) as u64, run.len() * block);
             // SAFETY: both memories have room for every block of the point, and live until the next point.
             #[rustfmt::skip]
             let posted = unsafe {

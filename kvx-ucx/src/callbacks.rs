@@ -1,4 +1,4 @@
-//! What UCX calls back, noted for the machine.
+//! Notes UCX's callbacks for the machine.
 //!
 //! Callbacks run inside calls into UCX, so they only note: the machine reads the notes when the call has returned.
 //! Everything here is touched by the thread that has the machine, one at a time; that is what makes `Rc` and `Cell` do.
@@ -18,7 +18,7 @@ use crate::ffi::{Completed, Message, Receives, Status};
 /// The longest message that is taken from a peer.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
 
-/// What goes before each message: which worker sends it, by which of the endpoints that it has made, and which endpoint
+/// Precedes each message: which worker sends it, by which of the endpoints that it has made, and which endpoint
 /// of the receiver's it takes for the other end of that (0: it has not heard of one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Postmark {
@@ -64,8 +64,8 @@ pub(crate) struct CallbackNotes {
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
     ended: RefCell<Vec<JobId>>,
-    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the connection
-    /// broken ends those before it.
+    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the
+    /// connection broken ends those before it.
     pieces: Cell<isize>,
     /// Operations of other kinds that UCX has.
     others: Cell<usize>,
@@ -187,8 +187,8 @@ impl Tally {
         NonNull::from(self)
     }
 
-    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have come
-    /// if one failed after them, and `done` ones, which have ended.
+    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have
+    /// come if one failed after them, and `done` ones, which have ended.
     pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
         to_peer.set(to_peer.get() + (pending + done) as usize);
         // A job has one peer: with another, this is another job, and nothing of the one before it is under way.
@@ -201,8 +201,8 @@ impl Tally {
         }
     }
 
-    /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not told
-    /// of any more.
+    /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not
+    /// told of any more.
     pub(crate) fn take_back(&self, pieces: u32) -> bool {
         let notes = &*self.notes;
         let alone = notes.ended.borrow().len() == 1 && self.noted.get() && notes.has_only_ended();
@@ -251,7 +251,7 @@ pub(crate) struct Once {
     what: Told,
 }
 
-/// What there is to tell.
+/// The event that a callback tells of.
 pub(crate) enum Told {
     /// A message is on its way: it counts among those of its peer.
     Sent { frame: Vec<u8>, waiting: Rc<Cell<usize>> },

@@ -6,8 +6,8 @@
 //! | `net_devices` | `UCX_NET_DEVICES` | devices, likewise: `["mlx5_0:1"]` |
 //! | `set` | any | a list of `"NAME=value"`, with or without `UCX_` |
 //!
-//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1. Transfers of
-//! more than 1 MiB are striped over them.
+//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1.
+//! Transfers of more than 1 MiB are striped over them.
 //!
 //! An option wins over the environment and UCX's configuration files, and those win over what kvx sets by itself:
 //!
@@ -39,7 +39,7 @@ const MAX_FILE: usize = 1 << 20;
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
-    /// What the options say of UCX's settings: names without `UCX_`.
+    /// UCX's settings as the options give them: names without `UCX_`.
     chosen: Vec<Setting>,
     pub(crate) num_threads: usize,
 }
@@ -73,7 +73,7 @@ impl Config {
         Ok(Config { chosen, num_threads })
     }
 
-    /// What UCX is to be told, given the environment of this process and the configuration files that the library at
+    /// The settings to give UCX, from the environment of this process and the configuration files that the library at
     /// `library` reads.
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
         let in_files: Vec<_> = files(library).iter().flat_map(|file| set_in_file(file)).collect();
@@ -82,8 +82,8 @@ impl Config {
         })
     }
 
-    /// Whether the user names tcp among the transports: in the options, else in the environment, else in a configuration file
-    /// that the library at `library` reads.
+    /// Whether the user names tcp among the transports: in the options, else in the environment, else in a
+    /// configuration file that the library at `library` reads.
     pub(crate) fn names_tcp(&self, library: &Path) -> bool {
         let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
         let tls = chosen.map(|setting| setting.value.clone());
@@ -91,7 +91,7 @@ impl Config {
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
-    /// What UCX is to be told when the user has set what `is_set` says of a variable, by its name without `UCX_`.
+    /// The settings to give UCX beside those that the user has set; `is_set` says which, by name without `UCX_`.
     fn settings_unless(&self, is_set: impl Fn(&str) -> bool) -> Vec<Setting> {
         let chosen = |name: &str| self.chosen.iter().any(|setting| setting.name == name);
         let defaults = DEFAULTS.iter().filter(|(name, _, others)| {
@@ -152,13 +152,13 @@ fn files(library: &Path) -> Vec<PathBuf> {
     folders.into_iter().map(|folder| folder.join("ucx.conf")).collect()
 }
 
-/// What the last of these configuration files that names transports says.
+/// The transports that the last of these configuration files names.
 fn tls_of(files: &[PathBuf]) -> Option<String> {
     let mut named = files.iter().flat_map(|file| set_in_file(file)).filter(|(name, _)| name == "TLS");
     named.next_back().map(|(_, tls)| tls)
 }
 
-/// What a configuration file sets on every machine: names without `UCX_`, and values.
+/// The settings of a configuration file for every machine: names without `UCX_`, and values.
 fn set_in_file(file: &Path) -> Vec<(String, String)> {
     use std::io::Read as _;
 
@@ -171,7 +171,7 @@ fn set_in_file(file: &Path) -> Vec<(String, String)> {
     set_in(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// What stands before the first section: a section is for one kind of machine, and the files that come with UCX have
+/// The lines before the first section: a section is for one kind of machine, and the files that come with UCX have
 /// only such.
 fn set_in(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));

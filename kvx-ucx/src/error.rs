@@ -17,7 +17,7 @@ const CONFIGURED: &str =
     "check the options of the table ucx and the variables UCX_*; UCX_LOG_LEVEL=info says what UCX has found";
 const UNKNOWN: &str = "UCX_LOG_LEVEL=info makes UCX say more";
 
-/// What a status means, and what to do next. The first row that holds it counts.
+/// The meaning of a status, and what to do next. The first row that holds it counts.
 const ROWS: &[(RangeInclusive<ucs_status_t>, Kind, &str)] = &[
     // Ranges that UCX reserves: a broken link, an endpoint whose peer has failed.
     (UCS_ERR_LAST_LINK_FAILURE..=UCS_ERR_FIRST_LINK_FAILURE, Kind::PeerLost, GONE),
@@ -51,7 +51,7 @@ const ROWS: &[(RangeInclusive<ucs_status_t>, Kind, &str)] = &[
     (ucs_status_t::MIN..=ucs_status_t::MAX, Kind::Native, UNKNOWN),
 ];
 
-/// What UCX answered to `what`, with what to do next, UCX's code and its words.
+/// The error for UCX's answer to `what`, with what to do next, UCX's code and its words.
 pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");

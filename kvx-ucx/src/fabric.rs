@@ -32,8 +32,9 @@ const UNSENT: usize = 256;
 const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
 /// Some descriptors of UCX fail to wake: the longest sleep while something is awaited.
 const SAFETY: Duration = Duration::from_millis(20);
-/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile, which costs UCX some 20 ms
-/// of a core: where others want that core as well, a multiple of it passes before the peer has anything to answer.
+/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile, which costs UCX some
+/// 20 ms of a core: where others want that core as well, a multiple of it passes before the peer has anything to
+/// answer.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent, and then for operations that were broken off.
 const FAREWELL: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
@@ -48,7 +49,7 @@ pub(crate) struct UcxFabric {
     tallies: Vec<Rc<Tally>>,
     peers: Peers,
     keys: Keys,
-    /// What happened to links outside of progress.
+    /// Events of links that happened outside of progress.
     news: Vec<Happened>,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
@@ -116,9 +117,9 @@ impl UcxFabric {
         }
     }
 
-    /// Between processes UCX copies in the progress after the post: has it do so now, which spares a small transfer another
-    /// turn. Says whether so many pieces, all that UCX has, have ended in as many steps: if something else has made a step as
-    /// well, somebody must look for what is to be done next.
+    /// Between processes UCX copies in the progress after the post: has it do so now, which spares a small transfer
+    /// another turn. Says whether so many pieces, all that UCX has, have ended in as many steps: if something else has
+    /// made a step as well, somebody must look for what is to be done next.
     fn end_now(&self, pieces: usize) -> bool {
         let (Some(worker), true) = (&self.worker, self.notes.pieces() == pieces as isize) else {
             return false;
@@ -194,8 +195,8 @@ impl Drop for UcxFabric {
     }
 }
 
-// SAFETY: UCX touches the memory of a piece until it returns `Posted::Done` or calls back, and both are what is reported
-// as `Moved`. After `end` there is no worker.
+// SAFETY: UCX touches the memory of a piece until it returns `Posted::Done` or calls back, and both are what is
+// reported as `Moved`. After `end` there is no worker.
 unsafe impl Fabric for UcxFabric {
     type Local = Local;
     type Remote = Remote;

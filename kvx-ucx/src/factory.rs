@@ -18,11 +18,11 @@ use crate::ffi::{self, Library, Worker};
 use crate::memory::{Registrations, kinds};
 use crate::threads::Threads;
 
-/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail. A first
-/// link has the time to make its endpoints besides.
+/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
+/// A first link has the time to make its endpoints besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
-/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer cannot be sent. Seen with 1.13.1
-/// and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
+/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer cannot be sent. Seen with
+/// 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
 const OVER_TCP: &str = "over tcp UCX ends the process of a target whose peer goes away amid its reads: such links are used only if ucx.tls or UCX_TLS names tcp; the backend TCP serves them else";
 /// Transports of UCX over RDMA cards begin with these.
 const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
@@ -30,8 +30,8 @@ const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 /// Makes UCX transports: over RDMA cards, between GPUs and through shared memory, whatever the UCX of this machine
 /// reaches.
 ///
-/// Every worker of UCX serves messages that read and write whatever address they name, whether or not it was registered:
-/// peers are trusted ([`Isolation::Cooperative`]).
+/// Every worker of UCX serves messages that read and write whatever address they name, whether or not it was
+/// registered: peers are trusted ([`Isolation::Cooperative`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ucx;
 
@@ -40,7 +40,7 @@ impl Ucx {
     pub const NUM_THREADS: u32 = 1;
 }
 
-/// What holds for whatever lanes UCX chooses; a link knows better.
+/// The promises that hold for whatever lanes UCX chooses; a link knows better.
 fn capabilities(memory: MemoryKinds) -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Cooperative),
@@ -56,9 +56,9 @@ fn capabilities(memory: MemoryKinds) -> Capabilities {
 }
 
 /// A context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
-fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::Context>> {
+fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::UcxContext>> {
     let settings = Config::read(options)?.settings(library.path());
-    ffi::Context::new(library, &settings).map_err(|(status, setting)| match setting {
+    ffi::UcxContext::new(library, &settings).map_err(|(status, setting)| match setting {
         Some(setting) => {
             error::native(format!("UCX refuses the setting {setting}"), status).kind_is(Kind::Invalid)
         }
@@ -69,7 +69,7 @@ fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::Cont
     })
 }
 
-/// What a context may use: `transport/device`, as UCX prints its resources.
+/// The devices that a context may use: `transport/device`, as UCX prints its resources.
 fn resources(printed: &str) -> Vec<(&str, &str)> {
     let resources = printed
         .lines()
@@ -154,10 +154,10 @@ impl Factory for Ucx {
             let at =
                 worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
             let address = Address { version: library.version(), worker: at.into() };
-            let (here, address) = (address.number(), address.encode());
+            let (number, address) = (address.number(), address.encode());
             let fabric = UcxFabric::new(
                 worker,
-                here,
+                number,
                 Arc::clone(&registrations),
                 capabilities.clone(),
                 config.names_tcp(library.path()),

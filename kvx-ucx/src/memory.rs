@@ -11,11 +11,12 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{Context, Endpoint, Library, MappedMemory, Mapping, RemoteKey, Version, padded};
+use crate::ffi::{Endpoint, Library, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded};
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
-/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all versions from 1.13 to this one.
+/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all versions from 1.13 to
+/// this one.
 const KIND_AT: usize = 8;
 const KIND_KNOWN: Version = Version { major: 1, minor: 23, release: u32::MAX };
 
@@ -46,7 +47,7 @@ pub(crate) struct Local {
     mapped: Arc<Mapped>,
 }
 
-/// What operations on it are given; valid until it is unmapped, before which they have ended.
+/// The handle that operations on it are given; valid until it is unmapped, before which they have ended.
 #[derive(Clone, Copy)]
 struct Handle(ucp_mem_h);
 
@@ -79,18 +80,18 @@ impl Mapped {
 pub(crate) struct Registrations(Mutex<Option<Open>>);
 
 struct Open {
-    context: Arc<Context>,
+    context: Arc<UcxContext>,
     /// Workers that have not ended.
     workers: usize,
     mapped: Vec<Weak<Mapped>>,
 }
 
 impl Registrations {
-    pub(crate) fn new(context: Arc<Context>, workers: usize) -> Self {
+    pub(crate) fn new(context: Arc<UcxContext>, workers: usize) -> Self {
         Registrations(Mutex::new(Some(Open { context, workers, mapped: Vec::new() })))
     }
 
-    fn context(&self) -> Result<Arc<Context>> {
+    fn context(&self) -> Result<Arc<UcxContext>> {
         let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let closed = || Error::new(Kind::Closed, "the transport has been shut down");
         open.as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
@@ -108,8 +109,8 @@ impl Registrations {
         }
     }
 
-    /// A worker has ended, and nothing of it is in flight any more. After the last one: ends all registrations, and lets go
-    /// of the context.
+    /// A worker has ended, and nothing of it is in flight any more. After the last one: ends all registrations, and
+    /// lets go of the context.
     pub(crate) fn worker_ended(&self) {
         let open = {
             let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -248,12 +249,12 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an export that is unpacked for a
-    /// region of so many bytes and of this kind.
+    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an export that is unpacked
+    /// for a region of so many bytes and of this kind.
     fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
         let library = Library::open().expect("the parent has found it");
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());
-        let context = Context::new(library, &settings).expect("a context");
+        let context = UcxContext::new(library, &settings).expect("a context");
         let (near, far) = (Worker::new(&context).unwrap(), Worker::new(&context).unwrap());
         let notes = Box::<CallbackNotes>::default();
         let target = (&raw const *notes).cast_mut().cast();

@@ -27,7 +27,7 @@ use crate::ffi::{Endpoint, Posted, Status, Version, Worker, padded};
 pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
-    /// What messages to it are marked with: the number of this endpoint, and that of the peer's own, once it is known.
+    /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it is known.
     pub(crate) mark: Postmark,
     /// `None`: closed, and only its links are still to be told.
     endpoint: Option<Endpoint>,
@@ -86,8 +86,8 @@ impl Peers {
         }
     }
 
-    /// A message came. Gives the place of the peer whose endpoint is of no use any more, because the peer has given up its
-    /// own and made another.
+    /// A message came. Gives the place of the peer whose endpoint is of no use any more, because the peer has given up
+    /// its own and made another.
     pub(crate) fn hear(&mut self, from: Postmark) -> Option<usize> {
         let Some(&at) = self.by_worker.get(&from.worker) else {
             // What answers an endpoint of ours answers one that is closed.
@@ -110,7 +110,8 @@ impl Peers {
         None
     }
 
-    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two apart.
+    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two
+    /// apart.
     ///
     /// # Safety
     /// This thread is the one that uses the worker, which `close_all` is called before the end of; `notes` outlives it.

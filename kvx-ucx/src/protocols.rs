@@ -1,7 +1,7 @@
 //! Which protocols UCX has chosen for gets and puts, out of what it prints.
 //!
-//! UCX decides that for each kind of memory key when the first of them is posted, and a worker prints it then, in tables
-//! that name the endpoint's configuration; versions before 1.14 or so print none.
+//! UCX decides that for each kind of memory key when the first of them is posted, and a worker prints it then, in
+//! tables that name the endpoint's configuration; versions before 1.14 or so print none.
 
 /// One of UCX's tables.
 #[derive(Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! What an endpoint is: its lanes, and what follows from them.
+//! Reads the lanes of an endpoint, and what they mean for its promises.
 
 use std::fmt::{self, Write as _};
 
@@ -7,13 +7,14 @@ use kvx_core::{Capabilities, PerOp};
 use crate::ffi::{Endpoint, Library, Version};
 use crate::protocols;
 
-/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them, it
-/// sends messages that the peer's worker answers.
+/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them,
+/// it sends messages that the peer's worker answers.
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
-/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous alone.
+/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous
+/// alone.
 const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
 
-/// What the route says of an endpoint, and what it promises. `worker`: what its worker prints of the protocols that UCX has
+/// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the protocols that UCX has
 /// chosen, if it has done so.
 ///
 /// # Safety
@@ -27,7 +28,7 @@ pub(crate) unsafe fn describe(
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
     let ours = Library::opened().map_or(peer, Library::version);
-    let lanes: Vec<Lane<'_>> = printed.lines().filter_map(Lane::read).collect();
+    let lanes: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
     let mut sentence = sentence(ours, peer, &lanes);
     let chosen = protocols::chosen(&printed, worker);
     if !chosen.is_empty() {
@@ -44,25 +45,25 @@ pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
     let ours = Library::opened().map_or(BANDWIDTH_LANES, Library::version);
-    over_tcp(ours, &printed.lines().filter_map(Lane::read).collect::<Vec<_>>())
+    over_tcp(ours, &printed.lines().filter_map(UcxLane::read).collect::<Vec<_>>())
 }
 
-fn over_tcp(version: Version, lanes: &[Lane<'_>]) -> bool {
-    let asks = |lane: &Lane<'_>| lane.uses.contains(&"am") || lane.moves_memory(version);
+fn over_tcp(version: Version, lanes: &[UcxLane<'_>]) -> bool {
+    let asks = |lane: &UcxLane<'_>| lane.uses.contains(&"am") || lane.moves_memory(version);
     !is_direct(version, lanes) && lanes.iter().any(|lane| lane.transport == "tcp" && asks(lane))
 }
 
 /// A way of an endpoint, as UCX prints it.
 #[derive(Debug, PartialEq, Eq)]
-struct Lane<'a> {
+struct UcxLane<'a> {
     transport: &'a str,
     device: &'a str,
     uses: Vec<&'a str>,
 }
 
-impl<'a> Lane<'a> {
+impl<'a> UcxLane<'a> {
     /// Reads `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
-    fn read(line: &'a str) -> Option<Lane<'a>> {
+    fn read(line: &'a str) -> Option<UcxLane<'a>> {
         let (_, rest) = line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
         let (resource, rest) = rest.trim_start().split_once(' ')?;
         let (transport, device) = resource.split_once(':')?.1.split_once('/')?;
@@ -70,7 +71,7 @@ impl<'a> Lane<'a> {
         let uses = rest.split_once("->").map_or("", |(_, there)| there).split_whitespace();
         let known = ["am", "am_bw", "amo", "keepalive", "rma", "rma_bw", "wireup"];
         let uses = uses.map(|word| word.split_once('#').map_or(word, |(word, _)| word));
-        Some(Lane { transport, device, uses: uses.filter(|word| known.contains(word)).collect() })
+        Some(UcxLane { transport, device, uses: uses.filter(|word| known.contains(word)).collect() })
     }
 
     fn moves_memory(&self, version: Version) -> bool {
@@ -84,7 +85,7 @@ impl<'a> Lane<'a> {
     }
 }
 
-impl fmt::Display for Lane<'_> {
+impl fmt::Display for UcxLane<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.transport, self.device)?;
         if self.uses.is_empty() { Ok(()) } else { write!(f, " ({})", self.uses.join(" ")) }
@@ -92,20 +93,20 @@ impl fmt::Display for Lane<'_> {
 }
 
 /// Whether gets and puts need no CPU of the peer: all that move memory are of that kind.
-fn is_direct(version: Version, lanes: &[Lane<'_>]) -> bool {
+fn is_direct(version: Version, lanes: &[UcxLane<'_>]) -> bool {
     let mut moving = lanes.iter().filter(|lane| lane.moves_memory(version)).peekable();
-    moving.peek().is_some() && moving.all(Lane::is_direct)
+    moving.peek().is_some() && moving.all(UcxLane::is_direct)
 }
 
-fn promise(version: Version, lanes: &[Lane<'_>], declared: &Capabilities) -> Capabilities {
+fn promise(version: Version, lanes: &[UcxLane<'_>], declared: &Capabilities) -> Capabilities {
     if !is_direct(version, lanes) {
         return declared.clone();
     }
     Capabilities { target_cpu: PerOp::NEITHER, settles_without_peer: PerOp::BOTH, ..declared.clone() }
 }
 
-fn sentence(ours: Version, peer: Version, lanes: &[Lane<'_>]) -> String {
-    let shown: Vec<String> = lanes.iter().map(Lane::to_string).collect();
+fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
+    let shown: Vec<String> = lanes.iter().map(UcxLane::to_string).collect();
     let moving: Vec<&str> =
         lanes.iter().filter(|lane| lane.moves_memory(ours)).map(|lane| lane.transport).collect();
     let how = match (is_direct(ours, lanes), moving.first()) {
@@ -134,13 +135,13 @@ mod tests {
         "#                 lane[0]:  1:tcp/lo.0 md[0] -> md[0]/tcp/sysdev[255] rma_bw#0 am keepalive wireup";
     const CARD: &str = "#   lane[0]:  7:rc_mlx5/mlx5_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma_bw#0 am am_bw#0";
 
-    fn lanes(printed: &str) -> Vec<Lane<'_>> {
-        printed.lines().filter_map(Lane::read).collect()
+    fn lanes(printed: &str) -> Vec<UcxLane<'_>> {
+        printed.lines().filter_map(UcxLane::read).collect()
     }
 
     #[test]
     fn lanes_are_read_as_ucx_prints_them() {
-        let shown: Vec<String> = lanes(SHARED).iter().map(Lane::to_string).collect();
+        let shown: Vec<String> = lanes(SHARED).iter().map(UcxLane::to_string).collect();
         assert_eq!(shown, ["sysv/memory (am keepalive)", "posix/memory", "cma/memory (rma_bw)"]);
         assert_eq!(lanes(CARD)[0].to_string(), "rc_mlx5/mlx5_0:1 (rma_bw am am_bw)");
         assert!(lanes("lane[0]: what is this\nlane[\nlane[1]:x/y").is_empty());

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-/// What UCX calls its thread, and what it is called here; the kernel keeps 15 bytes.
+/// UCX's name for its thread, and kvx's name for it; the kernel keeps 15 bytes.
 const NAMES: (&str, &str) = ("async", "kvx-ucx async");
 
 /// The threads of this process at one time.

@@ -23,7 +23,8 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
-/// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process ends.
+/// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process
+/// ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 const fn suite(label: &'static str, options: &'static str) -> Suite {

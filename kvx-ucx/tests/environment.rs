@@ -1,5 +1,5 @@
-//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins over kvx's defaults, and
-//! an option over both.
+//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins over kvx's defaults,
+//! and an option over both.
 
 mod versions;
 
@@ -107,7 +107,7 @@ fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, 
 
 /// Calls `body` for each version with what asks a child of that version.
 fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> Told)) {
-    versions::each_here(test, |version| {
+    versions::with_each_installed(test, |version| {
         body(version, &|variables, options| told(version, variables, options).0);
     });
 }
@@ -139,8 +139,8 @@ fn network_devices_are_those_that_ucx_net_devices_names() {
     });
 }
 
-/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is one. Without error handling,
-/// shared memory carries no messages between peers that want to know of failures.
+/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is one. Without error
+/// handling, shared memory carries no messages between peers that want to know of failures.
 #[test]
 fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
     on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, told| {
@@ -179,7 +179,7 @@ fn an_option_wins_over_the_variable() {
 /// New versions refuse a name that they do not know; old ones warn of it, once they know what nothing has used.
 #[test]
 fn a_setting_that_ucx_does_not_know_is_told() {
-    versions::each_here("a_setting_that_ucx_does_not_know_is_told", |version| {
+    versions::with_each_installed("a_setting_that_ucx_does_not_know_is_told", |version| {
         let (told, said) = told(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
             assert!(told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"), "{told:?}");
@@ -194,7 +194,7 @@ fn a_setting_that_ucx_does_not_know_is_told() {
 /// Old versions have some under other names, which kvx translates.
 #[test]
 fn settings_bear_the_names_of_their_variables_on_every_version() {
-    versions::each_here("settings_bear_the_names_of_their_variables_on_every_version", |version| {
+    versions::with_each_installed("settings_bear_the_names_of_their_variables_on_every_version", |version| {
         let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
         let (told, said) = told(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
         assert!(told.route.contains("lanes sysv/memory"), "{told:?}");

@@ -40,8 +40,8 @@ pub(crate) enum Figure {
     Quotient { at: &'static str, field: &'static str, by_at: &'static str, by: &'static str },
     /// Nanoseconds that a block costs beyond what it costs the limit.
     BeyondTheCopy { at: &'static str },
-    /// How many times longer small reads take beside bulk ones than alone; or, if that is less, their 99th percentile in
-    /// fifths of what bare connections get.
+    /// How many times longer small reads take beside bulk ones than alone; or, if that is less, their 99th percentile
+    /// in fifths of what bare connections get.
     BesideBulkOrBare { at: &'static str },
 }
 
@@ -57,7 +57,8 @@ pub(crate) enum Asked {
 use Asked::{AtLeast, AtMost, Nothing};
 use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 
-/// Everything that is run, in this order, five times over. Those over RIXL are left out where NIXL's wheel is not installed.
+/// Everything that is run, in this order, five times over. Those over RIXL are left out where NIXL's wheel is not
+/// installed.
 pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },

@@ -52,9 +52,10 @@ pub(crate) fn run(check: bool) -> Result<bool> {
 fn nvrtc(target: &Path) -> Option<PathBuf> {
     let wheel = &install::NVRTC;
     let environment = target.join("peers").join(wheel.peer).join("venv");
-    let here = install::is_installed(wheel, &environment);
+    let is_there = install::is_installed(wheel, &environment);
     let library = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
-    here.then(|| site_packages(&environment).map(|folder| folder.join(library)).find(|path| path.exists()))?
+    is_there
+        .then(|| site_packages(&environment).map(|folder| folder.join(library)).find(|path| path.exists()))?
 }
 
 /// Compiles for CUDA; false if the committed file differs and is only to be compared.

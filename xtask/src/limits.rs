@@ -259,7 +259,7 @@ mod tests {
         let quotient =
             Figure::Quotient { at: "op=write", field: "ratio", by_at: "op=write", by: "limit_p50_us" };
         assert_eq!(of(quotient), Some(0.45));
-        // 16 KiB at 8 bytes a nanosecond, at half of the limit's pace: as much again.
+        // 16 KiB at 8 bytes a nanosecond, at half of the limit's speed: as much again.
         assert_eq!(of(Figure::BeyondTheCopy { at: "op=read" }), Some(2048.0));
         assert_eq!(of(Figure::Largest { at: "op=read", fields: &["ratio", "limit_gbps"] }), Some(8.0));
     }

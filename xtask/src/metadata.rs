@@ -1,4 +1,4 @@
-//! What cargo knows about the workspace.
+//! Reads cargo's metadata of the workspace.
 
 use std::fmt;
 use std::path::PathBuf;

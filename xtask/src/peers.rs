@@ -1,4 +1,5 @@
-//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for it.
+//! `cargo xtask peers`: other people's software that kvx's tests and measurements meet, and what has to be built for
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +13,7 @@ use crate::metadata::Metadata;
 use crate::test::steps;
 
 /// A peer that is more than its packages.
-struct Peer {
+struct PeerSoftware {
     name: &'static str,
     packages: &'static [DebianPackage],
     wheels: &'static [Wheel],
@@ -33,7 +34,7 @@ struct SharedLibrary {
     path_macro: Option<(&'static str, &'static str)>,
 }
 
-const PEERS: &[Peer] = &[Peer {
+const PEERS: &[PeerSoftware] = &[PeerSoftware {
     name: "mooncake",
     packages: &[
         DebianPackage { name: "etcd-server", why: "Mooncake's engines find each other by it, in a test" },
@@ -93,7 +94,7 @@ pub(crate) fn prepare_all(target: &Path, limit: Duration) -> Vec<String> {
     results.filter_map(|(name, result)| Some(format!("{name}: {}", result.err()?))).collect()
 }
 
-fn prepare(peer: &Peer, target: &Path, until: Instant) -> Result<()> {
+fn prepare(peer: &PeerSoftware, target: &Path, until: Instant) -> Result<()> {
     install_debian_packages(peer.packages, until)?;
     for wheel in peer.wheels {
         install_wheel(wheel, target, until)?;

@@ -50,8 +50,8 @@ impl Compiler {
             options.iter().map(|text| CString::new(*text)).collect::<std::result::Result<_, _>>()?;
         let options: Vec<*const c_char> = options.iter().map(|text| text.as_ptr()).collect();
         let mut program = std::ptr::null_mut();
-        // SAFETY: the signatures are those of the documentation of both libraries, which is one; all strings outlive the
-        // calls, no headers are given, and the program is not used after it is destroyed.
+        // SAFETY: the signatures are those of the documentation of both libraries, which is one; all strings outlive
+        // the calls, no headers are given, and the program is not used after it is destroyed.
         unsafe {
             let create: Create = self.function("CreateProgram")?;
             let made =

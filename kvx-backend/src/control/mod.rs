@@ -1,17 +1,38 @@
 //! The control protocol of kvx's links: what two agents say to each other beside their data.
 //!
 //! Everything here is pure: no socket, no thread, no clock. The time is passed in, and what is to be done is returned.
-//! A transport carries the bytes, moves the data, and asks these parts what to say.
+//! A transport carries the bytes, moves the data, and asks these parts what to say. SHM and the machine behind
+//! [`Fabric`](crate::fabric::Fabric) speak the whole protocol; TCP has frames and a handshake of its own.
 //!
-//! * **Refusals.** [`Refusal`]: a kind, by one numbering for all transports, and a sentence that was cleaned of control characters.
-//! * **Notifications.** [`NoticesToPeer`] sends as many as the window has room for, and keeps a bounded number of the others.
-//!   [`NoticesFromPeer`] keeps those that the agent has no room for, and lets no later one overtake them.
-//! * **Silence.** [`Silence`] counts looks at a peer that owes an answer and says nothing.
+//! * **Handshake.** The initiator says [`Hello`](Message::Hello): versions, who it is, whom it expects. The target says
+//!   [`Welcome`](Message::Welcome), or [`Refuse`](Message::Refuse) with the reason and who it really is. See [`Hello::verdict`].
+//! * **Regions.** Before a link first uses a region, its owner is shown number and key ([`Want`](Message::Want)), and says
+//!   [`Grant`](Message::Grant) or [`Deny`](Message::Deny). So a wrong key is refused also where a library's own keys know nothing of
+//!   kvx's, and the owner knows whom to ask when it revokes. See [`RegionTable`], [`Granted`] and [`Imports`].
+//! * **Revocation.** The owner says [`Recall`](Message::Recall) to everyone it granted the region; each lets its operations on it
+//!   end, lets go of it, and says [`Released`](Message::Released). See [`Recalls`].
+//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it. At most a
+//!   [`WINDOW`] is unanswered: a target keeps what its agent has no room for, lets no later one overtake it, and never stops
+//!   reading. See [`NoticesToPeer`] and [`NoticesFromPeer`].
+//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](Message::Ping), answered by [`Alive`](Message::Alive).
+//!   An idle link is silent. See [`Silence`].
+//! * **End.** [`Bye`](Message::Bye) is the last word of an end that holds nothing of the other any more. [`Leave`](Message::Leave)
+//!   asks an initiator for it: the target's agent is shutting down. Over a socket its end says both.
+//!
+//! What is refused travels as a [`Refusal`]: a kind, by one numbering for all transports, and a sentence that is cleaned of control
+//! characters. [`reasons`] holds the sentences that all transports say alike.
 
+mod grants;
+mod hello;
+mod messages;
 mod notices;
+pub mod reasons;
 mod refusal;
 mod silence;
 
+pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
+pub use hello::{Hello, VERSIONS, check_welcome, turned_away};
+pub use messages::{MAX_MESSAGE, Message, OWN};
 pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;
 pub use silence::{Look, Silence};

@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 use kvx_core::transport::Full;
 use kvx_core::{Error, Kind, Result, Ticket};
 
+use super::reasons::malformed;
+
 /// The most notifications of one link that are not acknowledged. A target may have to park so many, and never stops reading.
 pub const WINDOW: usize = 64;
 /// The most bytes of them.
@@ -74,8 +76,7 @@ impl NoticesToPeer {
             self.sent_bytes -= sent.len;
             return Ok(sent.done);
         }
-        let why = "malformed link message: a notification is acknowledged that was not sent";
-        Err(Error::new(Kind::Malformed, why))
+        Err(malformed("a notification is acknowledged that was not sent"))
     }
 
     /// Whether an acknowledgement is awaited.
@@ -123,8 +124,7 @@ impl NoticesFromPeer {
             return Ok(true);
         }
         if self.parked.len() >= WINDOW || self.bytes + bytes.len() > WINDOW_BYTES {
-            let why = "malformed link message: more notifications than may wait for their acknowledgement";
-            return Err(Error::new(Kind::Malformed, why));
+            return Err(malformed("more notifications than may wait for their acknowledgement"));
         }
         self.bytes += bytes.len();
         self.parked.push_back((notice, bytes.into()));
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn the_window_is_bounded_in_number_and_bytes_and_opens_with_each_acknowledgement() {
-        for (len, fit) in [(0, WINDOW), (64 << 10, 16), (1 << 20, 1)] {
+        for (len, fit) in [(0, WINDOW), (64 << 10, 16), (256 << 10, 4)] {
             let mut to_peer = NoticesToPeer::default();
             (0..2 * WINDOW).for_each(|_| add(&mut to_peer, len).unwrap());
             let sent: Vec<u64> =

@@ -11,11 +11,10 @@ use kvx_core::{Error, Kind, RegionId};
 
 use super::handle::Wiring;
 use super::machine::Machine;
-use super::messages::Message;
-use super::regions::still_shared;
 use super::session::Phase;
 use super::{EndpointId, Fabric};
-use crate::control::Look;
+use crate::control::reasons::{closed, no_handshake, peer_died, peer_silent, still_shared};
+use crate::control::{Granted, Look, Message};
 use crate::process::{ProcessId, Watched};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
@@ -27,7 +26,7 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
 /// What a lost peer may still hold.
 pub(super) struct Unproven {
-    pub(super) granted: HashSet<RegionId>,
+    pub(super) granted: Granted,
     process: Option<Watched>,
 }
 
@@ -156,8 +155,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn close(&mut self, link: &Wiring, out: &mut Outbox) {
         if let Some(number) = self.links.get(&link.id).copied() {
             // Where another lane was lost, that is why.
-            let closed = || self.error(Kind::Closed, "the link was closed on this side");
-            let why = link.gone.get().cloned().unwrap_or_else(closed);
+            let why = link.gone.get().cloned().unwrap_or_else(|| closed().backend(self.name));
             self.end(number, why, None, Phase::Closing, out);
         }
     }
@@ -221,16 +219,10 @@ impl<F: Fabric> Machine<F> {
                 Due::Gone => self.remove(number, out),
                 Due::Died => self.peer_died(number, out),
                 Due::Unanswered => {
-                    let why = "the peer has not answered the handshake: it is stopped, or hangs, or is gone";
-                    let why = self.error(Kind::PeerLost, why);
-                    self.lose(number, why, false, out);
+                    self.lose(number, no_handshake().backend(self.name), false, out);
                 }
                 Due::Silent => {
-                    let seconds = self.peer_timeout.as_secs_f64();
-                    let why = format!(
-                        "the peer has not answered for {seconds} s: it is stopped or hangs; peer_timeout sets the limit"
-                    );
-                    let why = self.error(Kind::PeerLost, why);
+                    let why = peer_silent(self.peer_timeout).backend(self.name);
                     self.lose(number, why, false, out);
                 }
             }
@@ -240,9 +232,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn peer_died(&mut self, number: u64, out: &mut Outbox) {
-        let why =
-            self.error(Kind::PeerLost, "the peer's process has ended: connect again once it is restarted");
-        self.lose(number, why, true, out);
+        self.lose(number, peer_died().backend(self.name), true, out);
     }
 
     /// Wakes the machine when a process ends.
@@ -311,10 +301,10 @@ impl<F: Fabric> Machine<F> {
                 for done in session.take_tickets() {
                     out.settle(done, Err(why.clone()));
                 }
-                shared.extend(session.granted.iter().copied());
+                shared.extend(session.granted.iter());
             }
         }
-        shared.extend(self.unproven.values().flat_map(|lost| lost.granted.iter().copied()));
+        shared.extend(self.unproven.values().flat_map(|lost| lost.granted.iter()));
         let quiet = self.fabric.stop();
         if quiet {
             self.settle_all(why, out);
@@ -322,10 +312,10 @@ impl<F: Fabric> Machine<F> {
             self.forget_all();
         }
         self.sessions.clear();
-        for recall in self.recalls.drain(..) {
-            let id = recall.region.id;
-            recall.region.quarantine();
-            out.settle(recall.done, Err(still_shared(id)));
+        for (region, done) in self.recalls.give_up(|_| true) {
+            let id = region.id;
+            region.quarantine();
+            out.settle(done, Err(still_shared(id)));
         }
         for (region, done) in self.released.drain(..) {
             let result = if quiet { Ok(()) } else { Err(still_shared(region.id)) };

@@ -5,39 +5,28 @@ use std::sync::Arc;
 
 use crate::reactor::Outbox;
 use kvx_core::transport::RemoteSpec;
-use kvx_core::{Error, Kind, RegionId, Result, Ticket};
+use kvx_core::{RegionId, Result, Ticket};
 
-use super::handle::{Import, Imports, Wiring};
+use super::handle::{Import, RemoteMemory, Wiring};
 use super::machine::Machine;
-use super::messages::{Key, Message};
-use super::regions::{Registered, revoked};
-use super::session::Imported;
+use super::regions::Registered;
 use super::{EndpointId, Fabric, LetGo};
-
-/// A region that is being revoked.
-pub(super) struct Recall<L> {
-    pub(super) region: Arc<Registered<L>>,
-    /// The sessions whose peers hold it.
-    waiting: HashSet<u64>,
-    pub(super) done: Ticket,
-}
+use crate::control::Message;
+use crate::control::reasons::{malformed, revoked};
 
 impl<F: Fabric> Machine<F> {
     pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {
         let Some(&number) = self.links.get(&link.id) else { return };
         let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else { return };
         match &import.what {
-            Imports::Foreign(range) => {
-                let made = match self.fabric.unpack_foreign(EndpointId(number), range) {
-                    Ok(remote) => Imported::Held(Arc::new(remote), RegionId(u64::MAX)),
-                    Err(why) => Imported::Refused(why.backend(self.name)),
-                };
-                session.imports.insert(import.number, made);
+            RemoteMemory::Foreign(range) => {
+                let made = self.fabric.unpack_foreign(EndpointId(number), range);
+                let made = made.map(|remote| (Arc::new(remote), RegionId(u64::MAX)));
+                session.imports.settle(import.number, made.map_err(|why| why.backend(self.name)));
             }
-            Imports::Region { id, key, .. } => {
-                session.imports.insert(import.number, Imported::Wanted(Arc::clone(import)));
-                session.wanted += 1;
-                let want = Message::Want { import: import.number, id: *id, key: Key(*key) };
+            RemoteMemory::Region { id, key, .. } => {
+                session.imports.want(import.number, Arc::clone(import));
+                let want = Message::Want { import: import.number, id: *id, key: *key };
                 self.send(number, &want, out);
                 self.after_work(number, out);
             }
@@ -54,24 +43,16 @@ impl<F: Fabric> Machine<F> {
     ) -> Result<()> {
         let name = self.name;
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
-        let Some(Imported::Wanted(wanted)) = session.imports.get(&import) else {
-            return Err(Error::new(
-                Kind::Malformed,
-                "malformed link message: a region is granted that was not asked for",
-            ));
-        };
-        session.wanted -= 1;
-        let made = match (&wanted.what, answer) {
-            (Imports::Region { id, key, len, kind, export }, Ok(())) => {
+        let wanted = session.imports.answered(import)?;
+        let made = answer.and_then(|()| match &wanted.what {
+            RemoteMemory::Region { id, key, len, kind, export } => {
                 let spec = RemoteSpec { id: *id, key: *key, len: *len, kind: *kind, export };
-                let made = self.fabric.unpack(EndpointId(number), &spec);
-                made.map(|remote| Imported::Held(Arc::new(remote), *id))
+                let remote = self.fabric.unpack(EndpointId(number), &spec)?;
+                Ok((Arc::new(remote), *id))
             }
-            (_, Err(why)) => Err(why),
-            (Imports::Foreign(_), Ok(())) => return Ok(()),
-        };
-        let made = made.unwrap_or_else(|why| Imported::Refused(why.backend(name)));
-        session.imports.insert(import, made);
+            RemoteMemory::Foreign(_) => Err(malformed("foreign memory is granted")),
+        });
+        session.imports.settle(import, made.map_err(|why| why.backend(name)));
         for transfer in std::mem::take(&mut session.waiting) {
             self.post(number, transfer, None, out);
         }
@@ -84,15 +65,15 @@ impl<F: Fabric> Machine<F> {
         let id = region.id;
         let mut waiting: HashSet<u64> = HashSet::new();
         for (number, session) in &self.sessions {
-            if session.granted.contains(&id) {
+            if session.granted.holds(id) {
                 waiting.insert(*number);
             }
         }
         let asked: Vec<u64> = waiting.iter().copied().collect();
         waiting.extend(
-            self.unproven.iter().filter(|(_, lost)| lost.granted.contains(&id)).map(|(number, _)| *number),
+            self.unproven.iter().filter(|(_, lost)| lost.granted.holds(id)).map(|(number, _)| *number),
         );
-        self.recalls.push(Recall { region, waiting, done });
+        self.recalls.begin(id, waiting, (region, done));
         for number in asked {
             self.send(number, &Message::Recall { id }, out);
         }
@@ -102,16 +83,12 @@ impl<F: Fabric> Machine<F> {
 
     /// The peer of a session has let go of one region, or of all.
     pub(super) fn confirm(&mut self, number: u64, id: Option<RegionId>, out: &mut Outbox) {
-        for recall in &mut self.recalls {
-            if id.is_none_or(|id| recall.region.id == id) {
-                recall.waiting.remove(&number);
-            }
-        }
+        self.recalls.released(&number, id);
         self.finish_recalls(out);
     }
 
     pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
-        for Recall { region, done, .. } in self.recalls.extract_if(.., |recall| recall.waiting.is_empty()) {
+        for (region, done) in self.recalls.take_done(|_| false) {
             // The last lane does it for all.
             if region.let_go() {
                 self.released.push((region, done));
@@ -150,11 +127,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
         let why = revoked(id).backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        for imported in session.imports.values_mut() {
-            if matches!(imported, Imported::Held(_, held) if *held == id) {
-                *imported = Imported::Refused(why.clone());
-            }
-        }
+        session.imports.recall(|(_, held)| *held == id, &why);
         session.recalled.push(id);
         self.fail_jobs(|running| running.session == number && running.uses(id), &why, out);
         self.let_go_of_recalled(number, out);
@@ -183,8 +156,8 @@ mod tests {
     use super::super::hostile::{Quiet, machine};
     use super::*;
     use crate::reactor::{Armed, Progress as _, Queued};
-    use kvx_core::Completion;
     use kvx_core::transport::RegionSpec;
+    use kvx_core::{Completion, Kind};
     use kvx_core::{Memory, RegionKey};
 
     /// A machine with a region that the library does not let go of yet; the region's memory, and the recall's end.

@@ -19,6 +19,7 @@ use super::lanes::{self, Stripe, Thread};
 use super::machine::{Command, Machine};
 use super::regions::{Regions, Registered};
 use super::{Fabric, Lane, Parts, Registrar};
+use crate::control::reasons::still_shared;
 
 pub(super) fn open<F: Fabric>(
     context: Context,
@@ -180,7 +181,7 @@ impl<F: Fabric> LocalRegion for FabricRegion<F> {
                     lane.submit(Command::Revoke { region: Arc::clone(&region), done });
                 }
             }
-            None => done.settle(Err(super::regions::still_shared(self.registered.id))),
+            None => done.settle(Err(still_shared(self.registered.id))),
         }
     }
 }
@@ -217,11 +218,11 @@ impl Wiring {
 /// A region of the peer as this link knows it. The machine holds what was made of it, under this number.
 pub(super) struct Import {
     pub(super) number: u64,
-    pub(super) what: Imports,
+    pub(super) what: RemoteMemory,
 }
 
 /// What is imported.
-pub(super) enum Imports {
+pub(super) enum RemoteMemory {
     Region { id: RegionId, key: RegionKey, len: u64, kind: MemoryKind, export: Box<[u8]> },
     Foreign(ForeignRange),
 }
@@ -248,7 +249,7 @@ impl<F: Fabric> FabricLink<F> {
         self.lanes().iter().for_each(|lane| lane.submit(command(Arc::clone(&self.wiring))));
     }
 
-    fn import_as(&self, kind: MemoryKind, what: Imports) -> Result<Arc<dyn RemoteRegion>> {
+    fn import_as(&self, kind: MemoryKind, what: RemoteMemory) -> Result<Arc<dyn RemoteRegion>> {
         let reaches = self.capabilities().remote;
         if !reaches.contains(kind) {
             return Err(Error::new(
@@ -298,7 +299,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             let why = "this link leads to an agent that is not kvx: use RemoteGrid::at";
             return Err(Error::new(Kind::Unsupported, why).backend(self.name));
         }
-        self.import_as(kind, Imports::Region { id, key, len, kind, export: export.into() })
+        self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export: export.into() })
     }
 
     fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
@@ -306,7 +307,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             let why = "this link leads to a kvx agent: use its regions";
             return Err(Error::new(Kind::Unsupported, why).backend(self.name));
         }
-        self.import_as(range.kind, Imports::Foreign(range))
+        self.import_as(range.kind, RemoteMemory::Foreign(range))
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
@@ -317,16 +318,16 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             for (lane, done) in lanes::tickets(done, of).into_iter().enumerate() {
                 let (link, plan) = (Arc::clone(&self.wiring), Arc::clone(&plan));
                 let stripe = Stripe { lane, of };
-                lanes[lane].submit(Command::Post { link, plan, stripe, id, done, here: None });
+                lanes[lane].submit(Command::Post { link, plan, stripe, id, done, inline_on: None });
             }
             return;
         }
         let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
-            let here = Some(Thread::this());
-            lane.submit_here(Command::Post { link, plan, stripe, id, done, here });
+            let inline_on = Some(Thread::this());
+            lane.submit_here(Command::Post { link, plan, stripe, id, done, inline_on });
         } else {
-            lane.submit(Command::Post { link, plan, stripe, id, done, here: None });
+            lane.submit(Command::Post { link, plan, stripe, id, done, inline_on: None });
         }
     }
 

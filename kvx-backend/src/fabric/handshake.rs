@@ -5,15 +5,16 @@ use std::time::{Duration, Instant};
 
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, Identity, Kind, Result};
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Identity, Result};
 
 use super::handle::Wiring;
 use super::machine::Machine;
-use super::messages::{Header, Message, VERSIONS};
 use super::session::{Phase, Session};
-use super::stream::Incoming;
+use super::stream::{Header, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
-use crate::control::Refusal;
+use crate::control::reasons::{closed, malformed, peer_closed};
+use crate::control::{Hello, Message, Refusal, check_welcome, turned_away};
 use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
@@ -71,9 +72,9 @@ impl<F: Fabric> Machine<F> {
                 session.foreign = foreign;
                 self.sessions.insert(number, session);
                 if let Some(address) = ours {
-                    let (from, to, process) = (self.me.clone(), link.peer.clone(), self.process);
-                    let hello = Message::Hello { versions: VERSIONS, from, to, process, address: &address };
-                    self.send(number, &hello, out);
+                    let hello = Hello::new(self.me.clone(), link.peer.clone());
+                    let rest = hello_rest(self.process, &address);
+                    self.send(number, &Message::Hello { hello, rest: &rest }, out);
                 }
             }
         }
@@ -138,9 +139,12 @@ impl<F: Fabric> Machine<F> {
         let Some(first) = messages.next() else { return };
         let Some(greeting) = self.greetings.remove(&header.from) else { return };
         match Message::decode(&first) {
-            Ok(Message::Hello { versions, from, to, process, address }) => {
-                self.take_hello(header.from, greeting.incoming, versions, from, &to, process, address, out);
-            }
+            Ok(Message::Hello { hello, rest }) => match read_hello_rest(rest) {
+                Ok((process, address)) => {
+                    self.take_hello(header.from, greeting.incoming, hello, process, address, out);
+                }
+                Err(why) => tracing::warn!(backend = self.name, %why, "a peer's hello is ignored"),
+            },
             Ok(_) => {
                 tracing::warn!(backend = self.name, "a peer's first message is no hello, and is ignored")
             }
@@ -148,14 +152,11 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    #[allow(clippy::too_many_arguments)] // the fields of a hello
     fn take_hello(
         &mut self,
         other: u64,
         incoming: Incoming,
-        versions: (u16, u16),
-        from: Identity,
-        to: &Identity,
+        hello: Hello,
         process: ProcessId,
         address: &[u8],
         out: &mut Outbox,
@@ -164,52 +165,44 @@ impl<F: Fabric> Machine<F> {
         if accepted >= MAX_ACCEPTED {
             return tracing::warn!(
                 backend = self.name,
-                ?from,
+                from = ?hello.from,
                 "turned away: {MAX_ACCEPTED} peers are connected"
             );
         }
         let begun = self.draw().and_then(|number| {
-            self.fabric.accept(EndpointId(number), &from, address)?;
+            self.fabric.accept(EndpointId(number), &hello.from, address)?;
             Ok(number)
         });
         let number = match begun {
             Ok(number) => number,
-            Err(why) => return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered"),
+            Err(why) => {
+                return tracing::warn!(backend = self.name, from = ?hello.from, %why, "a peer cannot be answered");
+            }
         };
-        let until = Instant::now() + self.patience();
-        let mut session = Session::new(number, None, from, until);
+        let (until, verdict) = (Instant::now() + self.patience(), hello.verdict(&self.me));
+        let mut session = Session::new(number, None, hello.from, until);
         (session.other, session.incoming) = (other, incoming);
         self.sessions.insert(number, session);
-        let refused = if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
-            Some(Error::new(
-                Kind::Incompatible,
-                format!(
-                    "link versions {} to {} meet {} to {}: update the older end",
-                    versions.0, versions.1, VERSIONS.0, VERSIONS.1
-                ),
-            ))
-        } else if *to != self.me {
-            Some(Error::new(Kind::PeerRestarted, format!("{to:?} was expected, and this is {:?}", self.me)))
-        } else {
-            None
-        };
-        let me = self.me.clone();
-        if let Some(why) = refused {
-            self.send(number, &Message::Refuse { from: me, why: Refusal::from(&why) }, out);
-            if let Some(session) = self.sessions.get_mut(&number) {
-                session.phase = Phase::Leaving(until);
-                self.look_by(until);
-                self.after_work(number, out);
+        let from = self.me.clone();
+        let version = match verdict {
+            Ok(version) => version,
+            Err(why) => {
+                self.send(number, &Message::Refuse { from, why: Refusal::from(&why) }, out);
+                if let Some(session) = self.sessions.get_mut(&number) {
+                    session.phase = Phase::Leaving(until);
+                    self.look_by(until);
+                    self.after_work(number, out);
+                }
+                return;
             }
-            return;
-        }
+        };
         if let Some(session) = self.sessions.get_mut(&number) {
             session.phase = Phase::Up;
         }
         self.watch(number, process);
-        let welcome =
-            Message::Welcome { version: VERSIONS.1.min(versions.1), from: me, process: self.process };
-        self.send(number, &welcome, out);
+        let mut rest = Vec::new();
+        self.process.encode(&mut rest);
+        self.send(number, &Message::Welcome { version, from, rest: &rest }, out);
     }
 
     /// Acts on a message. Errors end the link.
@@ -221,69 +214,63 @@ impl<F: Fabric> Machine<F> {
         out: &mut Outbox,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
-        let (up, initiator) = (session.is_up(), session.link.is_some());
+        let initiator = session.link.is_some();
         if session.is_ending() {
             // Only what brings the end of what is left matters.
             match message {
                 Message::Bye => self.take_bye(number, out),
                 Message::Released { id } if !initiator => {
-                    session.granted.remove(&id);
+                    session.granted.released(id).ok();
                     self.confirm(number, Some(id), out);
                 }
                 _ => {}
             }
             return Ok(());
         }
+        if !message.fits(session.is_up(), initiator) {
+            return Err(malformed("out of place"));
+        }
         match message {
-            Message::Welcome { from, process, .. } if !up && initiator => {
-                if from != session.peer {
-                    let why = format!("{from:?} answers for {:?}", session.peer);
-                    return Err(Error::new(Kind::Malformed, why));
-                }
+            // The first of a stranger.
+            Message::Hello { .. } => return Err(malformed("out of place")),
+            Message::Welcome { from, rest, .. } => {
+                check_welcome(&from, &session.peer)?;
+                let mut reader = Reader::new("welcome", rest);
+                let process = ProcessId::decode(&mut reader)?;
+                reader.end()?;
                 session.other = other;
                 self.watch(number, process);
                 self.come_up(number, out);
             }
-            Message::Refuse { from, why } if !up && initiator => self.take_refuse(number, &from, why, out),
-            Message::Want { import, id, key } if up && !initiator => {
-                let answer = self.regions.check(id, &key.0);
-                match answer {
-                    Ok(()) => {
-                        session.granted.insert(id);
-                        self.send(number, &Message::Grant { import }, out);
-                    }
-                    Err(why) => {
-                        self.send(number, &Message::Deny { import, why: Refusal::from(&why) }, out);
-                    }
+            Message::Refuse { from, why } => self.take_refuse(number, &from, why, out),
+            Message::Want { import, id, key } => match self.regions.check(id, &key) {
+                Ok(()) => {
+                    session.granted.grant(id);
+                    self.send(number, &Message::Grant { import, rest: &[] }, out);
                 }
-            }
-            Message::Grant { import } if up && initiator => self.take_grant(number, import, Ok(()), out)?,
-            Message::Deny { import, why } if up && initiator => {
+                Err(why) => self.send(number, &Message::Deny { import, why: Refusal::from(&why) }, out),
+            },
+            Message::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
+            Message::Deny { import, why } => {
                 self.take_grant(number, import, Err(why.into()), out)?;
             }
-            Message::Recall { id } if up && initiator => self.take_recall(number, id, out),
-            Message::Released { id } if up && !initiator => {
-                if !session.granted.remove(&id) {
-                    let why = format!("malformed link message: region {id} was not granted");
-                    return Err(Error::new(Kind::Malformed, why));
-                }
+            Message::Recall { id } => self.take_recall(number, id, out),
+            Message::Released { id } => {
+                session.granted.released(id)?;
                 self.confirm(number, Some(id), out);
             }
-            Message::Notify { notice, bytes } if up && !initiator => {
-                self.take_notice(number, notice, bytes, out)?;
-            }
-            Message::Ack { notice } if up && initiator => {
+            Message::Notify { notice, bytes } => self.take_notice(number, notice, bytes, out)?,
+            Message::Ack { notice } => {
                 out.settle(session.to_peer.acknowledged(notice)?, Ok(()));
                 self.send_notices(number, out);
             }
-            Message::Ping if up => self.send(number, &Message::Alive, out),
-            Message::Alive if up => {}
-            Message::Leave if up && initiator => {
-                let why = self.error(Kind::PeerLost, "the peer's agent was shut down, or dropped this link");
+            Message::Ping => self.send(number, &Message::Alive, out),
+            Message::Alive => {}
+            Message::Leave => {
+                let why = peer_closed().backend(self.name);
                 self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
             }
-            Message::Bye if up => self.take_bye(number, out),
-            _ => return Err(Error::new(Kind::Malformed, "malformed link message: out of place")),
+            Message::Bye => self.take_bye(number, out),
         }
         Ok(())
     }
@@ -294,7 +281,7 @@ impl<F: Fabric> Machine<F> {
         session.granted.clear();
         session.parted = true;
         self.confirm(number, None, out);
-        let why = self.error(Kind::PeerLost, "the peer closed the link: its agent was shut down");
+        let why = peer_closed().backend(self.name);
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
@@ -325,7 +312,7 @@ impl<F: Fabric> Machine<F> {
             }
         } else {
             // It was closed before it was up: the target is told.
-            let why = self.error(Kind::Closed, "the link was closed on this side");
+            let why = closed().backend(self.name);
             self.end(number, why, None, Phase::Closing, out);
         }
     }
@@ -344,17 +331,24 @@ impl<F: Fabric> Machine<F> {
     /// The target turns us away.
     fn take_refuse(&mut self, number: u64, from: &Identity, why: Refusal, out: &mut Outbox) {
         let Some(session) = self.sessions.get(&number) else { return };
-        let (why, state) = if why.kind != Kind::PeerRestarted {
-            let why = Error::from(why).backend(self.name);
-            (why.clone(), LinkState::Lost(why))
-        } else if from.name == session.peer.name && from.incarnation != session.peer.incarnation {
-            let why = format!("{from:?} answers for {:?}: connect with its new metadata", session.peer);
-            (self.error(Kind::PeerRestarted, why), LinkState::Restarted(from.incarnation))
-        } else {
-            let why = "another agent answers at the peer's address: the peer has ended";
-            let why = self.error(Kind::PeerLost, why);
-            (why.clone(), LinkState::Lost(why))
-        };
+        let (why, restarted) = turned_away(from, &session.peer, why);
+        let why = why.backend(self.name);
+        let state = restarted.map_or_else(|| LinkState::Lost(why.clone()), LinkState::Restarted);
         self.end(number, why, Some(state), Phase::Lost, out);
     }
+}
+
+/// What a hello says beside who greets whom: the initiator's process, and where to answer.
+pub(super) fn hello_rest(process: ProcessId, address: &[u8]) -> Vec<u8> {
+    let mut rest = Vec::new();
+    process.encode(&mut rest);
+    rest.put_block(address);
+    rest
+}
+
+fn read_hello_rest(rest: &[u8]) -> Result<(ProcessId, &[u8])> {
+    let mut reader = Reader::new("hello", rest);
+    let said = (ProcessId::decode(&mut reader)?, reader.block(MAX_ADDRESS)?);
+    reader.end()?;
+    Ok(said)
 }

@@ -5,10 +5,12 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::handshake::hello_rest;
 use super::machine::Machine;
-use super::messages::{Header, Key, Message, VERSIONS};
 use super::regions::{Regions, Registered};
+use super::stream::Header;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use crate::control::{Hello, Message};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
@@ -126,9 +128,8 @@ fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
 }
 
 fn hello(address: &[u8]) -> Vec<u8> {
-    let process = ProcessId::this();
-    let (from, to) = (identity("stranger"), identity("owner"));
-    Message::Hello { versions: VERSIONS, from, to, process, address }.encode()
+    let hello = Hello::new(identity("stranger"), identity("owner"));
+    Message::Hello { hello, rest: &hello_rest(ProcessId::this(), address) }.encode()
 }
 
 fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
@@ -149,10 +150,6 @@ fn owned((header, part): (Header, &[u8])) -> (Header, Vec<u8>) {
     (header, part.to_vec())
 }
 
-fn answer(machine: &mut Machine<Quiet>) -> Vec<u8> {
-    owned(Header::read(&machine.fabric.sent.pop().expect("an answer")).unwrap()).1
-}
-
 struct Random(u64);
 
 impl Random {
@@ -162,25 +159,6 @@ impl Random {
         self.0 ^= self.0 << 17;
         (self.0 >> 9) as usize
     }
-}
-
-#[test]
-fn only_who_shows_the_key_is_granted_a_region() {
-    let (mut machine, number) = linked();
-    let want = |import, id, key| Message::Want { import, id: RegionId(id), key: Key(key) }.encode();
-    take(&mut machine, frame(number, 77, 1, &want(5, 1, KEY)));
-    assert_eq!(Message::decode(&answer(&mut machine)).unwrap(), Message::Grant { import: 5 });
-    for (place, id, key, kind) in
-        [(2, 1, RegionKey([0; 16]), Kind::WrongKey), (3, 2, KEY, Kind::Unregistered)]
-    {
-        take(&mut machine, frame(number, 77, place, &want(6, id, key)));
-        let answer = answer(&mut machine);
-        let Message::Deny { why, .. } = Message::decode(&answer).unwrap() else { panic!("not denied") };
-        assert_eq!(why.kind, kind);
-    }
-    // What it was not granted it cannot release.
-    take(&mut machine, frame(number, 77, 4, &Message::Released { id: RegionId(9) }.encode()));
-    assert!(machine.sessions.is_empty() && machine.fabric.endpoints.is_empty());
 }
 
 #[test]
@@ -197,20 +175,6 @@ fn the_library_is_told_of_notifications_and_of_no_other_message() {
     machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: too_long });
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!(machine.fabric.notified, 2, "it was dropped");
-}
-
-#[test]
-fn who_meant_another_life_is_told_who_answers() {
-    let mut machine = machine();
-    let process = ProcessId::this();
-    let to = Identity { incarnation: Incarnation([4; 16]), ..identity("owner") };
-    let hello =
-        Message::Hello { versions: VERSIONS, from: identity("x"), to, process, address: b"a" }.encode();
-    take(&mut machine, frame(0, 5, 0, &hello));
-    let answer = answer(&mut machine);
-    let Message::Refuse { from, why } = Message::decode(&answer).unwrap() else { panic!("not refused") };
-    assert_eq!((from, why.kind), (identity("owner"), Kind::PeerRestarted));
-    assert!(machine.sessions.is_empty() && machine.fabric.endpoints.is_empty());
 }
 
 #[test]
@@ -234,7 +198,6 @@ fn any_bytes_are_survived() {
 
 #[test]
 fn any_messages_on_a_link_are_survived() {
-    let key = Key(KEY);
     for seed in 1..400_u64 {
         let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         let (mut machine, number) = linked();
@@ -242,7 +205,7 @@ fn any_messages_on_a_link_are_survived() {
         for _ in 0..60 {
             let id = RegionId(random.next() as u64 % 3);
             let message = match random.next() % 12 {
-                0 => Message::Want { import: 1, id, key },
+                0 => Message::Want { import: 1, id, key: KEY },
                 1 => Message::Released { id },
                 2..=6 => Message::Notify { notice: random.next() as u64, bytes: b"news" },
                 7 => Message::Ping,

@@ -223,15 +223,15 @@ impl<F: Fabric> Running<F> {
 }
 
 impl<F: Fabric> Machine<F> {
-    /// Queues a transfer; `here`: does its first turn now, on the poster's own thread, and nothing else.
+    /// Queues a transfer; `inline`: does its first turn now, on the poster's own thread, and nothing else.
     #[inline(always)]
-    pub(super) fn start(&mut self, running: Box<Running<F>>, here: bool, out: &mut Outbox) {
+    pub(super) fn start(&mut self, running: Box<Running<F>>, inline: bool, out: &mut Outbox) {
         let (number, left) = (running.session, running.left);
         if let Some(session) = self.sessions.get_mut(&number) {
             session.jobs += 1;
         }
         let key = self.jobs.insert(running);
-        if here {
+        if inline {
             self.lent_turn = true;
             self.advance(key, out);
             if !self.jobs.contains(key) {

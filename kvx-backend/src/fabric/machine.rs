@@ -13,16 +13,16 @@ use kvx_core::transport::{Context, Events};
 use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 
 use super::ending::Unproven;
-use super::granting::Recall;
 use super::handle::{Import, Wiring, import_of};
 use super::handshake::Greeting;
 use super::jobs::{Running, Waiting};
 use super::lanes::{Stripe, Thread};
-use super::messages::Message;
 use super::notices::Held;
-use super::regions::{Regions, Registered, still_shared};
-use super::session::{Imported, Session};
+use super::regions::{Regions, Registered};
+use super::session::Session;
 use super::{EndpointId, Fabric, Happened};
+use crate::control::reasons::{cancelled, still_shared};
+use crate::control::{Imported, Message, Recalls};
 use crate::process::ProcessId;
 
 /// The most jobs that have a turn before others of the machine's duties.
@@ -52,14 +52,14 @@ pub(super) enum Command<L> {
         link: Arc<Wiring>,
         import: Arc<Import>,
     },
-    /// `here`: on this thread a small transfer may be posted at once.
+    /// `inline_on`: on this thread a small transfer may be posted at once.
     Post {
         link: Arc<Wiring>,
         plan: Arc<Bound>,
         stripe: Stripe,
         id: TransferId,
         done: Ticket,
-        here: Option<Thread>,
+        inline_on: Option<Thread>,
     },
     Notify {
         link: Arc<Wiring>,
@@ -104,7 +104,8 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) stalled: Vec<usize>,
     /// Sessions with something to be sent.
     pub(super) sending: Vec<u64>,
-    pub(super) recalls: Vec<Recall<F::Local>>,
+    /// By the numbers of the sessions whose peers hold the region.
+    pub(super) recalls: Recalls<u64, (Arc<Registered<F::Local>>, Ticket)>,
     /// Regions that every peer has let go of, and the library has not.
     pub(super) released: Vec<(Arc<Registered<F::Local>>, Ticket)>,
     /// By the number of the session that was lost.
@@ -161,7 +162,7 @@ impl<F: Fabric> Machine<F> {
             turns: Turns::default(),
             stalled: Vec::new(),
             sending: Vec::new(),
-            recalls: Vec::new(),
+            recalls: Recalls::default(),
             released: Vec::new(),
             unproven: HashMap::new(),
             held: Held::default(),
@@ -237,15 +238,21 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A transfer was posted; `here`: by this thread.
+    /// A transfer was posted; `inline_on`: by this thread.
     #[inline(always)]
-    pub(super) fn post(&mut self, number: u64, transfer: Waiting, here: Option<Thread>, out: &mut Outbox) {
+    pub(super) fn post(
+        &mut self,
+        number: u64,
+        transfer: Waiting,
+        inline_on: Option<Thread>,
+        out: &mut Outbox,
+    ) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
         for remote in transfer.plan.remotes() {
-            let import = import_of(&remote.region).and_then(|import| session.imports.get(&import.number));
+            let import = import_of(&remote.region).and_then(|import| session.imports.get(import.number));
             match import {
-                Some(Imported::Held(held, _)) => remotes.push(Arc::clone(held)),
+                Some(Imported::Held((held, _))) => remotes.push(Arc::clone(held)),
                 Some(Imported::Refused(why)) => return out.settle(transfer.done, Err(why.clone())),
                 Some(Imported::Wanted(_)) => {
                     session.waiting.push(transfer);
@@ -258,13 +265,13 @@ impl<F: Fabric> Machine<F> {
             }
         }
         match Running::new(number, transfer, remotes, self.fabric.max_piece()) {
-            Ok(running) => self.start(running, here == Some(Thread::this()), out),
+            Ok(running) => self.start(running, inline_on == Some(Thread::this()), out),
             Err((done, why)) => out.settle(done, Err(why)),
         }
     }
 
     fn cancel(&mut self, number: u64, id: TransferId, out: &mut Outbox) {
-        let why = self.error(Kind::Cancelled, "the transfer was cancelled before all of it had moved");
+        let why = cancelled().backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Some(position) = session.waiting.iter().position(|waiting| waiting.id == id) {
             out.settle(session.waiting.swap_remove(position).done, Err(why));
@@ -311,7 +318,7 @@ impl<F: Fabric> Progress for Machine<F> {
 
     #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
-        self.left_something |= !matches!(command, Command::Post { here: Some(_), .. });
+        self.left_something |= !matches!(command, Command::Post { inline_on: Some(_), .. });
         match command {
             Command::Connect { link, address, foreign } => self.connect(link, &address, foreign, out),
             Command::Update { link, address } => {
@@ -322,8 +329,8 @@ impl<F: Fabric> Progress for Machine<F> {
                 }
             }
             Command::Import { link, import } => self.import(&link, &import, out),
-            Command::Post { link, plan, stripe, id, done, here } => match self.number_of(&link) {
-                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, here, out),
+            Command::Post { link, plan, stripe, id, done, inline_on } => match self.number_of(&link) {
+                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, inline_on, out),
                 None => {
                     drop(plan);
                     out.settle(done, Err(link.gone()));
@@ -365,10 +372,9 @@ impl<F: Fabric> Progress for Machine<F> {
         }
         let waiting = !self.jobs.is_empty()
             || !self.sending.is_empty()
-            || self
-                .sessions
-                .values()
-                .any(|session| !session.is_up() || session.wanted > 0 || session.to_peer.await_answer());
+            || self.sessions.values().any(|session| {
+                !session.is_up() || session.imports.await_answer() || session.to_peer.await_answer()
+            });
         let armed = self.fabric.arm(waiting)?;
         let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));
         Ok(match armed {

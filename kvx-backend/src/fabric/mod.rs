@@ -21,7 +21,6 @@ mod hostile;
 mod jobs;
 mod lanes;
 mod machine;
-mod messages;
 mod notices;
 mod regions;
 mod session;

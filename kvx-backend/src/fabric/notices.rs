@@ -9,7 +9,7 @@ use kvx_core::{Incarnation, Result, Sender, Ticket};
 
 use super::Fabric;
 use super::machine::Machine;
-use super::messages::Message;
+use crate::control::Message;
 
 /// The most notifications of foreign agents that wait for room, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);

@@ -1,12 +1,13 @@
 //! Regions of ours, from their registration to the proof that nobody reaches them any more.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_core::sync::Mutex;
 use kvx_core::transport::RegionSpec;
-use kvx_core::{Error, Kind, Memory, RegionId, RegionKey, Result};
+use kvx_core::{Memory, RegionId, RegionKey, Result};
+
+use crate::control::RegionTable;
 
 /// A region of ours.
 pub(super) struct Registered<L> {
@@ -43,74 +44,38 @@ impl<L> Registered<L> {
     }
 }
 
-enum State<L> {
-    Open(Arc<Registered<L>>),
-    Revoked,
-}
-
 /// What peers may ask for, over any lane.
 pub(super) struct Regions<L>(Mutex<All<L>>);
 
 struct All<L> {
     /// Lanes that have not ended.
     lanes: usize,
-    regions: HashMap<RegionId, State<L>>,
+    table: RegionTable<Arc<Registered<L>>>,
 }
 
 impl<L> Regions<L> {
     pub(super) fn new(lanes: usize) -> Self {
-        Regions(Mutex::new(All { lanes, regions: HashMap::new() }))
+        Regions(Mutex::new(All { lanes, table: RegionTable::default() }))
     }
 
     pub(super) fn open(&self, region: Arc<Registered<L>>) {
-        self.0.lock().regions.insert(region.id, State::Open(region));
+        self.0.lock().table.open(region.id, region.key, region);
     }
 
     /// Nobody is granted it from now on. `None`: it was revoked before.
     pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<Registered<L>>> {
-        match self.0.lock().regions.insert(id, State::Revoked) {
-            Some(State::Open(region)) => Some(region),
-            Some(State::Revoked) | None => None,
-        }
+        self.0.lock().table.revoke(id)
     }
 
     /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`, `Revoked`.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
-        match self.0.lock().regions.get(&id) {
-            None => Err(Error::new(Kind::Unregistered, format!("region {id} is not registered here"))),
-            Some(State::Revoked) => Err(revoked(id)),
-            Some(State::Open(region)) if region.key.matches(key) => Ok(()),
-            Some(State::Open(_)) => {
-                Err(Error::new(Kind::WrongKey, format!("the key shown for region {id} is not its key")))
-            }
-        }
+        self.0.lock().table.check(id, key).map(|_| ())
     }
 
     /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if there are any.
     pub(super) fn close(&self) -> Vec<Arc<Registered<L>>> {
         let mut all = self.0.lock();
         all.lanes -= 1;
-        let open = all.regions.values().filter_map(|state| match state {
-            State::Open(region) => Some(Arc::clone(region)),
-            State::Revoked => None,
-        });
-        let open = open.collect();
-        if all.lanes == 0 {
-            all.regions.clear();
-        }
-        open
+        if all.lanes == 0 { all.table.drain() } else { all.table.iter().cloned().collect() }
     }
-}
-
-/// The owner took a region back.
-pub(super) fn revoked(id: RegionId) -> Error {
-    Error::new(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
-}
-
-/// The transport ended before a peer had let go of a region.
-pub(super) fn still_shared(id: RegionId) -> Error {
-    Error::new(
-        Kind::StillShared,
-        format!("a peer had not let go of region {id} when the transport was shut down"),
-    )
 }

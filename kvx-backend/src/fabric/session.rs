@@ -1,6 +1,5 @@
 //! One side of a link: what is known of the peer, what waits for it, what it holds of ours.
 
-use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,10 +7,9 @@ use kvx_core::{Error, Identity, Kind, RegionId, Result, Ticket};
 
 use super::handle::{Import, Wiring};
 use super::jobs::Waiting;
-use super::messages::Message;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
-use crate::control::{NoticesFromPeer, NoticesToPeer, Silence};
+use crate::control::{Granted, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
 use crate::process::Watched;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
@@ -29,13 +27,6 @@ pub(super) enum Phase {
     Leaving(Instant),
     /// The peer is lost: transfers are still ending.
     Lost,
-}
-
-/// What became of an import.
-pub(super) enum Imported<R> {
-    Wanted(Arc<Import>),
-    Held(Arc<R>, RegionId),
-    Refused(Error),
 }
 
 pub(super) struct Session<F: Fabric> {
@@ -56,10 +47,8 @@ pub(super) struct Session<F: Fabric> {
     pub(super) incoming: Incoming,
     outgoing: Outgoing,
 
-    /// Regions of the peer, by their numbers: looked up for each transfer.
-    pub(super) imports: BTreeMap<u64, Imported<F::Remote>>,
-    /// Imports that are not answered.
-    pub(super) wanted: usize,
+    /// Regions of the peer.
+    pub(super) imports: Imports<Arc<Import>, (Arc<F::Remote>, RegionId)>,
     /// Transfers that wait for them.
     pub(super) waiting: Vec<Waiting>,
     /// Transfers under way.
@@ -68,8 +57,7 @@ pub(super) struct Session<F: Fabric> {
     pub(super) recalled: Vec<RegionId>,
     pub(super) to_peer: NoticesToPeer,
 
-    /// Regions of ours that the peer was granted, and has not released.
-    pub(super) granted: HashSet<RegionId>,
+    pub(super) granted: Granted,
     pub(super) from_peer: NoticesFromPeer,
 }
 
@@ -87,13 +75,12 @@ impl<F: Fabric> Session<F> {
             silence: Silence::new(Instant::now()),
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
-            imports: BTreeMap::new(),
-            wanted: 0,
+            imports: Imports::default(),
             waiting: Vec::new(),
             jobs: 0,
             recalled: Vec::new(),
             to_peer: NoticesToPeer::default(),
-            granted: HashSet::new(),
+            granted: Granted::default(),
             from_peer: NoticesFromPeer::default(),
         }
     }
@@ -178,7 +165,6 @@ impl<F: Fabric> Session<F> {
 
     /// Every ticket of what is not in the library's hands.
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
-        self.wanted = 0;
         let waiting = self.waiting.drain(..).map(|waiting| waiting.done);
         self.to_peer.end().chain(waiting).collect()
     }
@@ -186,13 +172,23 @@ impl<F: Fabric> Session<F> {
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::{MemoryKind, RegionKey};
+
+    use super::super::handle::RemoteMemory;
     use super::super::hostile::{Quiet, identity};
     use super::*;
 
     #[test]
     fn a_region_that_nobody_waits_for_is_no_work_in_flight() {
         let mut session = Session::<Quiet>::new(1, None, identity("peer"), Instant::now());
-        session.wanted = 1;
+        let what = RemoteMemory::Region {
+            id: RegionId(1),
+            key: RegionKey([0; 16]),
+            len: 1,
+            kind: MemoryKind::Host,
+            export: [].into(),
+        };
+        session.imports.want(1, Arc::new(Import { number: 1, what }));
         assert_eq!(session.note_awaiting(), None);
         session.jobs = 1;
         assert!(session.note_awaiting().is_some());

@@ -1,15 +1,70 @@
 //! Whole messages, in order, over frames that arrive in any order.
+//!
+//! Each link has two numbered *sessions*, one on either side, drawn at random. A message is cut into frames that the
+//! library carries in any order; a frame names both sessions and its place in the stream of its sender, so that the
+//! receiver has whole messages in the order in which they were sent.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, MAX_NAME, Result};
 
-use super::messages::{Header, MAX_LATER_MESSAGE, MAX_MESSAGE};
+use crate::control::MAX_MESSAGE;
+
+/// The longest address of a library.
+pub(super) const MAX_ADDRESS: usize = 1 << 20;
+/// The longest first message: a hello.
+const MAX_FIRST_MESSAGE: usize = MAX_ADDRESS + 4 * MAX_NAME;
 
 /// The most frames that may be ahead of one that is missing.
 const MAX_EARLY: usize = 1024;
 /// The most bytes in them.
 const MAX_EARLY_BYTES: usize = 4 << 20;
+
+/// What stands before each frame's part of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    /// The receiver's session; 0 in a hello, whose sender does not know it yet.
+    pub(super) to: u64,
+    /// The sender's session.
+    pub(super) from: u64,
+    /// Which frame of its sender's stream.
+    pub(super) place: u32,
+    /// Whether the message goes on in the next frame.
+    pub(super) more: bool,
+}
+
+impl Header {
+    pub(super) const LEN: usize = 1 + 8 + 8 + 4 + 1;
+    const VERSION: u8 = 1;
+
+    pub(super) fn frame(&self, part: &[u8]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(Self::LEN + part.len());
+        out.put_u8(Self::VERSION);
+        out.put_u64(self.to);
+        out.put_u64(self.from);
+        out.put_u32(self.place);
+        out.put_u8(u8::from(self.more));
+        out.put(part);
+        out
+    }
+
+    /// The header and the part of the message behind it. Errors: `Malformed`.
+    pub(super) fn read(frame: &[u8]) -> Result<(Self, &[u8])> {
+        let mut reader = Reader::new("link frame", frame);
+        let version = reader.u8()?;
+        if version != Self::VERSION {
+            return Err(reader.malformed(format_args!("no frame has the version {version}")));
+        }
+        let (to, from, place) = (reader.u64()?, reader.u64()?, reader.u32()?);
+        let more = match reader.u8()? {
+            0 => false,
+            1 => true,
+            other => return Err(reader.malformed(format_args!("{other} is neither last nor followed"))),
+        };
+        Ok((Header { to, from, place, more }, reader.bytes(reader.left())?))
+    }
+}
 
 /// The sending half: numbers frames and keeps what the library does not take yet.
 #[derive(Debug, Default)]
@@ -63,8 +118,8 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no honest peer
-    /// sends.
+    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer that keeps the
+    /// protocol sends.
     pub(super) fn take(&mut self, header: &Header, part: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ahead = header.place.wrapping_sub(self.place);
         if ahead > u32::MAX / 2 {
@@ -92,7 +147,7 @@ impl Incoming {
 
     fn next(&mut self, more: bool, part: &[u8], whole: &mut Vec<Vec<u8>>) -> Result<()> {
         self.place = self.place.wrapping_add(1);
-        let max = if self.begun { MAX_LATER_MESSAGE } else { MAX_MESSAGE };
+        let max = if self.begun { MAX_MESSAGE } else { MAX_FIRST_MESSAGE };
         if self.partial.len() + part.len() > max {
             return Err(malformed("a message is too long"));
         }
@@ -124,6 +179,15 @@ mod tests {
             out.pop();
         }
         frames
+    }
+
+    #[test]
+    fn frames_travel_as_they_are() {
+        let header = Header { to: 1, from: u64::MAX, place: 3, more: true };
+        let frame = header.frame(b"part");
+        assert_eq!(Header::read(&frame).unwrap(), (header, &b"part"[..]));
+        assert!(Header::read(&frame[..Header::LEN - 1]).is_err());
+        assert!(Header::read(&[&[9], &frame[1..]].concat()).is_err());
     }
 
     fn take(incoming: &mut Incoming, frame: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use super::ANSWER_PATIENCE;
 use super::content::{self, Blocks};
 use super::device_limits::DeviceLimit;
-use super::limit::{self, Lane, List};
+use super::limit::{self, BareConnection, List};
 use super::points::{Op, Point, Shape};
-use super::pools::{Place, Pool, Pools};
+use super::pools::{Pool, PoolLocation, Pools};
 use super::rounds::Round;
 use super::target::{Ask, Target};
 use crate::Result;
@@ -18,22 +18,22 @@ pub(crate) struct Limit {
     pub(crate) name: &'static str,
     /// Whether kvx cannot be faster; else it only stands beside.
     pub(crate) bounds: bool,
-    way: Way,
+    way: LimitWay,
     /// What it moves between both sides' pools; none: between memory of its own.
     pub(crate) moves: Option<Point>,
     /// The number of its next transfer.
     next: u64,
     /// Seconds that one took when it was last seen.
-    pace: f64,
+    seconds_each: f64,
 }
 
-enum Way {
+enum LimitWay {
     /// This process copies out of the target's memory.
-    Fetch { mapped: Option<u64>, from: Place, to: u64, blocks: Blocks },
+    Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: Blocks },
     /// The target copies out of this process's memory.
-    Pull { memory: Pool, shape: Shape, from: Place },
+    Pull { memory: Pool, shape: Shape, from: PoolLocation },
     /// Bare connections.
-    Lanes { lanes: Vec<Lane>, sends: bool },
+    Lanes { lanes: Vec<BareConnection>, sends: bool },
     /// The driver of a GPU.
     Driver(DeviceLimit),
 }
@@ -53,7 +53,7 @@ impl Limit {
     ) -> Result<Vec<Self>> {
         let by_driver = DeviceLimit::all(point)?.into_iter();
         let mut limits: Vec<_> = by_driver
-            .map(|(limit, bounds)| Limit { bounds, ..Limit::new(limit.name, Way::Driver(limit), None) })
+            .map(|(limit, bounds)| Limit { bounds, ..Limit::new(limit.name, LimitWay::Driver(limit), None) })
             .collect();
         let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
         if let Some(point) = between_hosts {
@@ -62,8 +62,8 @@ impl Limit {
         Ok(limits)
     }
 
-    fn new(name: &'static str, way: Way, moves: Option<Point>) -> Self {
-        Limit { name, bounds: true, way, moves, next: 0, pace: f64::MAX }
+    fn new(name: &'static str, way: LimitWay, moves: Option<Point>) -> Self {
+        Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
     }
 
     /// That of a point between memory of the hosts.
@@ -85,12 +85,12 @@ impl Limit {
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(ours)?.address();
-                (bare, Way::Fetch { mapped, from, to, blocks: Blocks::of(shape) })
+                (bare, LimitWay::Fetch { mapped, from, to, blocks: Blocks::of(shape) })
             }
-            ("SHM", Op::Write) => (bare, Way::Pull { memory: theirs, shape, from: pools.place(ours)? }),
+            ("SHM", Op::Write) => (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? }),
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(ours)?.address(), target, connections)?;
-                ("sockets", Way::Lanes { lanes, sends: op == Op::Write })
+                ("sockets", LimitWay::Lanes { lanes, sends: op == Op::Write })
             }
             _ => return Ok(None),
         };
@@ -99,36 +99,36 @@ impl Limit {
 
     /// Moves list after list until about `budget` has passed, and at least `least`.
     pub(crate) fn round(&mut self, target: &mut Target, budget: Duration, least: u64) -> Result<Round> {
-        let times = ((budget.as_secs_f64() / self.pace.max(1e-9)).min(1e6) as u64).max(least);
+        let times = ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
         let next = self.next;
         let round = match &mut self.way {
-            Way::Fetch { mapped, from, to, blocks } => {
+            LimitWay::Fetch { mapped, from, to, blocks } => {
                 // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
                 timed(budget, least, |nth| unsafe { once(*mapped, *from, *to, blocks.list(next + nth)) })
             }
-            Way::Pull { memory, shape, from } => {
+            LimitWay::Pull { memory, shape, from } => {
                 let ask = Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
-            Way::Lanes { lanes, sends } if lanes.len() == 1 => {
+            LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
                 timed(budget, least, |_| limit::ask(lanes, *sends, 1))
             }
-            Way::Lanes { lanes, sends } => {
+            LimitWay::Lanes { lanes, sends } => {
                 let start = Instant::now();
                 limit::ask(lanes, *sends, times)?;
                 Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
             }
-            Way::Driver(limit) => limit.round(next, budget, least),
+            LimitWay::Driver(limit) => limit.round(next, budget, least),
         }?;
         self.next += round.times;
-        self.pace = round.pace();
+        self.seconds_each = round.seconds_each();
         Ok(round)
     }
 
     /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
     pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
-        if let Way::Driver(limit) = &self.way {
-            (self.next, self.pace) = (lists, limit.verify(lists)?);
+        if let LimitWay::Driver(limit) = &self.way {
+            (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
         }
         Ok(())
     }
@@ -140,7 +140,7 @@ pub(crate) fn connect(
     base: u64,
     target: &mut Target,
     connections: usize,
-) -> Result<Vec<Lane>> {
+) -> Result<Vec<BareConnection>> {
     let Point { op, shape, memory, .. } = *point;
     let lanes = connections.min(shape.count as usize);
     let blocks = match op {
@@ -158,7 +158,12 @@ pub(crate) fn connect(
 ///
 /// # Safety
 /// The memory has all blocks of the list; nobody holds references into the destination.
-pub(crate) unsafe fn once(mapped: Option<u64>, from: Place, to: u64, list: List<'_>) -> std::io::Result<()> {
+pub(crate) unsafe fn once(
+    mapped: Option<u64>,
+    from: PoolLocation,
+    to: u64,
+    list: List<'_>,
+) -> std::io::Result<()> {
     match mapped {
         Some(mapped) => {
             // SAFETY: the caller's promise; a mapping stays for the life of this process.
@@ -177,7 +182,7 @@ pub(crate) fn share(
     shape: Shape,
     blocks: &[u32],
     of: (usize, usize),
-) -> Result<Lane> {
+) -> Result<BareConnection> {
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
     socket.set_write_timeout(Some(ANSWER_PATIENCE))?;
@@ -185,7 +190,7 @@ pub(crate) fn share(
         let list = &blocks[content::part(shape, transfer)];
         list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
     });
-    Ok(Lane { socket, base, length: shape.block as usize, lists: lists.collect(), next: 0 })
+    Ok(BareConnection { socket, base, length: shape.block as usize, lists: lists.collect(), next: 0 })
 }
 
 /// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.

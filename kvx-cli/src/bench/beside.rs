@@ -116,7 +116,7 @@ mod tests {
     fn results_are_times_and_seconds_or_a_rate() {
         let round = result("moved 3 0.5", 1000).unwrap();
         assert_eq!((round.times, round.seconds), (3, 0.5));
-        assert_eq!(result("gbps 2", 4_000_000_000).unwrap().pace(), 2.0);
+        assert_eq!(result("gbps 2", 4_000_000_000).unwrap().seconds_each(), 2.0);
         for wrong in
             ["", "moved", "moved 0 1", "moved 1 0", "moved 1 -2", "moved 1 inf", "gbps 0", "fast 1 1"]
         {

@@ -1,4 +1,4 @@
-//! What memory holds, and in what order blocks are moved: both known to every side from a few numbers.
+//! The content of memory, and the order in which blocks are moved: both known to every side from a few numbers.
 
 use kvx::Memory;
 

@@ -9,7 +9,7 @@ use kvx::{Memory, MemoryKind};
 
 use super::bare::timed;
 use super::content::{self, Blocks};
-use super::driver::{Driver, Way};
+use super::driver::{BareDriver, CopyDirection};
 use super::points::{Pattern, Point, Shape};
 use super::pools::Pool;
 use super::rounds::Round;
@@ -18,8 +18,8 @@ use crate::{Result, devices};
 /// Copies between two memories of their own, each as large as a side's.
 pub(crate) struct DeviceLimit {
     pub(crate) name: &'static str,
-    driver: Driver,
-    way: Way,
+    driver: BareDriver,
+    way: CopyDirection,
     from: Arc<Memory>,
     to: Arc<Memory>,
     shape: Shape,
@@ -43,7 +43,7 @@ impl DeviceLimit {
             return Ok(vec![(copy, true), (one_by_one, false)]);
         }
         let mut limits = Vec::new();
-        for (way, of) in [(Way::ToHost, from), (Way::ToDevice, to)] {
+        for (way, of) in [(CopyDirection::ToHost, from), (CopyDirection::ToDevice, to)] {
             if of == Pool::Device {
                 limits.push((DeviceLimit::new(&device, way, point.shape)?, true));
             }
@@ -53,7 +53,7 @@ impl DeviceLimit {
 
     /// One copy within the device.
     pub(crate) fn within(device: &Arc<Device>, shape: Shape) -> Result<Self> {
-        DeviceLimit::new(device, Way::Within, shape)
+        DeviceLimit::new(device, CopyDirection::Within, shape)
     }
 
     /// The same list as the point's by a copy for each block, which is what a program without kernels does. In the same
@@ -71,14 +71,14 @@ impl DeviceLimit {
         })
     }
 
-    fn new(device: &Arc<Device>, way: Way, shape: Shape) -> Result<Self> {
+    fn new(device: &Arc<Device>, way: CopyDirection, shape: Shape) -> Result<Self> {
         let len = shape.memory() as usize;
         let on_device = || device.pool(len).build();
         let on_host = || device.pinned(len);
         let (name, from, to) = match way {
-            Way::Within => ("device copy", on_device()?, on_device()?),
-            Way::ToHost => ("copy to host", on_device()?, on_host()?),
-            Way::ToDevice => ("copy to device", on_host()?, on_device()?),
+            CopyDirection::Within => ("device copy", on_device()?, on_device()?),
+            CopyDirection::ToHost => ("copy to host", on_device()?, on_host()?),
+            CopyDirection::ToDevice => ("copy to device", on_host()?, on_device()?),
         };
         let driver = driver(device)?;
         // One copy moves a transfer's blocks as they lie.
@@ -112,20 +112,20 @@ impl DeviceLimit {
         })
     }
 
-    /// Moves the first lists once, and compares what arrived. Gives the pace.
+    /// Moves the first lists once, and compares what arrived. Gives the seconds that each took.
     pub(crate) fn verify(&self, lists: u64) -> Result<f64> {
         content::fill(&self.from, self.shape.memory())?;
         content::wipe(&self.to, self.shape.memory())?;
         let round = self.round(0, Duration::ZERO, lists)?;
         content::check(&self.to, self.shape, lists as u32)?;
-        Ok(round.pace())
+        Ok(round.seconds_each())
     }
 }
 
 /// The driver of a device.
-fn driver(device: &Arc<Device>) -> Result<Driver> {
+fn driver(device: &Arc<Device>) -> Result<BareDriver> {
     Ok(match device.kind() {
-        MemoryKind::Rocm => Driver::hip()?,
-        _ => Driver::cuda()?,
+        MemoryKind::Rocm => BareDriver::hip()?,
+        _ => BareDriver::cuda()?,
     })
 }

@@ -1,4 +1,4 @@
-//! What a GPU does at best: bare copies by its driver, with nothing around them.
+//! The limit of a GPU: bare copies by its driver, with nothing around them.
 //!
 //! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
 
@@ -12,14 +12,14 @@ type Handle = *mut c_void;
 
 /// Which way a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum CopyDirection {
     ToDevice,
     ToHost,
     Within,
 }
 
 /// The driver of the first GPU, with a stream on it; used by one thread.
-pub(crate) struct Driver {
+pub(crate) struct BareDriver {
     stream: Handle,
     copy: Copy,
     wait: unsafe extern "C" fn(Handle) -> Status,
@@ -37,7 +37,7 @@ enum Copy {
 /// `CU_STREAM_NON_BLOCKING`, and HIP's: it does not wait for the null stream.
 const NON_BLOCKING: c_uint = 1;
 
-impl Driver {
+impl BareDriver {
     /// That of NVIDIA's first device, which becomes this thread's.
     pub(crate) fn cuda() -> Result<Self> {
         let library = open("KVX_CUDA_LIB", "libcuda.so.1")?;
@@ -59,7 +59,7 @@ impl Driver {
                 to_host: symbol(library, c"cuMemcpyDtoHAsync_v2")?,
                 within: symbol(library, c"cuMemcpyDtoDAsync_v2")?,
             };
-            Ok(Driver { stream: made, copy, wait: symbol(library, c"cuStreamSynchronize")? })
+            Ok(BareDriver { stream: made, copy, wait: symbol(library, c"cuStreamSynchronize")? })
         }
     }
 
@@ -75,7 +75,7 @@ impl Driver {
             check("hipSetDevice", enter(0))?;
             check("hipStreamCreateWithFlags", stream(&raw mut made, NON_BLOCKING))?;
             let copy = Copy::Hip(symbol(library, c"hipMemcpyAsync")?);
-            Ok(Driver { stream: made, copy, wait: symbol(library, c"hipStreamSynchronize")? })
+            Ok(BareDriver { stream: made, copy, wait: symbol(library, c"hipStreamSynchronize")? })
         }
     }
 
@@ -84,19 +84,23 @@ impl Driver {
     /// # Safety
     /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
     /// holds references into the destination.
-    pub(crate) unsafe fn copy(&self, way: Way, from: u64, to: u64, len: usize) -> Result<()> {
+    pub(crate) unsafe fn copy(&self, way: CopyDirection, from: u64, to: u64, len: usize) -> Result<()> {
         let (source, destination) = (from as *const c_void, to as Handle);
         // SAFETY: the caller's promise; the stream lives as long as this.
         let status = unsafe {
             match (&self.copy, way) {
-                (Copy::Cuda { to_device, .. }, Way::ToDevice) => to_device(to, source, len, self.stream),
-                (Copy::Cuda { to_host, .. }, Way::ToHost) => to_host(destination, from, len, self.stream),
-                (Copy::Cuda { within, .. }, Way::Within) => within(to, from, len, self.stream),
+                (Copy::Cuda { to_device, .. }, CopyDirection::ToDevice) => {
+                    to_device(to, source, len, self.stream)
+                }
+                (Copy::Cuda { to_host, .. }, CopyDirection::ToHost) => {
+                    to_host(destination, from, len, self.stream)
+                }
+                (Copy::Cuda { within, .. }, CopyDirection::Within) => within(to, from, len, self.stream),
                 (Copy::Hip(copy), way) => {
                     let kind = match way {
-                        Way::ToDevice => 1,
-                        Way::ToHost => 2,
-                        Way::Within => 3,
+                        CopyDirection::ToDevice => 1,
+                        CopyDirection::ToHost => 2,
+                        CopyDirection::Within => 3,
                     };
                     copy(destination, source, len, kind, self.stream)
                 }

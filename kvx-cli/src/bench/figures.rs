@@ -92,7 +92,7 @@ impl Figures {
         let shape = point.shape;
         let Measured { ours, limits, others, beside, plans, cpu_seconds, verified } = measured;
         let rates = |rounds: &[Round]| -> Vec<f64> {
-            rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9).collect()
+            rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9).collect()
         };
         let rate = |rounds: &[Round]| median(rates(rounds));
         let best = |rounds: &[Round]| rates(rounds).into_iter().reduce(f64::max);

@@ -79,8 +79,8 @@ impl Initiator {
 
     /// Moves list after list until `budget` has passed, and at least `least`.
     ///
-    /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops beside: where one ends, the next
-    /// begins. Of the posts a part is timed by a second one, which costs a hundredth of a small read.
+    /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops beside: where one ends,
+    /// the next begins. Of the posts a part is timed by a second one, which costs a hundredth of a small read.
     pub(crate) fn round(&self, plans: &mut Plans, wait: Wait, budget: Duration, least: u64) -> Result<Round> {
         let mut round = Round::default();
         let start = Instant::now();

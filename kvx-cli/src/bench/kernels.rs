@@ -103,8 +103,9 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<Record> 
     ];
     let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
     let [ours, limit] = &done[..] else { return Err("two parties have two lists of rounds".into()) };
-    let rate =
-        |rounds: &[Round]| median(rounds.iter().map(|round| shape.bytes() as f64 / round.pace() / 1e9));
+    let rate = |rounds: &[Round]| {
+        median(rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9))
+    };
     let three = |value: f64| (value * 1e3).round() / 1e3;
     let ratio = Ratio::of(ours, limit).ok_or("no round was measured")?;
     Ok(Record {

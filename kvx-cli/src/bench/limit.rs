@@ -1,4 +1,4 @@
-//! What this host does at best: the same list of blocks between the same memory, with no protocol.
+//! The limit of this host: the same list of blocks between the same memory, with no protocol.
 //!
 //! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
 
@@ -70,7 +70,7 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
 }
 
 /// One end of a connection, and the blocks that go over it: one list each time, in turn.
-pub(crate) struct Lane {
+pub(crate) struct BareConnection {
     pub(crate) socket: TcpStream,
     /// Of memory that outlives the lane, and that nobody holds references into.
     pub(crate) base: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Lane {
     pub(crate) next: usize,
 }
 
-impl Lane {
+impl BareConnection {
     /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
     fn all(&mut self, send: bool) -> Result<bool> {
         let blocks = &self.lists[self.next];
@@ -138,7 +138,7 @@ impl Lane {
 }
 
 /// Moves the next lists of all lanes so many times, the first lane on this thread and each other on one of its own.
-pub(crate) fn ask(lanes: &mut [Lane], sends: bool, times: u64) -> Result<()> {
+pub(crate) fn ask(lanes: &mut [BareConnection], sends: bool, times: u64) -> Result<()> {
     let Some((first, others)) = lanes.split_first_mut() else { return Ok(()) };
     std::thread::scope(|scope| {
         let others: Vec<_> =

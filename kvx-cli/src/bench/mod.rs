@@ -66,8 +66,8 @@ pub(crate) struct Arguments {
     /// Whether the blocks of a transfer are shuffled on both sides or follow each other.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "scattered")]
     pattern: Vec<Pattern>,
-    /// Pools of kvx's own, memory that a program brings along, or memory of the first GPU: on both sides, or with a pool
-    /// of kvx's own at the target (device-host) or here (host-device).
+    /// Pools of kvx's own, memory that a program brings along, or memory of the first GPU: on both sides, or with a
+    /// pool of kvx's own at the target (device-host) or here (host-device).
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "kvx")]
     memory: Vec<Backing>,
     /// Wait on this thread, which lends a hand, or like `.await`.
@@ -110,7 +110,8 @@ pub(crate) struct Arguments {
     /// Instead of points: CPU time of both processes while they are connected and idle for so many seconds.
     #[arg(long, value_name = "S", conflicts_with = "beside")]
     idle: Option<u64>,
-    /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one copy of as many bytes.
+    /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one copy of as many
+    /// bytes.
     #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "notices_beside", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
     kernels: bool,
 }

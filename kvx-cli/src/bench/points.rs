@@ -1,4 +1,4 @@
-//! What is measured: points, and the sweep that the command line asks for.
+//! The points that are measured, and the sweep that the command line asks for.
 
 use std::fmt;
 

@@ -86,7 +86,7 @@ pub(crate) struct Pools {
 
 /// How another process of this host reaches a pool without kvx.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct PoolLocation {
     /// Its process.
     pub(crate) process: u32,
     /// Its file there, for a pool of kvx's own.
@@ -142,10 +142,10 @@ impl Pools {
             .filter_map(|pool| Some((pool, self.get(pool).ok()?)))
     }
 
-    pub(crate) fn place(&self, pool: Pool) -> Result<Place> {
+    pub(crate) fn place(&self, pool: Pool) -> Result<PoolLocation> {
         let memory = self.get(pool)?;
         let file = memory.shared_file().map(|file| file.as_raw_fd());
-        Ok(Place { process: std::process::id(), file, base: memory.address(), len: memory.len() })
+        Ok(PoolLocation { process: std::process::id(), file, base: memory.address(), len: memory.len() })
     }
 }
 

@@ -18,8 +18,8 @@ pub(crate) struct Round {
 }
 
 impl Round {
-    /// Seconds for one time.
-    pub(crate) fn pace(&self) -> f64 {
+    /// Seconds that each time took.
+    pub(crate) fn seconds_each(&self) -> f64 {
         self.seconds / self.times as f64
     }
 }
@@ -78,8 +78,11 @@ pub(crate) struct Ratio {
 
 impl Ratio {
     pub(crate) fn of(ours: &[Round], theirs: &[Round]) -> Option<Self> {
-        let ratios: Vec<f64> =
-            ours.iter().zip(theirs).map(|(ours, theirs)| theirs.pace() / ours.pace()).collect();
+        let ratios: Vec<f64> = ours
+            .iter()
+            .zip(theirs)
+            .map(|(ours, theirs)| theirs.seconds_each() / ours.seconds_each())
+            .collect();
         let (min, max) = (ratios.iter().copied().reduce(f64::min)?, ratios.iter().copied().reduce(f64::max)?);
         Some(Ratio { median: median(ratios)?, min, max })
     }

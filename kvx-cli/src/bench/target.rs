@@ -15,7 +15,7 @@ use super::bare::{once, share};
 use super::content::{self, Blocks};
 use super::limit;
 use super::points::{Op, Shape};
-use super::pools::{Place, Pool, Pools, Sizes};
+use super::pools::{Pool, PoolLocation, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
 use crate::child::Child;
@@ -41,8 +41,8 @@ struct Greeting {
     metadata: BTreeMap<String, Vec<u8>>,
     /// Where bare connections go.
     address: SocketAddr,
-    kvx: Option<Place>,
-    foreign: Option<Place>,
+    kvx: Option<PoolLocation>,
+    foreign: Option<PoolLocation>,
 }
 
 /// What it is asked. Each is answered by a number of seconds, or by why not.
@@ -57,7 +57,7 @@ pub(crate) enum Ask {
     /// Accept so many bare connections, and serve the blocks over them until they close.
     Lanes { op: Op, memory: Pool, shape: Shape, lanes: usize },
     /// Pull lists out of that place: from which transfer on, and how many.
-    Pull { memory: Pool, shape: Shape, from: Place, first: u64, times: u64 },
+    Pull { memory: Pool, shape: Shape, from: PoolLocation, first: u64, times: u64 },
 }
 
 /// Runs the target until standard input ends.
@@ -134,7 +134,7 @@ impl Served {
         Ok(())
     }
 
-    fn pull(&mut self, memory: Pool, shape: Shape, from: Place, transfers: Range<u64>) -> Result<f64> {
+    fn pull(&mut self, memory: Pool, shape: Shape, from: PoolLocation, transfers: Range<u64>) -> Result<f64> {
         let memory = self.pools.get(memory)?;
         let blocks = Blocks::of(shape);
         let mapped = match (from.file, self.mapped) {
@@ -186,7 +186,7 @@ impl Target {
     }
 
     /// Where its memory of the host lies.
-    pub(crate) fn place(&self, pool: Pool) -> Result<Place> {
+    pub(crate) fn place(&self, pool: Pool) -> Result<PoolLocation> {
         let place = match pool {
             Pool::Kvx => self.greeting.kvx,
             Pool::Foreign => self.greeting.foreign,

@@ -1,4 +1,4 @@
-//! What the pool of the demo holds, which blocks of it are read, and how both are known without the pool.
+//! The content of the demo's pool and the blocks that are read, both known without the pool.
 
 use kvx::{Grid, Memory};
 

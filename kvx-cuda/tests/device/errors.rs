@@ -1,4 +1,4 @@
-//! What a driver says when it cannot, and what becomes of tickets.
+//! A driver's errors reach the caller with their reason, and tickets settle.
 
 use kvx_core::Kind;
 use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};

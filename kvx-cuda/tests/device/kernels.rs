@@ -100,7 +100,7 @@ fn different_counts(bench: &Bench<'_>) {
 }
 
 /// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the machine's makes.
-pub(crate) fn compiled_here(bench: &Bench<'_>) {
+pub(crate) fn compiled_on_this_machine(bench: &Bench<'_>) {
     let load = bench.maker.names.load;
     bench.control.fail(load, 222, 1);
     gather_and_scatter(bench);

@@ -1,5 +1,5 @@
-//! What kvx promises of the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`. Where
-//! a variable names another library, that one is tested, as far as it needs no command of the stand-in's.
+//! kvx's promises for the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
+//! Where a variable names another library, that one is tested, as far as it needs no command of the stand-in's.
 
 #[path = "../native/again.rs"]
 mod again;
@@ -90,8 +90,8 @@ pub(crate) const ROLE: &str = "KVX_DEVICE_ROLE";
 
 type Test = fn(&Bench<'_>);
 
-/// Runs the tests of a maker, and those that it has `more`: with the stand-in only, and with any library. Or plays a role in
-/// one of them.
+/// Runs the tests of a maker, and those that it has `more`: with the stand-in only, and with any library. Or plays a
+/// role in one of them.
 pub(crate) fn run(
     maker: &'static Maker,
     more: &[(&'static str, Test)],

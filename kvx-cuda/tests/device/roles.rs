@@ -1,4 +1,4 @@
-//! What processes of a test do.
+//! The parts that processes of a test play.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
@@ -44,7 +44,7 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
         }
         ["compiled", ..] => {
             set("KVX_NVRTC_LIB", role.trim_start_matches("compiled "));
-            with_a_device(maker, kernels::compiled_here);
+            with_a_device(maker, kernels::compiled_on_this_machine);
             say("compiled");
         }
         ["without-kernels"] => with_a_device(maker, without_kernels),

@@ -1,4 +1,4 @@
-//! What a program does around a device: streams of its own, tickets that panic, forks.
+//! A program's own doings around a device: streams of its own, tickets that panic, forks.
 
 use std::time::Instant;
 
@@ -62,7 +62,8 @@ pub(crate) fn fork(bench: &Bench<'_>) {
     let bytes = pattern(43, 1 << 20);
     let (pool, pinned) = (filled(&bench.device, &bytes), bench.device.pinned(4096).unwrap());
     let mut inherited = Some((pool, pinned));
-    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running anything of this program's.
+    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running anything of this
+    // program's.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let wrong = calls_of_a_fork(bench, inherited.take().expect("it is taken once"));

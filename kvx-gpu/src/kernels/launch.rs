@@ -1,4 +1,4 @@
-//! What a driver is told to launch a kernel: its entry, the size of the grid, and numbers.
+//! The arguments with which a driver launches a kernel: its entry, the size of the grid, and numbers.
 
 use kvx_core::memory::Hop;
 use kvx_core::{Error, Kind, Result};
@@ -14,11 +14,11 @@ pub const ENTRIES: [&str; 4] = ["kvx_gather", "kvx_scatter", "kvx_hops", "kvx_pe
 /// Bytes that one block of threads moves at a time, if they are aligned.
 const PIECE: u64 = THREADS as u64 * 4 * 16;
 
-/// What drivers take in the second and third dimension of a grid.
+/// The most that drivers take in the second and third dimension of a grid.
 const MOST: u64 = 65_535;
 
-/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the other from `at` on in
-/// the packed bytes.
+/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the other from `at` on
+/// in the packed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceGrid {
     /// Where block 0 begins; an address, or for the [reference](super::reference) an offset.
@@ -33,7 +33,7 @@ pub struct DeviceGrid {
 
 /// Where the blocks of a permutation are: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct BlocksIn {
     /// Address of block 0.
     pub base: u64,
     /// From block to block.
@@ -54,8 +54,8 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices choose. `grids` is the
-    /// address of the [encoded](encode_grids) table, `indices` that of the `u32`s.
+    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices choose. `grids` is
+    /// the address of the [encoded](encode_grids) table, `indices` that of the `u32`s.
     pub fn gather(packed: u64, grids: u64, table: &[DeviceGrid], indices: u64, count: usize) -> Self {
         Launch::over_grids("kvx_gather", packed, grids, table, indices, count)
     }
@@ -93,8 +93,9 @@ impl Launch {
         }
     }
 
-    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for blocks of 4 GiB or more.
-    pub fn permute(to: Place, from: Place, count: usize, swap: Swap) -> Result<Self> {
+    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for blocks of 4 GiB or
+    /// more.
+    pub fn permute(to: BlocksIn, from: BlocksIn, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
             Error::new(Kind::Invalid, format!("a permutation of {swap:?}: blocks have less than 4 GiB"))

@@ -1,6 +1,7 @@
-//! What the kernels do, in plain Rust on byte slices: for hosts, for tests, and to say what is right.
+//! The kernels in plain Rust on byte slices: for hosts, and as the measure that tests hold the kernels to.
 //!
-//! Bases are offsets in the slices. Bounds are checked block by block: after an error, blocks before it have been moved.
+//! Bases are offsets in the slices. Bounds are checked block by block: after an error, blocks before it have been
+//! moved.
 
 use std::ops::Range;
 

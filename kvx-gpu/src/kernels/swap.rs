@@ -39,18 +39,20 @@ impl Swap {
     }
 
     /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same layout, which has
-    /// `tokens` tokens. Blocks with tokens first need none of this. Errors: `Invalid` if `ratio` does not divide `tokens`.
+    /// `tokens` tokens. Blocks with tokens first need none of this. Errors: `Invalid` if `ratio` does not divide
+    /// `tokens`.
     pub fn merge(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         Ok(Swap { outer: 1, rows: ratio, columns: heads, run: run(ratio, tokens, content)? })
     }
 
-    /// From one block with heads before tokens to `ratio` blocks, one after the other. Errors as [`merge`](Swap::merge).
+    /// From one block with heads before tokens to `ratio` blocks, one after the other. Errors as
+    /// [`merge`](Swap::merge).
     pub fn split(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         Ok(Swap { outer: 1, rows: heads, columns: ratio, run: run(ratio, tokens, content)? })
     }
 
-    /// From `ratio` blocks with heads before tokens, one after the other, to one block with tokens before heads, which has
-    /// `tokens` tokens. Errors as [`merge`](Swap::merge).
+    /// From `ratio` blocks with heads before tokens, one after the other, to one block with tokens before heads, which
+    /// has `tokens` tokens. Errors as [`merge`](Swap::merge).
     pub fn merge_to_tokens(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         run(ratio, tokens, content)?;
         Ok(Swap { outer: ratio, rows: heads, columns: tokens / ratio, run: content })

@@ -5,7 +5,7 @@ mod on_host;
 use kvx_core::Kind;
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::reference::{self, Placed};
-use kvx_gpu::kernels::{DeviceGrid, ENTRIES, Launch, PTX, Place, SOURCE, Swap, encode_grids, encode_hops};
+use kvx_gpu::kernels::{BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops};
 use proptest::prelude::*;
 
 use on_host::{OnHost, compiled};
@@ -54,7 +54,7 @@ fn with_grids(launch: Launch) -> Vec<Launch> {
 
 #[test]
 fn the_compiled_kernels_take_what_is_launched() {
-    let place = Place { base: 0, stride: 0, indices: 0 };
+    let place = BlocksIn { base: 0, stride: 0, indices: 0 };
     let swap = Swap::heads_to_tokens(2, 3, 4);
     let launches = [
         Launch::gather(0, 0, &[], 0, 0),
@@ -76,7 +76,7 @@ fn the_compiled_kernels_take_what_is_launched() {
 
 #[test]
 fn blocks_of_four_gigabytes_are_not_permuted() {
-    let place = Place { base: 0, stride: 0, indices: 0 };
+    let place = BlocksIn { base: 0, stride: 0, indices: 0 };
     for swap in [Swap::heads_to_tokens(1 << 16, 1 << 16, 1), Swap::heads_to_tokens(1 << 32, 1 << 32, 2)] {
         let error = Launch::permute(place, place, 1, swap).expect_err("too much");
         assert_eq!(error.kind(), Kind::Invalid);
@@ -297,8 +297,8 @@ fn permutations_do_what_the_reference_does() {
                 .expect("within bounds");
             let [mut from, mut to] = [Aligned::new(&content, beyond), Aligned::new(&vec![0; region], beyond)];
             let list = |list: Option<&[u32]>| list.map_or(0, |list| list.as_ptr() as u64);
-            let source = Place { base: from.address(), stride, indices: list(from_list) };
-            let target = Place { base: to.address(), stride, indices: list(to_list) };
+            let source = BlocksIn { base: from.address(), stride, indices: list(from_list) };
+            let target = BlocksIn { base: to.address(), stride, indices: list(to_list) };
             for launch in with_grids(Launch::permute(target, source, 2, swap).expect("a small block")) {
                 to.bytes[to.start..to.start + region].fill(0);
                 // SAFETY: the reference found all of it within the bounds of the two.

@@ -32,8 +32,8 @@ pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
     }
 }
 
-/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory, while one at a time uses an
-/// endpoint and what that is bound to.
+/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory, while one at a time
+/// uses an endpoint and what that is bound to.
 pub(crate) struct Domain {
     raw: NonNull<fid_domain>,
     fabric: NonNull<fid_fabric>,

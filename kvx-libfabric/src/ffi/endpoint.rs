@@ -63,7 +63,7 @@ pub(crate) enum Waits {
 }
 
 /// An operation that has ended well.
-pub(crate) struct Completion {
+pub(crate) struct EndedOperation {
     /// What it was posted with.
     pub(crate) context: *mut c_void,
     /// The bytes that a message had.
@@ -102,14 +102,14 @@ pub(crate) struct Endpoint {
 
 // SAFETY: libfabric keeps nothing that belongs to a thread.
 unsafe impl Send for Endpoint {}
-// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the transport's machine upholds.
-// Others enable memory, which libfabric serialises; and have an endpoint over shared memory forget a neighbour, where the
-// provider locks its table whatever was asked for.
+// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the transport's machine
+// upholds. Others enable memory, which libfabric serialises; and have an endpoint over shared memory forget a
+// neighbour, where the provider locks its table whatever was asked for.
 unsafe impl Sync for Endpoint {}
 
 impl Endpoint {
-    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for. `given`: what it keeps for
-    /// the provider.
+    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for. `given`: what it keeps
+    /// for the provider.
     ///
     /// # Errors
     /// libfabric's; `FI_ENOSYS` and others when the provider has no such descriptor.
@@ -327,8 +327,8 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way, as one operation: at most
-    /// [`MAX_RANGES`] and as many as the provider takes, to one peer.
+    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way, as one operation: at
+    /// most [`MAX_RANGES`] and as many as the provider takes, to one peer.
     ///
     /// # Safety
     /// As [`get`](Endpoint::get) or [`put`](Endpoint::put), for each range.
@@ -371,7 +371,7 @@ impl Endpoint {
 
     /// Lets the provider work, and takes what has ended. Errors: libfabric's.
     #[inline]
-    pub(crate) fn read(&self, mut each: impl FnMut(Completion)) -> Result<Read, Errno> {
+    pub(crate) fn read(&self, mut each: impl FnMut(EndedOperation)) -> Result<Read, Errno> {
         let queue = self.queue.as_ptr();
         let mut entries = [const { std::mem::MaybeUninit::<fi_cq_msg_entry>::uninit() }; BATCH];
         // SAFETY: the queue has entries of this form, and there is room for so many.
@@ -381,7 +381,7 @@ impl Endpoint {
                 for entry in &entries[..count.min(BATCH)] {
                     // SAFETY: the call has written so many.
                     let entry = unsafe { entry.assume_init_ref() };
-                    each(Completion { context: entry.op_context, len: entry.len });
+                    each(EndedOperation { context: entry.op_context, len: entry.len });
                 }
                 Ok(if count == 0 { Read::Nothing } else { Read::Ended })
             }

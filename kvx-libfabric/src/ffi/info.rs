@@ -1,4 +1,4 @@
-//! What libfabric offers: a list of `fi_info`, each a provider on a domain with all of its attributes.
+//! libfabric's offers: a list of `fi_info`, each a provider on a domain with all of its attributes.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
@@ -10,9 +10,9 @@ use super::bindings_1_17::*;
 use super::errno::Errno;
 use super::library::{INTERFACE, Library, Version};
 
-/// What an endpoint of ours needs of whatever provider.
+/// The capabilities that an endpoint of ours needs of whatever provider.
 const CAPS: u64 = (FI_MSG | FI_RMA) as u64;
-/// What kvx can give a provider that wants it: memory for each operation.
+/// The modes that kvx can serve if a provider wants them: memory for each operation.
 const MODE: u64 = FI_CONTEXT | FI_CONTEXT2;
 /// The rules of registration that are kept, if a provider has them. Not `FI_MR_RAW` (keys longer than 8 bytes) and not
 /// `FI_MR_MMU_NOTIFY` (whose pages come and go).
@@ -44,7 +44,7 @@ unsafe impl Send for Infos {}
 unsafe impl Sync for Infos {}
 
 impl Infos {
-    /// What fits. Empty when there is nothing.
+    /// The offers that fit. Empty when there is none.
     ///
     /// # Errors
     /// libfabric's.
@@ -216,7 +216,7 @@ impl Info {
         self.transmits().iov_limit.min(self.transmits().rma_iov_limit).max(1)
     }
 
-    /// What operations are posted with that take their flags with them.
+    /// The flags of operations that are posted with flags.
     pub(crate) fn flags(&self) -> u64 {
         self.transmits().op_flags
     }

@@ -19,7 +19,7 @@ mod tests;
 
 pub(crate) use domain::{Described, Domain, Registration};
 pub(crate) use endpoint::{
-    Completion, Endpoint, Failed, MAX_RANGES, PeerNumber, Range, Read, RemoteRange, Waits,
+    EndedOperation, Endpoint, Failed, MAX_RANGES, PeerNumber, Range, Read, RemoteRange, Waits,
 };
 pub(crate) use errno::Errno;
 pub(crate) use info::{Asked, Info, Infos, PciAddress};

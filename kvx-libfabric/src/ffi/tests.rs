@@ -123,11 +123,11 @@ fn ranges_go_together_over_sockets() {
         let lent = far.domain().register(described(&theirs), 9).unwrap();
         let peer = near.insert(&far.address().unwrap()).unwrap();
         let at = ours.as_mut_ptr();
-        let range = |(here, there): (usize, u64)| Range {
-            local: at.add(here),
+        let range = |(from_ours, in_theirs): (usize, u64)| Range {
+            local: at.add(from_ours),
             len: 100,
             descriptor: local.descriptor(),
-            remote: remote(peer, &theirs, &lent, &far, there),
+            remote: remote(peer, &theirs, &lent, &far, in_theirs),
         };
         let go = |op, ranges: &[(usize, u64)]| {
             post([&near, &far], || near.transfer(op, ranges.iter().copied().map(range), context));

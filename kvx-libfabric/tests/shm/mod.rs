@@ -1,4 +1,4 @@
-//! What programs over shared memory in two processes have in common.
+//! Shared by test programs over shared memory in two processes.
 
 use std::time::Duration;
 

@@ -15,7 +15,7 @@ use super::incoming;
 use super::library::{Library, on_own_thread};
 use crate::error;
 
-/// What an engine is made of.
+/// The arguments of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recipe {
     /// `P2PHANDSHAKE`, or where a metadata server is.
@@ -42,7 +42,7 @@ pub(crate) struct Batch(u64);
 
 /// One contiguous piece of a batch.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct EnginePiece {
     pub(crate) op: Op,
     pub(crate) local: u64,
     pub(crate) segment: SegmentId,
@@ -81,15 +81,15 @@ pub(crate) struct Engine {
     peer_to_peer: bool,
 }
 
-// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one thread at a time uses
-// a batch, because its number is neither cloned nor shared.
+// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one thread at a time
+// uses a batch, because its number is neither cloned nor shared.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
 
 /// The most addresses of a name that are asked for a listener.
 const ADDRESSES: usize = 8;
-/// What the kernel may be short of for a moment, when it is asked something.
+/// The shortages of a moment that the kernel may answer with.
 const SHORT_OF: [i32; 5] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EAGAIN];
 /// How often the tcp transport is asked for.
 const TCP_TRIES: u32 = 4;
@@ -247,11 +247,11 @@ impl Engine {
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
     }
 
-    /// The connections over which something may come in for memory that is not registered now, from a process of this host
-    /// that has ended. `None`: it cannot be told now. Errors: nor later.
+    /// The connections over which something may come in for memory that is not registered now, from a process of this
+    /// host that has ended. `None`: it cannot be told now. Errors: nor later.
     pub(crate) fn what_the_dead_sent(&self) -> Result<Option<BTreeSet<u64>>> {
-        // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's other
-        // side, which the kernel has reset by then.
+        // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's
+        // other side, which the kernel has reset by then.
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
         let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
         if ports.is_empty() {
@@ -280,8 +280,8 @@ impl Engine {
         !self.peer_to_peer
     }
 
-    /// Whether anybody listens where the peer of this name is asked for its segment. `None`: it cannot be told. Blocks for
-    /// seconds at most, unless a name server does.
+    /// Whether anybody listens where the peer of this name is asked for its segment. `None`: it cannot be told. Blocks
+    /// for seconds at most, unless a name server does.
     pub(crate) fn probe(&self, name: &str) -> Option<bool> {
         if self.asks_a_server() { None } else { probe(name) }
     }
@@ -290,7 +290,7 @@ impl Engine {
     ///
     /// # Safety
     /// The local memory stays until [`task`](Engine::task) has said of each piece that it has ended.
-    pub(crate) unsafe fn submit(&self, pieces: &[Piece]) -> Result<Batch, Refused> {
+    pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, Refused> {
         let functions = self.library.functions();
         // SAFETY: a number only.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
@@ -441,7 +441,7 @@ fn free_port() -> Result<u16> {
         .map_err(|error| Error::os("no free port for the engine", error).kind_is(Kind::Exhausted))
 }
 
-fn request(piece: &Piece) -> transfer_request {
+fn request(piece: &EnginePiece) -> transfer_request {
     transfer_request {
         opcode: match piece.op {
             Op::Read => 0,

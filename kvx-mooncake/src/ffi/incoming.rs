@@ -1,14 +1,15 @@
 //! Finds connections over which something still comes in from processes that have ended.
 //!
-//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until the engine has read it into
-//! memory, and at the other end, which has no owner any more, until there is room here. So a connection to the engine is known
-//! to be at its end only when the engine has closed it; and one that looks open is known to bring nothing of the kind only when
-//! its other end, of which the kernel tells, has an owner. That the process's own end comes before is the kernel's order: its
-//! sockets are closed before anybody sees that it has ended.
+//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until the engine has read it
+//! into memory, and at the other end, which has no owner any more, until there is room here. So a connection to the
+//! engine is known to be at its end only when the engine has closed it; and one that looks open is known to bring
+//! nothing of the kind only when its other end, of which the kernel tells, has an owner. That the process's own end
+//! comes before is the kernel's order: its sockets are closed before anybody sees that it has ended.
 //!
-//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor does kvx see processes end on
-//! other hosts: it gives nothing back because of them. What it cannot see: a peer in this namespace of processes and another
-//! one of networks, and connections that a child of the peer has without having started a program.
+//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor does kvx see
+//! processes end on other hosts: it gives nothing back because of them. What it cannot see: a peer in this namespace of
+//! processes and another one of networks, and connections that a child of the peer has without having started a
+//! program.
 
 use std::collections::BTreeSet;
 use std::fs::{DirEntry, File};
@@ -27,13 +28,14 @@ pub(super) fn listening() -> Result<BTreeSet<u16>> {
     Ok(local.map(|local| local.port()).collect())
 }
 
-/// The connections to these ports over which something may come in that was sent by a process of this host which has ended, by
-/// their numbers as files. `None`: it cannot be told now, as some wait to be accepted. Errors: the kernel does not tell.
+/// The connections to these ports over which something may come in that was sent by a process of this host which has
+/// ended, by their numbers as files. `None`: it cannot be told now, as some wait to be accepted. Errors: the kernel
+/// does not tell.
 pub(super) fn from_the_dead(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
     let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
-        // A descriptor may be given to another file at any moment. The connections that matter are there from the beginning, and
-        // are looked at under their own, unless the engine closes them meanwhile: then they have ended.
+        // A descriptor may be given to another file at any moment. The connections that matter are there from the
+        // beginning, and are looked at under their own, unless the engine closes them meanwhile: then they have ended.
         let Some(local) = own(fd).filter(|local| ports.contains(&local.port())) else { continue };
         let Some(connection) = file(fd) else { continue };
         match state(fd) {
@@ -144,7 +146,7 @@ fn state(fd: RawFd) -> Option<u8> {
     (told == 0).then_some(state)
 }
 
-/// Whom the kernel's connections are asked of.
+/// The kernel's interface that tells of connections.
 struct Kernel(File);
 
 const NETLINK_SOCK_DIAG: libc::c_int = 4;

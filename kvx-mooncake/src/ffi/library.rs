@@ -24,7 +24,7 @@ const FATAL: c_int = 3;
 /// Wheels that the adapter's layouts were tried with.
 const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
 
-/// What a program wants of the library.
+/// A program's wishes of the library.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wanted {
     /// Further files to look for.
@@ -45,8 +45,8 @@ pub(crate) struct Library {
 }
 
 static OPENED: OpenOnce<Library> = OpenOnce::new();
-/// One opens it at a time. With the libraries that failed their self-test, and why: what they are at is not known, and two
-/// engines of theirs stay for ever, so they are not tried again.
+/// One opens it at a time. With the libraries that failed their self-test, and why: what they are at is not known, and
+/// two engines of theirs stay for ever, so they are not tried again.
 static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
 
 impl Library {
@@ -189,7 +189,7 @@ impl Library {
     }
 }
 
-/// What people do who found the wheel's own file.
+/// Explains the error to people who named the wheel's own file.
 fn explained(mut why: Unavailable) -> Unavailable {
     let named = why.value.as_deref().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     if named.is_some_and(|name| name.starts_with("engine") && name.ends_with(".so")) {

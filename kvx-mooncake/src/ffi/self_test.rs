@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Op};
 
-use super::engine::{Batch, Engine, PEER_TO_PEER, Piece, Recipe, SegmentId, State};
+use super::engine::{Batch, Engine, EnginePiece, PEER_TO_PEER, Recipe, SegmentId, State};
 use super::library::Library;
 
-/// How long pieces may take, and a notification on its way. The engine's calls that open a segment and send a notification
-/// have bounds of their own: nobody can break them off.
+/// How long pieces may take, and a notification on its way. The engine's calls that open a segment and send a
+/// notification have bounds of their own: nobody can break them off.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
 /// What lies around the pieces and must stay.
 const UNTOUCHED: u8 = 0xA5;
 
-/// Two engines of this process exchange bytes over loopback, and the notification within `heard_within`. The library is not
-/// in use yet. What a failed step leaves behind stays for ever: two engines and 1 MiB.
+/// Two engines of this process exchange bytes over loopback, and the notification within `heard_within`. The library is
+/// not in use yet. What a failed step leaves behind stays for ever: two engines and 1 MiB.
 pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), String> {
-    // SAFETY: only the engines below keep the reference. When this returns they have been dropped, or are forgotten: then
-    // nobody calls them any more, and the native engine, which goes on, knows nothing of the reference.
+    // SAFETY: only the engines below keep the reference. When this returns they have been dropped, or are forgotten:
+    // then nobody calls them any more, and the native engine, which goes on, knows nothing of the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let recipe = Recipe {
         metadata: PEER_TO_PEER.into(),
@@ -82,7 +82,7 @@ impl Trial<'_> {
         named("unregistering", self.ours.unregister(near))
     }
 
-    fn transfer(&self, pieces: &[Piece]) -> Step<Vec<State>> {
+    fn transfer(&self, pieces: &[EnginePiece]) -> Step<Vec<State>> {
         // SAFETY: as `run` says.
         let batch =
             unsafe { self.ours.submit(pieces) }.map_err(|refused| ("submitting", refused.why.to_string()))?;
@@ -143,7 +143,7 @@ impl Trial<'_> {
     fn reads(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const SHAPE: [(usize, usize, usize); 3] =
             [(1, 3, 7), (5000, 70_001, 4109), (100_000, 200_001, 300_001)];
-        let pieces = SHAPE.map(|(local, remote, len)| Piece {
+        let pieces = SHAPE.map(|(local, remote, len)| EnginePiece {
             op: Op::Read,
             local: near + local as u64,
             segment,
@@ -174,7 +174,8 @@ impl Trial<'_> {
         const READ_FROM: usize = 200_001;
         const REMOTE: usize = 11;
         let (local, remote) = (near + LOCAL as u64, far + REMOTE as u64);
-        let states = self.transfer(&[Piece { op: Op::Write, local, segment, remote, len: LEN as u64 }])?;
+        let states =
+            self.transfer(&[EnginePiece { op: Op::Write, local, segment, remote, len: LEN as u64 }])?;
         if states != [State::Completed(LEN as u64)] {
             return Err(("writing", format!("it ended as {states:?}")));
         }
@@ -192,7 +193,7 @@ impl Trial<'_> {
 
     /// What lies outside of registered memory fails.
     fn is_refused(&self, segment: SegmentId, near: u64, far: u64) -> Step {
-        let states = self.transfer(&[Piece {
+        let states = self.transfer(&[EnginePiece {
             op: Op::Read,
             local: near,
             segment,

@@ -1,11 +1,11 @@
 //! Sockets of the engine that children of this process do not inherit.
 //!
-//! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has copies of those that
-//! are open at that moment, and what the engine closes later stays open there: the listener of the engine at the other
-//! end waits 5 s for the end of each connection, and hears nobody meanwhile; the port of an engine that is gone still
-//! answers. So the engine's files call `socket` and `accept` of ours, which say it: their entries in the tables through
-//! which a file calls other libraries are written anew. Nobody else's calls change, but those of a file that another thread
-//! happens to load in the same milliseconds.
+//! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has copies of those
+//! that are open at that moment, and what the engine closes later stays open there: the listener of the engine at the
+//! other end waits 5 s for the end of each connection, and hears nobody meanwhile; the port of an engine that is gone
+//! still answers. So the engine's files call `socket` and `accept` of ours, which say it: their entries in the tables
+//! through which a file calls other libraries are written anew. Nobody else's calls change, but those of a file that
+//! another thread happens to load in the same milliseconds.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Range;
@@ -19,7 +19,7 @@ pub(super) struct File {
     base: usize,
     /// Its dynamic section.
     dynamic: usize,
-    /// What became read-only after it was linked.
+    /// The part that became read-only after it was linked.
     sealed: Range<usize>,
 }
 
@@ -177,8 +177,8 @@ unsafe fn lead(file: &File) -> usize {
             let name = unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
             if let Some(function) = replacement(name) {
                 let slot = file.base + relocation.offset as usize;
-                // SAFETY: the slot holds the address of a function of this name, which ours stands in for; the linker is
-                // done with it.
+                // SAFETY: the slot holds the address of a function of this name, which ours stands in for; the linker
+                // is done with it.
                 led += usize::from(unsafe { write(slot, function, file.sealed.contains(&slot)) });
             }
         }

@@ -1,4 +1,5 @@
-//! Tests that need a process of their own: a process opens one library, has one environment, and keeps one log of the engine.
+//! Tests that need a process of their own: a process opens one library, has one environment, and keeps one log of the
+//! engine.
 
 use std::ffi::OsStr;
 use std::process::Command;

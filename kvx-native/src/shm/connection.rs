@@ -5,14 +5,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::{NoticesFromPeer, NoticesToPeer, Silence};
+use kvx_backend::control::{Granted, Imports, NoticesFromPeer, NoticesToPeer, Silence};
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
 
 use super::copy::Owner;
 use super::error::error;
-use super::here::{Watched, Window};
 use super::host::PeerProcess;
+use super::inline::{Watched, Window};
 use super::link::{Import, Wiring};
 use super::memory::{self, Held, How};
 use super::messages::Message;
@@ -37,14 +37,6 @@ struct Packet {
     bytes: Vec<u8>,
     /// The memory whose file goes with it.
     memory: Option<Arc<Memory>>,
-}
-
-/// What became of an import.
-#[derive(Debug)]
-pub(crate) enum Imported {
-    Wanted(Arc<Import>),
-    Held(Held, Arc<Import>),
-    Refused(Error),
 }
 
 /// A transfer whose regions are not all granted yet.
@@ -72,17 +64,15 @@ pub(crate) struct Connection {
     pub(crate) broken: Option<Error>,
 
     /// Regions of ours that the peer was granted or lent, and has not released.
-    pub(crate) granted: HashSet<RegionId>,
+    pub(crate) granted: Granted,
     /// Regions of the peer that we read from.
-    pub(crate) imports: HashMap<u64, Imported>,
+    pub(crate) imports: Imports<Arc<Import>, (Held, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
     pub(crate) watched: Option<Arc<Watched>>,
     /// Regions that the peer takes back as soon as no device reads them any more.
     pub(crate) releasing: HashSet<RegionId>,
     /// Whether it was told that we send no more.
     pub(crate) finished: bool,
-    /// Imports that are not answered.
-    pub(crate) wanted: usize,
     /// Transfers that wait for them.
     pub(crate) waiting: Vec<Waiting>,
     /// Writes that the peer pulls from us.
@@ -116,12 +106,11 @@ impl Connection {
             token: 0,
             deaf: false,
             broken: None,
-            granted: HashSet::new(),
-            imports: HashMap::new(),
+            granted: Granted::default(),
+            imports: Imports::default(),
             watched: None,
             releasing: HashSet::new(),
             finished: false,
-            wanted: 0,
             waiting: Vec::new(),
             writes: Writes::default(),
             to_peer: NoticesToPeer::default(),
@@ -166,12 +155,8 @@ impl Connection {
 
     /// Ends reads that pass the machine by: after this none is under way.
     pub(crate) fn shut_windows(&mut self, which: impl Fn(&Held) -> bool) {
-        for imported in self.imports.values() {
-            if let Imported::Held(held, import) = imported
-                && which(held)
-            {
-                import.shutter.shut();
-            }
+        for (_, import) in self.imports.held().filter(|(held, _)| which(held)) {
+            import.shutter.shut();
         }
     }
 
@@ -190,7 +175,7 @@ impl Connection {
 
     /// Whether something is in flight that only the peer can end.
     pub(crate) fn awaits(&self) -> bool {
-        self.wanted > 0 || self.to_peer.await_answer() || !self.writes.is_empty()
+        self.imports.await_answer() || self.to_peer.await_answer() || !self.writes.is_empty()
     }
 
     /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
@@ -199,16 +184,21 @@ impl Connection {
     }
 
     /// Queues a message, and sends what the socket takes.
-    pub(crate) fn send(&mut self, poller: &Poller, message: &Message<'_>) {
+    pub(crate) fn send<'a>(&mut self, poller: &Poller, message: impl Into<Message<'a>>) {
         self.send_with(poller, message, None);
     }
 
     /// The same, with the file of a pool.
-    pub(crate) fn send_with(&mut self, poller: &Poller, message: &Message<'_>, memory: Option<Arc<Memory>>) {
+    pub(crate) fn send_with<'a>(
+        &mut self,
+        poller: &Poller,
+        message: impl Into<Message<'a>>,
+        memory: Option<Arc<Memory>>,
+    ) {
         if self.deaf || self.is_leaving() {
             return;
         }
-        self.queue.push_back(Packet { bytes: message.encode(), memory });
+        self.queue.push_back(Packet { bytes: message.into().encode(), memory });
         if !self.asked_for_room {
             self.flush(poller);
         }

@@ -3,15 +3,15 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::{Look, Silence};
+use kvx_backend::control::reasons::{closed, no_handshake, peer_closed, peer_died, peer_silent};
+use kvx_backend::control::{Look, Message, Silence};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, Kind, LinkId};
+use kvx_core::{Error, LinkId};
 
 use super::connection::Phase;
-use super::error::{error, peer_closed, peer_died, peer_silent};
+use super::error::{NAME, error};
 use super::flights::Errand;
-use super::messages::Message;
 use super::progress::{Machine, Work};
 use super::socket;
 
@@ -99,7 +99,6 @@ impl Machine {
         for done in connection.to_peer.end() {
             out.settle(done, Err(reason.clone()));
         }
-        connection.wanted = 0;
         connection.shut_windows(|_| true);
         connection.imports.clear();
         connection.watched = None;
@@ -116,7 +115,7 @@ impl Machine {
         let ended = connection.process.ended();
         // A process that is ending loses its memory first, and may still copy until its last thread has ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
-        let reason = if ended || !proven { peer_died() } else { peer_closed() };
+        let reason = if ended || !proven { peer_died() } else { peer_closed() }.backend(NAME);
         let end = if proven { End::Proven } else { End::Ours };
         self.end(at, reason.clone(), end, Some(LinkState::Lost(reason)), out);
     }
@@ -133,7 +132,7 @@ impl Machine {
     /// Core closes a link.
     pub(crate) fn close(&mut self, link: LinkId, out: &mut Outbox) {
         if let Some(&at) = self.links.get(&link) {
-            self.end(at, super::error::closed(), End::Ours, None, out);
+            self.end(at, closed().backend(NAME), End::Ours, None, out);
         }
         self.connecting.retain(|connecting| connecting.link.id != link);
     }
@@ -175,7 +174,7 @@ impl Machine {
                             continue;
                         }
                         Look::Ask(next) => {
-                            connection.send(&self.poller, &Message::Ping);
+                            connection.send(&self.poller, Message::Ping);
                             next
                         }
                         Look::Until(next) => next,
@@ -188,19 +187,9 @@ impl Machine {
             self.look_by(again);
         }
         for at in late {
-            match self.connections[at].phase {
-                Phase::Up => {
-                    let reason = peer_silent(self.peer_timeout);
-                    self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
-                }
-                _ => {
-                    let reason = error(
-                        Kind::PeerLost,
-                        "the peer has not answered the handshake: it is stopped or hangs",
-                    );
-                    self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
-                }
-            }
+            let silent = self.connections[at].is_up();
+            let reason = if silent { peer_silent(self.peer_timeout) } else { no_handshake() }.backend(NAME);
+            self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
         }
         1
     }
@@ -208,18 +197,13 @@ impl Machine {
     /// The machine's last breath: ends every connection, gives peers a moment to let go, and never frees what they
     /// have not let go of.
     pub(crate) fn end_all(&mut self, out: &mut Outbox) {
+        let closed = closed().backend(NAME);
         let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();
         for at in all {
-            self.end(
-                at,
-                super::error::closed(),
-                End::Ours,
-                Some(LinkState::Lost(super::error::closed())),
-                out,
-            );
+            self.end(at, closed.clone(), End::Ours, Some(LinkState::Lost(closed.clone())), out);
         }
         for connecting in std::mem::take(&mut self.connecting) {
-            out.link(connecting.link.id, LinkState::Lost(super::error::closed()));
+            out.link(connecting.link.id, LinkState::Lost(closed.clone()));
         }
         let until = Instant::now() + LAST_PATIENCE;
         while Instant::now() < until {

@@ -1,7 +1,7 @@
 //! From what the kernel and the peer say to errors that a person can act on.
 
 use kvx_backend::control::Refusal;
-use kvx_core::{Error, Kind, RegionId};
+use kvx_core::{Error, Kind};
 use rustix::io::Errno;
 
 /// The backend's name.
@@ -15,47 +15,6 @@ pub(crate) fn error(kind: Kind, sentence: impl Into<std::borrow::Cow<'static, st
 /// What a peer refused.
 pub(crate) fn refused(why: Refusal) -> Error {
     Error::from(why).backend(NAME)
-}
-
-/// The peer process has ended.
-pub(crate) fn peer_died() -> Error {
-    error(Kind::PeerLost, "the peer's process has ended: connect again once it is restarted")
-}
-
-/// The peer closed its end while its process lives on.
-pub(crate) fn peer_closed() -> Error {
-    error(Kind::PeerLost, "the peer closed the connection: its agent was shut down, or dropped this link")
-}
-
-/// The peer's process lives but has not answered.
-pub(crate) fn peer_silent(time: std::time::Duration) -> Error {
-    error(
-        Kind::PeerLost,
-        format!(
-            "the peer has not answered for {} s: it is stopped or hangs; peer_timeout sets the limit",
-            time.as_secs_f64()
-        ),
-    )
-}
-
-/// The link was closed on this side.
-pub(crate) fn closed() -> Error {
-    error(Kind::Closed, "the link was closed on this side")
-}
-
-/// The transfer was cancelled.
-pub(crate) fn cancelled() -> Error {
-    error(Kind::Cancelled, "the transfer was cancelled before all of it had moved")
-}
-
-/// The owner took a region back.
-pub(crate) fn revoked(id: RegionId) -> Error {
-    error(Kind::Revoked, format!("region {id} was revoked: its owner took the memory back"))
-}
-
-/// The transport ended before a peer had let go of a region.
-pub(crate) fn still_shared(id: RegionId) -> Error {
-    error(Kind::StillShared, format!("a peer had not let go of region {id} when the transport was shut down"))
 }
 
 /// Why `process_vm_readv` was refused, and what to do about it.

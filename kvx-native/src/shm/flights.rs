@@ -14,6 +14,7 @@ use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, Tran
 
 use super::copy::Piece;
 use super::error::error;
+use super::granting::forget;
 use super::memory::{How, Place};
 use super::progress::{Command, Machine, Work};
 use super::transport::Opened;
@@ -389,8 +390,8 @@ impl Machine {
             drop(done.take());
         }
         let into = flight.ours().to_vec();
-        for recall in self.recalls.extract_if(.., |recall| into.contains(&recall.region.id)) {
-            recall.forget();
+        for (region, done) in self.recalls.give_up(|id| into.contains(&id)) {
+            forget(region, done);
         }
     }
 

@@ -4,15 +4,15 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kvx_backend::control::Refusal;
+use kvx_backend::control::reasons::{closed, malformed, revoked, still_shared};
+use kvx_backend::control::{Message, Refusal};
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Kind, RegionId, RegionKey, Result, Ticket};
+use kvx_core::{RegionId, RegionKey, Result, Ticket};
 
-use super::connection::Imported;
 use super::ending::End;
-use super::error::{error, revoked, still_shared};
+use super::error::NAME;
 use super::memory::{Held, How, Mapping, Revoked};
-use super::messages::{Message, Reached};
+use super::messages::Reached;
 use super::progress::{Machine, Work};
 
 /// The most regions that one peer may lend.
@@ -20,20 +20,10 @@ const MAX_LENT: usize = 16 << 10;
 /// How many bytes of a mapping are made present in one turn.
 const POPULATE_STEP: usize = 2 << 20;
 
-/// A revocation that waits for peers.
-pub(crate) struct Recall {
-    pub(crate) region: Revoked,
-    /// The connections whose peers have not let go.
-    waiting: HashSet<usize>,
-    done: Ticket,
-}
-
-impl Recall {
-    /// Its end will never be known.
-    pub(crate) fn forget(self) {
-        drop(self.done);
-        std::mem::forget(self.region);
-    }
+/// A revocation whose end will never be known.
+pub(crate) fn forget(region: Revoked, done: Ticket) {
+    drop(done);
+    std::mem::forget(region);
 }
 
 /// A mapping whose pages are being made present.
@@ -50,13 +40,13 @@ impl Machine {
         let connection = &mut self.connections[at];
         match self.regions.check(id, key) {
             Ok(memory) => {
-                connection.granted.insert(id);
-                let grant = Message::Grant { import, reached: self.regions.reached(id, &memory) };
-                connection.send_with(&self.poller, &grant, Some(memory));
+                connection.granted.grant(id);
+                let rest = self.regions.reached(id, &memory).grant_rest();
+                connection.send_with(&self.poller, Message::Grant { import, rest: &rest }, Some(memory));
             }
             Err(refused) => {
                 let why = Refusal::from(&refused);
-                connection.send(&self.poller, &Message::Deny { import, why });
+                connection.send(&self.poller, Message::Deny { import, why });
             }
         }
     }
@@ -71,10 +61,7 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         if connection.lent.len() >= MAX_LENT || connection.lent.contains_key(&id) {
-            return Err(error(
-                Kind::Malformed,
-                "malformed SHM message: a region is lent twice, or too many are",
-            ));
+            return Err(malformed("a region is lent twice, or too many are"));
         }
         // One that does not fit is refused when a write names it: the others go on.
         let held = Held::of(id, reached, file, &self.devices);
@@ -106,57 +93,47 @@ impl Machine {
     /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let go.
     pub(crate) fn revoke(&mut self, region: Revoked, done: Ticket, out: &mut Outbox) {
         let id = region.id;
-        self.stop_pulls(|pull| pull.writes(id), &revoked(id));
-        self.stop_flights(|flight| flight.ours().contains(&id), &revoked(id), out);
+        let why = revoked(id).backend(NAME);
+        self.stop_pulls(|pull| pull.writes(id), &why);
+        self.stop_flights(|flight| flight.ours().contains(&id), &why, out);
         let mut waiting = HashSet::new();
         for (at, connection) in &mut self.connections {
-            if connection.granted.contains(&id) {
-                connection.send(&self.poller, &Message::Recall { id });
+            if connection.granted.holds(id) {
+                connection.send(&self.poller, Message::Recall { id });
                 waiting.insert(at);
             }
         }
-        let recall = Recall { region, waiting, done };
         if self.flights.has_lost(id) {
-            return recall.forget();
+            return forget(region, done);
         }
-        self.recalls.push(recall);
+        self.recalls.begin(id, waiting, (region, done));
         self.settle_recalls(out);
     }
 
     /// Settles the revocations that nobody holds up any more.
     pub(crate) fn settle_recalls(&mut self, out: &mut Outbox) {
-        let flights = &self.flights;
-        let is_done =
-            |recall: &mut Recall| recall.waiting.is_empty() && !flights.any_writes(recall.region.id);
-        for recall in self.recalls.extract_if(.., is_done) {
-            out.settle(recall.done, Ok(()));
+        for (region, done) in self.recalls.take_done(|id| self.flights.any_writes(id)) {
+            drop(region);
+            out.settle(done, Ok(()));
         }
     }
 
     /// A peer has let go of our region. Errors: `Malformed` when it did not hold it.
     pub(crate) fn take_released(&mut self, at: usize, id: RegionId, out: &mut Outbox) -> Result<()> {
-        if !self.connections[at].granted.remove(&id) {
-            return Err(error(
-                Kind::Malformed,
-                format!("malformed SHM message: region {id} was not granted"),
-            ));
-        }
+        self.connections[at].granted.released(id)?;
         self.confirm(at, Some(id), out);
         Ok(())
     }
 
     /// The peer of a connection has let go of one region, or of all.
     pub(crate) fn confirm(&mut self, at: usize, id: Option<RegionId>, out: &mut Outbox) {
-        let matches = |recall: &Recall| id.is_none_or(|id| recall.region.id == id);
-        for recall in self.recalls.iter_mut().filter(|recall| matches(recall)) {
-            recall.waiting.remove(&at);
-        }
+        self.recalls.released(&at, id);
         self.settle_recalls(out);
     }
 
     /// The owner takes a region back that we were granted or lent: lets go of it and says so.
     pub(crate) fn take_recall(&mut self, at: usize, id: RegionId, out: &mut Outbox) {
-        let reason = revoked(id);
+        let reason = revoked(id).backend(NAME);
         self.stop_pulls(|pull| pull.at == at && pull.reads(id), &reason);
         let stopped = self.turns.extract(|work| match work {
             Work::Read(read) => read.at == at && read.reads(id),
@@ -169,11 +146,7 @@ impl Machine {
         let connection = &mut self.connections[at];
         connection.lent.remove(&id);
         connection.shut_windows(|held| held.id == id);
-        for imported in connection.imports.values_mut() {
-            if matches!(imported, Imported::Held(held, _) if held.id == id) {
-                *imported = Imported::Refused(reason.clone());
-            }
-        }
+        connection.imports.recall(|(held, _)| held.id == id, &reason);
         connection.releasing.insert(id);
         self.stop_flights(|flight| flight.reads(at, id), &reason, out);
         self.release_landed(at, out);
@@ -189,22 +162,22 @@ impl Machine {
             connection.releasing.iter().copied().filter(|id| !flights.any_reads(at, *id)).collect();
         for id in landed {
             connection.releasing.remove(&id);
-            connection.send(&self.poller, &Message::Released { id });
+            connection.send(&self.poller, Message::Released { id });
         }
         if connection.is_leaving() && !flights.any_at(at) {
-            self.end(at, super::error::closed(), End::Ours, None, out);
+            self.end(at, closed().backend(NAME), End::Ours, None, out);
         }
     }
 
     /// The machine ends: what peers have not let go of is never freed.
     pub(crate) fn keep_unproven(&mut self, out: &mut Outbox) {
         let mut unproven: HashSet<RegionId> =
-            self.connections.iter().flat_map(|(_, connection)| connection.granted.iter().copied()).collect();
+            self.connections.iter().flat_map(|(_, connection)| connection.granted.iter()).collect();
         unproven.extend(self.flights.keep_for_ever());
         self.regions.close(unproven);
-        for recall in self.recalls.drain(..) {
-            out.settle(recall.done, Err(still_shared(recall.region.id)));
-            std::mem::forget(recall.region);
+        for (region, done) in self.recalls.give_up(|_| true) {
+            out.settle(done, Err(still_shared(region.id).backend(NAME)));
+            std::mem::forget(region);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::Refusal;
+use kvx_backend::control::{Hello, Message, Refusal, check_welcome, turned_away};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, Identity, Kind, Result};
@@ -13,10 +13,10 @@ use rustix::io::Errno;
 use super::connection::{Connection, Phase};
 use super::copy;
 use super::ending::End;
-use super::error::{error, foreign_off, refused};
+use super::error::{NAME, error, foreign_off, refused};
 use super::host::{PeerProcess, our_uid};
 use super::link::{Sight, Wiring};
-use super::messages::{Message, Probe, VERSIONS};
+use super::messages::Probe;
 use super::progress::{LISTENERS, Machine, token};
 use super::socket::{self, Ready};
 use super::transport::name_socket_name;
@@ -89,17 +89,13 @@ impl Machine {
             return Err(nobody_listens()); // a forked child of the peer keeps its socket open
         }
         let now = Instant::now();
-        let hello = Message::Hello {
-            versions: VERSIONS,
-            from: self.me.clone(),
-            to: link.peer.clone(),
-            probe: self.probe(),
-        };
+        let hello = Hello::new(self.me.clone(), link.peer.clone());
+        let rest = self.probe().hello_rest();
         let id = link.id;
         let connection = Connection::new(socket, process, Some(link), now, self.patience());
         let at = self.admit(connection)?;
         self.links.insert(id, at);
-        self.connections[at].send(&self.poller, &hello);
+        self.connections[at].send(&self.poller, Message::Hello { hello, rest: &rest });
         Ok(())
     }
 
@@ -200,49 +196,28 @@ impl Machine {
     }
 
     /// A client says who it is and whom it wants. Errors: what it is refused with, and cut off.
-    pub(crate) fn take_hello(
-        &mut self,
-        at: usize,
-        versions: (u16, u16),
-        from: Identity,
-        to: &Identity,
-        probe: &Probe,
-    ) -> Result<()> {
-        let refused = if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
-            Some(error(
-                Kind::Incompatible,
-                format!(
-                    "SHM versions {} to {} meet {} to {}: update the older end",
-                    versions.0, versions.1, VERSIONS.0, VERSIONS.1
-                ),
-            ))
-        } else if *to != self.me {
-            Some(error(Kind::PeerRestarted, format!("{to:?} was expected, and this is {:?}", self.me)))
-        } else {
-            None
-        };
+    pub(crate) fn take_hello(&mut self, at: usize, hello: Hello, probe: &Probe) -> Result<()> {
+        let verdict = hello.verdict(&self.me);
         let own_probe = self.probe();
         let connection = &mut self.connections[at];
-        if let Some(reason) = refused {
-            let refuse = Message::Refuse { from: self.me.clone(), why: Refusal::from(&reason) };
-            connection.send(&self.poller, &refuse);
-            return Err(reason);
-        }
+        let from = self.me.clone();
+        let version = match verdict {
+            Ok(version) => version,
+            Err(reason) => {
+                connection.send(&self.poller, Message::Refuse { from, why: Refusal::from(&reason) });
+                return Err(reason);
+            }
+        };
         let sight = see(
             self.config.foreign_memory,
             connection,
             probe,
             "the initiator's memory is no kvx pool, and the target cannot read it",
         );
-        connection.peer = Some(from);
+        connection.peer = Some(hello.from);
         connection.phase = Phase::Up;
-        let welcome = Message::Welcome {
-            version: VERSIONS.1.min(versions.1),
-            from: self.me.clone(),
-            probe: own_probe,
-            reads_us: sight.as_ref().copied().map_err(Refusal::from),
-        };
-        connection.send(&self.poller, &welcome);
+        let rest = own_probe.welcome_rest(&sight.as_ref().copied().map_err(Refusal::from));
+        connection.send(&self.poller, Message::Welcome { version, from, rest: &rest });
         Ok(())
     }
 
@@ -257,9 +232,7 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(link) = connection.link.clone() else { return Ok(()) };
-        if from != link.peer {
-            return Err(error(Kind::Malformed, format!("{from:?} answers for {:?}", link.peer)));
-        }
+        check_welcome(&from, &link.peer)?;
         let ours = see(
             self.config.foreign_memory,
             connection,
@@ -277,20 +250,9 @@ impl Machine {
     /// The target turns us away.
     pub(crate) fn take_refuse(&mut self, at: usize, from: &Identity, why: Refusal, out: &mut Outbox) {
         let Some(link) = self.connections[at].link.clone() else { return };
-        let (reason, state) = if why.kind != Kind::PeerRestarted {
-            let reason = refused(why);
-            (reason.clone(), LinkState::Lost(reason))
-        } else if from.name == link.peer.name && from.incarnation != link.peer.incarnation {
-            let reason = error(
-                Kind::PeerRestarted,
-                format!("{:?} answers for {:?}: connect with its new metadata", from, link.peer),
-            );
-            (reason, LinkState::Restarted(from.incarnation))
-        } else {
-            let reason =
-                error(Kind::PeerLost, "another agent answers at the peer's address: the peer has ended");
-            (reason.clone(), LinkState::Lost(reason))
-        };
+        let (reason, restarted) = turned_away(from, &link.peer, why);
+        let reason = reason.backend(NAME);
+        let state = restarted.map_or_else(|| LinkState::Lost(reason.clone()), LinkState::Restarted);
         self.end(at, reason, End::Proven, Some(state), out);
     }
 

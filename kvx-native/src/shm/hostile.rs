@@ -12,9 +12,9 @@ use kvx_core::{
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use kvx_backend::control::Refusal;
+use kvx_backend::control::{Hello, Message as Shared, Refusal};
 
-use super::messages::{At, Message, Probe, Reached, VERSIONS};
+use super::messages::{At, Message, Probe, Reached};
 use super::socket::{self, Received};
 use crate::described::Described;
 
@@ -51,16 +51,16 @@ impl Raw {
 
     fn shaken(agent: &Agent) -> Self {
         let raw = Raw::to(agent);
-        raw.send(&hello(agent.identity().clone()), None);
-        match Message::decode(&raw.next().unwrap()).unwrap() {
-            Message::Welcome { from, .. } => assert_eq!(from, *agent.identity()),
+        socket::send(raw.0.as_fd(), &hello(agent.identity().clone()), None).unwrap();
+        match Shared::decode(&raw.next().unwrap()).unwrap() {
+            Shared::Welcome { from, .. } => assert_eq!(from, *agent.identity()),
             other => panic!("{other:?}"),
         }
         raw
     }
 
-    fn send(&self, message: &Message<'_>, file: Option<&OwnedFd>) {
-        socket::send(self.0.as_fd(), &message.encode(), file.map(OwnedFd::as_fd)).unwrap();
+    fn send<'a>(&self, message: impl Into<Message<'a>>, file: Option<&OwnedFd>) {
+        socket::send(self.0.as_fd(), &message.into().encode(), file.map(OwnedFd::as_fd)).unwrap();
     }
 
     /// The next packet; `None` once the other end has closed.
@@ -84,8 +84,8 @@ impl Raw {
     fn answer(&self) -> Result<(), Refusal> {
         match Message::decode(&self.next().expect("still connected")).unwrap() {
             Message::Done { result, .. } => result,
-            Message::Deny { why, .. } => Err(why),
-            Message::Grant { .. } => Ok(()),
+            Message::Shared(Shared::Deny { why, .. }) => Err(why),
+            Message::Shared(Shared::Grant { .. }) => Ok(()),
             other => panic!("{other:?}"),
         }
     }
@@ -95,9 +95,11 @@ impl Raw {
     }
 }
 
-fn hello(to: Identity) -> Message<'static> {
+const NO_PROBE: Probe = Probe { address: 0, bytes: [0; 32] };
+
+fn hello(to: Identity) -> Vec<u8> {
     let from = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
-    Message::Hello { versions: VERSIONS, from, to, probe: Probe { address: 0, bytes: [0; 32] } }
+    Shared::Hello { hello: Hello::new(from, to), rest: &NO_PROBE.hello_rest() }.encode()
 }
 
 fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
@@ -150,7 +152,7 @@ fn untouched(region: &Region) {
 fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
     let (target, region) = target();
     let identity = target.identity().clone();
-    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 3], &[1], &[255; 200], &Message::Ping.encode()] {
+    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 3], &[1], &[255; 200], &Shared::Ping.encode()] {
         let raw = Raw::to(&target);
         socket::send(raw.0.as_fd(), bytes, None).unwrap();
         assert_eq!(raw.next(), None, "{bytes:?}");
@@ -159,23 +161,24 @@ fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
     socket::send(long.0.as_fd(), &vec![7; 100 << 10], None).unwrap();
     assert_eq!(long.next(), None);
     // Twice a handshake; answers that nobody waits for; what only a target may say.
-    for message in [
-        hello(identity.clone()),
-        Message::Done { write: 1, result: Ok(()) },
-        Message::Ack { id: 3 },
-        Message::Released { id: region.id() },
-        Message::Grant { import: 0, reached: Reached { len: 1, at: At::File } },
-        Message::Alive.clone(),
+    let grant = Reached { len: 1, at: At::File }.grant_rest();
+    for bytes in [
+        hello(identity),
+        Message::Done { write: 1, result: Ok(()) }.encode(),
+        Shared::Ack { notice: 3 }.encode(),
+        Shared::Released { id: region.id() }.encode(),
+        Shared::Grant { import: 0, rest: &grant }.encode(),
+        Shared::Leave.encode(),
+        Shared::Bye.encode(),
     ] {
         let raw = Raw::shaken(&target);
-        raw.send(&message, None);
-        if matches!(message, Message::Alive) {
-            raw.send(&Message::Ping, None);
-            assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Alive)));
-        } else {
-            assert_eq!(raw.next(), None, "{message:?}");
-        }
+        socket::send(raw.0.as_fd(), &bytes, None).unwrap();
+        assert_eq!(raw.next(), None, "{bytes:?}");
     }
+    let raw = Raw::shaken(&target);
+    raw.send(Shared::Alive, None);
+    raw.send(Shared::Ping, None);
+    assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Alive)));
     // Silent clients, more than may wait at once.
     let silent: Vec<Raw> = (0..300).map(|_| Raw::to(&target)).collect();
     a_good_client_works(&target, &region);
@@ -185,60 +188,38 @@ fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
 }
 
 #[test]
-fn a_handshake_for_another_life_or_in_another_version_is_refused_with_the_reason() {
-    let (target, _region) = target();
-    let refused = |message: Message<'_>| {
-        let raw = Raw::to(&target);
-        raw.send(&message, None);
-        match Message::decode(&raw.next().unwrap()).unwrap() {
-            Message::Refuse { from, why } => {
-                assert_eq!(from, *target.identity());
-                assert_eq!(raw.next(), None);
-                why.kind
-            }
-            other => panic!("{other:?}"),
-        }
-    };
-    let earlier = Identity { incarnation: Incarnation([1; 16]), ..target.identity().clone() };
-    assert_eq!(refused(hello(earlier)), Kind::PeerRestarted);
-    let Message::Hello { from, to, probe, .. } = hello(target.identity().clone()) else { unreachable!() };
-    assert_eq!(refused(Message::Hello { versions: (7, 9), from, to, probe }), Kind::Incompatible);
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-}
-
-#[test]
 fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     let (target, region) = target();
     let (id, key) = (region.id(), region_key(&target.metadata().unwrap(), &region));
     let raw = Raw::shaken(&target);
-    raw.send(&Message::Want { import: 1, id, key: RegionKey([0; 16]) }, None);
+    raw.send(Shared::Want { import: 1, id, key: RegionKey([0; 16]) }, None);
     assert_eq!(raw.refusal(), Kind::WrongKey);
-    raw.send(&Message::Want { import: 2, id: RegionId(999), key }, None);
+    raw.send(Shared::Want { import: 2, id: RegionId(999), key }, None);
     assert_eq!(raw.refusal(), Kind::Unregistered);
-    raw.send(&Message::Want { import: 3, id, key }, None);
+    raw.send(Shared::Want { import: 3, id, key }, None);
     assert_eq!(raw.answer(), Ok(()));
 
     let ours = vec![1u8; LEN];
     let (foreign, open, short, good) = (RegionId(1), RegionId(2), RegionId(3), RegionId(4));
     let len = LEN as u64;
     raw.send(
-        &Message::Lend { id: foreign, reached: Reached { len, at: At::Address(ours.as_ptr() as u64) } },
+        Message::Lend { id: foreign, reached: Reached { len, at: At::Address(ours.as_ptr() as u64) } },
         None,
     );
     raw.send(
-        &Message::Lend { id: open, reached: Reached { len, at: At::File } },
+        Message::Lend { id: open, reached: Reached { len, at: At::File } },
         Some(&memory_file(len, SealFlags::GROW)),
     );
     raw.send(
-        &Message::Lend { id: short, reached: Reached { len, at: At::File } },
+        Message::Lend { id: short, reached: Reached { len, at: At::File } },
         Some(&memory_file(4096, sealed())),
     );
     raw.send(
-        &Message::Lend { id: good, reached: Reached { len, at: At::File } },
+        Message::Lend { id: good, reached: Reached { len, at: At::File } },
         Some(&memory_file(len, sealed())),
     );
-    raw.send(&Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
-    raw.send(&Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } }, None);
+    raw.send(Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
+    raw.send(Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } }, None);
     let whole = Grid::packed(len, 1);
     let beyond = Grid { base: 1, ..whole };
     let none = RegionKey([0; 16]);
@@ -253,13 +234,13 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
         (block(id, key, whole), block(RegionId(5), none, whole), Kind::Exhausted),
         (block(id, key, whole), block(RegionId(6), none, whole), Kind::Native),
     ] {
-        raw.send(&Message::Write { write: 8, into, from }, None);
+        raw.send(Message::Write { write: 8, into, from }, None);
         assert_eq!(raw.refusal(), expected);
         untouched(&region);
     }
     a_good_client_works(&target, &region);
     // The same connection still does what is right.
-    raw.send(&Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) }, None);
+    raw.send(Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) }, None);
     assert_eq!(raw.answer(), Ok(()));
     let mut bytes = vec![1; LEN];
     region.copy_out(0, &mut bytes).unwrap();
@@ -274,8 +255,8 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
     let (target, region) = target();
     // Two fit into the queue of notifications and its neighbour; a window is parked; one more is too many.
     let raw = Raw::shaken(&target);
-    for id in 0..100 {
-        let notify = Message::Notify { id, bytes: &[7; 1000] }.encode();
+    for notice in 0..100 {
+        let notify = Shared::Notify { notice, bytes: &[7; 1000] }.encode();
         if socket::send(raw.0.as_fd(), &notify, None).is_err() {
             break;
         }
@@ -286,7 +267,7 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
     let raw = Raw::shaken(&target);
     for _ in 0..2 {
         raw.send(
-            &Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } },
+            Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } },
             None,
         );
     }
@@ -298,7 +279,7 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
 /// An owner that hands out files which would kill a reader that trusted them.
 #[test]
 fn an_owner_that_passes_unfit_files_is_refused() {
-    let (honest, region) = target();
+    let (owner, region) = target();
     let reader = agent("reader");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
     let len = LEN as u64;
@@ -315,8 +296,8 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         (Reached { len: len * 2, at: At::File }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
     ];
     for (reached, file, expected) in cases {
-        // The metadata of an honest agent, but for where it listens.
-        let mut metadata = honest.metadata().unwrap();
+        // The metadata of an well-behaved agent, but for where it listens.
+        let mut metadata = owner.metadata().unwrap();
         let name = super::transport::random_socket_name().unwrap();
         let listener = socket::listen(&name).unwrap();
         let place = socket_of(&metadata);
@@ -333,31 +314,22 @@ fn an_owner_that_passes_unfit_files_is_refused() {
             }
             std::thread::yield_now();
         };
-        assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Hello { .. })));
-        let probe = Probe { address: 0, bytes: [0; 32] };
-        raw.send(
-            &Message::Welcome { version: 1, from: honest.identity().clone(), probe, reads_us: Ok(()) },
-            None,
-        );
-        let Ok(Message::Want { import, .. }) =
-            Message::decode(&raw.next().unwrap()).map(|message| match message {
-                Message::Want { import, id, key } => Message::Want { import, id, key },
-                other => panic!("{other:?}"),
-            })
-        else {
-            unreachable!()
-        };
-        raw.send(&Message::Grant { import, reached }, file.as_ref());
+        assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Hello { .. })));
+        let (from, rest) = (owner.identity().clone(), NO_PROBE.welcome_rest(&Ok(())));
+        raw.send(Shared::Welcome { version: 1, from, rest: &rest }, None);
+        let wanted = raw.next().unwrap();
+        let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
+        raw.send(Shared::Grant { import, rest: &reached.grant_rest() }, file.as_ref());
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), expected);
         // The link is up all the same.
-        raw.send(&Message::Ping, None);
-        assert!(matches!(Message::decode(&raw.next().unwrap()), Ok(Message::Alive)));
+        raw.send(Shared::Ping, None);
+        assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Alive)));
     }
     let mut bytes = vec![1; LEN];
     local.copy_out(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 0));
     reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    honest.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }
 
 /// Seeded garbage on live connections, on both ends at once: no panic, and good clients work on.
@@ -366,7 +338,7 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     let (target, region) = target();
     let (id, key) = (region.id(), RegionKey([1; 16]));
     let seeds: Vec<Vec<u8>> = [
-        Message::Want { import: 1, id, key },
+        Shared::Want { import: 1, id, key }.into(),
         Message::Lend { id: RegionId(1), reached: Reached { len: 4096, at: At::Address(0x10_0000) } },
         Message::Write {
             write: 1,
@@ -374,10 +346,10 @@ fn mutated_messages_on_live_connections_harm_nobody() {
             from: block(RegionId(1), key, Grid::packed(64, 4)),
         },
         Message::Cancel { write: 1 },
-        Message::Recall { id },
-        Message::Released { id },
-        Message::Notify { id: 1, bytes: b"bytes" },
-        Message::Ping,
+        Shared::Recall { id }.into(),
+        Shared::Released { id }.into(),
+        Shared::Notify { notice: 1, bytes: b"bytes" }.into(),
+        Shared::Ping.into(),
     ]
     .iter()
     .map(Message::encode)

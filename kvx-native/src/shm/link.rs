@@ -12,7 +12,7 @@ use kvx_core::{
 };
 
 use super::error::error;
-use super::here::{Shutter, read_here};
+use super::inline::{Shutter, read_inline};
 use super::memory::{Reach, openers};
 use super::progress::Command;
 use super::transport::{Opened, ShmRegion};
@@ -161,16 +161,16 @@ unsafe impl Link for ShmLink {
             Op::Read => size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS,
             Op::Write => size.blocks <= SHORT_WRITE,
         };
-        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_here(&plan) {
+        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_inline(&plan) {
             drop(plan);
             return done.settle(Ok(()));
         }
         let link = Arc::clone(&self.wiring);
         if small {
-            let here = Some(std::thread::current().id());
-            self.opened.reactor.submit_here(Command::Post { link, plan, id, done, here });
+            let inline_on = Some(std::thread::current().id());
+            self.opened.reactor.submit_here(Command::Post { link, plan, id, done, inline_on });
         } else {
-            self.opened.reactor.submit(Command::Post { link, plan, id, done, here: None });
+            self.opened.reactor.submit(Command::Post { link, plan, id, done, inline_on: None });
         }
     }
 

@@ -1,11 +1,13 @@
 //! Memory on both sides: our registered regions, and what peers let us read.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvx_backend::control::RegionTable;
+use kvx_backend::control::reasons::still_shared;
 use kvx_core::memory::IpcHandle;
 use kvx_core::transport::RegionSpec;
 use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result};
@@ -13,7 +15,7 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::error::{error, revoked, still_shared};
+use super::error::{NAME, error};
 use super::messages::{At, Reached};
 
 /// How other processes reach a region; travels in the metadata.
@@ -63,7 +65,7 @@ impl Reach {
 /// A registered region.
 #[derive(Debug)]
 struct Open {
-    spec: RegionSpec,
+    memory: Arc<Memory>,
     /// How a device's memory is opened elsewhere.
     handle: Option<IpcHandle>,
 }
@@ -74,9 +76,7 @@ pub(crate) struct Regions(Mutex<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
-    open: HashMap<RegionId, Open>,
-    /// Numbers are never used twice, so a revoked region is known as one for ever.
-    revoked: HashSet<RegionId>,
+    regions: RegionTable<Open>,
     /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
     unproven: HashSet<RegionId>,
 }
@@ -87,12 +87,13 @@ impl Regions {
     }
 
     pub(crate) fn open(&self, spec: RegionSpec, handle: Option<IpcHandle>) {
-        self.table().open.insert(spec.id, Open { spec, handle });
+        let RegionSpec { id, key, memory } = spec;
+        self.table().regions.open(id, key, Open { memory, handle });
     }
 
     /// What a peer is told about memory that it may read.
     pub(crate) fn reached(&self, id: RegionId, memory: &Memory) -> Reached {
-        let handle = self.table().open.get(&id).and_then(|region| region.handle.clone());
+        let handle = self.table().regions.get(id).and_then(|region| region.handle.clone());
         let at = match (Reach::of(memory), handle) {
             (Reach::Device(device), Some(handle)) => At::Device { device, handle },
             (Reach::Pool, _) => At::File,
@@ -106,27 +107,14 @@ impl Regions {
     pub(crate) fn revoke(&self, id: RegionId) -> Result<Revoked> {
         let mut table = self.table();
         if table.unproven.contains(&id) {
-            return Err(still_shared(id));
+            return Err(still_shared(id).backend(NAME));
         }
-        table.revoked.insert(id);
-        Ok(Revoked { id, _memory: table.open.remove(&id).map(|region| region.spec) })
+        Ok(Revoked { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
     }
 
     /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `Revoked`, `WrongKey`.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
-        let table = self.table();
-        match table.open.get(&id) {
-            Some(Open { spec, .. }) if spec.key.matches(key) => Ok(Arc::clone(&spec.memory)),
-            Some(_) => Err(error(
-                Kind::WrongKey,
-                format!("the key shown for region {id} is not its key: take the peer's metadata again"),
-            )),
-            None if table.revoked.contains(&id) => Err(revoked(id)),
-            None => Err(error(
-                Kind::Unregistered,
-                format!("region {id} is not registered with this agent: take the peer's metadata again"),
-            )),
-        }
+        self.table().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
 
     /// The transport ends: lets go of all memory but that which peers may still read, which is never freed.
@@ -134,9 +122,9 @@ impl Regions {
         let mut table = self.table();
         for id in unproven {
             table.unproven.insert(id);
-            std::mem::forget(table.open.remove(&id));
+            std::mem::forget(table.regions.take(id));
         }
-        let open = std::mem::take(&mut table.open);
+        let open = table.regions.drain();
         drop(table);
         drop(open); // may run the drop of an owner of adopted memory
     }
@@ -146,7 +134,7 @@ impl Regions {
 #[derive(Debug)]
 pub(crate) struct Revoked {
     pub(crate) id: RegionId,
-    _memory: Option<RegionSpec>,
+    _memory: Option<Arc<Memory>>,
 }
 
 /// A peer's pool in our address space, for reading only.
@@ -349,7 +337,7 @@ fn opened(
         }
     }
     let why = refused.unwrap_or_else(|| error(Kind::Unsupported, "no device opens the peer's memory"));
-    Err(why.backend(super::error::NAME))
+    Err(why.backend(NAME))
 }
 
 /// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
@@ -374,7 +362,7 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
 pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
     let Some(access) = memory.device_access() else { return Ok(None) };
     let shared = access.share(memory.address(), memory.len());
-    match shared.map_err(|why| why.backend(super::error::NAME))? {
+    match shared.map_err(|why| why.backend(NAME))? {
         handle if handle.bytes.len() <= IpcHandle::LONGEST => Ok(Some(handle)),
         handle => Err(error(
             Kind::Unsupported,

@@ -1,43 +1,30 @@
-//! The control messages, and the protocol they make up.
+//! The control messages over a socket: those that all links share, and what SHM says beside them.
 //!
 //! One Unix socket (sequenced packets) per link, from the initiator's agent to the target's; each packet is one
-//! message: a byte that names it, then its fields, little-endian. The bytes of blocks never travel here.
+//! message of [`kvx_backend::control`] or one of SHM's own. The bytes of blocks never travel here.
 //!
-//! * **Handshake.** The initiator opens with [`Hello`](Message::Hello): versions, who it is, whom it expects, and where
-//!   it keeps 32 probe bytes. The target answers [`Welcome`](Message::Welcome) with the same and whether it could read
-//!   the initiator's probe by `process_vm_readv`, or [`Refuse`](Message::Refuse) with a reason and who it really is.
-//! * **Regions.** A reader asks once per region and link with number and key ([`Want`](Message::Want)); the owner
-//!   [`Grant`](Message::Grant)s: a sealed file (with the packet) for a kvx pool, a handle of the driver's for memory of
-//!   a device, an address for other memory; or it [`Deny`](Message::Deny)s. The initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
-//!   unasked: what is lent serves that connection's writes only.
+//! * **Handshake.** With its hello and its welcome each end says where it keeps 32 probe bytes; the target also whether it
+//!   could read the initiator's by `process_vm_readv`.
+//! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx pool, a handle of the driver's
+//!   for memory of a device, an address for other memory. The initiator of writes [`Lend`](Message::Lend)s its own regions to the
+//!   target the same way, unasked: what is lent serves that connection's writes only. Either end recalls what the other holds.
 //! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or its device does.
 //! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both sides, the target
 //!   checks keys and bounds, copies into its own region, and answers each with one [`Done`](Message::Done).
 //!   [`Cancel`](Message::Cancel) drops what has not been pulled; each part is still answered. When all parts are
-//!   answered, the target does not touch the initiator's memory again.
-//! * **Revocation.** The owner [`Recall`](Message::Recall)s a region from everyone who was granted or lent it; each drops
-//!   its work on it, unmaps, and says [`Released`](Message::Released).
-//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has it. At most a window
-//!   is unanswered, and at most 64 parts of writes: a target holds what it cannot take yet, and never stops reading.
-//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](Message::Ping), which is answered by
-//!   [`Alive`](Message::Alive) whatever else the peer is busy with. An idle connection is silent.
+//!   answered, the target does not touch the initiator's memory again. At most 64 parts are unanswered.
 //! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side. The other end drops
 //!   all as well and closes. Either sight (end of stream, or the process's end) proves that the other end holds
 //!   nothing any more: only then do tickets of half-done writes settle and revocations count as confirmed.
 
+use kvx_backend::control::{self, OWN, Refusal};
 use kvx_core::memory::IpcHandle;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{DeviceId, Identity, RegionId, RegionKey, Result};
-
-use kvx_backend::control::Refusal;
+use kvx_core::{DeviceId, RegionId, Result};
 
 use crate::described::Described;
 
-/// What every handshake begins with.
-const MAGIC: [u8; 8] = *b"kvx/shm\n";
-/// The versions that this release speaks: from, to.
-pub(crate) const VERSIONS: (u16, u16) = (1, 1);
 /// The longest message; a notification of the greatest length fits.
 pub(crate) const MAX_MESSAGE: usize = MAX_NOTIFICATION + (4 << 10);
 /// The most grids that one [`Message::Write`] describes.
@@ -77,90 +64,47 @@ pub(crate) enum At {
 /// A message. See the [module](self) for who sends which when.
 #[derive(Clone, Debug)]
 pub(crate) enum Message<'a> {
-    Hello { versions: (u16, u16), from: Identity, to: Identity, probe: Probe },
-    Welcome { version: u16, from: Identity, probe: Probe, reads_us: Result<(), Refusal> },
-    Refuse { from: Identity, why: Refusal },
-    Want { import: u64, id: RegionId, key: RegionKey },
-    Grant { import: u64, reached: Reached },
-    Deny { import: u64, why: Refusal },
+    Shared(control::Message<'a>),
     Lend { id: RegionId, reached: Reached },
     Write { write: u64, into: Described, from: Described },
     Done { write: u64, result: Result<(), Refusal> },
     Cancel { write: u64 },
-    Recall { id: RegionId },
-    Released { id: RegionId },
-    Notify { id: u64, bytes: &'a [u8] },
-    Ack { id: u64 },
-    Ping,
-    Alive,
+}
+
+impl<'a> From<control::Message<'a>> for Message<'a> {
+    fn from(message: control::Message<'a>) -> Self {
+        Message::Shared(message)
+    }
 }
 
 mod number {
-    pub(super) const HELLO: u8 = 1;
-    pub(super) const WELCOME: u8 = 2;
-    pub(super) const REFUSE: u8 = 3;
-    pub(super) const WANT: u8 = 4;
-    pub(super) const GRANT: u8 = 5;
-    pub(super) const DENY: u8 = 6;
-    pub(super) const LEND: u8 = 7;
-    pub(super) const WRITE: u8 = 8;
-    pub(super) const DONE: u8 = 9;
-    pub(super) const CANCEL: u8 = 10;
-    pub(super) const RECALL: u8 = 11;
-    pub(super) const RELEASED: u8 = 12;
-    pub(super) const NOTIFY: u8 = 13;
-    pub(super) const ACK: u8 = 14;
-    pub(super) const PING: u8 = 15;
-    pub(super) const ALIVE: u8 = 16;
+    use super::OWN;
+
+    pub(super) const LEND: u8 = OWN;
+    pub(super) const WRITE: u8 = OWN + 1;
+    pub(super) const DONE: u8 = OWN + 2;
+    pub(super) const CANCEL: u8 = OWN + 3;
 }
 
 impl Message<'_> {
+    /// Whether it may come to an end of a link. `up`: the handshake is done.
+    pub(crate) fn fits(&self, up: bool, to_initiator: bool) -> bool {
+        match self {
+            Message::Shared(message) => message.fits(up, to_initiator),
+            Message::Lend { .. } | Message::Write { .. } | Message::Cancel { .. } => up && !to_initiator,
+            Message::Done { .. } => up && to_initiator,
+        }
+    }
+
     /// The message as one packet.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         match self {
-            Message::Hello { versions, from, to, probe } => {
-                out.put_u8(number::HELLO);
-                out.put(&MAGIC);
-                out.put_u16(versions.0);
-                out.put_u16(versions.1);
-                out.put_identity(from);
-                out.put_identity(to);
-                put_probe(&mut out, probe);
-            }
-            Message::Welcome { version, from, probe, reads_us } => {
-                out.put_u8(number::WELCOME);
-                out.put(&MAGIC);
-                out.put_u16(*version);
-                out.put_identity(from);
-                put_probe(&mut out, probe);
-                put_result(&mut out, reads_us);
-            }
-            Message::Refuse { from, why } => {
-                out.put_u8(number::REFUSE);
-                out.put(&MAGIC);
-                out.put_identity(from);
-                why.encode(&mut out);
-            }
-            Message::Want { import, id, key } => {
-                out.put_u8(number::WANT);
-                out.put_u64(*import);
-                out.put_region(*id, key);
-            }
-            Message::Grant { import, reached } => {
-                out.put_u8(number::GRANT);
-                out.put_u64(*import);
-                put_reached(&mut out, reached);
-            }
-            Message::Deny { import, why } => {
-                out.put_u8(number::DENY);
-                out.put_u64(*import);
-                why.encode(&mut out);
-            }
+            Message::Shared(message) => return message.encode(),
             Message::Lend { id, reached } => {
                 out.put_u8(number::LEND);
                 out.put_u64(id.0);
-                put_reached(&mut out, reached);
+                reached.encode(&mut out);
             }
             Message::Write { write, into, from } => {
                 out.put_u8(number::WRITE);
@@ -177,26 +121,6 @@ impl Message<'_> {
                 out.put_u8(number::CANCEL);
                 out.put_u64(*write);
             }
-            Message::Recall { id } => {
-                out.put_u8(number::RECALL);
-                out.put_u64(id.0);
-            }
-            Message::Released { id } => {
-                out.put_u8(number::RELEASED);
-                out.put_u64(id.0);
-            }
-            Message::Notify { id, bytes } => {
-                out.reserve_exact(9 + bytes.len());
-                out.put_u8(number::NOTIFY);
-                out.put_u64(*id);
-                out.put(bytes);
-            }
-            Message::Ack { id } => {
-                out.put_u8(number::ACK);
-                out.put_u64(*id);
-            }
-            Message::Ping => out.put_u8(number::PING),
-            Message::Alive => out.put_u8(number::ALIVE),
         }
         out
     }
@@ -205,38 +129,14 @@ impl Message<'_> {
 impl<'a> Message<'a> {
     /// Reads one packet. Errors: `Malformed`.
     pub(crate) fn decode(bytes: &'a [u8]) -> Result<Self> {
+        if bytes.first().is_none_or(|number| *number < OWN) {
+            return control::Message::decode(bytes).map(Message::Shared);
+        }
         let mut reader = Reader::new("SHM message", bytes);
         let message = match reader.u8()? {
-            number::HELLO => {
-                magic(&mut reader)?;
-                Message::Hello {
-                    versions: (reader.u16()?, reader.u16()?),
-                    from: reader.identity()?,
-                    to: reader.identity()?,
-                    probe: probe(&mut reader)?,
-                }
+            number::LEND => {
+                Message::Lend { id: RegionId(reader.u64()?), reached: Reached::decode(&mut reader)? }
             }
-            number::WELCOME => {
-                magic(&mut reader)?;
-                Message::Welcome {
-                    version: reader.u16()?,
-                    from: reader.identity()?,
-                    probe: probe(&mut reader)?,
-                    reads_us: result(&mut reader)?,
-                }
-            }
-            number::REFUSE => {
-                magic(&mut reader)?;
-                Message::Refuse { from: reader.identity()?, why: Refusal::decode(&mut reader)? }
-            }
-            number::WANT => {
-                let import = reader.u64()?;
-                let (id, key) = reader.region()?;
-                Message::Want { import, id, key }
-            }
-            number::GRANT => Message::Grant { import: reader.u64()?, reached: reached(&mut reader)? },
-            number::DENY => Message::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? },
-            number::LEND => Message::Lend { id: RegionId(reader.u64()?), reached: reached(&mut reader)? },
             number::WRITE => {
                 let write = reader.u64()?;
                 let (into, from) = (Described::decode(&mut reader)?, Described::decode(&mut reader)?);
@@ -251,21 +151,6 @@ impl<'a> Message<'a> {
             }
             number::DONE => Message::Done { write: reader.u64()?, result: result(&mut reader)? },
             number::CANCEL => Message::Cancel { write: reader.u64()? },
-            number::RECALL => Message::Recall { id: RegionId(reader.u64()?) },
-            number::RELEASED => Message::Released { id: RegionId(reader.u64()?) },
-            number::NOTIFY => {
-                let id = reader.u64()?;
-                let len = reader.left();
-                if len > MAX_NOTIFICATION {
-                    return Err(reader.malformed(format_args!(
-                        "a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"
-                    )));
-                }
-                Message::Notify { id, bytes: reader.bytes(len)? }
-            }
-            number::ACK => Message::Ack { id: reader.u64()? },
-            number::PING => Message::Ping,
-            number::ALIVE => Message::Alive,
             other => return Err(reader.malformed(format_args!("number {other}"))),
         };
         reader.end()?;
@@ -273,53 +158,103 @@ impl<'a> Message<'a> {
     }
 }
 
-fn put_probe(out: &mut Vec<u8>, probe: &Probe) {
-    out.put_u64(probe.address);
-    out.put(&probe.bytes);
-}
+impl Probe {
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.put_u64(self.address);
+        out.put(&self.bytes);
+    }
 
-fn probe(reader: &mut Reader<'_>) -> Result<Probe> {
-    Ok(Probe { address: reader.u64()?, bytes: reader.array()? })
-}
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Probe { address: reader.u64()?, bytes: reader.array()? })
+    }
 
-fn put_reached(out: &mut Vec<u8>, reached: &Reached) {
-    out.put_u64(reached.len);
-    match &reached.at {
-        At::File => out.put_u8(0),
-        At::Address(address) => {
-            out.put_u8(1);
-            out.put_u64(*address);
-        }
-        At::Device { device, handle } => {
-            out.put_u8(2);
-            out.put(&device.0);
-            out.put_block(&handle.bytes);
-            out.put_u64(handle.offset);
-        }
+    /// What a hello says beside who greets whom.
+    pub(crate) fn hello_rest(&self) -> Vec<u8> {
+        let mut rest = Vec::new();
+        self.encode(&mut rest);
+        rest
+    }
+
+    /// Reads that. Errors: `Malformed`.
+    pub(crate) fn of_hello(rest: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("SHM hello", rest);
+        let probe = Self::decode(&mut reader)?;
+        reader.end()?;
+        Ok(probe)
+    }
+
+    /// What a welcome says beside who answers: also whether the target could read the initiator's probe.
+    pub(crate) fn welcome_rest(&self, reads_us: &Result<(), Refusal>) -> Vec<u8> {
+        let mut rest = self.hello_rest();
+        put_result(&mut rest, reads_us);
+        rest
+    }
+
+    /// Reads that. Errors: `Malformed`.
+    pub(crate) fn of_welcome(rest: &[u8]) -> Result<(Self, Result<(), Refusal>)> {
+        let mut reader = Reader::new("SHM welcome", rest);
+        let said = (Self::decode(&mut reader)?, result(&mut reader)?);
+        reader.end()?;
+        Ok(said)
     }
 }
 
-fn reached(reader: &mut Reader<'_>) -> Result<Reached> {
-    let len = reader.u64()?;
-    let (at, from) = match reader.u8()? {
-        0 => (At::File, 0),
-        1 => {
-            let address = reader.u64()?;
-            (At::Address(address), address)
+impl Reached {
+    /// Writes it: with a grant or a loan.
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        out.put_u64(self.len);
+        match &self.at {
+            At::File => out.put_u8(0),
+            At::Address(address) => {
+                out.put_u8(1);
+                out.put_u64(*address);
+            }
+            At::Device { device, handle } => {
+                out.put_u8(2);
+                out.put(&device.0);
+                out.put_block(&handle.bytes);
+                out.put_u64(handle.offset);
+            }
         }
-        2 => {
-            let device = DeviceId(reader.array()?);
-            let bytes = reader.block(IpcHandle::LONGEST)?.to_vec();
-            let offset = reader.u64()?;
-            (At::Device { device, handle: IpcHandle { bytes, offset } }, offset)
-        }
-        other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
-    };
-    // No process has addresses beyond 63 bits: ends and sums of offsets below stay numbers.
-    if from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
-        return Err(reader.malformed("memory beyond the address space"));
     }
-    Ok(Reached { len, at })
+
+    /// What a grant says beside its number.
+    pub(crate) fn grant_rest(&self) -> Vec<u8> {
+        let mut rest = Vec::new();
+        self.encode(&mut rest);
+        rest
+    }
+
+    /// Reads that. Errors: `Malformed`.
+    pub(crate) fn of_grant(rest: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("SHM grant", rest);
+        let reached = Self::decode(&mut reader)?;
+        reader.end()?;
+        Ok(reached)
+    }
+
+    fn decode(reader: &mut Reader<'_>) -> Result<Self> {
+        let len = reader.u64()?;
+        let (at, from) = match reader.u8()? {
+            0 => (At::File, 0),
+            1 => {
+                let address = reader.u64()?;
+                (At::Address(address), address)
+            }
+            2 => {
+                let device = DeviceId(reader.array()?);
+                let bytes = reader.block(IpcHandle::LONGEST)?.to_vec();
+                let offset = reader.u64()?;
+                (At::Device { device, handle: IpcHandle { bytes, offset } }, offset)
+            }
+            other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
+        };
+        // No process has addresses beyond 63 bits: ends and sums of offsets below stay numbers.
+        if from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(reader.malformed("memory beyond the address space"));
+        }
+        Ok(Reached { len, at })
+    }
 }
 
 fn put_result(out: &mut Vec<u8>, result: &Result<(), Refusal>) {
@@ -340,22 +275,11 @@ fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
     }
 }
 
-fn magic(reader: &mut Reader<'_>) -> Result<()> {
-    if reader.array()? == MAGIC {
-        return Ok(());
-    }
-    Err(reader.malformed("the other end does not speak kvx's shared-memory protocol"))
-}
-
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Error, Grid, Incarnation, Kind, Placed};
+    use kvx_core::{Error, Grid, Kind, Placed, RegionKey};
 
     use super::*;
-
-    fn identity(name: &str) -> Identity {
-        Identity { name: name.into(), incarnation: Incarnation([name.len() as u8; 16]) }
-    }
 
     fn described(count: u32) -> Described {
         Described {
@@ -371,30 +295,35 @@ mod tests {
     }
 
     fn samples() -> Vec<Message<'static>> {
-        let probe = Probe { address: 0x7000_0000, bytes: [9; 32] };
         let why = || Refusal { kind: Kind::WrongKey, text: "the key is another".into() };
+        let lend = |at| Message::Lend { id: RegionId(2), reached: Reached { len: 4096, at } };
         vec![
-            Message::Hello { versions: VERSIONS, from: identity("decode"), to: identity("prefill-0"), probe },
-            Message::Welcome { version: 1, from: identity("prefill-0"), probe, reads_us: Ok(()) },
-            Message::Welcome { version: 1, from: identity("prefill-0"), probe, reads_us: Err(why()) },
-            Message::Refuse { from: identity("other"), why: why() },
-            Message::Want { import: 1, id: RegionId(2), key: RegionKey([3; 16]) },
-            Message::Grant { import: 1, reached: Reached { len: 4096, at: At::File } },
-            Message::Grant { import: 1, reached: Reached { len: 4096, at: At::Address(0x7f00_0000_0000) } },
-            Message::Grant { import: 1, reached: Reached { len: 4096, at: on_device() } },
-            Message::Deny { import: 1, why: why() },
-            Message::Lend { id: RegionId(2), reached: Reached { len: 1, at: At::File } },
+            lend(At::File),
+            lend(At::Address(0x7f00_0000_0000)),
+            lend(on_device()),
             Message::Write { write: 9, into: described(20), from: described(20) },
             Message::Done { write: 9, result: Ok(()) },
             Message::Done { write: 9, result: Err(why()) },
             Message::Cancel { write: 9 },
-            Message::Recall { id: RegionId(2) },
-            Message::Released { id: RegionId(2) },
-            Message::Notify { id: 4, bytes: b"a\0b" },
-            Message::Ack { id: 4 },
-            Message::Ping,
-            Message::Alive,
+            control::Message::Ack { notice: 4 }.into(),
         ]
+    }
+
+    #[test]
+    fn what_handshakes_and_grants_say_travels_as_it_is() {
+        let probe = Probe { address: 0x7000_0000, bytes: [9; 32] };
+        assert_eq!(Probe::of_hello(&probe.hello_rest()).unwrap(), probe);
+        for reads_us in [Ok(()), Err(Refusal { kind: Kind::Unsupported, text: "no".into() })] {
+            let rest = probe.welcome_rest(&reads_us);
+            assert_eq!(Probe::of_welcome(&rest).unwrap(), (probe, reads_us));
+            assert!(Probe::of_welcome(&rest[1..]).is_err() && Probe::of_hello(&rest).is_err());
+        }
+        for at in [At::File, At::Address(7), on_device()] {
+            let reached = Reached { len: 4096, at };
+            let rest = reached.grant_rest();
+            assert_eq!(Reached::of_grant(&rest).unwrap(), reached);
+            assert!(Reached::of_grant(&rest[1..]).is_err());
+        }
     }
 
     #[test]
@@ -418,38 +347,17 @@ mod tests {
         };
         let write = Message::Write { write: 1, into: described.clone(), from: described };
         assert!(write.encode().len() <= MAX_MESSAGE);
-        let notify = Message::Notify { id: 1, bytes: &[7; MAX_NOTIFICATION] };
-        assert!(notify.encode().len() <= MAX_MESSAGE);
+        const { assert!(control::MAX_MESSAGE <= MAX_MESSAGE) };
         let long = Error::new(Kind::Native, "é".repeat(5000));
         let refused = Message::Done { write: 1, result: Err(Refusal::from(&long)) }.encode();
         assert!(Message::decode(&refused).is_ok());
     }
 
     #[test]
-    fn a_peers_refusal_is_cleaned_of_control_characters() {
-        let why = Refusal { kind: Kind::Denied, text: "\x1b[2Jno\n".into() };
-        for message in [
-            Message::Deny { import: 3, why: why.clone() },
-            Message::Refuse { from: identity("c"), why: why.clone() },
-            Message::Done { write: 1, result: Err(why) },
-        ] {
-            let bytes = message.encode();
-            let text = match Message::decode(&bytes).unwrap() {
-                Message::Deny { why, .. } | Message::Refuse { why, .. } => why.text,
-                Message::Done { result, .. } => result.unwrap_err().text,
-                other => panic!("{other:?}"),
-            };
-            assert_eq!(text, " [2Jno ");
-        }
-    }
-
-    #[test]
     fn truncated_messages_are_errors() {
         for message in samples() {
             let bytes = message.encode();
-            // A notification is as long as its packet: each prefix that holds its number is a shorter one.
-            let least = if matches!(message, Message::Notify { .. }) { 9 } else { bytes.len() };
-            for len in 0..least {
+            for len in 0..bytes.len() {
                 assert!(Message::decode(&bytes[..len]).is_err(), "{len} of {message:?}");
             }
         }
@@ -488,7 +396,7 @@ mod tests {
                         assert!(side.indices.len() * 4 <= bytes.len() || side.indices.as_range().is_some());
                     }
                 }
-                Ok(Message::Grant { reached, .. } | Message::Lend { reached, .. }) => {
+                Ok(Message::Lend { reached, .. }) => {
                     accepted += 1;
                     let from = match &reached.at {
                         At::File => 0,

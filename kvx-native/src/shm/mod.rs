@@ -11,10 +11,10 @@ mod error;
 mod flights;
 mod granting;
 mod handshake;
-mod here;
 mod host;
 #[cfg(test)]
 mod hostile;
+mod inline;
 mod link;
 mod memory;
 mod messages;

@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
+use kvx_backend::control::Message;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Result, Ticket};
 
 use super::connection::Connection;
 use super::error::NAME;
 use super::link::Wiring;
-use super::messages::Message;
 use super::progress::Machine;
 use super::socket::Poller;
 
 impl Connection {
     /// Sends the notifications that there is room for.
     fn send_notices(&mut self, poller: &Poller) {
-        while let Some((id, bytes)) = self.to_peer.next_to_send() {
-            self.send(poller, &Message::Notify { id, bytes: &bytes });
+        while let Some((notice, bytes)) = self.to_peer.next_to_send() {
+            self.send(poller, Message::Notify { notice, bytes: &bytes });
         }
     }
 }
@@ -36,21 +36,21 @@ impl Machine {
     }
 
     /// The peer's agent has a notification. Errors: `Malformed` for one that was not sent.
-    pub(crate) fn take_ack(&mut self, at: usize, id: u64, out: &mut Outbox) -> Result<()> {
+    pub(crate) fn take_ack(&mut self, at: usize, notice: u64, out: &mut Outbox) -> Result<()> {
         let connection = &mut self.connections[at];
-        out.settle(connection.to_peer.acknowledged(id)?, Ok(()));
+        out.settle(connection.to_peer.acknowledged(notice)?, Ok(()));
         connection.send_notices(&self.poller);
         self.note_awaiting(at);
         Ok(())
     }
 
     /// A notification came in. Errors: `Malformed` when the peer sends more than it may.
-    pub(crate) fn take_notice(&mut self, at: usize, id: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn take_notice(&mut self, at: usize, notice: u64, bytes: &[u8]) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(peer) = &connection.peer else { return Ok(()) };
         let sender = peer.as_sender();
-        if connection.from_peer.take(id, bytes, |bytes| self.events.notification(sender, bytes))? {
-            connection.send(&self.poller, &Message::Ack { id });
+        if connection.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
+            connection.send(&self.poller, Message::Ack { notice });
         }
         Ok(())
     }
@@ -59,11 +59,11 @@ impl Machine {
     pub(crate) fn resume(&mut self) {
         for (_, connection) in &mut self.connections {
             while let Some(peer) = &connection.peer
-                && let Some(id) = connection
+                && let Some(notice) = connection
                     .from_peer
                     .deliver_next(|bytes| self.events.notification(peer.as_sender(), bytes))
             {
-                connection.send(&self.poller, &Message::Ack { id });
+                connection.send(&self.poller, Message::Ack { notice });
             }
         }
     }

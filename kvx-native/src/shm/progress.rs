@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
+use kvx_backend::control::{Message as Shared, Recalls};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, Turns};
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
@@ -15,14 +17,14 @@ use super::config::Config;
 use super::connection::{Connection, Waiting};
 use super::copy::Copier;
 use super::ending::End;
-use super::error::{closed, error, peer_closed, peer_died, refused};
+use super::error::{NAME, error, refused};
 use super::flights::{Errand, Flight, Flights, Home};
-use super::granting::{Populate, Recall};
+use super::granting::Populate;
 use super::handshake::{self, Connecting};
 use super::host;
 use super::link::{Import, Wiring};
 use super::memory::{Regions, Revoked};
-use super::messages::{MAX_MESSAGE, Message};
+use super::messages::{MAX_MESSAGE, Message, Probe, Reached};
 use super::pulls::Pull;
 use super::reads::Read;
 use super::socket::{self, Poller, Ready, Received};
@@ -75,13 +77,13 @@ pub(crate) enum Command {
         link: Arc<Wiring>,
         import: Arc<Import>,
     },
-    /// `here`: on this thread a small read may be done at once.
+    /// `inline_on`: on this thread a small read may be done at once.
     Post {
         link: Arc<Wiring>,
         plan: Arc<Bound>,
         id: TransferId,
         done: Ticket,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
     },
     Notify {
         link: Arc<Wiring>,
@@ -135,7 +137,8 @@ pub(crate) struct Machine {
     pub(crate) connections: Slab<Connection>,
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
-    pub(crate) recalls: Vec<Recall>,
+    /// By the connections whose peers hold the region.
+    pub(crate) recalls: Recalls<usize, (Revoked, Ticket)>,
     pub(crate) turns: Turns<Work>,
     /// Mappings to be made present while there is nothing else to do.
     pub(crate) populates: VecDeque<Populate>,
@@ -182,7 +185,7 @@ impl Machine {
             connections: Slab::new(),
             links: HashMap::new(),
             connecting: Vec::new(),
-            recalls: Vec::new(),
+            recalls: Recalls::default(),
             turns: Turns::default(),
             populates: VecDeque::new(),
             copier: Copier::new(),
@@ -253,7 +256,8 @@ impl Machine {
                     format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
                 )),
                 Ok(Received::End) => {
-                    let reason = if connection.process.ended() { peer_died() } else { peer_closed() };
+                    let reason =
+                        if connection.process.ended() { peer_died() } else { peer_closed() }.backend(NAME);
                     self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
                     break;
                 }
@@ -287,7 +291,7 @@ impl Machine {
                     self.leave_if_done(at, out);
                     Ok(())
                 }
-                Message::Released { id } => {
+                Message::Shared(Shared::Released { id }) => {
                     self.take_released(at, id, out)?;
                     self.leave_if_done(at, out);
                     Ok(())
@@ -295,74 +299,64 @@ impl Machine {
                 _ => Ok(()),
             };
         }
-        let (up, initiator) = (connection.is_up(), connection.link.is_some());
+        if !message.fits(connection.is_up(), connection.link.is_some()) {
+            return Err(malformed("out of place"));
+        }
         match message {
-            Message::Hello { versions, from, to, probe } if !up && !initiator => {
-                self.take_hello(at, versions, from, &to, &probe)
-            }
-            Message::Welcome { from, probe, reads_us, .. } if !up && initiator => {
-                self.take_welcome(at, from, &probe, reads_us, out)
-            }
-            Message::Refuse { from, why } if !up && initiator => {
-                self.take_refuse(at, &from, why, out);
-                Ok(())
-            }
-            Message::Want { import, id, key } if up && !initiator => {
-                self.take_want(at, import, id, &key);
-                self.connections[at].check_queue()
-            }
-            Message::Grant { import, reached } if up && initiator => {
-                self.take_grant(at, import, Ok(reached), file, out)
-            }
-            Message::Deny { import, why } if up && initiator => {
-                self.take_grant(at, import, Err(refused(why)), None, out)
-            }
-            Message::Lend { id, reached } if up && !initiator => {
-                self.take_lend(at, id, reached, file.as_ref())
-            }
-            Message::Write { write, into, from } if up && !initiator => {
-                self.take_write(at, write, into, from)?;
-                self.connections[at].check_queue()
-            }
-            Message::Done { write, result } if up && initiator => {
-                let result = result.map_err(refused);
-                self.connections[at].writes.answered(write, result)?;
+            Message::Shared(message) => self.take_shared(at, message, file, out)?,
+            Message::Lend { id, reached } => self.take_lend(at, id, reached, file.as_ref())?,
+            Message::Write { write, into, from } => self.take_write(at, write, into, from)?,
+            Message::Done { write, result } => {
+                self.connections[at].writes.answered(write, result.map_err(refused))?;
                 self.pump(at, out);
-                Ok(())
             }
-            Message::Cancel { write } if up && !initiator => {
-                let cancelled = super::error::cancelled();
+            Message::Cancel { write } => {
+                let cancelled = cancelled().backend(NAME);
                 self.stop_pulls(|pull| pull.at == at && pull.write == write, &cancelled);
                 let its = |flight: &Flight| {
                     flight.at == Some(at)
                         && matches!(&flight.errand, Errand::Pull { write: its, .. } if *its == Some(write))
                 };
                 self.stop_flights(its, &cancelled, out);
-                Ok(())
             }
-            Message::Recall { id } if up => {
-                self.take_recall(at, id, out);
-                self.connections[at].check_queue()
-            }
-            Message::Released { id } if up => self.take_released(at, id, out),
-            Message::Notify { id, bytes } if up && !initiator => {
-                self.take_notice(at, id, bytes)?;
-                self.connections[at].check_queue()
-            }
-            Message::Ack { id } if up && initiator => self.take_ack(at, id, out),
-            Message::Ping if up => {
-                self.connections[at].send(&self.poller, &Message::Alive);
-                self.connections[at].check_queue()
-            }
-            Message::Alive if up => Ok(()),
-            _ => Err(error(Kind::Malformed, "malformed SHM message: out of place")),
         }
+        self.connections.get(at).map_or(Ok(()), Connection::check_queue)
+    }
+
+    fn take_shared(
+        &mut self,
+        at: usize,
+        message: Shared<'_>,
+        file: Option<OwnedFd>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        match message {
+            Shared::Hello { hello, rest } => self.take_hello(at, hello, &Probe::of_hello(rest)?)?,
+            Shared::Welcome { from, rest, .. } => {
+                let (probe, reads_us) = Probe::of_welcome(rest)?;
+                self.take_welcome(at, from, &probe, reads_us, out)?;
+            }
+            Shared::Refuse { from, why } => self.take_refuse(at, &from, why, out),
+            Shared::Want { import, id, key } => self.take_want(at, import, id, &key),
+            Shared::Grant { import, rest } => {
+                self.take_grant(at, import, Ok(Reached::of_grant(rest)?), file, out)?;
+            }
+            Shared::Deny { import, why } => self.take_grant(at, import, Err(refused(why)), None, out)?,
+            Shared::Recall { id } => self.take_recall(at, id, out),
+            Shared::Released { id } => self.take_released(at, id, out)?,
+            Shared::Notify { notice, bytes } => self.take_notice(at, notice, bytes)?,
+            Shared::Ack { notice } => self.take_ack(at, notice, out)?,
+            Shared::Ping => self.connections[at].send(&self.poller, Shared::Alive),
+            Shared::Alive => {}
+            Shared::Leave | Shared::Bye => return Err(malformed("the end of a socket says it")),
+        }
+        Ok(())
     }
 
     fn leave_if_done(&mut self, at: usize, out: &mut Outbox) {
         let connection = &self.connections[at];
         if connection.writes.is_empty() && connection.granted.is_empty() {
-            self.end(at, closed(), End::Ours, None, out);
+            self.end(at, closed().backend(NAME), End::Ours, None, out);
         }
     }
 
@@ -399,8 +393,8 @@ impl Progress for Machine {
         match command {
             Command::Connect { link, socket } => self.connect(link, socket, out),
             Command::Import { link, import } => self.import(&link, import),
-            Command::Post { link, plan, id, done, here } => {
-                self.post(&link, Waiting { plan, id, done }, here, out)
+            Command::Post { link, plan, id, done, inline_on } => {
+                self.post(&link, Waiting { plan, id, done }, inline_on, out)
             }
             Command::Notify { link, bytes, done } => self.notify(&link, bytes, done, out),
             Command::Cancel { link, id } => self.cancel(&link, id, out),

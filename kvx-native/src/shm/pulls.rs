@@ -76,10 +76,10 @@ impl Machine {
                     self.turns.push(Work::Pull(Box::new(pull)), left);
                 }
             }
-            Ok(_) => self.connections[at].send(&self.poller, &Message::Done { write, result: Ok(()) }),
+            Ok(_) => self.connections[at].send(&self.poller, Message::Done { write, result: Ok(()) }),
             Err(refused) => {
                 let result = Err(Refusal::from(&refused));
-                self.connections[at].send(&self.poller, &Message::Done { write, result });
+                self.connections[at].send(&self.poller, Message::Done { write, result });
             }
         }
         Ok(())
@@ -160,7 +160,7 @@ impl Machine {
         let result = result.map_err(|reason| Refusal::from(&reason));
         let connection = &mut self.connections[at];
         connection.pulls -= 1;
-        connection.send(&self.poller, &Message::Done { write, result });
+        connection.send(&self.poller, Message::Done { write, result });
     }
 
     /// Takes pulls out of the turns and answers them with `reason`.

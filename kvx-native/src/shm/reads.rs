@@ -4,13 +4,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
+use kvx_backend::control::reasons::{cancelled, closed};
+use kvx_backend::control::{Imported, Message as Shared};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 
-use super::connection::{Connection, Imported, Waiting};
+use super::connection::{Connection, Waiting};
 use super::copy::{MAX_BATCH, Reading, Stopped};
-use super::error::{cancelled, closed, error};
+use super::error::{NAME, error};
 use super::flights::{Errand, Flight, Load};
 use super::link::{Import, Wiring};
 use super::memory::{Held, Place};
@@ -46,24 +48,24 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
     let mut places = Vec::with_capacity(plan.remotes().len());
     for remote in plan.remotes() {
         let any: &dyn std::any::Any = &*remote.region;
-        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(&import.number));
+        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(import.number));
         match import {
-            Some(Imported::Held(held, _)) => places.push(held.place.clone()),
+            Some(Imported::Held((held, _))) => places.push(held.place.clone()),
             Some(Imported::Refused(reason)) => return Err(reason.clone()),
             Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
-            None => return Err(closed()),
+            None => return Err(closed().backend(NAME)),
         }
     }
     Ok(Grants::All(places))
 }
 
 impl Machine {
-    /// A transfer was posted; `here`: by this thread, on which a small read may be done at once.
+    /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at once.
     pub(crate) fn post(
         &mut self,
         link: &Arc<Wiring>,
         transfer: Waiting,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
         let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
@@ -73,10 +75,10 @@ impl Machine {
             Err(reason) => out.settle(transfer.done, Err(reason)),
             Ok(Grants::Missing) => self.connections[at].waiting.push(transfer),
             Ok(Grants::All(places)) => match transfer.plan.op() {
-                Op::Read => self.start_read(at, transfer, places, here, out),
+                Op::Read => self.start_read(at, transfer, places, inline_on, out),
                 Op::Write => {
                     // On the poster's own thread: the first message, and nothing else.
-                    self.lent_turn |= here == Some(std::thread::current().id());
+                    self.lent_turn |= inline_on == Some(std::thread::current().id());
                     let Waiting { plan, id, done } = transfer;
                     self.connections[at].start_write(&self.poller, &self.regions, id, plan, done);
                     self.pump(at, out);
@@ -98,16 +100,16 @@ impl Machine {
         at: usize,
         transfer: Waiting,
         places: Vec<Place>,
-        here: Option<ThreadId>,
+        inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
         let Waiting { plan, id, done } = transfer;
         let size = plan.size();
         let pieces = Reading(plan.segments(MAX_BATCH));
         let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
-        let here = small && here == Some(std::thread::current().id());
+        let inline = small && inline_on == Some(std::thread::current().id());
         // On the poster's own thread: this read and nothing else.
-        self.lent_turn |= here;
+        self.lent_turn |= inline;
         if Load::needs_device(&places, plan.locals().first().map(|local| &local.memory)) {
             let load = Load {
                 pieces: Box::new(pieces),
@@ -117,14 +119,14 @@ impl Machine {
                 bytes: size.bytes,
             };
             let number = self.take_off(at, Errand::Read { id, done: Some(done) }, load);
-            if here {
+            if inline {
                 self.flight_turn(number, out);
             }
             return;
         }
         let targets = plan.locals().iter().map(|local| local.memory.address()).collect();
         let read = Box::new(Read { at, id, pieces, places, targets, left: size.bytes, done });
-        if here {
+        if inline {
             self.read_turn(read, out);
         } else {
             self.turns.push(Work::Read(read), size.bytes);
@@ -171,6 +173,7 @@ impl Machine {
     /// Stops a transfer as soon as it can be.
     pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
         let Some(&at) = self.links.get(&link.id) else { return };
+        let cancelled = || cancelled().backend(NAME);
         let stopped =
             self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
         for work in stopped {
@@ -188,7 +191,7 @@ impl Machine {
         if connection.writes.contains(id.0) {
             match connection.writes.fail(id.0, cancelled()) {
                 Some((done, result)) => out.settle(done, result),
-                None => connection.send(&self.poller, &Message::Cancel { write: id.0 }),
+                None => connection.send(&self.poller, Message::Cancel { write: id.0 }),
             }
             self.note_awaiting(at);
         }
@@ -201,10 +204,9 @@ impl Machine {
         if !connection.is_up() {
             return;
         }
-        let want = Message::Want { import: import.number, id: import.id, key: import.key };
-        connection.imports.insert(import.number, Imported::Wanted(import));
-        connection.wanted += 1;
-        connection.send(&self.poller, &want);
+        let want = Shared::Want { import: import.number, id: import.id, key: import.key };
+        connection.imports.want(import.number, import);
+        connection.send(&self.poller, want);
         self.note_awaiting(at);
     }
 
@@ -218,11 +220,7 @@ impl Machine {
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
-        let Some(Imported::Wanted(import)) = connection.imports.get(&number) else {
-            return Err(error(Kind::Malformed, "malformed SHM message: an answer that nobody had asked for"));
-        };
-        let import = Arc::clone(import);
-        connection.wanted -= 1;
+        let import = connection.imports.answered(number)?;
         let held = answer.and_then(|reached| {
             if reached.len != import.len {
                 return Err(error(
@@ -235,17 +233,13 @@ impl Machine {
             }
             Held::of(import.id, reached, file.as_ref(), &self.devices)
         });
-        let imported = match held {
-            Ok(held) => {
-                self.populate(at, &held);
-                if let Some(window) = self.connections[at].window(&held) {
-                    import.shutter.open(window);
-                }
-                Imported::Held(held, import)
+        if let Ok(held) = &held {
+            self.populate(at, held);
+            if let Some(window) = self.connections[at].window(held) {
+                import.shutter.open(window);
             }
-            Err(reason) => Imported::Refused(reason),
-        };
-        self.connections[at].imports.insert(number, imported);
+        }
+        self.connections[at].imports.settle(number, held.map(|held| (held, import)));
         self.note_awaiting(at);
         self.post_waiting(at, out);
         Ok(())

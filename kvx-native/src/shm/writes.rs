@@ -173,10 +173,10 @@ impl Connection {
         done: Ticket,
     ) {
         for local in plan.locals() {
-            if self.granted.insert(local.id) {
+            if self.granted.grant(local.id) {
                 let reached = regions.reached(local.id, &local.memory);
                 let lend = Message::Lend { id: local.id, reached };
-                self.send_with(poller, &lend, Some(Arc::clone(&local.memory)));
+                self.send_with(poller, lend, Some(Arc::clone(&local.memory)));
             }
         }
         self.writes.start(id, plan, done);
@@ -197,7 +197,7 @@ impl Connection {
                     let from = Described::of(&plan, &part, Side::Local, |region| {
                         (plan.local(region).id, RegionKey([0; 16]))
                     });
-                    self.send(poller, &Message::Write { write, into, from });
+                    self.send(poller, Message::Write { write, into, from });
                 }
             }
         }

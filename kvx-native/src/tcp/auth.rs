@@ -127,14 +127,14 @@ pub(super) enum Verdict {
 }
 
 /// The initiator's side of a handshake.
-pub(super) struct Knock {
+pub(super) struct InitiatorHandshake {
     transcript: Transcript,
     own: Identity,
     expected: Identity,
     challenged: bool,
 }
 
-impl Knock {
+impl InitiatorHandshake {
     /// Says hello.
     pub(super) fn start(
         secret: Option<Secret>,
@@ -148,7 +148,7 @@ impl Knock {
         put_frame(out, Frame::Hello, 0, |out| out.put(&hello));
         let mut transcript = Transcript { secret, said: Vec::new() };
         transcript.add(&hello);
-        Ok(Knock { transcript, own, expected, challenged: false })
+        Ok(InitiatorHandshake { transcript, own, expected, challenged: false })
     }
 
     /// Takes a frame of the owner's. `Some`: the end. An error ends the connection; `out` may hold a last word.
@@ -221,13 +221,13 @@ pub(super) enum Step {
     /// It goes on.
     More,
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
-    Guest { who: Identity, link: [u8; 16], lane: u8 },
+    Welcome { who: Identity, link: [u8; 16], lane: u8 },
     /// Answered that it wants somebody else: close when that is sent.
     Mistaken { who: Identity },
 }
 
 /// The owner's side of a handshake.
-pub(super) struct Door {
+pub(super) struct OwnerHandshake {
     transcript: Transcript,
     own: Identity,
     hello: Option<Hello>,
@@ -235,9 +235,9 @@ pub(super) struct Door {
     full: Option<Error>,
 }
 
-impl Door {
+impl OwnerHandshake {
     pub(super) fn new(secret: Option<Secret>, own: Identity, full: Option<Error>) -> Self {
-        Door { transcript: Transcript { secret, said: Vec::new() }, own, hello: None, full }
+        OwnerHandshake { transcript: Transcript { secret, said: Vec::new() }, own, hello: None, full }
     }
 
     /// Takes a frame of the initiator's. An error ends the connection; `out` holds a last word.
@@ -289,7 +289,7 @@ impl Door {
         self.transcript.prove(Label::Answer, &mut message);
         put_frame(out, Frame::Answer, 0, |out| out.put(&message));
         let (link, lane) = self.hello.as_ref().map_or(([0; 16], 0), |hello| (hello.link, hello.lane));
-        Ok(if answer == Answer::Welcome { Step::Guest { who, link, lane } } else { Step::Mistaken { who } })
+        Ok(if answer == Answer::Welcome { Step::Welcome { who, link, lane } } else { Step::Mistaken { who } })
     }
 }
 
@@ -321,23 +321,24 @@ mod tests {
 
     fn converse(ours: Option<Secret>, theirs: Option<Secret>, expected: Identity) -> Conversation {
         let mut frames = vec![Vec::new()];
-        let mut knock = Knock::start(ours, who("d0", 1), expected, ([8; 16], 3), &mut frames[0]).unwrap();
-        let mut door = Door::new(theirs, who("p0", 2), None);
+        let mut initiator =
+            InitiatorHandshake::start(ours, who("d0", 1), expected, ([8; 16], 3), &mut frames[0]).unwrap();
+        let mut owning = OwnerHandshake::new(theirs, who("p0", 2), None);
         loop {
             let mut reply = Vec::new();
             let (header, body) = frame(frames.last().unwrap());
-            let owner = door.frame(header, body, &mut reply);
+            let owner = owning.frame(header, body, &mut reply);
             frames.push(reply);
             let mut reply = Vec::new();
             let (header, body) = frame(frames.last().unwrap());
-            let initiator = knock.frame(header, body, &mut reply);
+            let initiator = initiator.frame(header, body, &mut reply);
             match (initiator, owner) {
                 (Ok(None), Ok(Step::More)) => frames.push(reply),
                 (Ok(Some(verdict)), owner) => return Conversation { initiator: Ok(verdict), owner, frames },
                 (Err(error), Ok(Step::More)) if !reply.is_empty() => {
                     frames.push(reply);
                     let (header, body) = frame(frames.last().unwrap());
-                    let owner = door.frame(header, body, &mut Vec::new());
+                    let owner = owning.frame(header, body, &mut Vec::new());
                     return Conversation { initiator: Err(error), owner, frames };
                 }
                 (Err(error), owner) => return Conversation { initiator: Err(error), owner, frames },
@@ -357,7 +358,7 @@ mod tests {
             let done = converse(secret.clone(), secret, who("p0", 2));
             assert_eq!(done.initiator.unwrap(), Verdict::Welcome);
             assert!(
-                matches!(done.owner.unwrap(), Step::Guest { who: guest, link: [8, ..], lane: 3 } if guest == who("d0", 1))
+                matches!(done.owner.unwrap(), Step::Welcome { who: initiator, link: [8, ..], lane: 3 } if initiator == who("d0", 1))
             );
         }
     }
@@ -378,12 +379,12 @@ mod tests {
     fn a_recorded_conversation_is_refused() {
         let secret = secret("sixteen bytes ok");
         let recorded = converse(secret.clone(), secret.clone(), who("p0", 2));
-        let mut door = Door::new(secret, who("p0", 2), None);
+        let mut owning = OwnerHandshake::new(secret, who("p0", 2), None);
         let (header, body) = frame(&recorded.frames[0]);
-        assert!(matches!(door.frame(header, body, &mut Vec::new()).unwrap(), Step::More));
+        assert!(matches!(owning.frame(header, body, &mut Vec::new()).unwrap(), Step::More));
         let (header, body) = frame(&recorded.frames[2]);
         let mut reply = Vec::new();
-        assert_eq!(door.frame(header, body, &mut reply).unwrap_err().kind(), Kind::Denied);
+        assert_eq!(owning.frame(header, body, &mut reply).unwrap_err().kind(), Kind::Denied);
         assert_eq!(frame(&reply).0.frame, Frame::Refuse);
     }
 
@@ -392,12 +393,13 @@ mod tests {
         let secret = secret("sixteen bytes ok");
         // Reflects the initiator's own proof.
         let mut hello = Vec::new();
-        let mut knock =
-            Knock::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello).unwrap();
+        let mut initiator =
+            InitiatorHandshake::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello)
+                .unwrap();
         let mut challenge = Challenge { version: 1, secret: true, nonce: [1; 32] }.encode();
         challenge.put_block(&[0; PROOF]);
         let header = Header { frame: Frame::Challenge, len: challenge.len(), id: 0 };
-        assert_eq!(knock.frame(header, &challenge, &mut Vec::new()).unwrap_err().kind(), Kind::Denied);
+        assert_eq!(initiator.frame(header, &challenge, &mut Vec::new()).unwrap_err().kind(), Kind::Denied);
     }
 
     #[test]
@@ -421,9 +423,9 @@ mod tests {
             nonce: [0; 32],
         }
         .encode();
-        let mut door = Door::new(None, who("p0", 2), None);
+        let mut owning = OwnerHandshake::new(None, who("p0", 2), None);
         let header = Header { frame: Frame::Hello, len: future.len(), id: 0 };
-        let error = door.frame(header, &future, &mut Vec::new()).unwrap_err();
+        let error = owning.frame(header, &future, &mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), Kind::Incompatible);
         assert!(error.sentence().contains("1 to 1") && error.sentence().contains("7 to 9"), "{error}");
     }
@@ -434,17 +436,23 @@ mod tests {
         let proof_bits = 8 * frame(&converse(secret.clone(), secret.clone(), who("p0", 2)).frames[2]).1.len();
         for bit in 0..proof_bits {
             let mut hello = Vec::new();
-            let mut knock =
-                Knock::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello).unwrap();
-            let mut door = Door::new(secret.clone(), who("p0", 2), None);
+            let mut initiator = InitiatorHandshake::start(
+                secret.clone(),
+                who("d0", 1),
+                who("p0", 2),
+                ([8; 16], 0),
+                &mut hello,
+            )
+            .unwrap();
+            let mut owning = OwnerHandshake::new(secret.clone(), who("p0", 2), None);
             let (mut challenge, mut proof) = (Vec::new(), Vec::new());
             let (header, body) = frame(&hello);
-            door.frame(header, body, &mut challenge).unwrap();
+            owning.frame(header, body, &mut challenge).unwrap();
             let (header, body) = frame(&challenge);
-            knock.frame(header, body, &mut proof).unwrap();
+            initiator.frame(header, body, &mut proof).unwrap();
             proof[HEADER + bit / 8] ^= 1 << (bit % 8);
             let (header, body) = frame(&proof);
-            assert!(door.frame(header, body, &mut Vec::new()).is_err(), "bit {bit}");
+            assert!(owning.frame(header, body, &mut Vec::new()).is_err(), "bit {bit}");
         }
     }
 }

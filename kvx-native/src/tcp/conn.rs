@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
 
-use super::auth::{Door, Knock, Step, Verdict};
+use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
 use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
-use super::fetch::Lane;
+use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
 use super::input::{Input, Stage};
 use super::output::Output;
-use super::serve::Guest;
+use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;
 
@@ -25,7 +25,7 @@ pub(super) struct Scope {
     /// Scratch for one system call.
     pub(super) pieces: Vec<libc::iovec>,
     pub(super) effects: Vec<Effect>,
-    /// Bytes of queued descriptions, over all guests.
+    /// Bytes of queued descriptions, over all lanes that are served.
     pub(super) described: usize,
     /// The most payload that is moved at a time now.
     pub(super) piece: usize,
@@ -62,28 +62,28 @@ pub(super) enum Role {
     /// Ours, not connected yet.
     Connecting { link: LinkId, lane: u8 },
     /// Ours, in the handshake.
-    Knock { link: LinkId, lane: u8, knock: Box<Knock> },
+    Greeting { link: LinkId, lane: u8, handshake: Box<InitiatorHandshake> },
     /// Ours, up.
-    Lane(Box<Lane>),
+    Requests(Box<RequestLane>),
     /// A peer's, in the handshake.
-    Door(Box<Door>),
+    Greeted(Box<OwnerHandshake>),
     /// A peer's, up.
-    Guest(Box<Guest>),
+    Served(Box<ServedLane>),
 }
 
 impl Role {
     /// The link that it belongs to, if it is ours, and which lane of it.
     pub(super) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
-            Role::Connecting { link, lane } | Role::Knock { link, lane, .. } => Some((*link, *lane)),
-            Role::Lane(lane) => Some((lane.link, lane.number)),
-            Role::Door(_) | Role::Guest(_) => None,
+            Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => Some((*link, *lane)),
+            Role::Requests(lane) => Some((lane.link, lane.number)),
+            Role::Greeted(_) | Role::Served(_) => None,
         }
     }
 
     /// Whether the ends do not know each other yet.
     pub(super) fn is_greeting(&self) -> bool {
-        !matches!(self, Role::Lane(_) | Role::Guest(_))
+        self.up().is_none()
     }
 
     fn frame(
@@ -96,123 +96,99 @@ impl Role {
     ) -> Result<Change> {
         match self {
             Role::Connecting { .. } => Err(out_of_turn(header)),
-            Role::Knock { link, lane, knock } => match knock.frame(header, body, &mut output.control)? {
-                None => Ok(Change::Stay),
-                Some(Verdict::Welcome) => {
-                    scope.effects.push(Effect::Welcome { link: *link, lane: *lane });
-                    Ok(Change::Become {
-                        role: Role::Lane(Box::new(Lane::new(key, *link, *lane))),
-                        lane: *lane,
-                    })
+            Role::Greeting { link, lane, handshake } => {
+                match handshake.frame(header, body, &mut output.control)? {
+                    None => Ok(Change::Stay),
+                    Some(Verdict::Welcome) => {
+                        scope.effects.push(Effect::Welcome { link: *link, lane: *lane });
+                        Ok(Change::Become {
+                            role: Role::Requests(Box::new(RequestLane::new(key, *link, *lane))),
+                            lane: *lane,
+                        })
+                    }
+                    Some(Verdict::Restarted(incarnation)) => {
+                        scope.effects.push(Effect::Restarted { link: *link, incarnation });
+                        Ok(Change::Close)
+                    }
                 }
-                Some(Verdict::Restarted(incarnation)) => {
-                    scope.effects.push(Effect::Restarted { link: *link, incarnation });
-                    Ok(Change::Close)
-                }
-            },
-            Role::Door(door) => match door.frame(header, body, &mut output.control)? {
+            }
+            Role::Greeted(handshake) => match handshake.frame(header, body, &mut output.control)? {
                 Step::More => Ok(Change::Stay),
-                Step::Guest { who, link, lane } => {
+                Step::Welcome { who, link, lane } => {
                     scope.effects.push(Effect::Entered { key });
-                    Ok(Change::Become { role: Role::Guest(Box::new(Guest::new(key, who, link, lane))), lane })
+                    let served = ServedLane::new(key, who, link, lane);
+                    Ok(Change::Become { role: Role::Served(Box::new(served)), lane })
                 }
                 Step::Mistaken { who } => {
                     scope.effects.push(Effect::Mistaken { who });
                     Ok(Change::Close)
                 }
             },
-            Role::Lane(lane) => lane.frame(header, body, output, scope).map(|()| Change::Stay),
-            Role::Guest(guest) => guest.frame(header, body, output, scope).map(|()| Change::Stay),
+            Role::Requests(lane) => lane.frame(header, body, output, scope).map(|()| Change::Stay),
+            Role::Served(lane) => lane.frame(header, body, output, scope).map(|()| Change::Stay),
         }
     }
 
-    fn data(&mut self, header: Header) -> Result<()> {
+    /// The handshake is done: what its frames mean and what it sends.
+    fn up(&self) -> Option<&dyn LaneEnd> {
         match self {
-            Role::Lane(lane) => lane.data(header),
-            Role::Guest(guest) => guest.data(header),
-            _ => Err(out_of_turn(header)),
+            Role::Requests(lane) => Some(&**lane),
+            Role::Served(lane) => Some(&**lane),
+            Role::Connecting { .. } | Role::Greeting { .. } | Role::Greeted(_) => None,
         }
     }
 
-    /// False: there is no place now.
-    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
+    /// The same, to do something.
+    pub(super) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
         match self {
-            Role::Lane(lane) => lane.fill(chunk, max, scope),
-            Role::Guest(guest) => guest.fill(chunk, max, output, scope),
-            _ => {
-                chunk.discard(&mut scope.bin, max);
-                true
-            }
+            Role::Requests(lane) => Some(&mut **lane),
+            Role::Served(lane) => Some(&mut **lane),
+            Role::Connecting { .. } | Role::Greeting { .. } | Role::Greeted(_) => None,
         }
     }
+}
+
+/// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves them.
+pub(super) trait LaneEnd {
+    /// A frame that is no payload. Errors end the connection.
+    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()>;
+
+    /// Payload begins. Errors end the connection.
+    fn data(&mut self, header: Header) -> Result<()>;
+
+    /// Where the next of it goes. False: there is no place now.
+    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool;
 
     /// So many bytes went where `fill` said.
-    fn took(&mut self, count: usize) {
-        match self {
-            Role::Lane(lane) => lane.took(count),
-            Role::Guest(guest) => guest.took(count),
-            _ => {}
-        }
-    }
+    fn took(&mut self, count: usize);
 
     /// Nothing comes now. Says whether what `fill` said holds no longer.
-    fn pause(&mut self) -> bool {
-        match self {
-            Role::Lane(lane) => lane.pause(),
-            Role::Guest(guest) => guest.pause(),
-            _ => false,
-        }
-    }
+    fn pause(&mut self) -> bool;
+
+    /// Payload has ended.
+    fn data_end(&mut self, output: &mut Output, scope: &mut Scope);
+
+    /// Puts the next frame with payload into the output, if there is one.
+    fn next_frame(&mut self, output: &mut Output, scope: &mut Scope);
+
+    /// Whether there is one.
+    fn has_frames(&self) -> bool;
 
     /// Whether it has blocks of a device to send.
-    fn has_streams(&self) -> bool {
-        match self {
-            Role::Lane(lane) => lane.has_streams(),
-            Role::Guest(guest) => guest.has_streams(),
-            _ => false,
-        }
-    }
+    fn has_streams(&self) -> bool;
 
     /// Its peer does not read: nobody waits for what it keeps.
-    fn make_way(&mut self, output: &mut Output) {
-        match self {
-            Role::Lane(lane) => lane.make_way(output),
-            Role::Guest(guest) => guest.make_way(output),
-            _ => {}
-        }
-    }
+    fn make_way(&mut self, output: &mut Output);
+
+    /// A device has copied for one of its streams.
+    fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
 
     /// Nothing comes and goes any more: lets go of all memory.
-    pub(super) fn release(&mut self, ending: &Ending) {
-        match self {
-            Role::Lane(lane) => lane.release(ending),
-            Role::Guest(guest) => guest.release(ending),
-            _ => {}
-        }
-    }
+    fn release(&mut self, ending: &Ending);
 
-    fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
-        match self {
-            Role::Lane(lane) => lane.data_end(),
-            Role::Guest(guest) => guest.data_end(output, scope),
-            _ => {}
-        }
-    }
-
-    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
-        match self {
-            Role::Lane(lane) => lane.next_frame(output, scope),
-            Role::Guest(guest) => guest.next_frame(output, scope),
-            _ => {}
-        }
-    }
-
-    fn has_frames(&self) -> bool {
-        match self {
-            Role::Lane(lane) => lane.has_frames(),
-            Role::Guest(guest) => guest.has_frames(),
-            _ => false,
-        }
+    /// Whether nothing more is read before some of what waits has gone out.
+    fn is_paused(&self, _output: &Output, _described_in_all: usize) -> bool {
+        false
     }
 }
 
@@ -293,7 +269,10 @@ impl Conn {
 
     /// Notes whether its socket takes nothing while it has streams. When to look again, if that has just begun.
     pub(super) fn note_full(&mut self, now: Instant) -> Option<Instant> {
-        if self.writable || self.full_since.is_some() || !self.role.has_streams() {
+        if self.writable
+            || self.full_since.is_some()
+            || !self.role.up().is_some_and(|lane| lane.has_streams())
+        {
             return None;
         }
         self.full_since = Some(now);
@@ -306,7 +285,9 @@ impl Conn {
         if stuck_at > now {
             return Some(stuck_at);
         }
-        self.role.make_way(&mut self.output);
+        if let Some(lane) = self.role.up_mut() {
+            lane.make_way(&mut self.output);
+        }
         None // a token tells when others come
     }
 
@@ -329,11 +310,13 @@ impl Conn {
 
     /// Whether something waits to be sent.
     pub(super) fn has_output(&self) -> bool {
-        !self.output.at_boundary() || !self.output.control.is_empty() || self.role.has_frames()
+        !self.output.at_boundary()
+            || !self.output.control.is_empty()
+            || self.role.up().is_some_and(|lane| lane.has_frames())
     }
 
     fn is_paused(&self, described: usize) -> bool {
-        self.closing || matches!(&self.role, Role::Guest(guest) if guest.is_paused(&self.output, described))
+        self.closing || self.role.up().is_some_and(|lane| lane.is_paused(&self.output, described))
     }
 
     /// Takes in what is there: about `budget` bytes. Says how many.
@@ -352,17 +335,18 @@ impl Conn {
     /// Nothing is read now: others may have the bounce buffer that waits for more.
     fn let_go_if_dry(&mut self, described: usize) {
         let waits = matches!(self.input.stage, Stage::Data { .. }) && !self.input.stalled;
-        if waits && (!self.readable || self.is_paused(described)) && self.role.pause() {
+        if waits
+            && (!self.readable || self.is_paused(described))
+            && self.role.up_mut().is_some_and(|lane| lane.pause())
+        {
             self.input.chunk.clear();
         }
     }
 
     /// A device has copied for one of its streams.
     pub(super) fn woken(&mut self, token: u64, now: Instant, scope: &mut Scope) {
-        match &mut self.role {
-            Role::Lane(lane) => lane.woken(token, &mut self.input, scope),
-            Role::Guest(guest) => guest.woken(token, &mut self.input, &mut self.output, scope),
-            _ => {}
+        if let Some(lane) = self.role.up_mut() {
+            lane.woken(token, &mut self.input, &mut self.output, scope);
         }
         self.let_go_if_dry(scope.described);
         self.look_if_stuck(now);
@@ -380,9 +364,11 @@ impl Conn {
     /// Works on all whole frames, and on payload as far as it has come.
     fn parse(&mut self, key: usize, scope: &mut Scope) -> Result<()> {
         loop {
-            match self.input.chunk.take_moved() {
-                0 => {}
-                moved => self.role.took(moved),
+            let moved = self.input.chunk.take_moved();
+            if moved > 0
+                && let Some(lane) = self.role.up_mut()
+            {
+                lane.took(moved);
             }
             match self.input.stage {
                 Stage::Header => {
@@ -394,7 +380,8 @@ impl Conn {
                         return Err(out_of_turn(header));
                     }
                     self.input.stage = if header.frame == Frame::Data {
-                        self.role.data(header)?;
+                        let lane = self.role.up_mut().ok_or_else(|| out_of_turn(header))?;
+                        lane.data(header)?;
                         self.input.chunk.clear();
                         Stage::Data { left: header.len }
                     } else {
@@ -408,7 +395,9 @@ impl Conn {
                     self.change(change);
                 }
                 Stage::Data { left: 0 } => {
-                    self.role.data_end(&mut self.output, scope);
+                    if let Some(lane) = self.role.up_mut() {
+                        lane.data_end(&mut self.output, scope);
+                    }
                     self.input.stage = Stage::Header;
                 }
                 Stage::Data { left } => {
@@ -416,7 +405,8 @@ impl Conn {
                     if input.chunk.left() == 0 {
                         input.chunk.clear();
                         let max = left.min(scope.piece);
-                        input.stalled = !self.role.fill(&mut input.chunk, max, &mut self.output, scope);
+                        let Some(lane) = self.role.up_mut() else { return Ok(()) };
+                        input.stalled = !lane.fill(&mut input.chunk, max, &mut self.output, scope);
                         if input.stalled {
                             return Ok(());
                         }

@@ -41,16 +41,6 @@ pub(super) fn no_answer(address: SocketAddr) -> Error {
     )
 }
 
-/// A peer that is silent.
-pub(super) fn silent(seconds: f64) -> Error {
-    Error::new(
-        Kind::PeerLost,
-        format!(
-            "nothing was heard from the peer for {seconds} s with work in flight: check whether it is stopped"
-        ),
-    )
-}
-
 /// Work on a link that was lost before its user heard of it.
 pub(super) fn gone() -> Error {
     Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)

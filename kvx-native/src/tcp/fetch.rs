@@ -7,7 +7,7 @@ use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
 use super::chunk::Chunk;
-use super::conn::{Effect, Scope};
+use super::conn::{Effect, LaneEnd, Scope};
 use super::ending::{Concern, Ending};
 use super::frames::{Frame, Header, MAX_DATA, put_bare, put_frame, read_end};
 use super::input::Input;
@@ -76,7 +76,7 @@ impl Request {
 }
 
 /// A lane that is up.
-pub(super) struct Lane {
+pub(super) struct RequestLane {
     /// Of its connection.
     key: usize,
     pub(super) link: LinkId,
@@ -100,9 +100,9 @@ fn malformed(why: impl std::fmt::Display) -> Error {
     Error::new(Kind::Malformed, format!("the peer answers out of order: {why}"))
 }
 
-impl Lane {
+impl RequestLane {
     pub(super) fn new(key: usize, link: LinkId, number: u8) -> Self {
-        Lane {
+        RequestLane {
             key,
             link,
             number,
@@ -219,25 +219,6 @@ impl Lane {
         self.requests.get(slot).filter(|request| request.id == id && !request.is_landing()).map(|_| slot)
     }
 
-    /// A frame that is no payload.
-    pub(super) fn frame(
-        &mut self,
-        header: Header,
-        body: &[u8],
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> Result<()> {
-        match header.frame {
-            Frame::End => self.end(header.id, read_end(body)?, output, scope),
-            Frame::Ack => {
-                scope.effects.push(Effect::Acked { link: self.link, id: header.id });
-                Ok(())
-            }
-            Frame::Alive => Ok(()),
-            other => Err(malformed(format_args!("{other:?} from an owner"))),
-        }
-    }
-
     fn end(&mut self, id: u64, result: Result<()>, output: &mut Output, scope: &mut Scope) -> Result<()> {
         let Some(slot) = self.find(id) else {
             return Err(malformed(format_args!("an end of {id}, which is not open")));
@@ -293,42 +274,6 @@ impl Lane {
             local.stop(&scope.shared.ending);
         }
         scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
-    }
-
-    /// Whether it has blocks of a device to send.
-    pub(super) fn has_streams(&self) -> bool {
-        let is_one = |request: &Request| matches!(&request.local, Some(Local::From(source)) if source.token().is_some());
-        self.requests.iter().any(|(_, request)| is_one(request))
-    }
-
-    /// The peer does not read.
-    pub(super) fn make_way(&mut self, output: &mut Output) {
-        for (_, request) in &mut self.requests {
-            if let Some(Local::From(source)) = &mut request.local {
-                source.make_way(|| output.spill());
-            }
-        }
-    }
-
-    /// A device has copied for one of its streams.
-    pub(super) fn woken(&mut self, token: u64, input: &mut Input, scope: &mut Scope) {
-        let is_its = |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
-        let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request)) else {
-            return;
-        };
-        let waits = request.waiting;
-        match &mut request.local {
-            Some(Local::From(_)) if waits => {
-                request.waiting = false;
-                self.writes.push(slot, request.left);
-            }
-            Some(Local::Into(_)) if waits => self.end_if_landed(slot, scope),
-            Some(Local::Into(_)) if self.receiving == Some(slot) => input.stalled = false,
-            Some(Local::Into(sink)) => {
-                sink.pause();
-            }
-            _ => {}
-        }
     }
 
     /// No more payload of this write goes out. Says whether some was still to go.
@@ -389,43 +334,12 @@ impl Lane {
         }
     }
 
-    /// Its connection has ended: lets go of all memory.
-    pub(super) fn release(&mut self, ending: &Ending) {
-        self.requests.drain().filter_map(|request| request.local).for_each(|local| local.stop(ending));
-    }
-
-    /// Payload begins.
-    pub(super) fn data(&mut self, header: Header) -> Result<()> {
-        let Some(slot) = self.find(header.id) else {
-            return Err(malformed(format_args!("data for {}, which is not open", header.id)));
-        };
-        let request = &mut self.requests[slot];
-        if request.op != Op::Read || header.len as u64 > request.left {
-            return Err(malformed(format_args!("{} bytes where {} are left", header.len, request.left)));
-        }
-        request.left -= header.len as u64;
-        self.receiving = Some(slot);
-        Ok(())
-    }
-
     /// Where the payload that is coming in belongs, if somebody wants it.
     fn receiving(&mut self) -> Option<&mut Sink> {
         match self.requests.get_mut(self.receiving?)?.local.as_mut()? {
             Local::Into(sink) => Some(sink),
             Local::From(_) => None,
         }
-    }
-
-    /// Where the next of it goes. False: there is no place now.
-    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize, scope: &mut Scope) -> bool {
-        if let Some(sink) = self.receiving() {
-            match sink.fill(chunk, max) {
-                Ok(is_there) => return is_there,
-                Err(why) => self.fail_receiving(why, scope),
-            }
-        }
-        chunk.discard(&mut scope.bin, max);
-        true
     }
 
     /// The device of the read that is coming in has failed.
@@ -438,31 +352,61 @@ impl Lane {
             scope.effects.push(Effect::Failed { link: self.link, transfer, why });
         }
     }
+}
 
-    /// So many bytes went there.
-    pub(super) fn took(&mut self, count: usize) {
+impl LaneEnd for RequestLane {
+    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
+        match header.frame {
+            Frame::End => self.end(header.id, read_end(body)?, output, scope),
+            Frame::Ack => {
+                scope.effects.push(Effect::Acked { link: self.link, id: header.id });
+                Ok(())
+            }
+            Frame::Alive => Ok(()),
+            other => Err(malformed(format_args!("{other:?} from an owner"))),
+        }
+    }
+
+    fn data(&mut self, header: Header) -> Result<()> {
+        let Some(slot) = self.find(header.id) else {
+            return Err(malformed(format_args!("data for {}, which is not open", header.id)));
+        };
+        let request = &mut self.requests[slot];
+        if request.op != Op::Read || header.len as u64 > request.left {
+            return Err(malformed(format_args!("{} bytes where {} are left", header.len, request.left)));
+        }
+        request.left -= header.len as u64;
+        self.receiving = Some(slot);
+        Ok(())
+    }
+
+    fn fill(&mut self, chunk: &mut Chunk, max: usize, _: &mut Output, scope: &mut Scope) -> bool {
+        if let Some(sink) = self.receiving() {
+            match sink.fill(chunk, max) {
+                Ok(is_there) => return is_there,
+                Err(why) => self.fail_receiving(why, scope),
+            }
+        }
+        chunk.discard(&mut scope.bin, max);
+        true
+    }
+
+    fn took(&mut self, count: usize) {
         if let Some(sink) = self.receiving() {
             sink.took(count);
         }
     }
 
-    /// Nothing comes now. Says whether what `fill` said holds no longer.
-    pub(super) fn pause(&mut self) -> bool {
+    fn pause(&mut self) -> bool {
         self.receiving().is_some_and(Sink::pause)
     }
 
-    /// Payload has ended.
-    pub(super) fn data_end(&mut self) {
+    fn data_end(&mut self, _: &mut Output, _: &mut Scope) {
         self.pause(); // until the next frame
         self.receiving = None;
     }
 
-    pub(super) fn has_frames(&self) -> bool {
-        !self.writes.is_empty() || self.sending.is_some()
-    }
-
-    /// The next piece of a write.
-    pub(super) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
+    fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
         if let Some(slot) = self.sending.take() {
             self.go_on(slot, &mut scope.effects);
         }
@@ -486,5 +430,46 @@ impl Lane {
         *left -= len as u64;
         Header { frame: Frame::Data, len, id: *id }.encode(output.head());
         self.sending = Some(slot);
+    }
+
+    fn has_frames(&self) -> bool {
+        !self.writes.is_empty() || self.sending.is_some()
+    }
+
+    fn has_streams(&self) -> bool {
+        let is_one = |request: &Request| matches!(&request.local, Some(Local::From(source)) if source.token().is_some());
+        self.requests.iter().any(|(_, request)| is_one(request))
+    }
+
+    fn make_way(&mut self, output: &mut Output) {
+        for (_, request) in &mut self.requests {
+            if let Some(Local::From(source)) = &mut request.local {
+                source.make_way(|| output.spill());
+            }
+        }
+    }
+
+    fn woken(&mut self, token: u64, input: &mut Input, _: &mut Output, scope: &mut Scope) {
+        let is_its = |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
+        let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request)) else {
+            return;
+        };
+        let waits = request.waiting;
+        match &mut request.local {
+            Some(Local::From(_)) if waits => {
+                request.waiting = false;
+                self.writes.push(slot, request.left);
+            }
+            Some(Local::Into(_)) if waits => self.end_if_landed(slot, scope),
+            Some(Local::Into(_)) if self.receiving == Some(slot) => input.stalled = false,
+            Some(Local::Into(sink)) => {
+                sink.pause();
+            }
+            _ => {}
+        }
+    }
+
+    fn release(&mut self, ending: &Ending) {
+        self.requests.drain().filter_map(|request| request.local).for_each(|local| local.stop(ending));
     }
 }

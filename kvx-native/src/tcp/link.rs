@@ -2,18 +2,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_core::transport::{Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
+use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
 use super::address;
 use super::memory;
 use super::progress::Command;
 use super::transport::{Handle, capabilities};
-
-/// Transfers of at most so many bytes are sent off on the calling thread.
-const HERE: u64 = kvx_core::transport::INLINE_BYTES;
-/// And at most so many blocks.
-const HERE_SEGMENTS: u64 = kvx_core::transport::INLINE_SEGMENTS;
 
 /// What the machine lets a link say of itself.
 #[derive(Debug, Default)]
@@ -66,7 +61,8 @@ unsafe impl Link for TcpLink {
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
         let size = plan.size();
         let command = Command::Post { link: self.id, plan, id, done };
-        if size.bytes <= HERE && size.segments <= HERE_SEGMENTS {
+        if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
+            // It is sent off on the calling thread.
             self.handle.submit_here(command);
         } else {
             self.handle.submit(command);

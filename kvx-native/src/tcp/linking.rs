@@ -6,7 +6,7 @@ use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId, Result, TransferId};
 
-use super::auth::Knock;
+use super::auth::InitiatorHandshake;
 use super::conn::{Conn, Role};
 use super::error;
 use super::peers::Peer;
@@ -99,7 +99,8 @@ pub(super) fn greet(conn: &mut Conn, link: LinkId, lane: u8, peer: &Peer, shared
     socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
     let (own, expected) = (shared.agent.clone(), peer.who.clone());
     let which = (peer.nonce, lane);
-    let knock = Knock::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
-    conn.role = Role::Knock { link, lane, knock: Box::new(knock) };
+    let handshake =
+        InitiatorHandshake::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
+    conn.role = Role::Greeting { link, lane, handshake: Box::new(handshake) };
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! The owner's regions, and how remote access to them ends.
 
 use std::any::Any;
-use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvx_backend::control::RegionTable;
 use kvx_core::transport::{LocalRegion, RegionSpec};
 use kvx_core::{Bound, Error, Kind, Memory, Placed, RegionId, RegionKey, Result, Ticket};
 
@@ -12,14 +12,10 @@ use super::progress::Command;
 use super::staging::Stage;
 use super::transport::Handle;
 
-/// How many revoked regions are remembered by number, so that a late request hears `Revoked`.
-const REMEMBERED: usize = 4096;
-
 /// A region that peers may reach.
 #[derive(Debug)]
 pub(super) struct Served {
     pub(super) id: RegionId,
-    key: RegionKey,
     pub(super) memory: Arc<Memory>,
     /// Where it bounces, if it lies on a device.
     pub(super) stage: Option<Arc<Stage>>,
@@ -27,56 +23,29 @@ pub(super) struct Served {
 
 /// All regions of one agent that TCP serves.
 #[derive(Debug, Default)]
-pub(super) struct Regions(Mutex<Table>);
-
-#[derive(Debug, Default)]
-struct Table {
-    served: HashMap<RegionId, Arc<Served>>,
-    revoked: VecDeque<RegionId>,
-}
+pub(super) struct Regions(Mutex<RegionTable<Arc<Served>>>);
 
 impl Regions {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, RegionTable<Arc<Served>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn add(&self, spec: RegionSpec, stage: Option<Arc<Stage>>) -> Arc<Served> {
         let RegionSpec { id, key, memory } = spec;
-        let served = Arc::new(Served { id, key, memory, stage });
-        self.table().served.insert(id, Arc::clone(&served));
+        let served = Arc::new(Served { id, memory, stage });
+        self.table().open(id, key, Arc::clone(&served));
         served
     }
 
     fn remove(&self, served: &Served) {
-        let mut table = self.table();
-        if table.served.remove(&served.id).is_some() {
-            if table.revoked.len() == REMEMBERED {
-                table.revoked.pop_front();
-            }
-            table.revoked.push_back(served.id);
-        }
+        let revoked = self.table().revoke(served.id);
+        drop(revoked); // without the lock: it may be the last to hold the memory
     }
 
     /// The regions that a request names, if it shows their keys. Errors: `Unregistered`, `Revoked`, `WrongKey`.
     pub(super) fn open(&self, shown: &[(RegionId, RegionKey)]) -> Result<Vec<Arc<Served>>> {
         let table = self.table();
-        shown
-            .iter()
-            .map(|(id, key)| match table.served.get(id) {
-                Some(served) if served.key.matches(key) => Ok(Arc::clone(served)),
-                Some(_) => Err(Error::new(
-                    Kind::WrongKey,
-                    format!("wrong key for region {id}: use its owner's metadata"),
-                )),
-                None if table.revoked.contains(id) => {
-                    Err(Error::new(Kind::Revoked, format!("region {id} was revoked by its owner")))
-                }
-                None => Err(Error::new(
-                    Kind::Unregistered,
-                    format!("region {id} is not registered with its owner for TCP: fetch its new metadata"),
-                )),
-            })
-            .collect()
+        shown.iter().map(|(id, key)| table.check(*id, key).cloned()).collect()
     }
 }
 
@@ -203,16 +172,5 @@ mod tests {
         assert_eq!(import(&7u32.to_le_bytes()).unwrap(), 7);
         assert_eq!(import(&[7, 0, 0, 0, 99]).unwrap(), 7);
         assert_eq!(import(&[7, 0, 0]).unwrap_err().kind(), Kind::Malformed);
-    }
-
-    #[test]
-    fn the_memory_of_revoked_regions_is_forgotten_after_a_while() {
-        let regions = Regions::default();
-        for id in 0..REMEMBERED as u64 + 10 {
-            let served = regions.add(spec(id, 1), None);
-            regions.remove(&served);
-        }
-        assert_eq!(regions.table().revoked.len(), REMEMBERED);
-        assert!(regions.table().served.is_empty());
     }
 }

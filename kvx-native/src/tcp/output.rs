@@ -63,7 +63,9 @@ impl Output {
             self.head = Vec::new();
         }
         std::mem::swap(&mut self.head, &mut self.control);
-        role.next_frame(self, scope);
+        if let Some(lane) = role.up_mut() {
+            lane.next_frame(self, scope);
+        }
     }
 
     pub(super) fn pieces(&self, pieces: &mut Vec<libc::iovec>) {

@@ -9,7 +9,7 @@ use kvx_core::{Error, Kind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use super::auth::Door;
+use super::auth::OwnerHandshake;
 use super::conn::{Conn, Role};
 use super::ending::Answer;
 use super::frames::put_end;
@@ -18,7 +18,7 @@ use super::socket;
 use super::transport::Shared;
 
 /// Connections whose handshake is not done; one more drops the oldest.
-const MAX_DOORS: usize = 512;
+const MAX_HANDSHAKES: usize = 512;
 /// Connections accepted in one turn.
 const ACCEPTS: usize = 32;
 /// How long nothing is accepted when the system is out of descriptors or memory.
@@ -36,16 +36,16 @@ impl Machine {
                         tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
                         continue;
                     }
-                    self.admit(Conn::new(socket, peer, self.door(), now + HANDSHAKE), now);
+                    self.admit(Conn::new(socket, peer, self.handshake(), now + HANDSHAKE), now);
                 }
                 Err(Errno::AGAIN) => {
-                    self.knocking = false;
+                    self.accepting = false;
                     return accepted;
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
                     tracing::warn!(%error, "TCP cannot accept connections now; trying again soon");
-                    self.knocking = false;
+                    self.accepting = false;
                     self.accept_at = Some(now + ACCEPT_PAUSE);
                     self.by(now + ACCEPT_PAUSE, now);
                     return accepted;
@@ -55,43 +55,43 @@ impl Machine {
         ACCEPTS
     }
 
-    fn door(&self) -> Role {
+    fn handshake(&self) -> Role {
         let max = self.scope.shared.config.max_connections;
-        let full = (self.guests >= max).then(|| {
+        let full = (self.served >= max).then(|| {
             Error::new(
                 Kind::Exhausted,
                 format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
             )
         });
         let Shared { secret, agent, .. } = &*self.scope.shared;
-        Role::Door(Box::new(Door::new(secret.clone(), agent.clone(), full)))
+        Role::Greeted(Box::new(OwnerHandshake::new(secret.clone(), agent.clone(), full)))
     }
 
     fn admit(&mut self, conn: Conn, now: Instant) {
-        if self.doors >= MAX_DOORS {
-            let doors = self.conns.iter().filter(|(_, conn)| matches!(conn.role, Role::Door(_)));
-            if let Some(key) = doors.min_by_key(|(_, conn)| conn.deadline).map(|(key, _)| key) {
+        if self.handshakes >= MAX_HANDSHAKES {
+            let waiting = self.conns.iter().filter(|(_, conn)| matches!(conn.role, Role::Greeted(_)));
+            if let Some(key) = waiting.min_by_key(|(_, conn)| conn.deadline).map(|(key, _)| key) {
                 self.remove(key);
             }
         }
         match self.insert(conn, now) {
-            Ok(_) => self.doors += 1,
+            Ok(_) => self.handshakes += 1,
             Err(error) => tracing::warn!(%error, "TCP dropped a connection"),
         }
     }
 
     /// A peer's lane is up.
     pub(super) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
-        self.doors -= 1;
-        self.guests += 1;
-        let Some(Conn { role: Role::Guest(guest), peer, .. }) = self.conns.get(key) else { return };
-        tracing::debug!(peer = ?guest.who, from = %peer, lane = guest.lane, "a peer connected over TCP");
-        match self.lanes.entry((guest.link, guest.lane)) {
+        self.handshakes -= 1;
+        self.served += 1;
+        let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else { return };
+        tracing::debug!(peer = ?lane.who, from = %peer, lane = lane.lane, "a peer connected over TCP");
+        match self.lanes.entry((lane.link, lane.lane)) {
             Entry::Vacant(vacant) => {
                 vacant.insert(key);
             }
             Entry::Occupied(_) => {
-                let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", guest.lane));
+                let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", lane.lane));
                 self.failed(key, error, now, out);
             }
         }
@@ -100,10 +100,10 @@ impl Machine {
     /// A peer takes back a request, which it sent on another of its lanes.
     pub(super) fn cancelled(&mut self, link: [u8; 16], lane: u8, id: u64, now: Instant, out: &mut Outbox) {
         let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
-        let Some(Conn { role: Role::Guest(guest), input, output, .. }) = self.conns.get_mut(key) else {
+        let Some(Conn { role: Role::Served(lane), input, output, .. }) = self.conns.get_mut(key) else {
             return;
         };
-        match guest.cancel(id, input, output, &mut self.scope) {
+        match lane.cancel(id, input, output, &mut self.scope) {
             Ok(()) => self.touch(key),
             Err(error) => self.failed(key, error, now, out),
         }
@@ -121,8 +121,8 @@ impl Machine {
     pub(super) fn revoke(&mut self, region: RegionId) {
         let mut touched = Vec::new();
         for (key, conn) in &mut self.conns {
-            let Conn { role: Role::Guest(guest), input, output, .. } = conn else { continue };
-            guest.revoke(region, input, output, &mut self.scope);
+            let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
+            lane.revoke(region, input, output, &mut self.scope);
             touched.push(key);
         }
         touched.into_iter().for_each(|key| self.touch(key));
@@ -131,8 +131,8 @@ impl Machine {
     pub(super) fn resume(&mut self) {
         let mut touched = Vec::new();
         for (key, conn) in &mut self.conns {
-            let Conn { role: Role::Guest(guest), output, .. } = conn else { continue };
-            if guest.resume(output, &self.scope.shared) {
+            let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
+            if lane.resume(output, &self.scope.shared) {
                 touched.push(key);
             }
         }

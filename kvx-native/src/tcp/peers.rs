@@ -209,7 +209,7 @@ impl Peer {
             let mut cancelled = Vec::new();
             for key in self.lanes.iter().flatten().copied() {
                 let Conn { role, input, output, .. } = &mut conns[key];
-                if let Role::Lane(lane) = role {
+                if let Role::Requests(lane) = role {
                     let number = lane.number;
                     lane.give_up(id, input, output, scope, |id| cancelled.push((id, number)));
                     touched(key);
@@ -285,15 +285,15 @@ impl Peer {
 }
 
 fn has_room(conn: &Conn) -> bool {
-    matches!(&conn.role, Role::Lane(lane) if lane.has_room())
+    matches!(&conn.role, Role::Requests(lane) if lane.has_room())
 }
 
 fn is_fenced(conn: &Conn) -> bool {
-    matches!(&conn.role, Role::Lane(lane) if lane.is_fenced())
+    matches!(&conn.role, Role::Requests(lane) if lane.is_fenced())
 }
 
 fn load(conn: &Conn) -> u64 {
-    if let Role::Lane(lane) = &conn.role { lane.load() } else { u64::MAX }
+    if let Role::Requests(lane) = &conn.role { lane.load() } else { u64::MAX }
 }
 
 /// Requests the next part of the next transfer of a queue. Says whether there was one.
@@ -305,7 +305,7 @@ fn issue_next(
 ) -> bool {
     let Some(id) = queue.pop_front() else { return false };
     let Some(transfer) = transfers.get_mut(&id) else { return false };
-    let Conn { role: Role::Lane(lane), output, .. } = conn else { return false };
+    let Conn { role: Role::Requests(lane), output, .. } = conn else { return false };
     let Some(part) = transfer.parts.get(transfer.next) else { return false };
     lane.request(&transfer.plan, part, id, output, scope);
     transfer.next += 1;

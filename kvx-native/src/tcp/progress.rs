@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::Look;
+use kvx_backend::control::reasons::peer_silent;
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
@@ -57,7 +58,7 @@ pub(super) struct Machine {
     wake: Wake,
     pub(super) listener: Listener,
     /// Whether somebody may wait to be accepted.
-    pub(super) knocking: bool,
+    pub(super) accepting: bool,
     /// When to accept again.
     pub(super) accept_at: Option<Instant>,
     pub(super) conns: Slab<Conn>,
@@ -76,9 +77,9 @@ pub(super) struct Machine {
     bursting: bool,
     /// When there was last a small transfer, of ours or of a peer.
     small_at: Option<Instant>,
-    pub(super) doors: usize,
-    pub(super) guests: usize,
-    /// Connections of guests by link and lane.
+    pub(super) handshakes: usize,
+    pub(super) served: usize,
+    /// Connections that are served by link and lane.
     pub(super) lanes: HashMap<([u8; 16], u8), usize>,
     /// When a connection was last said to be closed, and how many were since then.
     warned: Option<Instant>,
@@ -99,7 +100,7 @@ impl Machine {
             },
             wake: Wake::new(&listener.socket)?,
             listener,
-            knocking: true,
+            accepting: true,
             accept_at: None,
             conns: Slab::new(),
             peers: HashMap::new(),
@@ -111,8 +112,8 @@ impl Machine {
             ticked: false,
             bursting: false,
             small_at: None,
-            doors: 0,
-            guests: 0,
+            handshakes: 0,
+            served: 0,
             lanes: HashMap::new(),
             warned: None,
             unsaid: 0,
@@ -149,12 +150,12 @@ impl Machine {
 
     fn poll(&mut self) -> usize {
         let (conns, mut events) = (&mut self.conns, 0);
-        let (mut knocking, mut ticked) = (self.knocking, self.ticked);
+        let (mut accepting, mut ticked) = (self.accepting, self.ticked);
         let (small, bulk, described) = (&mut self.small, &mut self.bulk, self.scope.described);
         let polled = self.wake.poll(|event| {
             events += 1;
             match event {
-                Event::Knock => knocking = true,
+                Event::Connecting => accepting = true,
                 Event::Timer => ticked = true,
                 Event::Conn { key, readable, writable, hung_up } => {
                     let Some(conn) = conns.get_mut(key) else { return };
@@ -166,7 +167,7 @@ impl Machine {
                 }
             }
         });
-        (self.knocking, self.ticked) = (knocking, ticked);
+        (self.accepting, self.ticked) = (accepting, ticked);
         if let Err(error) = polled {
             tracing::error!(%error, "TCP cannot see what its sockets do");
         }
@@ -177,17 +178,19 @@ impl Machine {
     pub(super) fn remove(&mut self, key: usize) -> Option<Conn> {
         let mut conn = self.conns.try_remove(key)?;
         match &conn.role {
-            Role::Door(_) => self.doors -= 1,
-            Role::Guest(guest) => {
-                self.guests -= 1;
-                self.scope.described -= guest.described();
-                if self.lanes.get(&(guest.link, guest.lane)) == Some(&key) {
-                    self.lanes.remove(&(guest.link, guest.lane));
+            Role::Greeted(_) => self.handshakes -= 1,
+            Role::Served(lane) => {
+                self.served -= 1;
+                self.scope.described -= lane.described();
+                if self.lanes.get(&(lane.link, lane.lane)) == Some(&key) {
+                    self.lanes.remove(&(lane.link, lane.lane));
                 }
             }
             _ => {}
         }
-        conn.role.release(&self.scope.shared.ending);
+        if let Some(lane) = conn.role.up_mut() {
+            lane.release(&self.scope.shared.ending);
+        }
         Some(conn)
     }
 
@@ -349,7 +352,7 @@ impl Machine {
         if let Some(at) = self.accept_at {
             if at <= now {
                 self.accept_at = None;
-                self.knocking = true;
+                self.accepting = true;
             } else {
                 earlier(at);
             }
@@ -375,7 +378,7 @@ impl Machine {
             self.failed(key, error::no_answer(peer), now, out);
         }
         for link in lost {
-            self.lose(link, error::silent(self.scope.shared.peer_timeout.as_secs_f64()), out);
+            self.lose(link, peer_silent(self.scope.shared.peer_timeout), out);
         }
         touched.into_iter().for_each(|key| self.touch(key));
         if let Some(next) = next {
@@ -436,7 +439,7 @@ impl Progress for Machine {
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
         done += self.poll();
-        if self.knocking {
+        if self.accepting {
             done += self.accept(now);
         }
         if std::mem::take(&mut self.scope.small_came) {
@@ -479,7 +482,7 @@ impl Progress for Machine {
     fn arm(&mut self) -> Result<Armed> {
         self.bursting = false;
         let work = !self.small.is_empty() || !self.bulk.is_empty() || !self.eager.is_empty();
-        Ok(if work || self.knocking || self.ticked { Armed::Again } else { Armed::Sleep(None) })
+        Ok(if work || self.accepting || self.ticked { Armed::Again } else { Armed::Sleep(None) })
     }
 
     fn fds(&self) -> &[RawFd] {

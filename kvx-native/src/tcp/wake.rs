@@ -20,7 +20,7 @@ const EVENTS: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// Somebody connects.
-    Knock,
+    Connecting,
     /// The timer.
     Timer,
     /// A connection.
@@ -79,7 +79,7 @@ impl Wake {
         for event in &self.events {
             let (data, flags) = (event.data, event.flags);
             tell(match data.u64() {
-                LISTENER => Event::Knock,
+                LISTENER => Event::Connecting,
                 TIMER => {
                     rustix::io::read(&self.timer, &mut [0; 8]).ok(); // empty if it was set again meanwhile
                     self.armed = None;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use kvx_backend::fabric::{Happened, JobId};
 use kvx_core::{Error, Kind};
 
-use super::Nixl;
+use super::NixlFabric;
 use crate::connection::{self, Connection};
-use crate::ffi::{Agent, Request, State, Status};
+use crate::ffi::{NixlAgent, Request, State, Status};
 use crate::peers::Name;
 
-/// What a request in progress is for.
+/// The purpose of a request in progress.
 #[derive(Clone, Copy)]
 pub(super) enum Purpose {
     Job(JobId),
@@ -27,9 +27,10 @@ pub(super) struct Flight {
     pub(super) peer: Name,
 }
 
-impl Nixl {
-    /// What failed at a peer: `PeerLost`, if NIXL has dropped the peer over it, or does not reach it any more.
-    pub(super) fn blame(&mut self, agent: &Agent, name: &Name, why: Error) -> Error {
+impl NixlFabric {
+    /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped the peer over it, or
+    /// does not reach it any more.
+    pub(super) fn blame(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
         if **name == *self.peers.me() {
             return why;
         }
@@ -51,9 +52,10 @@ impl Nixl {
         why.kind_is(Kind::PeerLost)
     }
 
-    /// Whether pieces may be under way whose post has failed: over what it refuses a plugin forgets those before it, without
-    /// an end to them, and so it does over the flush that follows the last. What NIXL does not know it has not begun. A
-    /// connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for RDMA.
+    /// Whether pieces may be under way whose post has failed: over what it refuses a plugin forgets those before it,
+    /// without an end to them, and so it does over the flush that follows the last. What NIXL does not know it has not
+    /// begun. A connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for
+    /// RDMA.
     pub(super) fn flies_on(status: Status, why: &Error) -> bool {
         !status.is_not_found() && why.kind() != Kind::PeerLost
     }
@@ -86,14 +88,15 @@ impl Nixl {
     }
 
     /// Asks after the requests in progress.
-    pub(super) fn look_at_flights(&mut self, agent: &Agent) {
+    pub(super) fn look_at_flights(&mut self, agent: &NixlAgent) {
         let (mut at, mut happened) = (0, Vec::new());
         while let Some(Flight { purpose, request, peer }) = self.flights.get(at) {
             if !self.peers.can_be_asked(peer) {
                 at += 1;
                 continue;
             }
-            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has died: so it is asked first.
+            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has died: so it is asked
+            // first.
             let known = agent.names_refusals() || agent.knows(peer);
             let result = match agent.state(request) {
                 State::InProgress => {
@@ -124,7 +127,7 @@ impl Nixl {
     }
 
     /// Goes on with finding out what peers can do.
-    pub(super) fn try_out(&mut self, agent: &Agent) {
+    pub(super) fn try_out(&mut self, agent: &NixlAgent) {
         for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
             self.fly(Purpose::Trial, request, &peer);
         }

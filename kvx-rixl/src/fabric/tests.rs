@@ -19,22 +19,22 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 256 << 10;
 const CONTENT: u8 = 7;
 
-fn opened(name: &str) -> Agent {
+fn opened(name: &str) -> NixlAgent {
     opened_over("UCX", name)
 }
 
 /// Over TCP the peer has its part in all that is moved.
-fn opened_over(plugin: &str, name: &str) -> Agent {
+fn opened_over(plugin: &str, name: &str) -> NixlAgent {
     let params = [("engine_config".to_owned(), "NET_DEVICES=lo,TLS=tcp".to_owned())];
     let settings = Settings { name, plugin, params: &params, progress_thread: None };
-    Agent::open(Library::open(false).expect("the wheel"), &settings).expect("an agent")
+    NixlAgent::open(Library::open(false).expect("the wheel"), &settings).expect("an agent")
 }
 
-fn near() -> Nixl {
+fn near() -> NixlFabric {
     near_over("UCX")
 }
 
-fn near_over(plugin: &str) -> Nixl {
+fn near_over(plugin: &str) -> NixlFabric {
     let capabilities = Rixl.available(&Options::default()).expect("the wheel").capabilities;
     let agent = opened_over(plugin, "near");
     agent.register(&cpu_trials::page()).expect("registered");
@@ -43,12 +43,12 @@ fn near_over(plugin: &str) -> Nixl {
     let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
     let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
-    Nixl::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned()).expect("a fabric")
+    NixlFabric::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned()).expect("a fabric")
 }
 
 fn range(memory: &[u8]) -> Range {
     Range {
-        segment: Segment::Host,
+        segment: MemorySegment::Host,
         address: memory.as_ptr().addr() as u64,
         len: memory.len() as u64,
         device: 0,
@@ -56,7 +56,7 @@ fn range(memory: &[u8]) -> Range {
 }
 
 /// Lets kvx's end work until `done` says that it has, by itself and what has happened so far.
-fn until(near: &mut Nixl, mut done: impl FnMut(&mut Nixl, &[Happened]) -> bool) -> Vec<Happened> {
+fn until(near: &mut NixlFabric, mut done: impl FnMut(&mut NixlFabric, &[Happened]) -> bool) -> Vec<Happened> {
     let (mut happened, end) = (Vec::new(), Instant::now() + PATIENCE);
     while !done(near, &happened) {
         near.poll(&mut happened);
@@ -66,7 +66,7 @@ fn until(near: &mut Nixl, mut done: impl FnMut(&mut Nixl, &[Happened]) -> bool) 
 }
 
 /// Connects kvx's end with whom the blob describes.
-fn connected(near: &mut Nixl, far: &mut Agent, blob: &[u8]) {
+fn connected(near: &mut NixlFabric, far: &mut NixlAgent, blob: &[u8]) {
     near.connect_foreign(EndpointId::from_number(1), blob).expect("well formed");
     until(near, |_, happened| {
         far.notifications(|_, _| {});
@@ -75,7 +75,7 @@ fn connected(near: &mut Nixl, far: &mut Agent, blob: &[u8]) {
 }
 
 /// Connects kvx's end with the far agent, which tells of its memory.
-fn linked(near: &mut Nixl, far: &mut Agent, theirs: &[u8]) -> Name {
+fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
     far.register(&range(theirs)).expect("registered");
     let blob = far.whole().expect("a blob");
     connected(near, far, &blob);
@@ -83,10 +83,10 @@ fn linked(near: &mut Nixl, far: &mut Agent, theirs: &[u8]) -> Name {
 }
 
 /// Has a request in progress, which ends when the far agent works. `ours` outlives the process's use of NIXL.
-fn flies(op: Op, near: &mut Nixl, agent: &Agent, name: &Name, ours: &[u8], theirs: &[u8]) {
+fn flies(op: Op, near: &mut NixlFabric, agent: &NixlAgent, name: &Name, ours: &[u8], theirs: &[u8]) {
     agent.register(&range(ours)).expect("registered");
     let list = |memory: &[u8]| {
-        let mut list = agent.list(Segment::Host).expect("a list");
+        let mut list = agent.list(MemorySegment::Host).expect("a list");
         list.add(memory.as_ptr().addr() as u64, LEN as u64, 0);
         list
     };
@@ -100,8 +100,9 @@ fn moved(happened: &[Happened]) -> bool {
     happened.iter().any(|happened| matches!(happened, Happened::Moved { .. }))
 }
 
-/// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then when it is asked after a request
-/// that still goes on with that agent: the request is not told to have ended before its last byte has arrived.
+/// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then when it is asked
+/// after a request that still goes on with that agent: the request is not told to have ended before its last byte has
+/// arrived.
 fn dropped_while_in_progress() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -143,8 +144,8 @@ fn a_request_goes_on_when_nixl_drops_its_agent() {
     );
 }
 
-/// A link that goes while it is tried out leaves a request in progress: it is neither released nor asked after again, not even when
-/// another agent of that name comes.
+/// A link that goes while it is tried out leaves a request in progress: it is neither released nor asked after again,
+/// not even when another agent of that name comes.
 fn gone_while_tried_out() {
     let (mut near, far) = (near(), opened("far"));
     far.register(&cpu_trials::page()).expect("registered");
@@ -180,25 +181,25 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 
 #[test]
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
-    let flies_on = |status, kind| Nixl::flies_on(status, &Error::new(kind, "refused"));
+    let flies_on = |status, kind| NixlFabric::flies_on(status, &Error::new(kind, "refused"));
     assert!(flies_on(Status::BACKEND, Kind::Native));
     assert!(!flies_on(Status::BACKEND, Kind::PeerLost), "nothing goes over the connection any more");
     assert!(!flies_on(Status::NOT_FOUND, Kind::Native), "nothing was begun");
 }
 
-/// What failed says nothing of a connection that works, whether or not something else is in progress on it; and all of one whose peer
-/// has ended.
+/// A failure on a connection that works loses nothing, whether or not something else is in progress on it; one on a
+/// connection whose peer has ended loses the peer.
 fn found_out() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
     let name = linked(&mut near, &mut far, &theirs);
     let agent_lock = Arc::clone(&near.agent_lock);
-    let failed = |near: &mut Nixl| {
+    let failed = |near: &mut NixlFabric| {
         let locked = agent_lock.lock();
         let agent = locked.as_ref().expect("it is open");
         near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
     };
-    let mut landed = |near: &mut Nixl| {
+    let mut landed = |near: &mut NixlFabric| {
         until(near, |near, _| {
             far.notifications(|_, _| {});
             near.flights.is_empty()
@@ -242,8 +243,8 @@ fn a_peer_whose_connection_is_broken_is_lost() {
     wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
 }
 
-/// Whether NIXL can still be asked about what is in progress to a peer that it was blamed on: it has dropped the peer, or reaches it
-/// no more and knows it.
+/// Whether NIXL can still be asked about what is in progress to a peer that it was blamed on: it has dropped the peer,
+/// or reaches it no more and knows it.
 fn asked_after_the_blame(dropped: bool) -> bool {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -280,8 +281,8 @@ fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
     wheel::alone("fabric::tests::of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more", body);
 }
 
-/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first end that it finds out, and nobody
-/// answers at its address any more.
+/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first end that it finds out,
+/// and nobody answers at its address any more.
 fn ended_with_the_peer() {
     let (theirs, ours) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
     let (mut near, mut far) = (near(), opened("far"));
@@ -338,7 +339,8 @@ impl Drop for Plugins {
     }
 }
 
-/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes means is told from UCX.
+/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes means is told from
+/// UCX.
 fn unasked() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));
@@ -362,10 +364,10 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 
-/// What peers move with this side's CPU would hold a caller up within NIXL.
-fn own_thread() {
+/// Callers stay out of NIXL where peers move bytes by this side's CPU, which would hold them up.
+fn callers_stay_out() {
     let mut near = near();
-    let only = |near: &mut Nixl| near.poll(&mut Vec::new()).own_thread_only;
+    let only = |near: &mut NixlFabric| near.poll(&mut Vec::new()).own_thread_only;
     near.has_rdma = false;
     assert!(!only(&mut near));
     near.peers.converse = true;
@@ -383,5 +385,5 @@ fn own_thread() {
 
 #[test]
 fn nobody_but_the_reactor_meets_what_comes_over_tcp() {
-    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", own_thread);
+    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", callers_stay_out);
 }

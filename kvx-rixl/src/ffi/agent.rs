@@ -13,14 +13,14 @@ use super::bindings::{
     nixl_params, nixl_status,
 };
 use super::library::Library;
-use super::lists::{Range, RegistrationList, Segment, TransferList};
+use super::lists::{MemorySegment, Range, RegistrationList, TransferList};
 use super::request::{Request, Unreleased};
 use super::status::{State, Status};
 
 /// NIXL's plugin over UCX.
 pub(crate) const UCX: &str = "UCX";
 
-/// What an agent is made with.
+/// The arguments of an agent.
 pub(crate) struct Settings<'a> {
     pub(crate) name: &'a str,
     pub(crate) plugin: &'a str,
@@ -30,7 +30,7 @@ pub(crate) struct Settings<'a> {
 }
 
 /// An agent. Not for two threads at a time; dropped, it is destroyed.
-pub(crate) struct Agent {
+pub(crate) struct NixlAgent {
     functions: &'static Functions,
     raw: nixl_agent,
     /// Keeps the one plugin: whatever is done, it does.
@@ -43,13 +43,13 @@ pub(crate) struct Agent {
 }
 
 // SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
-unsafe impl Send for Agent {}
+unsafe impl Send for NixlAgent {}
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::new(Kind::Invalid, format!("{what} {text:?} has a NUL byte")))
 }
 
-impl Agent {
+impl NixlAgent {
     /// Makes an agent and its plugin's backend; takes half a second. Errors: what NIXL answers.
     pub(crate) fn open(library: &'static Library, settings: &Settings<'_>) -> Result<Self> {
         let functions = library.functions();
@@ -65,7 +65,7 @@ impl Agent {
             pthr_delay_us: u64::try_from(delay).unwrap_or(u64::MAX),
             ..nixl_agent_config::default()
         };
-        let mut agent = Agent {
+        let mut agent = NixlAgent {
             functions,
             raw: ptr::null_mut(),
             args: ptr::null_mut(),
@@ -145,7 +145,7 @@ impl Agent {
         self.part_of(&[])
     }
 
-    /// What peers need to reach one registered range.
+    /// The description of one registered range that peers need to reach it.
     pub(crate) fn export(&self, range: &Range) -> Result<Vec<u8>> {
         self.part_of(std::slice::from_ref(range))
     }
@@ -234,7 +234,7 @@ impl Agent {
     }
 
     /// A list of this agent's.
-    pub(crate) fn list(&self, segment: Segment) -> Result<TransferList> {
+    pub(crate) fn list(&self, segment: MemorySegment) -> Result<TransferList> {
         TransferList::new(self.functions, segment)
     }
 
@@ -353,7 +353,7 @@ impl Agent {
     }
 }
 
-impl Drop for Agent {
+impl Drop for NixlAgent {
     fn drop(&mut self) {
         if !self.raw.is_null() {
             self.release();

@@ -37,7 +37,8 @@ fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
 }
 
 /// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads the system's beside
-/// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its own.
+/// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its
+/// own.
 const SYSTEMS_OWN: &str = "libnl-route-3.so.200";
 
 /// Loads what must be there before a wheel's libraries; that it is absent is fine.

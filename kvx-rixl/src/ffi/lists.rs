@@ -9,26 +9,26 @@ use super::status::Status;
 
 /// Which memory a list speaks of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Segment {
+pub(crate) enum MemorySegment {
     Host,
     Device,
 }
 
-impl Segment {
+impl MemorySegment {
     /// As NIXL has it.
     pub(crate) fn number(self) -> i32 {
         let number = match self {
-            Segment::Host => NIXL_CAPI_MEM_DRAM,
-            Segment::Device => NIXL_CAPI_MEM_VRAM,
+            MemorySegment::Host => NIXL_CAPI_MEM_DRAM,
+            MemorySegment::Device => NIXL_CAPI_MEM_VRAM,
         };
         number as i32
     }
 }
 
-/// What is registered as one.
+/// A range of memory that is registered as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Range {
-    pub(crate) segment: Segment,
+    pub(crate) segment: MemorySegment,
     pub(crate) address: u64,
     pub(crate) len: u64,
     pub(crate) device: u64,
@@ -51,7 +51,7 @@ pub(super) struct RegistrationList {
 
 impl RegistrationList {
     pub(super) fn of(functions: &'static Functions, ranges: &[Range]) -> Result<Self> {
-        let segment = ranges.first().map_or(Segment::Host, |range| range.segment);
+        let segment = ranges.first().map_or(MemorySegment::Host, |range| range.segment);
         let mut raw = ptr::null_mut();
         // SAFETY: a pointer to write a handle to.
         let status = unsafe { (functions.nixl_capi_create_reg_dlist)(segment.number(), &mut raw) };
@@ -86,7 +86,7 @@ pub(crate) struct TransferList {
 unsafe impl Send for TransferList {}
 
 impl TransferList {
-    pub(super) fn new(functions: &'static Functions, segment: Segment) -> Result<Self> {
+    pub(super) fn new(functions: &'static Functions, segment: MemorySegment) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: a pointer to write a handle to.
         let status = unsafe { (functions.nixl_capi_create_xfer_dlist)(segment.number(), &mut raw) };

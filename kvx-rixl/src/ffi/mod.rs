@@ -14,9 +14,9 @@ mod request;
 mod status;
 mod version;
 
-pub(crate) use agent::{Agent, Settings, UCX};
+pub(crate) use agent::{NixlAgent, Settings, UCX};
 pub(crate) use library::Library;
-pub(crate) use lists::{Range, Segment, TransferList};
+pub(crate) use lists::{MemorySegment, Range, TransferList};
 pub(crate) use plugins::Plugin;
 pub(crate) use request::{Request, Unreleased};
 pub(crate) use status::{State, Status};

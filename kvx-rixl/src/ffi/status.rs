@@ -4,7 +4,7 @@
 use super::bindings::NIXL_CAPI_ERROR_BACKEND;
 use super::bindings::{NIXL_CAPI_ERROR_NOT_FOUND, NIXL_CAPI_IN_PROG, NIXL_CAPI_SUCCESS, nixl_status};
 
-/// What a call answered, other than success.
+/// NIXL's answer to a call, other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(nixl_status);
 
@@ -27,7 +27,8 @@ impl Status {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }
     }
 
-    /// Whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and RIXL, do not tell it from other errors.
+    /// Whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and RIXL, do not tell it from other
+    /// errors.
     pub(crate) fn is_not_found(self) -> bool {
         self.0 == NIXL_CAPI_ERROR_NOT_FOUND
     }

@@ -18,8 +18,8 @@ impl fmt::Display for Version {
 }
 
 impl Version {
-    /// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after, and RIXL's.
-    /// Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
+    /// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and
+    /// after, and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
     pub(crate) fn is_supported(self) -> bool {
         self.major == 1
     }

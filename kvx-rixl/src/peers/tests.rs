@@ -1,4 +1,4 @@
-//! What is kept of peers, without NIXL.
+//! The table of peers, without NIXL.
 
 use super::*;
 use crate::agent_lock::AgentLock;
@@ -94,7 +94,7 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     );
     peers.by_name.get_mut(&name).unwrap().state = Standing::Ready;
     assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
-    let range = Range { segment: crate::ffi::Segment::Host, address: 4096, len: 64, device: 0 };
+    let range = Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
     peers.told(endpoint, &Arc::new(PeerRegion::new(range, Box::default())));
     assert_eq!(peers.somewhere(&name), Some(range));
     peers.flies(&name);

@@ -61,7 +61,8 @@ fn again(library: &Path) -> Command {
     again
 }
 
-/// Starts this program again with `KVX_RIXL_LIB` set, unless it is. Call it first in `main`. `false`: there is no wheel.
+/// Starts this program again with `KVX_RIXL_LIB` set, unless it is. Call it first in `main`. `false`: there is no
+/// wheel.
 pub(crate) fn chosen() -> bool {
     if std::env::var_os("KVX_RIXL_LIB").is_some() {
         return true;
@@ -79,7 +80,8 @@ pub(crate) fn is_for(release: &str) -> bool {
     std::env::var(RELEASE).is_ok_and(|chosen| chosen == release)
 }
 
-/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that hangs is killed after `limit`.
+/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that hangs is
+/// killed after `limit`.
 pub(crate) fn on_each(program: &str, limit: Duration) -> ExitCode {
     let mut all = ExitCode::SUCCESS;
     for release in of_this_run() {

@@ -1,4 +1,4 @@
-//! What faults do to the destination of a read. They hold its memory, so that it is there whenever they write.
+//! Faults in the destination of a read. They hold its memory, so that it is there whenever they write.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kvx_core::{Bound, Memory, Op, Result};
 use super::Fault;
 
 /// Bytes of a memory, at an offset.
-struct Piece {
+struct SegmentPart {
     memory: Arc<Memory>,
     offset: usize,
     bytes: Vec<u8>,
@@ -16,7 +16,7 @@ struct Piece {
 
 /// What a fault does to the destination once the data has arrived.
 pub(super) struct Damage {
-    restore: Vec<Piece>,
+    restore: Vec<SegmentPart>,
     then: Option<fn(&Arc<Bound>) -> Result<()>>,
 }
 
@@ -47,7 +47,7 @@ impl Damage {
 }
 
 /// Writes the destination's first block again, as it is now.
-pub(super) struct Rewrite(Piece);
+pub(super) struct Rewrite(SegmentPart);
 
 impl Rewrite {
     pub(super) fn of(plan: &Arc<Bound>) -> Option<Self> {
@@ -61,10 +61,10 @@ impl Rewrite {
     }
 }
 
-fn copy(memory: &Arc<Memory>, offset: u64, len: u64) -> Result<Piece> {
+fn copy(memory: &Arc<Memory>, offset: u64, len: u64) -> Result<SegmentPart> {
     let mut bytes = vec![0; len as usize];
     memory.copy_out(offset as usize, &mut bytes)?;
-    Ok(Piece { memory: Arc::clone(memory), offset: offset as usize, bytes })
+    Ok(SegmentPart { memory: Arc::clone(memory), offset: offset as usize, bytes })
 }
 
 /// Changes the first byte.
@@ -105,7 +105,7 @@ fn smear(plan: &Arc<Bound>) -> Result<()> {
 }
 
 /// The destination of the last grid of each pair that has more than one.
-fn last_grid(plan: &Arc<Bound>) -> Result<Vec<Piece>> {
+fn last_grid(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
     let mut pieces = Vec::new();
     for pair in plan.pairs().iter().filter(|pair| pair.local.len() > 1) {
         let placed = pair.local[pair.local.len() - 1];
@@ -122,7 +122,7 @@ fn last_grid(plan: &Arc<Bound>) -> Result<Vec<Piece>> {
 }
 
 /// What lies behind the first block of each merged segment.
-fn merged_tails(plan: &Arc<Bound>) -> Result<Vec<Piece>> {
+fn merged_tails(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
     let Some(block) = plan.pairs().first().map(|pair| pair.local[0].grid.length) else {
         return Ok(Vec::new());
     };

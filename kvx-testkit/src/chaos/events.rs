@@ -1,4 +1,4 @@
-//! What comes in.
+//! Faults in notifications and events that come in.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

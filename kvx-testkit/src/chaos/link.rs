@@ -1,4 +1,4 @@
-//! What is posted and sent.
+//! Faults in transfers that are posted and notifications that are sent.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -417,7 +417,7 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         "the other process has threads before it uses kvx: {:?}",
         before.threads
     );
-    setup.far_agent(&mut far, &unique("guest"))?;
+    setup.far_agent(&mut far, &unique("second"))?;
     far.register("kv", LEN, setup.far, Some(1))?;
     let own = far.metadata()?;
     let peer = far.connect(0, &own)?;

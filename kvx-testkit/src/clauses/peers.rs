@@ -382,7 +382,8 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     let mut reading = read.post(Op::Read, &peer, HELD)?;
     let writing = write.post(Op::Write, &peer, HELD)?;
     let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", HELD)).collect();
-    // The more rounds, the more of the others' turns: in the last ones all that has room is under way to the stopped peer.
+    // The more rounds, the more of the others' turns: in the last ones all that has room is under way to the stopped
+    // peer.
     for round in 0..ROUNDS {
         for op in OPS {
             let result = blocks.run(op, &other_peer, DEADLINE).await;

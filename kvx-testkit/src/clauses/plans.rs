@@ -66,11 +66,11 @@ pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check 
         "100,000 scattered blocks count as {blocks} in {segments} segments"
     );
     let mut block = [0; LENGTH];
-    for (here, there) in local.iter().zip(&remote) {
-        near.copy_out(grid.offset(*here) as usize, &mut block)?;
+    for (our_block, their_block) in local.iter().zip(&remote) {
+        near.copy_out(grid.offset(*our_block) as usize, &mut block)?;
         ensure!(
-            block[..] == bytes(2, grid.offset(*there), LENGTH),
-            "block {here} is not the block {there} of the peer"
+            block[..] == bytes(2, grid.offset(*their_block), LENGTH),
+            "block {our_block} is not the block {their_block} of the peer"
         );
     }
     Ok(())

@@ -395,13 +395,13 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     posting.post()?.wait(CUT_OFF)?;
                 }
             }
-            for (here, there) in mine.iter().zip(&theirs) {
+            for (our_block, their_block) in mine.iter().zip(&theirs) {
                 let mut block = [0; 4096];
-                near.copy_out(grid.offset(*here) as usize, &mut block)?;
-                let wanted = bytes(2, source.offset(*there), 4096);
+                near.copy_out(grid.offset(*our_block) as usize, &mut block)?;
+                let wanted = bytes(2, source.offset(*their_block), 4096);
                 ensure!(
                     block[..] == wanted,
-                    "thread {thread}, round {round}: block {there} did not arrive at {here}"
+                    "thread {thread}, round {round}: block {their_block} did not arrive at {our_block}"
                 );
             }
         }

@@ -99,16 +99,17 @@ impl Stranger {
 /// Two regions at each end, so that one can be refused while the other goes on over the same link.
 async fn two_regions(setup: &Setup) -> Result<(Pair, Traffic, Traffic, Peer), Failure> {
     let mut pair = setup.pair()?;
-    let (forged, honest) = (Traffic::new(&mut pair, "forged", LEN)?, Traffic::new(&mut pair, "honest", LEN)?);
+    let (forged, untouched) =
+        (Traffic::new(&mut pair, "forged", LEN)?, Traffic::new(&mut pair, "untouched", LEN)?);
     let peer = pair.connect().await?;
     forged.works(&mut pair.far, &peer, "at first").await?;
-    honest.works(&mut pair.far, &peer, "at first").await?;
-    Ok((pair, forged, honest, peer))
+    untouched.works(&mut pair.far, &peer, "at first").await?;
+    Ok((pair, forged, untouched, peer))
 }
 
 /// S2: a wrong key is refused, and everything else goes on.
 pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
-    let (mut pair, forged, honest, peer) = two_regions(setup).await?;
+    let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     let metadata = pair.far.metadata()?;
     for (byte, what) in [(0, "a key whose first byte is wrong"), (15, "a key whose last byte is wrong")] {
         let wrong = altered_region(&metadata, "forged", |region| region.key.0[byte] ^= 0xff)?;
@@ -116,23 +117,23 @@ pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
         stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
         // The same link goes on.
         let near = stranger.blocks.near.clone();
-        let right = Traffic { name: "honest".into(), near, far: honest.far };
+        let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right.works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one").await?;
         stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
     }
     // The key of another region of the same owner is a wrong one as well.
     let other = Metadata::decode(&metadata)?;
-    let key = other.regions.iter().find(|region| *region.name == *"honest").map(|region| region.key);
+    let key = other.regions.iter().find(|region| *region.name == *"untouched").map(|region| region.key);
     let swapped = altered_region(&metadata, "forged", |region| region.key = key.unwrap_or(region.key))?;
     let stranger = Stranger::new(setup, &swapped, &forged)?;
     stranger.is_refused(&mut pair.far, Kind::WrongKey, "the key of another region").await?;
     forged.works(&mut pair.far, &peer, "after strangers with wrong keys").await?;
-    honest.works(&mut pair.far, &peer, "after strangers with wrong keys").await
+    untouched.works(&mut pair.far, &peer, "after strangers with wrong keys").await
 }
 
 /// S3: a region that is not there is refused, by the initiator or by the owner.
 pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
-    let (mut pair, forged, honest, peer) = two_regions(setup).await?;
+    let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     ensure_kind!(peer.region("nobody's"), Unregistered);
     let metadata = pair.far.metadata()?;
     for (number, what) in [(1 << 40, "a number that was never given"), (u64::MAX, "the largest number")] {
@@ -140,11 +141,11 @@ pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
         let stranger = Stranger::new(setup, &wrong, &forged)?;
         stranger.is_refused(&mut pair.far, Kind::Unregistered, what).await?;
         let near = stranger.blocks.near.clone();
-        let right = Traffic { name: "honest".into(), near, far: honest.far };
+        let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right.works(&mut pair.far, &stranger.peer, "a region that is there, beside one that is not").await?;
     }
     forged.works(&mut pair.far, &peer, "after strangers with wrong numbers").await?;
-    honest.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
+    untouched.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
 }
 
 /// S4: who claims more than a region has gets an error, and the bytes beside the region stay untouched and untold.
@@ -155,13 +156,13 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let region = pair.far.register_neighbours(["short", "secret"], LEN, setup.far)?;
     let secret = region + 1;
-    let honest = Traffic::new(&mut pair, "honest", LEN)?;
+    let untouched = Traffic::new(&mut pair, "untouched", LEN)?;
     let peer = pair.connect().await?;
     let metadata = pair.far.metadata()?;
     let longer = altered_region(&metadata, "short", |region| region.len = 2 * LEN as u64)?;
     let endless = altered_region(&metadata, "short", |region| region.len = u64::MAX)?;
     let all = Grid::packed(4096, 2 * COUNT);
-    // Within the lie: the last honest block and the first that is none; only ones beyond; far beyond any mapping.
+    // Within what is claimed: the last real block and the first that is none; only ones beyond; far beyond any mapping.
     let attacks = [
         ("the block after the region", &longer, Grid { count: COUNT + 1, ..all }, vec![COUNT - 1, COUNT]),
         ("all that is not the region", &longer, all, (COUNT..2 * COUNT).collect()),
@@ -184,11 +185,8 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
             let result =
                 hostile.transfer(&Plan::of(op, [(local, remote)])?).deadline(CUT_OFF / 4).post()?.await;
             ensure!(result.is_err(), "a {op} of {what} succeeded");
-            let untouched = checksum(&bytes(beyond, 0, LEN));
-            ensure!(
-                pair.far.sum(secret)? == untouched,
-                "a {op} of {what} changed the bytes beside the region"
-            );
+            let unread = checksum(&bytes(beyond, 0, LEN));
+            ensure!(pair.far.sum(secret)? == unread, "a {op} of {what} changed the bytes beside the region");
             if op == Op::Read {
                 let told = bytes(beyond, 0, 4096);
                 let mut content = vec![0; LEN];
@@ -199,9 +197,9 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
                 );
             }
         }
-        let served = honest.run(Op::Read, &peer, CUT_OFF / 4).await;
+        let served = untouched.run(Op::Read, &peer, CUT_OFF / 4).await;
         ensure!(served.is_ok(), "the owner stopped serving after an attack, {what}: {served:?}");
-        honest.works(&mut pair.far, &peer, &format!("after an attack: {what}")).await?;
+        untouched.works(&mut pair.far, &peer, &format!("after an attack: {what}")).await?;
     }
     Ok(())
 }

@@ -220,13 +220,13 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
             more.grid(theirs[2])?,
             more.grid(theirs[3])?,
         ])?;
-        let (here, there) = ([4, 5, 6, 90, 1, 33], [7, 8, 2, 99, 50, 51]);
-        let (here_too, there_too) = ([0, 49, 7], [10, 11, 12]);
+        let (our_blocks, their_blocks) = ([4, 5, 6, 90, 1, 33], [7, 8, 2, 99, 50, 51]);
+        let (more_of_ours, more_of_theirs) = ([0, 49, 7], [10, 11, 12]);
         let plan = Plan::of(
             op,
             [
-                (local.blocks(here), remote.blocks(there)),
-                (near.grid(tail)?.blocks(here_too), more.grid(tail)?.blocks(there_too)),
+                (local.blocks(our_blocks), remote.blocks(their_blocks)),
+                (near.grid(tail)?.blocks(more_of_ours), more.grid(tail)?.blocks(more_of_theirs)),
             ],
         )?;
         let report = peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
@@ -238,18 +238,22 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
             report.bytes
         );
         let [mine, mine_too, theirs_first, theirs_second] = &mut models;
-        let moved =
-            |ours: &mut Model, grid: Grid, indices: &[u32], theirs: &mut Model, at: Grid, there: &[u32]| {
-                match op {
-                    Op::Read => ours.apply(grid, indices, theirs, at, there),
-                    Op::Write => theirs.apply(at, there, ours, grid, indices),
-                }
-            };
-        moved(mine, ours[0], &here, theirs_first, theirs[0], &there);
-        moved(mine, ours[1], &here, theirs_first, theirs[1], &there);
-        moved(mine_too, ours[2], &here, theirs_second, theirs[2], &there);
-        moved(mine_too, ours[3], &here, theirs_second, theirs[3], &there);
-        moved(mine, tail, &here_too, theirs_second, tail, &there_too);
+        let moved = |ours: &mut Model,
+                     grid: Grid,
+                     indices: &[u32],
+                     theirs: &mut Model,
+                     at: Grid,
+                     their_blocks: &[u32]| {
+            match op {
+                Op::Read => ours.apply(grid, indices, theirs, at, their_blocks),
+                Op::Write => theirs.apply(at, their_blocks, ours, grid, indices),
+            }
+        };
+        moved(mine, ours[0], &our_blocks, theirs_first, theirs[0], &their_blocks);
+        moved(mine, ours[1], &our_blocks, theirs_first, theirs[1], &their_blocks);
+        moved(mine_too, ours[2], &our_blocks, theirs_second, theirs[2], &their_blocks);
+        moved(mine_too, ours[3], &our_blocks, theirs_second, theirs[3], &their_blocks);
+        moved(mine, tail, &more_of_ours, theirs_second, tail, &more_of_theirs);
         models[0].check("the first local region", &near)?;
         models[1].check("the second local region", &other)?;
         ensure!(pair.far.sum(far)? == models[2].sum(), "{op}: the first remote region differs");
@@ -263,14 +267,14 @@ pub async fn strided_slices_leave_their_neighbours_alone(setup: &Setup) -> Check
     let mut ends = Ends::new(setup, 1 << 20, 2 << 20).await?;
     let local = Grid { base: 512, stride: 4096, length: 1024, count: 255 };
     let remote = Grid { base: 100, stride: 8192, length: 1024, count: 255 };
-    let (here, there): (Vec<u32>, Vec<u32>) = ((0..255).collect(), (0..255).collect());
+    let (our_blocks, their_blocks): (Vec<u32>, Vec<u32>) = ((0..255).collect(), (0..255).collect());
     for op in OPS {
-        ends.moves(op, (local, &here), (remote, &there)).await?;
+        ends.moves(op, (local, &our_blocks), (remote, &their_blocks)).await?;
         ends.moves(op, (local, &[9, 3, 4]), (remote, &[200, 201, 7])).await?;
         // A strided side and a packed one.
         let packed = Grid::packed(1024, 2048).at(4096 - 1024);
         let packed = Grid { count: 1000, ..packed };
-        ends.moves(op, (local, &here[..200]), (packed, &there[..200])).await?;
+        ends.moves(op, (local, &our_blocks[..200]), (packed, &their_blocks[..200])).await?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What becomes of device memory that a backend does not reach.
+//! Device memory that a backend does not reach is refused, or another backend carries it.
 
 use std::sync::Arc;
 

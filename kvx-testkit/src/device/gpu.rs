@@ -8,8 +8,9 @@ use kvx_core::{Completion, DeviceAccess, Error, Kind, Memory, Result, Unavailabl
 
 use super::Device;
 
-/// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite) is, with a name. A process
-/// asks for those of one maker: `devices` is `kvx_cuda::devices` or `kvx_rocm::devices`, `allocate` makes a pool on one.
+/// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite) is, with a name. A
+/// process asks for those of one maker: `devices` is `kvx_cuda::devices` or `kvx_rocm::devices`, `allocate` makes a
+/// pool on one.
 ///
 /// # Errors
 /// `Unavailable`: why there is none.

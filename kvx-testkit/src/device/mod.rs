@@ -16,7 +16,8 @@ use self::allocation::{Allocation, FAR};
 pub use self::elsewhere::goes_elsewhere;
 pub use self::gpu::first;
 
-/// A device of some process, for the suite: whose memory it is, and how to get some. See [`Suite::device`](crate::Suite).
+/// A device of some process, for the suite: whose memory it is, and how to get some. See
+/// [`Suite::device`](crate::Suite).
 pub trait Device: Send + Sync {
     /// What agents copy it with.
     fn access(&self) -> Arc<dyn DeviceAccess>;

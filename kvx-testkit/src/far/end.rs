@@ -1,4 +1,4 @@
-//! Who does what is asked: agents, regions and peers, in whichever process.
+//! Executes the commands to a far end: its agents, regions and peers, in whichever process.
 
 use std::fs::File;
 use std::io::{BufRead as _, Write as _};

@@ -27,14 +27,14 @@ pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 /// The suite by whose label it finds its device, if it has one.
 pub(crate) const SUITE: &str = "KVX_TESTKIT_SUITE";
 
-enum Place {
-    Here(End),
-    There { child: Child, started: Vec<(&'static str, String)> },
+enum Location {
+    SameProcess(End),
+    OtherProcess { child: Child, started: Vec<(&'static str, String)> },
 }
 
 /// The far end of a pair. Answers are kvx's own results: an error comes back with its kind.
 pub struct Far {
-    place: Place,
+    place: Location,
 }
 
 /// How the far end's agents are built.
@@ -49,22 +49,22 @@ pub(crate) struct AgentSpec {
 }
 
 impl Far {
-    pub(crate) fn here(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
-        Far { place: Place::Here(End::new(registry, device)) }
+    pub(crate) fn in_this_process(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
+        Far { place: Location::SameProcess(End::new(registry, device)) }
     }
 
     /// `suite`: whose device it has.
     pub(crate) fn there(variant: &str, suite: Option<&str>) -> Result<Self, Failure> {
         let mut started = vec![(VARIABLE, variant.to_owned())];
         started.extend(suite.map(|suite| (SUITE, suite.to_owned())));
-        Ok(Far { place: Place::There { child: Child::start_self_with(&started)?, started } })
+        Ok(Far { place: Location::OtherProcess { child: Child::start_self_with(&started)?, started } })
     }
 
     /// The process it lives in; `None` when that is this one.
     pub fn child(&mut self) -> Option<&mut Child> {
         match &mut self.place {
-            Place::Here(_) => None,
-            Place::There { child, .. } => Some(child),
+            Location::SameProcess(_) => None,
+            Location::OtherProcess { child, .. } => Some(child),
         }
     }
 
@@ -75,7 +75,7 @@ impl Far {
 
     /// Starts the process anew, without agents; the old one must have been killed.
     pub fn restart(&mut self) -> Result<(), Failure> {
-        if let Place::There { child, started } = &mut self.place {
+        if let Location::OtherProcess { child, started } = &mut self.place {
             *child = Child::start_self_with(started)?;
         }
         Ok(())
@@ -83,8 +83,8 @@ impl Far {
 
     fn ask(&mut self, command: Command, within: Duration) -> Result<Reply, Failure> {
         match &mut self.place {
-            Place::Here(end) => Ok(end.execute(command)),
-            Place::There { child, .. } => {
+            Location::SameProcess(end) => Ok(end.execute(command)),
+            Location::OtherProcess { child, .. } => {
                 child.say(
                     &serde_json::to_string(&command).map_err(|error| Failure::new(error.to_string()))?,
                 )?;

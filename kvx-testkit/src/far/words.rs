@@ -1,4 +1,4 @@
-//! What is asked of a far end, and what it answers: lines of JSON between processes, plain values within one.
+//! The commands to a far end and its answers: lines of JSON between processes, plain values within one.
 
 use std::time::Duration;
 

@@ -1,12 +1,12 @@
-//! What C callers pass, as types: pointers that are looked at in one place only.
+//! The arguments of C callers, as types: pointers that are looked at in one place only.
 
 use std::ffi::{CStr, c_char};
 
 use crate::code::{Answer, Code};
 use crate::settings;
 
-/// Where a caller wants a value. Only callers through the C interface make one, and its contract is theirs: null, or room
-/// for a value.
+/// Where a caller wants a value. Only callers through the C interface make one, and its contract is theirs: null, or
+/// room for a value.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 

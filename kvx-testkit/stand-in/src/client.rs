@@ -20,8 +20,9 @@ pub fn library() -> PathBuf {
 
 /// The library's commands, in this process. The crate's front page lists them.
 ///
-/// There is one at a time: what one test makes slow or broken, another would meet. Tests of a process that use the library
-/// hold one each, and wait for each other. When it is dropped, everything is as it was in the beginning, but for memory.
+/// There is one at a time: what one test makes slow or broken, another would meet. Tests of a process that use the
+/// library hold one each, and wait for each other. When it is dropped, everything is as it was in the beginning, but
+/// for memory.
 pub struct Control {
     command: Command,
     _alone: MutexGuard<'static, ()>,

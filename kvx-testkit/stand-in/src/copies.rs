@@ -83,8 +83,8 @@ impl Rows {
         let memory = memory();
         for row in 0..self.height {
             let (to, from) = self.row(row, &memory).map_err(|_| Code::ILLEGAL_ADDRESS)?;
-            // SAFETY: device and pinned memory was just found to be alive, and the lock keeps it so; plain host memory is
-            // valid until the copy is done, which every driver asks of its callers.
+            // SAFETY: device and pinned memory was just found to be alive, and the lock keeps it so; plain host memory
+            // is valid until the copy is done, which every driver asks of its callers.
             unsafe { std::ptr::copy(from, to, self.width) };
         }
         Ok(())

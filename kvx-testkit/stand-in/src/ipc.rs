@@ -66,8 +66,8 @@ impl Memory {
         Ok(parts.encode())
     }
 
-    /// Opens what another process shared. Errors: `INVALID_CONTEXT` for memory of this process, `ALREADY_MAPPED` for what is
-    /// open, `INVALID_VALUE` for what is no handle, is freed, or whose owner is gone.
+    /// Opens what another process shared. Errors: `INVALID_CONTEXT` for memory of this process, `ALREADY_MAPPED` for
+    /// what is open, `INVALID_VALUE` for what is no handle, is freed, or whose owner is gone.
     pub(crate) fn open(&mut self, handle: &MemHandle) -> Answer<u64> {
         let Parts { process, descriptor, number, len, device } = Parts::decode(handle)?;
         if process == u64::from(std::process::id()) {

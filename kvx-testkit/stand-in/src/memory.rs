@@ -127,8 +127,8 @@ impl Memory {
         self.device.values().map(|allocation| allocation.origin)
     }
 
-    /// The host's pointer to a range of device memory, all of it alive and accessible. Adjacent pieces of virtual memory
-    /// are one range. Errors: `INVALID_VALUE`.
+    /// The host's pointer to a range of device memory, all of it alive and accessible. Adjacent pieces of virtual
+    /// memory are one range. Errors: `INVALID_VALUE`.
     pub(crate) fn range(&self, address: u64, len: usize) -> Answer<*mut u8> {
         let end = address.checked_add(len as u64).ok_or(Code::INVALID_VALUE)?;
         let mut at = address;

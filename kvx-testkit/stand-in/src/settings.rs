@@ -1,4 +1,4 @@
-//! What tests want of the library, and what it has counted for them.
+//! The settings that tests make in the library, and its counters for them.
 
 use std::collections::HashMap;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};

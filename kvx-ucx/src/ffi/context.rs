@@ -16,7 +16,7 @@ use crate::config::Setting;
 const KNOWN: &[&str] = &["TLS", "NET_DEVICES"];
 
 /// UCX with one configuration. Shared by its workers, and by threads: UCX locks it.
-pub(crate) struct Context {
+pub(crate) struct UcxContext {
     raw: NonNull<ucp_context>,
     library: &'static Library,
     /// Whether the user asked for settings whose names UCX may not know.
@@ -24,11 +24,11 @@ pub(crate) struct Context {
 }
 
 // SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with it.
-unsafe impl Send for Context {}
+unsafe impl Send for UcxContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for UcxContext {}
 
-impl Context {
+impl UcxContext {
     /// A context for one-sided operations and active messages with descriptors to sleep on. `settings` win over the
     /// environment.
     ///
@@ -37,7 +37,7 @@ impl Context {
     pub(crate) fn new(
         library: &'static Library,
         settings: &[Setting],
-    ) -> Result<Arc<Context>, (Status, Option<String>)> {
+    ) -> Result<Arc<UcxContext>, (Status, Option<String>)> {
         let functions = library.functions();
         // UCX opens modules here, which may do to signal handlers what the library may.
         loader::with_signals_kept(|| {
@@ -69,7 +69,7 @@ impl Context {
             Status::check(status).map_err(|status| (status, None))?;
             let raw = NonNull::new(raw).ok_or((Status(UCS_ERR_NO_MEMORY), None))?;
             let may_be_unknown = |setting: &Setting| setting.asked && !KNOWN.contains(&&*setting.name);
-            Ok(Arc::new(Context { raw, library, takes_any_name: settings.iter().any(may_be_unknown) }))
+            Ok(Arc::new(UcxContext { raw, library, takes_any_name: settings.iter().any(may_be_unknown) }))
         })
     }
 
@@ -121,7 +121,7 @@ impl Context {
     }
 }
 
-impl Drop for Context {
+impl Drop for UcxContext {
     fn drop(&mut self) {
         // SAFETY: workers and memory hold a reference to the context, so none is left.
         unsafe { (self.library.functions().ucp_cleanup)(self.raw()) };
@@ -131,8 +131,8 @@ impl Drop for Context {
 /// The first version that knows the settings of transports by the names of their variables.
 const PREFIXED: Version = Version { major: 1, minor: 17, release: 0 };
 
-/// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's and hold
-/// at once.
+/// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's
+/// and hold at once.
 pub(super) struct Config {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,
@@ -176,8 +176,8 @@ impl Drop for Config {
 pub(crate) struct Mapping(pub(crate) ucp_mem_map_params_t);
 
 impl Mapping {
-    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown" is
-    /// another number in each version, so it is not passed.
+    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown"
+    /// is another number in each version, so it is not passed.
     pub(crate) fn new(address: *mut u8, length: usize, memory_type: Option<ucs_memory_type_t>) -> Mapping {
         let mut params = ucp_mem_map_params_t {
             field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
@@ -196,7 +196,7 @@ impl Mapping {
 /// Registered memory.
 pub(crate) struct MappedMemory {
     raw: NonNull<ucp_mem>,
-    context: Arc<Context>,
+    context: Arc<UcxContext>,
 }
 
 // SAFETY: it belongs to the context, which UCX locks.

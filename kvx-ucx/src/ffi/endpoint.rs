@@ -49,8 +49,8 @@ impl Endpoint {
         })
     }
 
-    /// Writes `length` bytes from `local` to `remote`. Its end says that `local` is free; that the bytes have arrived is
-    /// said by the end of a [`flush`](Endpoint::flush) that was posted later.
+    /// Writes `length` bytes from `local` to `remote`. Its end says that `local` is free; that the bytes have arrived
+    /// is said by the end of a [`flush`](Endpoint::flush) that was posted later.
     ///
     /// # Safety
     /// As [`get`](Endpoint::get), and nobody writes to `local`.
@@ -127,8 +127,8 @@ impl Endpoint {
     /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during progress.
     ///
     /// # Safety
-    /// As [`get`](Endpoint::get), but for the memory; no key that was unpacked for it is used any more. Keys may be dropped
-    /// later: that touches no endpoint.
+    /// As [`get`](Endpoint::get), but for the memory; no key that was unpacked for it is used any more. Keys may be
+    /// dropped later: that touches no endpoint.
     pub(crate) unsafe fn close<T: Completed>(self, target: NonNull<T>) -> Posted {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
@@ -157,8 +157,8 @@ fn with_memory(mut param: ucp_request_param_t, memory: Option<ucp_mem_h>) -> ucp
     param
 }
 
-/// A peer's key, unpacked. Dropped by the thread that uses the worker, while that is alive; its endpoint may be closed by
-/// then.
+/// A peer's key, unpacked. Dropped by the thread that uses the worker, while that is alive; its endpoint may be closed
+/// by then.
 pub(crate) struct RemoteKey {
     raw: NonNull<ucp_rkey>,
     functions: &'static Functions,

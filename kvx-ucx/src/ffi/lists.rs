@@ -1,5 +1,5 @@
-//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the transport posts pieces one by
-//! one, which is as fast over cma and tcp, and works with every version.
+//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the transport posts pieces one
+//! by one, which is as fast over cma and tcp, and works with every version.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -10,8 +10,8 @@ use super::library::Library;
 use super::request::{Completed, Posted, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
-/// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an endpoint
-/// on which it refuses one is lost.
+/// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an
+/// endpoint on which it refuses one is lost.
 pub(super) fn are_taken_by(library: &Library) -> bool {
     library.version() >= Version { major: 1, minor: 23, release: 0 }
 }

@@ -8,7 +8,7 @@ use kvx_backend::loader;
 use super::context::Config;
 use super::library::Library;
 
-/// What UCX logs by itself.
+/// UCX's own log.
 const USUAL: &str = "warn";
 /// The number of that level in UCX; larger ones say more.
 const WARN: c_int = 2;
@@ -16,8 +16,8 @@ const WARN: c_int = 2;
 const STOP: c_int = 0;
 const CONTINUE: c_int = 1;
 
-/// A handler of lines, as libucs has had it since 1.9: file, line, function, level, component, format, `va_list`. The last is
-/// passed as a pointer on the machines that kvx runs on, and is not looked at.
+/// A handler of lines, as libucs has had it since 1.9: file, line, function, level, component, format, `va_list`. The
+/// last is passed as a pointer on the machines that kvx runs on, and is not looked at.
 type Handler = extern "C" fn(
     *const c_char,
     c_uint,
@@ -68,8 +68,8 @@ pub(super) fn quietly<T>(library: &'static Library, act: impl FnOnce() -> T) -> 
     at_level(library, "error", !is_the_users(), act)
 }
 
-/// Does something while UCX takes its log level for `debug`: it then tells more where it is asked to describe something. What
-/// it would log meanwhile, on any thread, is kept back. If the user has set the level, that holds.
+/// Does something while UCX takes its log level for `debug`: it then tells more where it is asked to describe
+/// something. What it would log meanwhile, on any thread, is kept back. If the user has set the level, that holds.
 pub(super) fn talkatively<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
     /// Level and handlers are the process's: one agent at a time.
     static ONE: Mutex<()> = Mutex::new(());

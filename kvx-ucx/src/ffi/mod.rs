@@ -1,7 +1,7 @@
 //! UCX's C interface: generated bindings, the library that is opened, and thin owners of its handles.
 //!
-//! The bindings are those of 1.13, which later versions keep; what the scatter-gather datatype of 1.22 adds is a
-//! second file: it is tested, and not used, since it was measured to be no faster than puts of one block. Both are written by
+//! The bindings are those of 1.13, which later versions keep; what the scatter-gather datatype of 1.22 adds is a second
+//! file: it is tested, and not used, since it was measured to be no faster than puts of one block. Both are written by
 //! `cargo xtask bindings`.
 
 #[rustfmt::skip]
@@ -28,7 +28,7 @@ mod status;
 mod tests;
 mod worker;
 
-pub(crate) use context::{Context, MappedMemory, Mapping};
+pub(crate) use context::{MappedMemory, Mapping, UcxContext};
 pub(crate) use endpoint::{Endpoint, RemoteKey};
 pub(crate) use library::{Library, Version};
 pub(crate) use padded::padded;

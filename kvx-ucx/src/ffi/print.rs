@@ -1,10 +1,10 @@
-//! What UCX prints about itself, as text.
+//! Catches the text that UCX prints about itself.
 
 use std::ffi::c_char;
 
 use libc::FILE;
 
-/// What `print` writes to the stream; empty if there is no memory for one.
+/// The text that `print` writes to the stream; empty if there is no memory for one.
 pub(super) fn printed(print: impl FnOnce(*mut FILE)) -> String {
     let (mut text, mut length): (*mut c_char, usize) = (std::ptr::null_mut(), 0);
     // SAFETY: both are written when the stream is closed, below, and outlive it.

@@ -10,7 +10,7 @@ use super::bindings_1_13::{
 use super::library::Library;
 use super::status::Status;
 
-/// What became of an operation that was posted.
+/// The answer to an operation that was posted.
 #[derive(Debug)]
 #[must_use = "an operation that is pending completes later"]
 pub(crate) enum Posted {
@@ -33,7 +33,7 @@ impl Posted {
     }
 }
 
-/// Who is told of the end of an operation: the operation's user data points to it.
+/// Is told of the end of an operation, whose user data points to it.
 pub(crate) trait Completed {
     /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it may post, but must
     /// not destroy the worker, and must not panic.

@@ -6,7 +6,7 @@ use std::fmt;
 use super::bindings_1_13::{UCS_ERR_LAST, UCS_OK, ucs_status_t};
 use super::library::Library;
 
-/// What a call of UCX answered, other than success.
+/// UCX's answer to a call, other than success.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Status(pub(crate) ucs_status_t);
 

@@ -48,7 +48,7 @@ impl Ends {
     }
 }
 
-/// What came by active message.
+/// The active messages that came.
 #[derive(Default)]
 struct Mail(Cell<Vec<(Vec<u8>, Vec<u8>)>>);
 
@@ -99,7 +99,7 @@ fn settings(library: &Library, tls: &str) -> Vec<Setting> {
 }
 
 fn everything_over(library: &'static Library, tls: &str) {
-    let context = Context::new(library, &settings(library, tls)).expect("a context");
+    let context = UcxContext::new(library, &settings(library, tls)).expect("a context");
     let (near, far) = (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
     let workers = [&near, &far];
     let (ends, mail) = (Ends::default(), Mail::default());
@@ -111,18 +111,18 @@ fn everything_over(library: &'static Library, tls: &str) {
     let endpoint = endpoint.unwrap_or_else(|status| panic!("over {tls}: {status:?}"));
 
     let count = 8;
-    let mut there: Vec<u8> = (0..count * 1000).map(|at| at as u8).collect();
-    let mut here = vec![0_u8; there.len()];
+    let mut far_bytes: Vec<u8> = (0..count * 1000).map(|at| at as u8).collect();
+    let mut near_bytes = vec![0_u8; far_bytes.len()];
     let map = |memory: &mut [u8]| {
         let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
         // SAFETY: both live longer than what is mapped.
         unsafe { context.map(&mapping) }.expect("mapped")
     };
-    let (at_there, at_here) = (map(&mut there), map(&mut here));
-    let key = at_there.key().expect("a key");
+    let (at_far, at_near) = (map(&mut far_bytes), map(&mut near_bytes));
+    let key = at_far.key().expect("a key");
     // SAFETY: one thread, and the endpoint is open.
     let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
-    let (remote, local) = (there.as_mut_ptr(), here.as_mut_ptr());
+    let (remote, local) = (far_bytes.as_mut_ptr(), near_bytes.as_mut_ptr());
 
     for piece in 0..count {
         let at = piece * 1000;
@@ -130,21 +130,25 @@ fn everything_over(library: &'static Library, tls: &str) {
         // SAFETY: within both; they and `ends` outlive the operation, which is waited for.
         let posted = unsafe {
             let (local, remote) = (local.add(back), remote.add(at) as u64);
-            endpoint.get(local, 1000, Some(at_here.raw()), remote, &key, ends.target())
+            endpoint.get(local, 1000, Some(at_near.raw()), remote, &key, ends.target())
         };
         finish(workers, &ends, posted);
     }
     for piece in 0..count {
-        assert_eq!(here[(count - 1 - piece) * 1000..][..1000], there[piece * 1000..][..1000], "{tls}");
+        assert_eq!(
+            near_bytes[(count - 1 - piece) * 1000..][..1000],
+            far_bytes[piece * 1000..][..1000],
+            "{tls}"
+        );
     }
 
-    here.fill(11);
+    near_bytes.fill(11);
     if lists::are_taken_by(library) {
         let mut list = Sgl::default();
         for piece in 0..count {
             // SAFETY: within both.
             let (local, remote) = unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
-            list.push(local, 500 + piece, at_here.raw(), remote, &key);
+            list.push(local, 500 + piece, at_near.raw(), remote, &key);
         }
         // SAFETY: as above, and `list` is kept until the end.
         finish(workers, &ends, unsafe { list.put(&endpoint, ends.target()) });
@@ -153,14 +157,14 @@ fn everything_over(library: &'static Library, tls: &str) {
         // SAFETY: as above.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
-            endpoint.put(local, 500 + piece, Some(at_here.raw()), remote, &key, ends.target())
+            endpoint.put(local, 500 + piece, Some(at_near.raw()), remote, &key, ends.target())
         };
         finish(workers, &ends, posted);
     }
     // SAFETY: as above.
     finish(workers, &ends, unsafe { endpoint.flush(ends.target()) });
     for piece in 0..count {
-        let written = there[piece * 1000..][..1000].iter().filter(|byte| **byte == 11).count();
+        let written = far_bytes[piece * 1000..][..1000].iter().filter(|byte| **byte == 11).count();
         assert!((500 + piece..510 + piece).contains(&written), "piece {piece} over {tls}: {written}");
     }
 
@@ -192,7 +196,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     drop(key);
     // SAFETY: its key is dropped and nothing is in flight.
     finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
-    drop((at_here, at_there));
+    drop((at_near, at_far));
     assert_eq!(Arc::strong_count(&context), 3, "the two workers and this");
 }
 
@@ -220,7 +224,7 @@ fn operations_reach_the_other_worker_by_default() {
 #[test]
 fn messages_that_a_worker_would_have_to_fetch_are_refused() {
     on_every_version("ffi::tests::messages_that_a_worker_would_have_to_fetch_are_refused", |library| {
-        let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+        let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
         let (near, far) =
             (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
         let workers = [&near, &far];
@@ -256,7 +260,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
 #[test]
 fn a_worker_that_has_nothing_to_do_can_be_slept_on() {
     on_every_version("ffi::tests::a_worker_that_has_nothing_to_do_can_be_slept_on", |library| {
-        let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+        let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
         let worker = Worker::new(&context).expect("a worker");
         let end = Instant::now() + Duration::from_secs(10);
         while worker.arm().expect("armed") == WorkerArmed::Busy {
@@ -273,7 +277,7 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
         "ffi::tests::the_first_version_that_knows_lists_knows_them_as_they_are_described",
         |library| {
             let Version { major: 1, minor: 22, .. } = library.version() else { return };
-            let context = Context::new(library, &settings(library, "tcp")).expect("a context");
+            let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
             let (near, far) =
                 (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
             let ends = Ends::default();
@@ -289,8 +293,8 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
             let mut list = Sgl::default();
             list.push(memory.as_ptr(), 50, mapped.raw(), memory.as_ptr() as u64 + 50, &key);
-            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it: had it read other lengths
-            // or another datatype, it would say that a parameter is wrong.
+            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it: had it read other
+            // lengths or another datatype, it would say that a parameter is wrong.
             let posted = unsafe { list.put(&endpoint, ends.target()) };
             assert_eq!(ending([&near, &far], &ends, posted), Err(Status(UCS_ERR_CANCELED)));
             drop(key);
@@ -306,7 +310,7 @@ fn a_refused_setting_is_named() {
     on_every_version("ffi::tests::a_refused_setting_is_named", |library| {
         let options = Options::parse(r#"{"ucx": {"set": "RNDV_SCHEME=no such scheme"}}"#).unwrap();
         let settings = Config::read(&options).unwrap().settings(library.path());
-        let (_, setting) = Context::new(library, &settings).err().expect("it is refused");
+        let (_, setting) = UcxContext::new(library, &settings).err().expect("it is refused");
         assert_eq!(setting.as_deref(), Some("UCX_RNDV_SCHEME=no such scheme"));
     });
 }

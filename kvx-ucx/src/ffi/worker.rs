@@ -7,7 +7,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use super::bindings_1_13::*;
-use super::context::Context;
+use super::context::UcxContext;
 use super::endpoint::Endpoint;
 use super::library::Version;
 use super::log;
@@ -18,14 +18,14 @@ use super::status::Status;
 pub(crate) struct Worker {
     raw: NonNull<ucp_worker>,
     descriptor: RawFd,
-    context: Arc<Context>,
+    context: Arc<UcxContext>,
     one_at_a_time: PhantomData<std::cell::Cell<()>>,
 }
 
 // SAFETY: thread mode SERIALIZED allows one thread after another, which `&mut` or a lock provides: it is not `Sync`.
 unsafe impl Send for Worker {}
 
-/// What arming found.
+/// The answer to arming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerArmed {
     /// The descriptor becomes readable when there is something to do.
@@ -42,7 +42,7 @@ pub(crate) struct Message<'a> {
 
 impl Worker {
     /// Errors: UCX's status.
-    pub(crate) fn new(context: &Arc<Context>) -> Result<Worker, Status> {
+    pub(crate) fn new(context: &Arc<UcxContext>) -> Result<Worker, Status> {
         let functions = context.library().functions();
         let params = ucp_worker_params_t {
             field_mask: u64::from(UCP_WORKER_PARAM_FIELD_THREAD_MODE),
@@ -52,8 +52,8 @@ impl Worker {
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the field that the mask names is set.
         let mut create = || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
-        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of names
-        // that they do not know, which new ones refuse.
+        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of
+        // names that they do not know, which new ones refuse.
         let is_old = context.library().version() < Version { major: 1, minor: 21, release: 0 };
         let quiet = is_old && !context.takes_any_name();
         let status = if quiet { log::quietly(context.library(), create) } else { create() };
@@ -109,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// What to sleep on, after [`arm`](Worker::arm). It belongs to the worker.
+    /// The descriptor to sleep on, after [`arm`](Worker::arm). It belongs to the worker.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow forbids meanwhile.
         unsafe { BorrowedFd::borrow_raw(self.descriptor) }
@@ -192,7 +192,7 @@ impl Drop for Worker {
     }
 }
 
-/// Who is given active messages.
+/// Receives active messages.
 pub(crate) trait Receives {
     /// A message has come. Messages that were sent eagerly alone come here: others are refused. It may post, but must
     /// not destroy the worker, and must not panic.

@@ -84,7 +84,7 @@ impl Version {
 }
 
 /// Calls `body` for each version that is there and ends well; names the others as parts of `test` that are skipped.
-pub(crate) fn each_here(test: &str, body: impl Fn(&Version)) {
+pub(crate) fn with_each_installed(test: &str, body: impl Fn(&Version)) {
     for version in of_this_run().filter(|version| !version.ends_badly) {
         match version.command() {
             Ok(_) => body(version),

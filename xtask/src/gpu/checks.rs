@@ -1,4 +1,4 @@
-//! What `cargo xtask gpu` runs, as data: the test programs, the runs of the bench, and the bars.
+//! The checks of `cargo xtask gpu`, as data: the test programs, the runs of the bench, and the bars.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! The programs and libraries that a machine with a GPU is shown with: as cargo built them, or unpacked from an archive.
+//! The programs and libraries that a machine with a GPU is shown with: as cargo built them, or unpacked from an
+//! archive.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -1,4 +1,4 @@
-//! What a table of figures says of the machine that it comes from.
+//! Describes the machine that a table of figures comes from.
 
 use std::fs;
 

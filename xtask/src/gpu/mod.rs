@@ -1,8 +1,8 @@
 //! `cargo xtask gpu`: everything that only a machine with an NVIDIA GPU can show.
 //!
 //! A [kit](kit::Kit) has the programs and libraries that this needs, in cargo's folders or in one that was carried to a
-//! machine without cargo and network; what runs is the same. `--rehearse` packs a kit, unpacks it elsewhere and runs it over
-//! the stand-in, so that it works when it matters.
+//! machine without cargo and network; what runs is the same. `--rehearse` packs a kit, unpacks it elsewhere and runs it
+//! over the stand-in, so that it works when it matters.
 
 mod checks;
 mod kit;
@@ -70,8 +70,8 @@ impl Drop for Elsewhere {
     }
 }
 
-/// The device, the tests, the bench; then all that failed. `quick`: a part of the tests, and a bench of a few bytes whose
-/// bars are not judged. `only`: tests and runs with one of these in their names.
+/// The device, the tests, the bench; then all that failed. `quick`: a part of the tests, and a bench of a few bytes
+/// whose bars are not judged. `only`: tests and runs with one of these in their names.
 fn show_all(kit: &Kit, quick: bool, only: &[String]) -> Result<bool> {
     let device = kit.device()?;
     let real = !device.is_stand_in;

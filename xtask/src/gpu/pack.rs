@@ -30,13 +30,13 @@ const GLIBC: u32 = 36;
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// What of a peer's wheel goes along, below its `site-packages`: these files, and what they need of the same wheel.
-struct Peer {
+struct PackedPeer {
     name: &'static str,
     roots: &'static [&'static str],
 }
 
-const PEERS: &[Peer] = &[
-    Peer {
+const PEERS: &[PackedPeer] = &[
+    PackedPeer {
         name: UCX.0,
         roots: &[
             UCX.1,
@@ -46,7 +46,7 @@ const PEERS: &[Peer] = &[
         ],
     },
     // Of NIXL's plugins only UCX's, and of UCX's modules none for cards: without them it is a quarter of the wheel.
-    Peer {
+    PackedPeer {
         name: RIXL.0,
         roots: &[
             RIXL.1,
@@ -106,7 +106,7 @@ pub(crate) fn unpack(archive: &Path, folder: &Path) -> Result<()> {
 }
 
 /// Copies what is needed of a wheel, where it lies in the environment; false if the wheel is not there.
-fn pack_peer(peer: &Peer, peers: &Path, packed: &Path) -> Result<bool> {
+fn pack_peer(peer: &PackedPeer, peers: &Path, packed: &Path) -> Result<bool> {
     let environment = peers.join(peer.name).join("venv");
     let Some(packages) = site_packages(&environment).find(|folder| folder.join(peer.roots[0]).is_file())
     else {

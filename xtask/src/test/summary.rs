@@ -1,4 +1,4 @@
-//! What a run came to: the times, the failures, the skips and the last line.
+//! Sums up a run: the times, the failures, the skips and the last line.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! When pieces have ended, and what a process had sent that is dead: the real engine, with some of its answers replaced.
+//! The ends of pieces, and of what a dead process had sent: the real engine, with some of its answers replaced.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use kvx_core::{Agent, Grid, Kind, Memory, Op, Options, Placement, Plan, Registry
 
 use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
-use super::super::engine::{Piece, State};
+use super::super::engine::{EnginePiece, State};
 use super::super::library::Library;
 use super::real_engine::{adapter, engine, real, real_functions};
 use crate::Mooncake;
@@ -87,7 +87,8 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         // SAFETY: as above.
         unsafe { theirs.register(far, LEN, "*") }.expect("it is free");
         let segment = ours.open_segment(theirs.name()).expect("it is there");
-        let piece = |at: u64| Piece { op: Op::Read, local: near + at, segment, remote: far + at, len: 4096 };
+        let piece =
+            |at: u64| EnginePiece { op: Op::Read, local: near + at, segment, remote: far + at, len: 4096 };
         SECOND_MOVES.store(true, Ordering::SeqCst);
         // SAFETY: the memory stays for ever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");

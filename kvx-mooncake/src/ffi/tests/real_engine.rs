@@ -8,7 +8,7 @@ use super::super::bindings::Functions;
 use super::super::engine::{Engine, PEER_TO_PEER, Recipe};
 use super::super::library::{Library, Wanted};
 
-/// What the others pass most of their calls on to.
+/// The real functions, to which replaced ones pass most of their calls on.
 static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
 
 pub(super) fn real_functions() -> &'static Functions {

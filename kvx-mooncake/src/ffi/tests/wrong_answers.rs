@@ -1,5 +1,5 @@
-//! The real engine with one of its functions replaced: by one that answers wrongly, which is refused, or by one that notes what
-//! kvx asks of it.
+//! The real engine with one of its functions replaced: by one that answers wrongly, which is refused, or by one that
+//! notes what kvx asks of it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -12,7 +12,7 @@ use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
 use super::super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
-use super::super::engine::{Piece, State};
+use super::super::engine::{EnginePiece, State};
 use super::super::library::Library;
 use super::super::{adapter_bindings, self_test};
 use super::real_engine::{engine, real, real_adapter_functions, real_functions};
@@ -281,14 +281,14 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
         // The last is beyond what is registered, or within.
         for beyond in [0, LEN] {
             let pieces: Vec<_> = (0..COUNT as u64)
-                .map(|at| Piece {
+                .map(|at| EnginePiece {
                     op: Op::Read,
                     local: near + at * LEN,
                     remote: far + at * LEN,
                     segment,
                     len: LEN,
                 })
-                .map(|piece| Piece { remote: piece.remote + beyond, ..piece })
+                .map(|piece| EnginePiece { remote: piece.remote + beyond, ..piece })
                 .collect();
             let begun = Instant::now();
             // SAFETY: the memory stays for ever.

@@ -12,7 +12,8 @@ use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
 
 use self::writes::Writing;
 use crate::described::Described;
-use crate::tcp::conn::{Effect, Scope};
+use crate::tcp::chunk::Chunk;
+use crate::tcp::conn::{Effect, LaneEnd, Scope};
 use crate::tcp::ending::{Concern, Ending};
 use crate::tcp::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
 use crate::tcp::input::Input;
@@ -45,7 +46,7 @@ struct Named {
 }
 
 /// A peer on a lane that it opened.
-pub(crate) struct Guest {
+pub(crate) struct ServedLane {
     /// Of its connection.
     key: usize,
     pub(crate) who: Identity,
@@ -84,9 +85,9 @@ fn concern(regions: &[Arc<Served>]) -> Concern {
     Concern::Regions(regions.iter().map(|served| served.id).collect())
 }
 
-impl Guest {
+impl ServedLane {
     pub(crate) fn new(key: usize, who: Identity, link: [u8; 16], lane: u8) -> Self {
-        Guest {
+        ServedLane {
             key,
             who,
             link,
@@ -107,48 +108,6 @@ impl Guest {
     /// Bytes of all descriptions that it holds.
     pub(crate) fn described(&self) -> usize {
         self.reads_described + self.writes_described
-    }
-
-    /// Whether nothing more is read before some of what waits has gone out.
-    pub(crate) fn is_paused(&self, output: &Output, described_in_all: usize) -> bool {
-        output.control.len() > MAX_ANSWERS
-            || self.reads.len() + self.waiting.len() >= MAX_READS
-            || self.reads_described > MAX_DESCRIBED
-            || self.reads_described > 0 && described_in_all > MAX_DESCRIBED_IN_ALL
-    }
-
-    pub(crate) fn has_frames(&self) -> bool {
-        !self.reads.is_empty() || self.sending.is_some()
-    }
-
-    /// A frame that is no payload.
-    pub(crate) fn frame(
-        &mut self,
-        header: Header,
-        body: &[u8],
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> Result<()> {
-        match header.frame {
-            Frame::Read => self.read(header.id, body, output, scope),
-            Frame::Write => self.write(header.id, body, output, scope),
-            Frame::Cancel => {
-                let mut reader = Reader::new("Cancel", body);
-                let lane = reader.u8()?;
-                scope.effects.push(Effect::Cancelled { link: self.link, lane, id: header.id });
-                Ok(())
-            }
-            Frame::Stop => {
-                self.stop_write(header.id, output, scope);
-                Ok(())
-            }
-            Frame::Notify => self.notify(header.id, body, output, scope),
-            Frame::Ping => {
-                put_bare(&mut output.control, Frame::Alive, header.id);
-                Ok(())
-            }
-            other => Err(malformed(format_args!("{other:?} from an initiator"))),
-        }
     }
 
     /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
@@ -227,64 +186,6 @@ impl Guest {
         reading.source.stop(&scope.shared.ending);
     }
 
-    /// Whether it has blocks of a device to send.
-    pub(crate) fn has_streams(&self) -> bool {
-        let is_one = |reading: &Reading| reading.source.token().is_some();
-        !self.waiting.is_empty() || self.sending.as_ref().is_some_and(is_one)
-    }
-
-    /// The peer does not read.
-    pub(crate) fn make_way(&mut self, output: &mut Output) {
-        for reading in self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending) {
-            reading.source.make_way(|| output.spill());
-        }
-    }
-
-    /// A device has copied for one of its streams.
-    pub(crate) fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope) {
-        if let Some(reading) = self.waiting.remove(&token) {
-            let left = reading.source.left();
-            return self.reads.push(reading, left);
-        }
-        let receiving = self.receiving.map(|(id, _)| id);
-        for (id, writing) in &mut self.writes {
-            let Some(sink) = writing.sink.as_mut().filter(|sink| sink.token() == Some(token)) else {
-                continue;
-            };
-            let (id, left) = (*id, writing.left);
-            if receiving == Some(id) {
-                input.stalled = false;
-            } else if left == 0 {
-                self.end_if_landed(id, output, scope);
-            } else {
-                sink.pause();
-            }
-            return;
-        }
-    }
-
-    /// The next piece of an answer.
-    pub(crate) fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
-        if let Some(reading) = self.sending.take() {
-            self.go_on(reading, output, scope);
-        }
-        let mut reading = loop {
-            let Some(mut reading) = self.reads.next_turn() else { return };
-            if matches!(reading.source.resume(), Ok(true)) {
-                break reading;
-            }
-            self.go_on(reading, output, scope);
-        };
-        output.chunk.clear();
-        reading.source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
-        let len = output.chunk.left();
-        Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
-        if reading.source.left() == 0 {
-            put_bare(output.tail(), Frame::End, reading.id);
-        }
-        self.sending = Some(reading);
-    }
-
     /// The initiator takes a request back: what was not done is not done any more.
     pub(crate) fn cancel(
         &mut self,
@@ -343,18 +244,6 @@ impl Guest {
         self.refuse_writes(|_, sink| sink.touches(region), &revoked, input, output, scope);
     }
 
-    /// Its connection has ended: lets go of all memory.
-    pub(crate) fn release(&mut self, ending: &Ending) {
-        let reads = self.reads.extract(|_| true).into_iter();
-        let waiting = self.waiting.drain().map(|(_, reading)| reading);
-        for reading in reads.chain(waiting).chain(self.sending.take()) {
-            reading.source.stop(ending);
-        }
-        for sink in self.writes.drain().filter_map(|(_, writing)| writing.sink) {
-            sink.stop(ending, None);
-        }
-    }
-
     fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope) -> Result<()> {
         let sender = self.who.as_sender();
         if self.notices.take(id, bytes, |bytes| scope.shared.events.notification(sender, bytes))? {
@@ -372,5 +261,152 @@ impl Guest {
             some = true;
         }
         some
+    }
+}
+
+impl LaneEnd for ServedLane {
+    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
+        match header.frame {
+            Frame::Read => self.read(header.id, body, output, scope),
+            Frame::Write => self.write(header.id, body, output, scope),
+            Frame::Cancel => {
+                let mut reader = Reader::new("Cancel", body);
+                let lane = reader.u8()?;
+                scope.effects.push(Effect::Cancelled { link: self.link, lane, id: header.id });
+                Ok(())
+            }
+            Frame::Stop => {
+                self.stop_write(header.id, output, scope);
+                Ok(())
+            }
+            Frame::Notify => self.notify(header.id, body, output, scope),
+            Frame::Ping => {
+                put_bare(&mut output.control, Frame::Alive, header.id);
+                Ok(())
+            }
+            other => Err(malformed(format_args!("{other:?} from an initiator"))),
+        }
+    }
+
+    fn next_frame(&mut self, output: &mut Output, scope: &mut Scope) {
+        if let Some(reading) = self.sending.take() {
+            self.go_on(reading, output, scope);
+        }
+        let mut reading = loop {
+            let Some(mut reading) = self.reads.next_turn() else { return };
+            if matches!(reading.source.resume(), Ok(true)) {
+                break reading;
+            }
+            self.go_on(reading, output, scope);
+        };
+        output.chunk.clear();
+        reading.source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
+        let len = output.chunk.left();
+        Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
+        if reading.source.left() == 0 {
+            put_bare(output.tail(), Frame::End, reading.id);
+        }
+        self.sending = Some(reading);
+    }
+
+    fn has_frames(&self) -> bool {
+        !self.reads.is_empty() || self.sending.is_some()
+    }
+
+    fn has_streams(&self) -> bool {
+        let is_one = |reading: &Reading| reading.source.token().is_some();
+        !self.waiting.is_empty() || self.sending.as_ref().is_some_and(is_one)
+    }
+
+    fn make_way(&mut self, output: &mut Output) {
+        for reading in self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending) {
+            reading.source.make_way(|| output.spill());
+        }
+    }
+
+    fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope) {
+        if let Some(reading) = self.waiting.remove(&token) {
+            let left = reading.source.left();
+            return self.reads.push(reading, left);
+        }
+        let receiving = self.receiving.map(|(id, _)| id);
+        for (id, writing) in &mut self.writes {
+            let Some(sink) = writing.sink.as_mut().filter(|sink| sink.token() == Some(token)) else {
+                continue;
+            };
+            let (id, left) = (*id, writing.left);
+            if receiving == Some(id) {
+                input.stalled = false;
+            } else if left == 0 {
+                self.end_if_landed(id, output, scope);
+            } else {
+                sink.pause();
+            }
+            return;
+        }
+    }
+
+    fn release(&mut self, ending: &Ending) {
+        let reads = self.reads.extract(|_| true).into_iter();
+        let waiting = self.waiting.drain().map(|(_, reading)| reading);
+        for reading in reads.chain(waiting).chain(self.sending.take()) {
+            reading.source.stop(ending);
+        }
+        for sink in self.writes.drain().filter_map(|(_, writing)| writing.sink) {
+            sink.stop(ending, None);
+        }
+    }
+
+    fn is_paused(&self, output: &Output, described_in_all: usize) -> bool {
+        output.control.len() > MAX_ANSWERS
+            || self.reads.len() + self.waiting.len() >= MAX_READS
+            || self.reads_described > MAX_DESCRIBED
+            || self.reads_described > 0 && described_in_all > MAX_DESCRIBED_IN_ALL
+    }
+
+    fn data(&mut self, header: Header) -> Result<()> {
+        let Some(writing) = self.writes.get(&header.id) else {
+            return Err(malformed(format_args!("data for the write {}, which is not open", header.id)));
+        };
+        if header.len as u64 > writing.left {
+            return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
+        }
+        self.receiving = Some((header.id, header.len));
+        Ok(())
+    }
+
+    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
+        if let Some((id, sink)) = self.receiving() {
+            match sink.fill(chunk, max) {
+                Ok(is_there) => return is_there,
+                Err(why) => self.refuse_write(id, &why, output, scope),
+            }
+        }
+        chunk.discard(&mut scope.bin, max);
+        true
+    }
+
+    fn took(&mut self, count: usize) {
+        if let Some((_, sink)) = self.receiving() {
+            sink.took(count);
+        }
+    }
+
+    fn pause(&mut self) -> bool {
+        self.receiving().is_some_and(|(_, sink)| sink.pause())
+    }
+
+    fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
+        let Some((id, len)) = self.receiving.take() else { return };
+        let Some(writing) = self.writes.get_mut(&id) else { return };
+        writing.left -= len as u64;
+        match &mut writing.sink {
+            None if writing.left == 0 => self.forget_write(id, scope),
+            Some(_) if writing.left == 0 => self.end_if_landed(id, output, scope),
+            None => {}
+            Some(sink) => {
+                sink.pause(); // until its next frame
+            }
+        }
     }
 }

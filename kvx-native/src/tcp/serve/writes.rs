@@ -2,11 +2,10 @@
 
 use kvx_core::{Error, Result};
 
-use super::{Guest, cancelled, malformed};
-use crate::tcp::chunk::Chunk;
+use super::{ServedLane, cancelled, malformed};
 use crate::tcp::conn::Scope;
 use crate::tcp::ending::Answer;
-use crate::tcp::frames::{Header, put_end};
+use crate::tcp::frames::put_end;
 use crate::tcp::input::Input;
 use crate::tcp::output::Output;
 use crate::tcp::payload::Sink;
@@ -25,7 +24,7 @@ pub(super) struct Writing {
     described: usize,
 }
 
-impl Guest {
+impl ServedLane {
     pub(super) fn write(
         &mut self,
         id: u64,
@@ -55,66 +54,9 @@ impl Guest {
         Ok(())
     }
 
-    /// Payload begins.
-    pub(crate) fn data(&mut self, header: Header) -> Result<()> {
-        let Some(writing) = self.writes.get(&header.id) else {
-            return Err(malformed(format_args!("data for the write {}, which is not open", header.id)));
-        };
-        if header.len as u64 > writing.left {
-            return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
-        }
-        self.receiving = Some((header.id, header.len));
-        Ok(())
-    }
-
-    fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
+    pub(super) fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
         let (id, _) = self.receiving?;
         Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
-    }
-
-    /// Where the next of it goes. False: there is no place now.
-    pub(crate) fn fill(
-        &mut self,
-        chunk: &mut Chunk,
-        max: usize,
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> bool {
-        if let Some((id, sink)) = self.receiving() {
-            match sink.fill(chunk, max) {
-                Ok(is_there) => return is_there,
-                Err(why) => self.refuse_write(id, &why, output, scope),
-            }
-        }
-        chunk.discard(&mut scope.bin, max);
-        true
-    }
-
-    /// So many bytes went there.
-    pub(crate) fn took(&mut self, count: usize) {
-        if let Some((_, sink)) = self.receiving() {
-            sink.took(count);
-        }
-    }
-
-    /// Nothing comes now. Says whether what `fill` said holds no longer.
-    pub(crate) fn pause(&mut self) -> bool {
-        self.receiving().is_some_and(|(_, sink)| sink.pause())
-    }
-
-    /// Payload has ended.
-    pub(crate) fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
-        let Some((id, len)) = self.receiving.take() else { return };
-        let Some(writing) = self.writes.get_mut(&id) else { return };
-        writing.left -= len as u64;
-        match &mut writing.sink {
-            None if writing.left == 0 => self.forget_write(id, scope),
-            Some(_) if writing.left == 0 => self.end_if_landed(id, output, scope),
-            None => {}
-            Some(sink) => {
-                sink.pause(); // until its next frame
-            }
-        }
     }
 
     /// All payload of a write has come: ends it, if it is where it belongs.
@@ -130,7 +72,7 @@ impl Guest {
         }
     }
 
-    fn forget_write(&mut self, id: u64, scope: &mut Scope) {
+    pub(super) fn forget_write(&mut self, id: u64, scope: &mut Scope) {
         if let Some(writing) = self.writes.remove(&id) {
             self.writes_described -= writing.described;
             scope.described -= writing.described;
@@ -165,7 +107,7 @@ impl Guest {
 
     /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
     /// next stays.
-    fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
+    pub(super) fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
         let Some(writing) = self.writes.get_mut(&id) else { return };
         let Some(sink) = writing.sink.take() else { return };
         let answer = Answer { link: self.link, lane: self.lane, id, why: why.clone() };

@@ -1,4 +1,4 @@
-//! What `libcuda` exports. Names, arguments and numbers are the driver's.
+//! The exports of `libcuda`. Names, arguments and numbers are the driver's.
 #![allow(non_snake_case)]
 
 mod batch;

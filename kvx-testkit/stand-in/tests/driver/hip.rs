@@ -1,4 +1,4 @@
-//! What `libamdhip64` exports, and hipRTC.
+//! The exports of `libamdhip64`, and hipRTC.
 
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};

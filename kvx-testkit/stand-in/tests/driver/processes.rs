@@ -88,9 +88,9 @@ fn owner() {
     let mut opened = 0_u64;
     let bytes: [u64; 8] =
         std::array::from_fn(|at| u64::from_le_bytes(handle[at * 8..][..8].try_into().expect("8")));
-    let here =
+    let own =
         call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
-    assert_eq!(here, 201, "memory of this process");
+    assert_eq!(own, 201, "memory of this process");
     println!("={}", hex(&handle));
     while let Some(line) = next_line() {
         match line.as_str() {

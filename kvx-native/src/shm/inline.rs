@@ -12,7 +12,7 @@ use super::host::PeerProcess;
 use super::link::Import;
 use super::memory::Place;
 
-/// The most regions of a read that is done here.
+/// The most regions of a read that is done inline.
 const MAX_REGIONS: usize = 4;
 const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 
@@ -53,7 +53,7 @@ impl Shutter {
 }
 
 /// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it.
-pub(crate) fn read_here(plan: &Arc<Bound>) -> bool {
+pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.
     let on_host = plan.locals().first().is_none_or(|local| local.memory.kind().is_host());

@@ -1,0 +1,299 @@
+//! Which regions a peer may use: what its owner keeps of that, and what its reader does.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::hash::Hash;
+
+use kvx_core::{Error, Kind, RegionId, RegionKey, Result};
+
+use super::reasons::{malformed, revoked};
+
+/// Regions of ours that peers may ask for. Numbers are never used twice, so a revoked region is known as one for ever.
+#[derive(Debug)]
+pub struct RegionTable<R>(HashMap<RegionId, Option<(RegionKey, R)>>);
+
+impl<R> Default for RegionTable<R> {
+    fn default() -> Self {
+        RegionTable(HashMap::new())
+    }
+}
+
+impl<R> RegionTable<R> {
+    /// Peers that show `key` may use it from now on.
+    pub fn open(&mut self, id: RegionId, key: RegionKey, region: R) {
+        self.0.insert(id, Some((key, region)));
+    }
+
+    /// Nobody is granted it from now on. `None`: it was revoked before.
+    pub fn revoke(&mut self, id: RegionId) -> Option<R> {
+        self.0.insert(id, None).flatten().map(|(_, region)| region)
+    }
+
+    /// What is open under this number.
+    pub fn get(&self, id: RegionId) -> Option<&R> {
+        self.0.get(&id)?.as_ref().map(|(_, region)| region)
+    }
+
+    /// The region, if who shows this key may use it. Errors: `Unregistered`, `WrongKey`, `Revoked`.
+    pub fn check(&self, id: RegionId, shown: &RegionKey) -> Result<&R> {
+        match self.0.get(&id) {
+            Some(Some((key, region))) if key.matches(shown) => Ok(region),
+            Some(Some(_)) => Err(Error::new(
+                Kind::WrongKey,
+                format!("the key shown for region {id} is not its key: take the peer's metadata again"),
+            )),
+            Some(None) => Err(revoked(id)),
+            None => Err(Error::new(
+                Kind::Unregistered,
+                format!("region {id} is not registered with this agent: take the peer's metadata again"),
+            )),
+        }
+    }
+
+    /// All that are open.
+    pub fn iter(&self) -> impl Iterator<Item = &R> {
+        self.0.values().flatten().map(|(_, region)| region)
+    }
+
+    /// Takes one out that is open, as if it had never been.
+    pub fn take(&mut self, id: RegionId) -> Option<R> {
+        match self.0.entry(id) {
+            Entry::Occupied(entry) if entry.get().is_some() => entry.remove().map(|(_, region)| region),
+            _ => None,
+        }
+    }
+
+    /// Takes out all that are open.
+    pub fn drain(&mut self) -> Vec<R> {
+        let open = self.0.extract_if(|_, region| region.is_some());
+        open.filter_map(|(_, region)| region).map(|(_, region)| region).collect()
+    }
+}
+
+/// Regions of ours that a peer was granted, and has not released.
+#[derive(Debug, Default)]
+pub struct Granted(HashSet<RegionId>);
+
+impl Granted {
+    /// The peer may use it. False: it might before.
+    pub fn grant(&mut self, id: RegionId) -> bool {
+        self.0.insert(id)
+    }
+
+    /// The peer says that it has let go. Errors: `Malformed` for what it did not hold.
+    pub fn released(&mut self, id: RegionId) -> Result<()> {
+        if self.0.remove(&id) { Ok(()) } else { Err(malformed(format_args!("region {id} was not granted"))) }
+    }
+
+    /// Whether it holds this one.
+    pub fn holds(&self, id: RegionId) -> bool {
+        self.0.contains(&id)
+    }
+
+    /// Whether it holds none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// All that it holds.
+    pub fn iter(&self) -> impl Iterator<Item = RegionId> {
+        self.0.iter().copied()
+    }
+
+    /// It is certain that it holds none.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+struct Recall<P, R> {
+    id: RegionId,
+    holders: HashSet<P>,
+    what: R,
+}
+
+/// Revocations that wait for peers to let go. `P` names a peer, `R` is what ends with the revocation.
+pub struct Recalls<P, R>(Vec<Recall<P, R>>);
+
+impl<P, R> Default for Recalls<P, R> {
+    fn default() -> Self {
+        Recalls(Vec::new())
+    }
+}
+
+impl<P: Hash + Eq, R> Recalls<P, R> {
+    /// These hold it.
+    pub fn begin(&mut self, id: RegionId, holders: HashSet<P>, what: R) {
+        self.0.push(Recall { id, holders, what });
+    }
+
+    /// A peer has let go of one region, or of all.
+    pub fn released(&mut self, peer: &P, id: Option<RegionId>) {
+        for recall in self.0.iter_mut().filter(|recall| id.is_none_or(|id| recall.id == id)) {
+            recall.holders.remove(peer);
+        }
+    }
+
+    /// Takes out those that nobody holds up any more; `in_use`: this end itself still works on the region.
+    pub fn take_done(&mut self, in_use: impl Fn(RegionId) -> bool) -> Vec<R> {
+        let done = self.0.extract_if(.., |recall| recall.holders.is_empty() && !in_use(recall.id));
+        done.map(|recall| recall.what).collect()
+    }
+
+    /// Takes out those of these regions, whose ends will never be known.
+    pub fn give_up(&mut self, which: impl Fn(RegionId) -> bool) -> Vec<R> {
+        self.0.extract_if(.., |recall| which(recall.id)).map(|recall| recall.what).collect()
+    }
+}
+
+/// What became of a region that a reader asked for.
+#[derive(Debug)]
+pub enum Imported<W, H> {
+    /// The owner has not answered.
+    Wanted(W),
+    /// It was granted.
+    Held(H),
+    /// It was denied, or recalled.
+    Refused(Error),
+}
+
+/// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each transfer.
+#[derive(Debug)]
+pub struct Imports<W, H> {
+    by_number: BTreeMap<u64, Imported<W, H>>,
+    wanted: usize,
+}
+
+impl<W, H> Default for Imports<W, H> {
+    fn default() -> Self {
+        Imports { by_number: BTreeMap::new(), wanted: 0 }
+    }
+}
+
+impl<W, H> Imports<W, H> {
+    /// The owner is asked.
+    pub fn want(&mut self, import: u64, what: W) {
+        self.by_number.insert(import, Imported::Wanted(what));
+        self.wanted += 1;
+    }
+
+    /// The owner has answered; [`settle`](Imports::settle) follows. Errors: `Malformed` for what it was not asked.
+    pub fn answered(&mut self, import: u64) -> Result<W> {
+        match self.by_number.remove(&import) {
+            Some(Imported::Wanted(what)) => {
+                self.wanted -= 1;
+                Ok(what)
+            }
+            _ => Err(malformed("an answer about a region that was not asked for")),
+        }
+    }
+
+    /// Notes what became of it.
+    pub fn settle(&mut self, import: u64, result: Result<H>) {
+        self.by_number.insert(import, result.map_or_else(Imported::Refused, Imported::Held));
+    }
+
+    /// What became of it. `None`: nobody asked while this link was up.
+    pub fn get(&self, import: u64) -> Option<&Imported<W, H>> {
+        self.by_number.get(&import)
+    }
+
+    /// All that are held.
+    pub fn held(&self) -> impl Iterator<Item = &H> {
+        self.by_number.values().filter_map(|imported| match imported {
+            Imported::Held(held) => Some(held),
+            Imported::Wanted(_) | Imported::Refused(_) => None,
+        })
+    }
+
+    /// The owner takes regions back.
+    pub fn recall(&mut self, which: impl Fn(&H) -> bool, why: &Error) {
+        for imported in self.by_number.values_mut() {
+            if matches!(imported, Imported::Held(held) if which(held)) {
+                *imported = Imported::Refused(why.clone());
+            }
+        }
+    }
+
+    /// Whether an answer is awaited.
+    pub fn await_answer(&self) -> bool {
+        self.wanted > 0
+    }
+
+    /// The link has ended.
+    pub fn clear(&mut self) {
+        (self.wanted, self.by_number) = (0, BTreeMap::new());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: RegionKey = RegionKey([8; 16]);
+
+    #[test]
+    fn only_who_shows_the_key_may_use_a_region_until_it_is_revoked() {
+        let (mut table, other) = (RegionTable::default(), RegionKey([0; 16]));
+        let (one, two) = (RegionId(1), RegionId(2));
+        table.open(one, KEY, "memory");
+        let check = |table: &RegionTable<_>, id, key| table.check(id, key).copied().map_err(|why| why.kind());
+        assert_eq!(check(&table, one, &KEY), Ok("memory"));
+        assert_eq!(check(&table, one, &other), Err(Kind::WrongKey));
+        assert_eq!(check(&table, two, &KEY), Err(Kind::Unregistered));
+        assert_eq!((table.revoke(one), table.revoke(one)), (Some("memory"), None));
+        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked));
+        assert!(table.take(one).is_none() && table.get(one).is_none() && table.drain().is_empty());
+        table.open(two, KEY, "more");
+        assert_eq!((table.iter().count(), table.drain()), (1, vec!["more"]));
+        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked), "it is known for ever");
+    }
+
+    #[test]
+    fn a_revocation_ends_when_every_holder_and_this_end_have_let_go() {
+        let (mut recalls, id) = (Recalls::default(), RegionId(1));
+        recalls.begin(id, HashSet::from(["a", "b"]), "first");
+        recalls.begin(RegionId(2), HashSet::from(["a"]), "second");
+        recalls.released(&"a", Some(id));
+        assert!(recalls.take_done(|_| false).is_empty());
+        recalls.released(&"a", None);
+        assert_eq!(recalls.take_done(|_| false), ["second"]);
+        recalls.released(&"b", Some(id));
+        assert!(recalls.take_done(|used| used == id).is_empty());
+        assert_eq!(recalls.take_done(|_| false), ["first"]);
+        recalls.begin(id, HashSet::from(["c"]), "third");
+        assert!(recalls.give_up(|given_up| given_up != id).is_empty());
+        assert_eq!(recalls.give_up(|given_up| given_up == id), ["third"]);
+    }
+
+    #[test]
+    fn nobody_releases_what_was_not_granted_or_answers_what_was_not_asked() {
+        let (mut granted, id) = (Granted::default(), RegionId(1));
+        assert!(granted.grant(id) && !granted.grant(id) && granted.holds(id));
+        assert!(granted.released(id).is_ok());
+        assert_eq!(granted.released(id).unwrap_err().kind(), Kind::Malformed);
+
+        let mut imports = Imports::default();
+        imports.want(7, "region");
+        assert!(imports.await_answer() && imports.answered(8).is_err());
+        assert_eq!(imports.answered(7).unwrap(), "region");
+        imports.settle(7, Ok(id));
+        assert!(!imports.await_answer() && imports.answered(7).is_err());
+    }
+
+    #[test]
+    fn a_recalled_region_is_refused_with_the_reason() {
+        let (mut imports, id) = (Imports::<(), _>::default(), RegionId(1));
+        for import in [1, 2] {
+            imports.want(import, ());
+            imports.answered(import).unwrap();
+            imports.settle(import, Ok(RegionId(import)));
+        }
+        imports.recall(|held| *held == id, &revoked(id));
+        assert!(matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == Kind::Revoked));
+        assert!(matches!(imports.get(2), Some(Imported::Held(_))));
+        assert_eq!(imports.held().count(), 1);
+        imports.clear();
+        assert!(imports.get(2).is_none());
+    }
+}

@@ -1,0 +1,359 @@
+//! The messages that all links share, as bytes. A byte names the message; its fields follow, little-endian.
+
+use kvx_core::transport::MAX_NOTIFICATION;
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Identity, RegionId, RegionKey, Result};
+
+use super::{Hello, Refusal};
+
+/// What handshakes begin with.
+const MAGIC: [u8; 8] = *b"kvx/link";
+/// Messages with this number, or a higher one, are a transport's own.
+pub const OWN: u8 = 32;
+/// The longest message once the handshake is done, but for what a transport says itself.
+pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
+
+/// A message. `rest` is what the transport says with it, in its own words.
+#[derive(Clone, Debug)]
+pub enum Message<'a> {
+    /// The initiator begins.
+    Hello {
+        /// Who greets whom.
+        hello: Hello,
+        /// See above.
+        rest: &'a [u8],
+    },
+    /// The target takes it in.
+    Welcome {
+        /// The version that both speak.
+        version: u16,
+        /// Who the target is.
+        from: Identity,
+        /// See above.
+        rest: &'a [u8],
+    },
+    /// The target turns it away.
+    Refuse {
+        /// Who the target is.
+        from: Identity,
+        /// Why.
+        why: Refusal,
+    },
+    /// The initiator asks for a region, and shows its key.
+    Want {
+        /// The number under which it asks.
+        import: u64,
+        /// Which region.
+        id: RegionId,
+        /// Its key.
+        key: RegionKey,
+    },
+    /// The owner lets it use the region.
+    Grant {
+        /// As asked.
+        import: u64,
+        /// See above.
+        rest: &'a [u8],
+    },
+    /// The owner does not.
+    Deny {
+        /// As asked.
+        import: u64,
+        /// Why.
+        why: Refusal,
+    },
+    /// The owner takes a region back.
+    Recall {
+        /// Which.
+        id: RegionId,
+    },
+    /// The other end has let go of it.
+    Released {
+        /// Which.
+        id: RegionId,
+    },
+    /// A notification.
+    Notify {
+        /// Its number on this link.
+        notice: u64,
+        /// What it says.
+        bytes: &'a [u8],
+    },
+    /// The target's agent has it.
+    Ack {
+        /// Its number.
+        notice: u64,
+    },
+    /// Asks for a sign of life.
+    Ping,
+    /// Is one.
+    Alive,
+    /// Asks the initiator to end the link: the target's agent is shutting down.
+    Leave,
+    /// The last word of an end that holds nothing of the other any more.
+    Bye,
+}
+
+mod number {
+    pub(super) const HELLO: u8 = 1;
+    pub(super) const WELCOME: u8 = 2;
+    pub(super) const REFUSE: u8 = 3;
+    pub(super) const WANT: u8 = 4;
+    pub(super) const GRANT: u8 = 5;
+    pub(super) const DENY: u8 = 6;
+    pub(super) const RECALL: u8 = 7;
+    pub(super) const RELEASED: u8 = 8;
+    pub(super) const NOTIFY: u8 = 9;
+    pub(super) const ACK: u8 = 10;
+    pub(super) const PING: u8 = 11;
+    pub(super) const ALIVE: u8 = 12;
+    pub(super) const LEAVE: u8 = 13;
+    pub(super) const BYE: u8 = 14;
+}
+
+impl Message<'_> {
+    /// Whether it may come to an end of a link. `up`: the handshake is done.
+    pub fn fits(&self, up: bool, to_initiator: bool) -> bool {
+        match self {
+            Message::Hello { .. } => !up && !to_initiator,
+            Message::Welcome { .. } | Message::Refuse { .. } => !up && to_initiator,
+            Message::Want { .. } | Message::Notify { .. } => up && !to_initiator,
+            Message::Grant { .. } | Message::Deny { .. } | Message::Ack { .. } | Message::Leave => {
+                up && to_initiator
+            }
+            // Either end may have lent the other something.
+            Message::Recall { .. } | Message::Released { .. } => up,
+            Message::Ping | Message::Alive | Message::Bye => up,
+        }
+    }
+
+    /// Its bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(64);
+        match self {
+            Message::Hello { hello, rest } => {
+                out.put_u8(number::HELLO);
+                out.put(&MAGIC);
+                out.put_u16(hello.versions.0);
+                out.put_u16(hello.versions.1);
+                out.put_identity(&hello.from);
+                out.put_identity(&hello.to);
+                out.put(rest);
+            }
+            Message::Welcome { version, from, rest } => {
+                out.put_u8(number::WELCOME);
+                out.put(&MAGIC);
+                out.put_u16(*version);
+                out.put_identity(from);
+                out.put(rest);
+            }
+            Message::Refuse { from, why } => {
+                out.put_u8(number::REFUSE);
+                out.put(&MAGIC);
+                out.put_identity(from);
+                why.encode(&mut out);
+            }
+            Message::Want { import, id, key } => {
+                out.put_u8(number::WANT);
+                out.put_u64(*import);
+                out.put_region(*id, key);
+            }
+            Message::Grant { import, rest } => {
+                out.put_u8(number::GRANT);
+                out.put_u64(*import);
+                out.put(rest);
+            }
+            Message::Deny { import, why } => {
+                out.put_u8(number::DENY);
+                out.put_u64(*import);
+                why.encode(&mut out);
+            }
+            Message::Recall { id } => {
+                out.put_u8(number::RECALL);
+                out.put_u64(id.0);
+            }
+            Message::Released { id } => {
+                out.put_u8(number::RELEASED);
+                out.put_u64(id.0);
+            }
+            Message::Notify { notice, bytes } => {
+                out.reserve_exact(9 + bytes.len());
+                out.put_u8(number::NOTIFY);
+                out.put_u64(*notice);
+                out.put(bytes);
+            }
+            Message::Ack { notice } => {
+                out.put_u8(number::ACK);
+                out.put_u64(*notice);
+            }
+            Message::Ping => out.put_u8(number::PING),
+            Message::Alive => out.put_u8(number::ALIVE),
+            Message::Leave => out.put_u8(number::LEAVE),
+            Message::Bye => out.put_u8(number::BYE),
+        }
+        out
+    }
+}
+
+impl<'a> Message<'a> {
+    /// Reads a whole message. Errors: `Malformed`.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self> {
+        let mut reader = Reader::new("link message", bytes);
+        let message = match reader.u8()? {
+            number::HELLO => {
+                magic(&mut reader)?;
+                let versions = (reader.u16()?, reader.u16()?);
+                let hello = Hello { versions, from: reader.identity()?, to: reader.identity()? };
+                Message::Hello { hello, rest: rest(&mut reader)? }
+            }
+            number::WELCOME => {
+                magic(&mut reader)?;
+                let (version, from) = (reader.u16()?, reader.identity()?);
+                Message::Welcome { version, from, rest: rest(&mut reader)? }
+            }
+            number::REFUSE => {
+                magic(&mut reader)?;
+                Message::Refuse { from: reader.identity()?, why: Refusal::decode(&mut reader)? }
+            }
+            number::WANT => {
+                let import = reader.u64()?;
+                let (id, key) = reader.region()?;
+                Message::Want { import, id, key }
+            }
+            number::GRANT => Message::Grant { import: reader.u64()?, rest: rest(&mut reader)? },
+            number::DENY => Message::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? },
+            number::RECALL => Message::Recall { id: RegionId(reader.u64()?) },
+            number::RELEASED => Message::Released { id: RegionId(reader.u64()?) },
+            number::NOTIFY => {
+                let (notice, len) = (reader.u64()?, reader.left());
+                if len > MAX_NOTIFICATION {
+                    return Err(reader.malformed(format_args!(
+                        "a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"
+                    )));
+                }
+                Message::Notify { notice, bytes: rest(&mut reader)? }
+            }
+            number::ACK => Message::Ack { notice: reader.u64()? },
+            number::PING => Message::Ping,
+            number::ALIVE => Message::Alive,
+            number::LEAVE => Message::Leave,
+            number::BYE => Message::Bye,
+            unknown => return Err(reader.malformed(format_args!("no message has the number {unknown}"))),
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+fn magic(reader: &mut Reader<'_>) -> Result<()> {
+    if reader.array()? == MAGIC { Ok(()) } else { Err(reader.malformed("it does not come from kvx")) }
+}
+
+fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
+    reader.bytes(reader.left())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvx_core::{Error, Incarnation, Kind};
+
+    fn identity(name: &str) -> Identity {
+        Identity { name: name.into(), incarnation: Incarnation([9; 16]) }
+    }
+
+    /// Each message, and how many of its last bytes are of any length.
+    fn all() -> Vec<(Message<'static>, usize)> {
+        let why = Refusal { kind: Kind::WrongKey, text: "not that key".into() };
+        let hello = Hello { versions: (1, 3), from: identity("a"), to: identity("b") };
+        let (id, key) = (RegionId(4), RegionKey([5; 16]));
+        vec![
+            (Message::Hello { hello, rest: b"\0\x01rest" }, 6),
+            (Message::Welcome { version: 1, from: identity("b"), rest: b"rest" }, 4),
+            (Message::Refuse { from: identity("c"), why: why.clone() }, 0),
+            (Message::Want { import: 3, id, key }, 0),
+            (Message::Grant { import: 3, rest: b"" }, 0),
+            (Message::Grant { import: 3, rest: b"rest" }, 4),
+            (Message::Deny { import: 3, why }, 0),
+            (Message::Recall { id }, 0),
+            (Message::Released { id }, 0),
+            (Message::Notify { notice: 7, bytes: b"\0 bytes" }, 7),
+            (Message::Ack { notice: 7 }, 0),
+            (Message::Ping, 0),
+            (Message::Alive, 0),
+            (Message::Leave, 0),
+            (Message::Bye, 0),
+        ]
+    }
+
+    #[test]
+    fn messages_travel_as_they_are_and_nothing_shorter_passes() {
+        for (message, any) in all() {
+            let bytes = message.encode();
+            assert_eq!(Message::decode(&bytes).unwrap().encode(), bytes);
+            assert!(bytes[0] < OWN && bytes.len() <= MAX_MESSAGE);
+            for len in 0..bytes.len() - any {
+                assert!(Message::decode(&bytes[..len]).is_err(), "{len} of {message:?}");
+            }
+        }
+        for whole in
+            [Message::Ping, Message::Bye, Message::Ack { notice: 1 }, Message::Recall { id: RegionId(1) }]
+        {
+            assert!(Message::decode(&[&whole.encode()[..], &[0]].concat()).is_err(), "{whole:?}");
+        }
+        assert!(Message::decode(&[OWN]).is_err());
+    }
+
+    #[test]
+    fn each_message_fits_one_end_at_one_time() {
+        for (message, _) in all() {
+            let fits = |up, to_initiator| message.fits(up, to_initiator);
+            let handshake = fits(false, true) || fits(false, false);
+            assert_ne!(handshake, fits(true, true) || fits(true, false), "{message:?}");
+        }
+        let ack = Message::Ack { notice: 1 };
+        assert!(ack.fits(true, true) && !ack.fits(true, false));
+    }
+
+    #[test]
+    fn bounds_hold_and_a_peers_text_is_cleaned() {
+        let long = vec![7; MAX_NOTIFICATION + 1];
+        let notify = |bytes| Message::Notify { notice: 1, bytes }.encode();
+        assert!(Message::decode(&notify(&long)).is_err() && Message::decode(&notify(&long[1..])).is_ok());
+        assert!(notify(&long).len() <= MAX_MESSAGE);
+        let why = Refusal::from(&Error::new(Kind::Denied, "\x1b[2Jno\n"));
+        let refused = [
+            Message::Deny { import: 3, why: why.clone() }.encode(),
+            Message::Refuse { from: identity("c"), why }.encode(),
+        ];
+        for bytes in refused {
+            let Ok(Message::Deny { why, .. } | Message::Refuse { why, .. }) = Message::decode(&bytes) else {
+                panic!("{bytes:?}");
+            };
+            assert_eq!(why.text, " [2Jno ");
+        }
+    }
+
+    #[test]
+    fn altered_bytes_never_panic() {
+        let mut seed = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut random = move || {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            seed
+        };
+        for (message, _) in all() {
+            let bytes = message.encode();
+            for _ in 0..2_000 {
+                let mut altered = bytes.clone();
+                for _ in 0..1 + random() % 4 {
+                    let at = random() as usize % altered.len();
+                    altered[at] = random() as u8;
+                }
+                altered.truncate(random() as usize % (altered.len() + 1));
+                Message::decode(&altered).ok();
+            }
+        }
+    }
+}

@@ -1,6 +1,6 @@
 //! What the documents say is so: their commands run, the files that they name are there, no page has grown too long.
-
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
 use std::path::{Path, PathBuf};
 
 /// Commands that the documents show, each with where it runs: a file, and the words in it.

@@ -9,20 +9,34 @@ use super::fields::{BufferDevice, LoadFailurePolicy};
 use kvx_core::{Error, Kind, Result};
 
 /// The vLLM version whose defaults and rules a configuration follows: the key `kv_compat` of
-/// `kv_connector_extra_config`. A version stands for itself and those after it, up to the next one named here.
+/// `kv_connector_extra_config`. Versions that none of these stands for are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Compat {
-    /// vLLM 0.9 and 0.10.
+    /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only: kvx does not speak with a vLLM of that age.
     V0_9,
-    /// vLLM 0.11: a side channel port for each worker.
+    /// vLLM 0.11.0, likewise.
     V0_11,
-    /// vLLM 0.16: a side channel port for each engine, abort after 480 s.
+    /// vLLM 0.16 and 0.17: a side channel port for each engine, abort after 480 s.
     V0_16,
     /// vLLM 0.20: a failed load fails the request.
     V0_20,
-    /// vLLM 0.32: leases, and four fields fewer.
+    /// vLLM 0.21: prefill may read back from decode.
+    V0_21,
+    /// vLLM 0.22 to 0.25: leases.
+    V0_22,
+    /// vLLM 0.26 and 0.27: another handshake.
+    V0_26,
+    /// vLLM 0.28: another compatibility hash.
+    V0_28,
+    /// vLLM 0.29: another one, and new names of layouts.
+    V0_29,
+    /// vLLM 0.30: another handshake.
+    V0_30,
+    /// vLLM 0.31: another handshake.
+    V0_31,
+    /// vLLM 0.32: four fields fewer.
     V0_32,
-    /// vLLM 0.33, the default: another handshake.
+    /// vLLM 0.33, the default: registrations have generations.
     #[default]
     V0_33,
 }
@@ -50,8 +64,21 @@ pub(super) enum PortRule {
 
 impl Compat {
     /// All of them, oldest first.
-    pub const ALL: [Compat; 6] =
-        [Compat::V0_9, Compat::V0_11, Compat::V0_16, Compat::V0_20, Compat::V0_32, Compat::V0_33];
+    pub const ALL: [Compat; 13] = [
+        Compat::V0_9,
+        Compat::V0_11,
+        Compat::V0_16,
+        Compat::V0_20,
+        Compat::V0_21,
+        Compat::V0_22,
+        Compat::V0_26,
+        Compat::V0_28,
+        Compat::V0_29,
+        Compat::V0_30,
+        Compat::V0_31,
+        Compat::V0_32,
+        Compat::V0_33,
+    ];
 
     /// As it is written: `"0.33"`.
     pub fn as_str(self) -> &'static str {
@@ -60,9 +87,31 @@ impl Compat {
             Compat::V0_11 => "0.11",
             Compat::V0_16 => "0.16",
             Compat::V0_20 => "0.20",
+            Compat::V0_21 => "0.21",
+            Compat::V0_22 => "0.22",
+            Compat::V0_26 => "0.26",
+            Compat::V0_28 => "0.28",
+            Compat::V0_29 => "0.29",
+            Compat::V0_30 => "0.30",
+            Compat::V0_31 => "0.31",
             Compat::V0_32 => "0.32",
             Compat::V0_33 => "0.33",
         }
+    }
+
+    /// The last minor version that it stands for. What lies between two of them differs from both.
+    fn last_minor(self) -> u32 {
+        match self {
+            Compat::V0_9 => 10,
+            Compat::V0_16 => 17,
+            Compat::V0_22 => 25,
+            Compat::V0_26 => 27,
+            other => other.minor(),
+        }
+    }
+
+    fn minor(self) -> u32 {
+        minor(self.as_str()).expect("names of versions have a minor version")
     }
 
     pub(super) fn defaults(self) -> Defaults {
@@ -76,20 +125,28 @@ impl Compat {
             buffer_device: old.then_some(BufferDevice::Cuda),
             abort_after: match self {
                 Compat::V0_9 | Compat::V0_11 => Some(Duration::from_secs(120)),
-                Compat::V0_16 | Compat::V0_20 => Some(Duration::from_secs(480)),
-                Compat::V0_32 | Compat::V0_33 => None,
+                Compat::V0_16 | Compat::V0_20 | Compat::V0_21 => Some(Duration::from_secs(480)),
+                _ => None,
             },
             side_channel_port: if old { 5557 } else { 5600 },
             ports: if old { PortRule::PerWorker } else { PortRule::PerEngine },
         }
     }
 
-    /// The version that stands for the one written, which is not in the list: `"0.17.2"` is covered by 0.16.
-    fn covering(value: &Value) -> Option<Self> {
+    /// What there is to say of a version that is not in the list: `"0.17.2"` is covered by 0.16, 0.18 by none.
+    fn hint(value: &Value) -> String {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        let minor = |text: &str| text.trim().strip_prefix("0.")?.split('.').next()?.parse::<u32>().ok();
-        let wanted = minor(&written)?;
-        Compat::ALL.into_iter().rev().find(|compat| minor(compat.as_str()).is_some_and(|own| own <= wanted))
+        let Some(wanted) = minor(&written) else { return String::new() };
+        // 0.11.1 had the ports of 0.16, and a handshake of its own.
+        let between = matches!(written.trim(), "0.11.1" | "0.11.2");
+        let stands = |compat: &Compat| !between && (compat.minor()..=compat.last_minor()).contains(&wanted);
+        match Compat::ALL.into_iter().find(stands) {
+            Some(compat) => format!("; \"{}\" stands for that one", compat.as_str()),
+            None if wanted > Compat::default().minor() => "; kvx does not know a later one".to_owned(),
+            None => {
+                format!("; none of them stands for vLLM {}, with which kvx does not speak", written.trim())
+            }
+        }
     }
 
     /// From `kv_compat`. A dotted argument makes a number of `0.20`: numbers are understood too.
@@ -101,8 +158,7 @@ impl Compat {
         });
         found.ok_or_else(|| {
             let names = Compat::ALL.map(Compat::as_str);
-            let hint = Compat::covering(value)
-                .map_or_else(String::new, |compat| format!("; \"{}\" stands for that one", compat.as_str()));
+            let hint = Compat::hint(value);
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
             Error::new(
                 Kind::Invalid,
@@ -110,6 +166,11 @@ impl Compat {
             )
         })
     }
+}
+
+/// The minor version of `0.x` or `0.x.y`.
+fn minor(text: &str) -> Option<u32> {
+    text.trim().strip_prefix("0.")?.split('.').next()?.parse().ok()
 }
 
 impl fmt::Display for Compat {

@@ -56,7 +56,7 @@ impl Lease {
 }
 
 impl KvTransferConfig {
-    /// The port on which this rank's side channel listens. From vLLM 0.16 on all workers of an engine share one, base +
+    /// The port on which this rank's side channel listens. After vLLM 0.11.0 all workers of an engine share one, base +
     /// dp rank; before, each worker has its own, base + dp rank × tp size + tp rank.
     ///
     /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.

@@ -4,10 +4,11 @@ use std::fmt;
 
 use serde_json::{Map, Value, json};
 
-use super::compat::Compat;
+use super::compat::{Compat, PortRule};
 use super::connectors::Connector;
 use super::given::Source;
 use super::ranks::{BlockRelease, Rank};
+use super::surroundings::PORT;
 use super::tables::{DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
 use super::transfer_config::KvTransferConfig;
 use super::warning::Warning;
@@ -220,19 +221,20 @@ fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
     if compat >= Compat::V0_16 {
         out.push(("enforce_handshake_compat", json!(settings.enforce_handshake_compat)));
     }
-    if (Compat::V0_16..=Compat::V0_20).contains(&compat) {
+    if (Compat::V0_16..=Compat::V0_28).contains(&compat) {
         out.push(("enable_cross_layers_blocks", json!(settings.enable_cross_layers_blocks)));
     }
-    if compat >= Compat::V0_32 {
+    if compat >= Compat::V0_22 {
         out.push(("kv_lease_duration", seconds(settings.kv_lease_duration)));
-    }
-    if compat >= Compat::V0_20 {
-        out.push(("bidirectional_kv_xfer", json!(settings.bidirectional_kv_xfer)));
         out.push(("decoder_kv_blocks_ttl", seconds(settings.decoder_kv_blocks_ttl)));
         out.push(("push_registration_timeout", seconds(settings.push_registration_timeout)));
-        out.push(("kv_recompute_threshold", json!(settings.kv_recompute_threshold)));
         out.push(("engine_ttl", settings.engine_ttl.map_or(json!(0), seconds)));
     }
+    if compat >= Compat::V0_21 {
+        out.push(("bidirectional_kv_xfer", json!(settings.bidirectional_kv_xfer)));
+        out.push(("kv_recompute_threshold", json!(settings.kv_recompute_threshold)));
+    }
+    out.push(("load_timeout", seconds(settings.load_timeout)));
     out
 }
 
@@ -255,7 +257,11 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
         let host = &config.environment().side_channel_host;
         out.push((
             "side channel",
-            format!("host {host}, {}", ports(sizes, |rank| config.side_channel_port(rank))),
+            format!(
+                "host {host}, {}; {}",
+                ports(sizes, |rank| config.side_channel_port(rank)),
+                port_rule(config)
+            ),
         ));
         let release = match config.block_release() {
             BlockRelease::After(after) => format!("{} s after the prefill", after.as_secs_f64()),
@@ -287,6 +293,21 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
         ));
     }
     out
+}
+
+/// How a rank's port follows, and where the base comes from.
+fn port_rule(config: &KvTransferConfig) -> String {
+    let base = config.environment().side_channel_port;
+    let offset = match config.compat().defaults().ports {
+        PortRule::PerEngine => "dp rank",
+        PortRule::PerWorker => "dp rank x tp size + tp rank",
+    };
+    let origin = match config.surroundings.variables.contains_key(PORT) {
+        true => format!("set by {PORT}"),
+        false if base == 5557 => "vLLM's default up to 0.11.0 (5600 since)".into(),
+        false => "vLLM's default since 0.11.1 (5557 before)".into(),
+    };
+    format!("{base} + {offset}; {base} is {origin}")
 }
 
 /// `port 5600`, or the port of each rank where they differ.

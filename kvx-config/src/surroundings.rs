@@ -12,7 +12,7 @@ use super::warning::{Concern, Warning};
 use kvx_core::{Error, Kind, Result};
 
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
-const PORT: &str = "VLLM_NIXL_SIDE_CHANNEL_PORT";
+pub(super) const PORT: &str = "VLLM_NIXL_SIDE_CHANNEL_PORT";
 const ABORT: &str = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT";
 const BOOTSTRAP_PORT: &str = "VLLM_MOONCAKE_BOOTSTRAP_PORT";
 const MOONCAKE_ABORT: &str = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT";
@@ -87,7 +87,7 @@ impl Surroundings {
 pub struct Environment {
     /// `VLLM_NIXL_SIDE_CHANNEL_HOST`: where a prefill listens for handshakes, `localhost`.
     pub side_channel_host: String,
-    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 before vLLM 0.16).
+    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 up to vLLM 0.11.0).
     pub side_channel_port: u16,
     /// `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`, if set.
     pub abort_request_timeout: Option<Duration>,
@@ -107,7 +107,7 @@ impl Environment {
         let layout = variables.read(LAYOUT, |key, text| {
             let layout = KvCacheLayout::read(key, &Value::String(text.to_owned()))?;
             let new_name = !matches!(layout, KvCacheLayout::Nhd | KvCacheLayout::Hnd);
-            if new_name && compat < Compat::V0_32 {
+            if new_name && compat < Compat::V0_29 {
                 return Err(invalid(format!(
                     "{key} is {layout}; {compat} knows NHD and HND: write one of them"
                 )));
@@ -133,7 +133,7 @@ impl Environment {
 
     /// The abort timeout wins over leases, and the version that has leases no longer knows it.
     pub(super) fn abort_warning(&self, compat: Compat) -> Option<Warning> {
-        let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_32)?;
+        let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_22)?;
         let sentence = format!(
             "{ABORT} is set: blocks are kept for {} s and not leased; {compat} has no such variable, so unset it and use \
              kv_connector_extra_config.kv_lease_duration",

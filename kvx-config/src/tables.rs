@@ -58,6 +58,7 @@ enum Shape {
     Whole,
     Number,
     Seconds,
+    Factors,
     Any,
 }
 
@@ -73,7 +74,7 @@ const fn known(name: &'static str, shape: Shape) -> KnownKey {
 }
 
 const fn recent(name: &'static str, shape: Shape) -> KnownKey {
-    KnownKey { since: Compat::V0_20, ..known(name, shape) }
+    KnownKey { since: Compat::V0_22, ..known(name, shape) }
 }
 
 /// What vLLM's connectors and kvx read at the top of `kv_connector_extra_config`.
@@ -81,23 +82,25 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("backends", Shape::Texts),
     known("kv_compat", Shape::Any),
     known("num_threads", Shape::Whole),
-    KnownKey { since: Compat::V0_32, ..known("kv_lease_duration", Shape::Seconds) },
+    known("load_timeout", Shape::Seconds),
+    known("factors", Shape::Factors),
+    recent("kv_lease_duration", Shape::Seconds),
     recent("decoder_kv_blocks_ttl", Shape::Seconds),
-    recent("kv_recompute_threshold", Shape::Whole),
-    recent("bidirectional_kv_xfer", Shape::Flag),
+    KnownKey { since: Compat::V0_21, ..known("kv_recompute_threshold", Shape::Whole) },
+    KnownKey { since: Compat::V0_21, ..known("bidirectional_kv_xfer", Shape::Flag) },
     recent("push_registration_timeout", Shape::Seconds),
     recent("engine_ttl", Shape::Number),
     KnownKey { since: Compat::V0_16, ..known("enforce_handshake_compat", Shape::Flag) },
     KnownKey {
         since: Compat::V0_16,
-        until: Compat::V0_20,
+        until: Compat::V0_28,
         ..known("enable_cross_layers_blocks", Shape::Flag)
     },
     known("num_workers", Shape::Whole),
     known("mooncake_protocol", Shape::Text),
     known("device_name", Shape::Text),
     KnownKey { since: Compat::V0_16, ..known("bootstrap_server_address", Shape::Text) },
-    recent("prefill_side_swa_replay", Shape::Flag),
+    KnownKey { since: Compat::V0_20, ..known("prefill_side_swa_replay", Shape::Flag) },
     known("connectors", Shape::Any),
 ];
 
@@ -114,6 +117,7 @@ fn check_shape(key: &str, value: &Value, shape: Shape) -> Result<()> {
         Shape::Whole => fields::whole(key, value, 0..=i64::from(u32::MAX)).map(drop),
         Shape::Number => fields::number(key, value).map(drop),
         Shape::Seconds => fields::seconds(key, value).map(drop),
+        Shape::Factors => factors_of(key, value).map(drop),
         Shape::Any => Ok(()),
     }
 }
@@ -126,6 +130,9 @@ pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<W
             check_table(table, value)?;
         } else if let Some(known) = KNOWN_KEYS.iter().find(|known| known.name == key) {
             check_shape(key, value, known.shape)?;
+            if let (Shape::Factors, Value::Object(factors)) = (known.shape, value) {
+                warnings.extend(unknown_factors(factors));
+            }
             if compat < known.since || compat > known.until {
                 let sentence = format!("{} is not read by {compat}; kvx ignores it: remove it", extra(key));
                 warnings.push(Warning::new(Concern::Version, sentence));
@@ -142,6 +149,57 @@ pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<W
         ));
     }
     Ok(warnings)
+}
+
+/// What the compatibility hashes of vLLM's versions are made of.
+const FACTORS: &[&str] = &[
+    "attn_backend_name",
+    "cache_dtype",
+    "cross_layers_blocks",
+    "dtype",
+    "head_size",
+    "is_hma_enabled",
+    "model",
+    "nixl_connector_version",
+    "num_hidden_layers",
+    "num_kv_heads",
+    "speculative_config",
+    "transfer_mode",
+    "vllm_version",
+];
+
+fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>> {
+    fn has_fraction(value: &Value) -> bool {
+        match value {
+            Value::Number(number) => number.is_f64(),
+            Value::Array(items) => items.iter().any(has_fraction),
+            Value::Object(object) => object.values().any(has_fraction),
+            _ => false,
+        }
+    }
+    let wrong = |wanted: &str| Error::new(Kind::Invalid, format!("{key} is {value}; write {wanted}"));
+    let Value::Object(object) = value else {
+        return Err(wrong("an object of factors, {\"model\": …}"));
+    };
+    match object.iter().find(|(_, value)| has_fraction(value)) {
+        Some((name, _)) => Err(wrong(&format!("{name} without a fraction, which no hash of vLLM has"))),
+        None => Ok(object),
+    }
+}
+
+/// A factor that no version known here has is hashed too: the warning is for the one that was misspelt.
+fn unknown_factors(factors: &Map<String, Value>) -> Vec<Warning> {
+    let unknown = factors.keys().filter(|name| !FACTORS.contains(&name.as_str()));
+    let warning = |name: &String| {
+        let hint = nearest(name, FACTORS.iter().copied())
+            .map_or_else(String::new, |near| format!("; did you mean {near}?"));
+        let key = extra("factors");
+        Warning::new(
+            Concern::Unknown,
+            format!("{key}.{name} is hashed, but no vLLM up to 0.33 has that factor{hint}"),
+        )
+    };
+    unknown.map(warning).collect()
 }
 
 fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
@@ -183,7 +241,7 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
 pub const NUM_THREADS: u32 = 1;
 
 /// The keys whose default is not vLLM's, with vLLM's.
-pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] = &[("num_threads", "4")];
+pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] = &[("num_threads", "4"), ("load_timeout", "none")];
 
 /// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -205,8 +263,12 @@ pub struct NixlSettings {
     pub engine_ttl: Option<Duration>,
     /// `enforce_handshake_compat`: refuse a peer whose compatibility hash differs, true.
     pub enforce_handshake_compat: bool,
-    /// `enable_cross_layers_blocks`: one region for all layers, false; vLLM 0.16 to 0.20 only.
+    /// `enable_cross_layers_blocks`: one region for all layers, false; vLLM 0.16 to 0.28 only.
     pub enable_cross_layers_blocks: bool,
+    /// `load_timeout`: how long a load may take once it was ordered, 120 s; kvx only.
+    pub load_timeout: Duration,
+    /// `factors`: what to hash in place of what kvx knows of the model; kvx only.
+    pub factors: Map<String, Value>,
 }
 
 /// The values of `kv_connector_extra_config` that MooncakeConnector reads, with their defaults.
@@ -269,6 +331,8 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         engine_ttl,
         enforce_handshake_compat: reader.flag("enforce_handshake_compat", true)?,
         enable_cross_layers_blocks: reader.flag("enable_cross_layers_blocks", false)?,
+        load_timeout: reader.seconds("load_timeout", Duration::from_secs(120))?,
+        factors: reader.read("factors", |key, value| factors_of(key, value).cloned())?.unwrap_or_default(),
     })
 }
 

@@ -223,7 +223,7 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat to \"0.20\"",
+                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat to \"0.31\"",
                     removed.join(", ")
                 ),
             );
@@ -236,6 +236,16 @@ impl KvTransferConfig {
             );
         }
         let nixl = matches!(self.connector, Some(Connector::NixlPull | Connector::NixlPush));
+        if nixl && compat <= Compat::V0_11 {
+            warn(
+                Concern::Version,
+                format!(
+                    "kv_compat {}: kvx takes the defaults and ports of {compat}, for peers that are kvx too; it does not \
+                     speak with a vLLM before 0.16",
+                    compat.as_str()
+                ),
+            );
+        }
         if self.kv_role == Some(Role::Both) && nixl && compat >= Compat::V0_32 {
             warn(
                 Concern::Version,
@@ -342,22 +352,22 @@ impl KvTransferConfig {
         self.kv_load_failure_policy
     }
 
-    /// `kv_buffer_size`, a field until vLLM 0.20: 1e9.
+    /// `kv_buffer_size`, a field until vLLM 0.31: 1e9.
     pub fn kv_buffer_size(&self) -> f64 {
         self.kv_buffer_size
     }
 
-    /// `kv_rank`, a field until vLLM 0.20.
+    /// `kv_rank`, a field until vLLM 0.31.
     pub fn kv_rank(&self) -> Option<i64> {
         self.kv_rank
     }
 
-    /// `kv_parallel_size`, a field until vLLM 0.20: 1.
+    /// `kv_parallel_size`, a field until vLLM 0.31: 1.
     pub fn kv_parallel_size(&self) -> i64 {
         self.kv_parallel_size
     }
 
-    /// `kv_ip`, a field until vLLM 0.20: 127.0.0.1.
+    /// `kv_ip`, a field until vLLM 0.31: 127.0.0.1.
     pub fn kv_ip(&self) -> &str {
         &self.kv_ip
     }
@@ -440,9 +450,8 @@ impl KvTransferConfig {
     /// The fields that the chosen version has, and those written besides.
     pub(super) fn fields_of_version(&self) -> impl Iterator<Item = &'static str> + '_ {
         let has = |field: &fields::Field| match self.compat {
-            Compat::V0_32 | Compat::V0_33 => !field.removed,
             Compat::V0_9 => !field.added,
-            _ => true,
+            compat => !field.removed || compat < Compat::V0_32,
         };
         let written = |field: &fields::Field| self.given.object().contains_key(field.name);
         FIELDS.iter().filter(move |field| has(field) || written(field)).map(|field| field.name)

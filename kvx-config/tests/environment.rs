@@ -122,13 +122,16 @@ fn impossible_ranks_and_ports_are_errors() {
 }
 
 #[test]
-fn blocks_are_released_by_timeout_until_0_20_and_by_lease_from_0_33() {
+fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
     let seconds = Duration::from_secs;
     for (compat, expected) in [
         ("0.9", BlockRelease::After(seconds(120))),
         ("0.11", BlockRelease::After(seconds(120))),
         ("0.16", BlockRelease::After(seconds(480))),
         ("0.20", BlockRelease::After(seconds(480))),
+        ("0.21", BlockRelease::After(seconds(480))),
+        ("0.22", BlockRelease::Lease(Lease { duration: seconds(30) })),
+        ("0.31", BlockRelease::Lease(Lease { duration: seconds(30) })),
         ("0.33", BlockRelease::Lease(Lease { duration: seconds(30) })),
     ] {
         assert_eq!(config(compat, "NixlConnector", &[]).block_release(), expected, "{compat}");

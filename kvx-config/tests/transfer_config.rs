@@ -61,6 +61,7 @@ fn the_old_versions_have_the_old_fields_and_defaults() {
         ("0.11", LoadFailurePolicy::Recompute, BufferDevice::Cuda),
         ("0.16", LoadFailurePolicy::Recompute, BufferDevice::Cpu),
         ("0.20", LoadFailurePolicy::Fail, BufferDevice::Cpu),
+        ("0.31", LoadFailurePolicy::Fail, BufferDevice::Cpu),
         ("0.33", LoadFailurePolicy::Fail, BufferDevice::Cpu),
     ] {
         let config = config(&nixl(&format!(r#", "kv_connector_extra_config": {{"kv_compat": "{compat}"}}"#)));
@@ -95,23 +96,54 @@ fn the_four_removed_fields_are_accepted_with_one_warning() {
 }
 
 #[test]
-fn kv_compat_is_one_of_six_and_a_number_will_do() {
+fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
     for (written, meant) in
         [("\"0.20\"", Compat::V0_20), ("0.20", Compat::V0_20), ("0.9", Compat::V0_9), ("0.11", Compat::V0_11)]
     {
         let config = config(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": {written}}}}}"#));
         assert_eq!(config.compat(), meant);
     }
-    let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.21"}}"#);
+    let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.25.1"}}"#);
     assert_eq!(
         error,
-        "kv_compat is \"0.21\"; write the vLLM whose defaults kvx shall take: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
-         \"0.32\", \"0.33\"; \"0.20\" stands for that one"
+        "kv_compat is \"0.25.1\"; write the vLLM whose defaults kvx shall take: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
+         \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" stands for that one"
     );
-    let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.34.1"}}"#);
-    assert!(error.ends_with("\"0.33\" stands for that one"), "{error}");
     assert!(refused(r#"{"kv_connector_extra_config": {"kv_compat": "new"}}"#).ends_with("\"0.33\""));
     refused(r#"{"kv_connector_extra_config": {"kv_compat": true}}"#);
+}
+
+#[test]
+fn a_version_is_said_to_stand_for_others_only_where_it_does() {
+    for (written, said) in [
+        ("0.10.2", "\"0.9\" stands for that one"),
+        ("0.17.1", "\"0.16\" stands for that one"),
+        ("0.27", "\"0.26\" stands for that one"),
+        ("0.20.2", "\"0.20\" stands for that one"),
+        ("0.11.2", "none of them stands for vLLM 0.11.2, with which kvx does not speak"),
+        ("0.12.0", "none of them stands for vLLM 0.12.0, with which kvx does not speak"),
+        ("0.19.1", "none of them stands for vLLM 0.19.1, with which kvx does not speak"),
+        ("0.34.1", "kvx does not know a later one"),
+    ] {
+        let error = refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));
+        assert!(error.ends_with(said), "{error}");
+    }
+}
+
+#[test]
+fn factors_of_the_hash_are_an_object_without_fractions_and_misspelt_ones_are_warned_about() {
+    let factors =
+        |factors: &str| nixl(&format!(r#", "kv_connector_extra_config": {{"factors": {factors}}}"#));
+    let right = config(&factors(
+        r#"{"model": "Qwen/Qwen3-0.6B", "vllm_version": "0.33.0+cu129", "num_kv_heads": 8}"#,
+    ));
+    assert!(right.warnings().is_empty(), "{:?}", right.warnings());
+    assert_eq!(right.nixl().factors["vllm_version"], "0.33.0+cu129");
+    let misspelt = config(&factors(r#"{"modell": "m"}"#));
+    assert_eq!(concerns(&misspelt), [Concern::Unknown]);
+    assert!(misspelt.warnings()[0].sentence().ends_with("did you mean model?"));
+    assert!(refused(&factors(r#"["model"]"#)).contains("write an object of factors"));
+    assert!(refused(&factors(r#"{"head_size": 128.5}"#)).contains("head_size without a fraction"));
 }
 
 #[test]
@@ -403,6 +435,7 @@ fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
     let nixl_settings = defaults.nixl();
     assert_eq!(nixl_settings.num_threads, NUM_THREADS, "what is in force in kvx");
     assert_eq!(nixl_settings.kv_lease_duration.as_secs(), 30);
+    assert_eq!(nixl_settings.load_timeout.as_secs(), 120);
     assert_eq!(nixl_settings.decoder_kv_blocks_ttl.as_secs(), 480);
     assert_eq!(nixl_settings.push_registration_timeout.as_secs(), 480);
     assert_eq!(nixl_settings.kv_recompute_threshold, 64);

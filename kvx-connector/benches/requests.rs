@@ -205,7 +205,7 @@ impl Engine {
         };
         self.scheduler.on_new_request(now, arrival).expect("right parameters");
         let allocation = Allocation { fill: BlockLists::default(), computed: 0, external: 0 };
-        self.scheduler.update_state_after_alloc(&given.prefill, allocation);
+        self.scheduler.update_state_after_alloc(now, &given.prefill, allocation);
         let finished =
             self.scheduler.request_finished(now, &given.prefill, ending(&given.there, BLOCKS * TOKENS));
         if self.worker.is_empty() {
@@ -225,7 +225,7 @@ impl Engine {
         let matched = self.scheduler.get_num_new_matched_tokens(now, &given.decode, 0);
         assert_eq!(matched.tokens, BLOCKS * TOKENS);
         let allocation = Allocation { fill: given.here.clone(), computed: 0, external: matched.tokens };
-        self.scheduler.update_state_after_alloc(&given.decode, allocation);
+        self.scheduler.update_state_after_alloc(now, &given.decode, allocation);
     }
 }
 

@@ -260,7 +260,7 @@ fn what_is_advertised_is_what_a_peer_understands() {
         },
     ]);
     for (caches, dialects) in [
-        (two_groups.unwrap(), &[Dialect::V0_32, Dialect::V0_33][..]),
+        (two_groups.unwrap(), &[Dialect::V0_31, Dialect::V0_32, Dialect::V0_33][..]),
         (
             caches(vec![layer("layers.0", 0x100000, 0), layer("layers.1", 0x200000, 0)]).unwrap(),
             &Dialect::ALL[..],
@@ -271,10 +271,11 @@ fn what_is_advertised_is_what_a_peer_understands() {
             caches.advertise(&mut metadata, *dialect).unwrap();
             let told = NixlAgentMetadata::decode(&metadata.encode(), *dialect).unwrap();
             let geometry = Geometry::advertised(&told).unwrap();
-            if *dialect >= Dialect::V0_32 {
+            if *dialect >= Dialect::V0_30 {
                 assert_eq!(geometry, *caches.geometry(), "{dialect}");
             } else {
-                assert_eq!(told.kv_cache_layout, "HND");
+                let layout = if *dialect < Dialect::V0_29 { "HND" } else { "LBHNC" };
+                assert_eq!(told.kv_cache_layout, layout, "{dialect}");
                 assert!(geometry.regions().iter().all(|region| region.layers.is_empty()));
             }
             let groups = if caches.geometry().regions()[0].layers.len() > 1 { 2 } else { 1 };

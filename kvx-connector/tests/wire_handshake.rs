@@ -194,7 +194,9 @@ fn older_dialects_have_the_factors_that_they_had() {
     };
     assert_eq!(keys(Dialect::V0_16), [true, false, false, false]);
     assert_eq!(keys(Dialect::V0_20), [true, true, false, false]);
-    assert_eq!(keys(Dialect::V0_32), [false, true, true, true]);
+    assert_eq!(keys(Dialect::V0_26), [true, true, false, false]);
+    assert_eq!(keys(Dialect::V0_28), [true, true, true, true]);
+    assert_eq!(keys(Dialect::V0_29), [false, true, true, true]);
     assert_eq!(keys(Dialect::V0_33), [false, true, true, true]);
 }
 
@@ -557,10 +559,29 @@ fn a_changed_registration_is_a_new_generation() {
     let mut worker = metadata("prefill");
     listener.publish(rank(0, 0), &worker);
     listener.publish(rank(0, 0), &worker);
-    assert_eq!(listener.registration_generation(), 1, "the same metadata changes nothing");
+    listener.publish(rank(0, 1), &worker);
+    assert_eq!(
+        listener.registration_generation(),
+        0,
+        "the same metadata changes nothing, nor does another worker"
+    );
     worker.agent_metadata = b"after sleep and wake".to_vec();
     listener.publish(rank(0, 0), &worker);
-    assert_eq!(listener.registration_generation(), 2);
+    assert_eq!(listener.registration_generation(), 1);
     let peer = shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
     assert_eq!(peer.workers[&rank(0, 0)].agent_metadata, b"after sleep and wake");
+}
+
+#[test]
+fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
+    // Up to 0.11.0 the request is the bare tag.
+    let mut listener = Listener::new(hash());
+    listener.publish(rank(0, 0), &metadata("prefill"));
+    let message = [&b"d"[..], b"", b"get_meta_msg"];
+    let answer = listener.answer(&message, at(0)).unwrap();
+    assert!(answer.refusal().unwrap().to_string().contains("a vLLM up to 0.11.0 asks"));
+    // Before 0.13 the answer is the metadata without a hash around it.
+    let error = expectation().check(&metadata("prefill").encode()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    assert!(error.to_string().contains("a vLLM before 0.13 answers"), "{error}");
 }

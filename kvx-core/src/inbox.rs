@@ -123,7 +123,9 @@ impl Inbox {
             }
             return Ok(());
         }
-        let full = state.queue.len() >= self.limits.count || state.bytes + bytes.len() > self.limits.bytes;
+        // One that is larger than all the room, as a foreign agent may send, is taken alone.
+        let fits = state.bytes == 0 || state.bytes + bytes.len() <= self.limits.bytes;
+        let full = state.queue.len() >= self.limits.count || !fits;
         if full && !broken("inbox") {
             state.refused = true;
             return Err(Full);
@@ -256,6 +258,18 @@ mod tests {
         assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(Full));
         let resumes: Vec<bool> = (0..4).map(|_| inbox.take().1).collect();
         assert_eq!(resumes, [false, true, false, false]);
+    }
+
+    #[test]
+    fn one_that_is_larger_than_the_room_is_taken_alone() {
+        let inbox = Inbox::new(Limits { count: 4, bytes: 10 });
+        inbox.deliver(SENDERS[0], b"first").unwrap();
+        assert_eq!(inbox.deliver(SENDERS[0], &[7; 1000]), Err(Full));
+        inbox.take();
+        inbox.deliver(SENDERS[0], &[7; 1000]).unwrap();
+        assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(Full));
+        assert!(inbox.take().0.is_some_and(|large| large.bytes.len() == 1000));
+        inbox.deliver(SENDERS[0], b"x").unwrap();
     }
 
     #[test]

@@ -171,7 +171,7 @@ fn the_library_is_told_of_notifications_and_of_no_other_message() {
     machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: b"here".to_vec() });
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!(machine.fabric.notified, 2);
-    let too_long = vec![0; kvx_core::transport::MAX_NOTIFICATION + 1];
+    let too_long = vec![0; kvx_core::transport::MAX_FOREIGN_NOTIFICATION + 1];
     machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: too_long });
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!(machine.fabric.notified, 2, "it was dropped");

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::reactor::Outbox;
-use kvx_core::transport::{Full, MAX_NOTIFICATION};
+use kvx_core::transport::{Full, MAX_FOREIGN_NOTIFICATION};
 use kvx_core::{Incarnation, Result, Sender, Ticket};
 
 use super::Fabric;
@@ -22,16 +22,17 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Errors: why it is dropped. One that is too long would fit nowhere, and keep those behind it waiting for ever.
+    /// Errors: why it is dropped.
     fn add(&mut self, from: Arc<str>, bytes: Vec<u8>) -> Result<(), String> {
         let (count, room) = MAX_HELD;
-        if bytes.len() > MAX_NOTIFICATION {
-            return Err(format!("it has {} bytes, and at most {MAX_NOTIFICATION} are taken", bytes.len()));
+        let len = bytes.len();
+        if len > MAX_FOREIGN_NOTIFICATION {
+            return Err(format!("it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are taken"));
         }
-        if self.queue.len() >= count || self.bytes + bytes.len() > room {
+        if self.queue.len() >= count || self.bytes + len > room {
             return Err(format!("{} wait already: take them faster", self.queue.len()));
         }
-        self.bytes += bytes.len();
+        self.bytes += len;
         self.queue.push_back((from, bytes));
         Ok(())
     }
@@ -147,18 +148,18 @@ mod tests {
     #[test]
     fn what_foreign_agents_send_is_bounded_and_none_is_stuck() {
         let (mut held, from) = (Held::default(), Arc::<str>::from("python"));
-        assert!(held.add(Arc::clone(&from), vec![0; MAX_NOTIFICATION + 1]).is_err());
+        assert!(held.add(Arc::clone(&from), vec![0; MAX_FOREIGN_NOTIFICATION + 1]).is_err());
         let fit = |held: &mut Held, len| {
             (0..=MAX_HELD.0).take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok()).count()
         };
-        assert_eq!(fit(&mut held, MAX_NOTIFICATION), MAX_HELD.1 / MAX_NOTIFICATION);
+        assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), MAX_HELD.1 / MAX_FOREIGN_NOTIFICATION);
         let mut room = 3;
         held.deliver(|name, bytes| {
-            assert_eq!((name, bytes.len()), ("python", MAX_NOTIFICATION));
+            assert_eq!((name, bytes.len()), ("python", MAX_FOREIGN_NOTIFICATION));
             room -= 1;
             if room < 0 { Err(Full) } else { Ok(()) }
         });
-        assert_eq!(fit(&mut held, MAX_NOTIFICATION), 3);
+        assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), 3);
         held.deliver(|_, _| Ok(()));
         assert_eq!((held.bytes, fit(&mut held, 1)), (0, MAX_HELD.0));
     }

@@ -7,7 +7,7 @@ use kvx_core::Indices;
 use super::identity::{BlockLists, RequestId, WorkerRank};
 use super::step::RemoteEngine;
 use super::time::Time;
-use crate::mapping::Tokens;
+use crate::mapping::{MemoryType, Tokens};
 
 /// One handshake with a peer, and what was set up by it: descriptors, links. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,6 +16,15 @@ pub struct Connection(pub(crate) u64);
 /// One read or write. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MoveId(pub(crate) u64);
+
+/// What of a peer one move is with: [`PeerMap::part`](crate::mapping::PeerMap::part) finds the grids for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Part {
+    /// Which worker there.
+    pub rank: WorkerRank,
+    /// Where the blocks lie, here and there.
+    pub memory: (MemoryType, MemoryType),
+}
 
 /// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are shared by
 /// all layers, ranks and parts.
@@ -47,10 +56,8 @@ pub struct Move {
     pub id: MoveId,
     /// With whom.
     pub connection: Connection,
-    /// Which worker there.
-    pub rank: WorkerRank,
-    /// Which of the lane's parts: one for each kind of memory.
-    pub part: u8,
+    /// With which of its workers, and from which memory to which.
+    pub part: Part,
     /// What, pair by pair.
     pub groups: Arc<[GroupMove]>,
     /// The same as it was told.
@@ -75,8 +82,9 @@ pub enum Action {
         /// Which of its workers.
         ranks: Vec<WorkerRank>,
     },
-    /// Read the remote blocks into the local ones. Answers: [`move_resolved`](super::Worker::move_resolved), and
-    /// [`move_settled`](super::Worker::move_settled) if that was not the end of it.
+    /// Read the remote blocks into the local ones. Answers: [`move_resolved`](super::Worker::move_resolved), and, if that
+    /// was not the end of it, [`move_settled`](super::Worker::move_settled) or
+    /// [`move_forgotten`](super::Worker::move_forgotten).
     Read(Move),
     /// Write the local blocks into the remote ones. Answers as for a read.
     Write(Move),
@@ -102,6 +110,16 @@ pub enum Action {
         request: Option<RequestId>,
         /// What.
         bytes: Arc<[u8]>,
+    },
+    /// Reorder and clear the blocks of a load that were read, as
+    /// [`PeerMap::finishing`](crate::mapping::PeerMap::finishing) says. Answer: [`finished`](super::Worker::finished).
+    Finish {
+        /// Which request.
+        request: RequestId,
+        /// With whom.
+        connection: Connection,
+        /// Which blocks: what its moves have carried, all ranks together.
+        lists: MoveLists,
     },
     /// End a move as soon as may be. It still settles.
     Cancel {

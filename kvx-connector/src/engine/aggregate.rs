@@ -1,9 +1,10 @@
 //! Reports of several workers made one: a request is over when all of them say so.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::failure::TransferFailure;
 use super::identity::{EngineId, RequestId};
+use super::scheduler::Kept;
 use super::stats::TransferStats;
 use super::step::{FailedLoad, WorkerOutput};
 use super::time::{ClockOffset, Time};
@@ -17,6 +18,8 @@ pub struct EngineOutput {
     pub finished_recving: Vec<RequestId>,
     /// Those of them that failed on at least one worker.
     pub failed_recving: Vec<FailedLoad>,
+    /// Those of both whose blocks are lost on at least one worker.
+    pub lost: Vec<(RequestId, Kept)>,
     /// Clocks of peers with the worker's clock that they were compared to.
     pub clocks: Vec<(Time, EngineId, ClockOffset)>,
     /// For the log.
@@ -50,12 +53,18 @@ pub struct OutputAggregator {
     world_size: usize,
     sending: BTreeMap<RequestId, Votes>,
     recving: BTreeMap<RequestId, (Votes, Option<FailedLoad>)>,
+    lost: BTreeSet<(RequestId, Kept)>,
 }
 
 impl OutputAggregator {
     /// Of an engine with that many workers, all tensor- and pipeline-parallel ranks.
     pub fn new(world_size: usize) -> Self {
-        OutputAggregator { world_size: world_size.max(1), sending: BTreeMap::new(), recving: BTreeMap::new() }
+        OutputAggregator {
+            world_size: world_size.max(1),
+            sending: BTreeMap::new(),
+            recving: BTreeMap::new(),
+            lost: BTreeSet::new(),
+        }
     }
 
     /// Another number of reports completes a request from now on. What was reported stays counted; requests that have
@@ -85,6 +94,7 @@ impl OutputAggregator {
                     }
                 }
             }
+            self.lost.extend(output.lost);
             whole
                 .clocks
                 .extend(output.clocks.into_iter().map(|(engine, offset)| (output.at, engine, offset)));
@@ -97,12 +107,16 @@ impl OutputAggregator {
         let received =
             self.recving.iter().filter(|(_, (votes, _))| enough(votes)).map(|(request, _)| request.clone());
         whole.finished_recving = received.collect();
+        let mut lost =
+            |request: &RequestId, kept| whole.lost.extend(self.lost.take(&(request.clone(), kept)));
         for request in &whole.finished_sending {
             self.sending.remove(request);
+            lost(request, Kept::Request);
         }
         for request in &whole.finished_recving {
             let failed = self.recving.remove(request).and_then(|(_, failed)| failed);
             whole.failed_recving.extend(failed);
+            lost(request, Kept::Load);
         }
         whole
     }

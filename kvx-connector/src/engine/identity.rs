@@ -108,6 +108,13 @@ impl BlockLists {
         self.0.iter().map(|group| group.len()).sum()
     }
 
+    /// All numbers, the lowest first.
+    pub(super) fn ascending(&self) -> Vec<u32> {
+        let mut all: Vec<_> = self.iter().collect();
+        all.sort_unstable();
+        all
+    }
+
     /// All numbers, group by group.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.0.iter().flat_map(|group| group.iter().copied())

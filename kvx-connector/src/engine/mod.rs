@@ -42,17 +42,17 @@ mod step;
 mod time;
 mod worker;
 
-pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists};
+pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part};
 pub use aggregate::{EngineOutput, OutputAggregator};
 pub use failure::{FailureKind, LoadFailure, TransferFailure};
 pub use generations::{BlockReference, Generations, NoReference};
 pub use identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
-pub use plan::{PeerLane, PeerPlan};
+pub use plan::{PeerLane, PeerPlan, PoolBlocks};
 pub use recovery::{Affected, Holding, Recovery};
 pub use scheduler::{
     Allocation, Arrival, Ending, Finished, Kept, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
 };
-pub use settings::{ConsumerRule, Settings, release_of};
+pub use settings::{ConsumerRule, Settings, SideChannels, release_of};
 pub use stats::{METRICS, Metric, Summary, TransferStats, Transferred};
 pub use step::{
     ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder, WorkerOutput,

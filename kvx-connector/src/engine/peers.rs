@@ -11,7 +11,7 @@ use super::plan::PeerPlan;
 use super::step::RemoteEngine;
 use super::time::Time;
 
-/// The first wait before an engine whose data turned out wrong is asked again; doubled each time.
+/// The least time between two new handshakes with an engine; doubled each time, until a transfer succeeds.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 /// The longest.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -31,8 +31,8 @@ pub(super) enum Reach {
 enum State {
     Connecting(Connection),
     Ready(Connection),
-    /// Its data was wrong; nobody asks before this moment.
-    Resting(Time),
+    /// What was known of it is not so any more: the next request asks anew.
+    Resting,
 }
 
 #[derive(Debug)]
@@ -40,8 +40,29 @@ struct Engine {
     peer: Arc<RemoteEngine>,
     state: State,
     used: Time,
-    /// The next wait, if its data turned out wrong and no transfer has succeeded since.
+    renewals: Renewals,
+}
+
+/// When an engine may be asked anew, because it has registered anew or its data turned out wrong: at once the first time.
+#[derive(Clone, Copy, Debug, Default)]
+struct Renewals {
+    last: Option<Time>,
+    /// How long the next one waits after the last; nothing: the first wait.
     wait: Option<Duration>,
+}
+
+impl Renewals {
+    /// When the next one may be.
+    fn next(self) -> Option<Time> {
+        self.last.map(|last| last + self.wait.unwrap_or(FIRST_WAIT))
+    }
+
+    /// This one is now.
+    fn renewed(self, now: Time) -> Self {
+        let doubled = |wait: Duration| (wait * 2).min(LONGEST_WAIT);
+        let wait = self.last.map_or(FIRST_WAIT, |_| self.wait.map_or(FIRST_WAIT, doubled));
+        Renewals { last: Some(now), wait: Some(wait) }
+    }
 }
 
 /// A handshake that succeeded.
@@ -76,42 +97,35 @@ impl Peers {
         ranks: impl FnOnce() -> Result<Vec<WorkerRank>, String>,
         actions: &mut VecDeque<Action>,
     ) -> Reach {
-        let known = self.engines.get_mut(&peer.engine);
-        let (wait, before) = match known {
-            None => (None, None),
-            Some(engine) => {
-                engine.used = now;
-                let registration = engine.peer.registration;
-                match engine.state {
-                    _ if peer.registration < registration => {
-                        return Reach::Refused(format!(
-                            "they speak of registration {}, and engine {} has registered its memory anew since, as number \
-                             {registration}",
-                            peer.registration, peer.engine
-                        ));
+        let mut renewals = Renewals::default();
+        let mut before = None;
+        if let Some(engine) = self.engines.get_mut(&peer.engine) {
+            engine.used = now;
+            let registration = engine.peer.registration;
+            // A lower one is of an engine that began anew under its old name.
+            let same = peer.registration == registration;
+            let why = match engine.state {
+                State::Connecting(_) if same => return Reach::Wait,
+                State::Ready(connection) => {
+                    if let Some(link) = self.links.get(&connection).filter(|_| same) {
+                        return Reach::Ready(connection, Arc::clone(&link.plan));
                     }
-                    State::Ready(connection) if peer.registration > registration => {
-                        (engine.wait, Some(connection))
-                    }
-                    State::Connecting(_) if peer.registration > registration => (engine.wait, None),
-                    State::Ready(connection) => {
-                        if let Some(link) = self.links.get(&connection) {
-                            return Reach::Ready(connection, Arc::clone(&link.plan));
-                        }
-                        (engine.wait, None)
-                    }
-                    State::Connecting(_) => return Reach::Wait,
-                    State::Resting(until) if !now.has_reached(until) => {
-                        return Reach::Refused(format!(
-                            "engine {} answered with data that was wrong; it is asked again in {:.1} s",
-                            peer.engine,
-                            until.since(now).as_secs_f64()
-                        ));
-                    }
-                    State::Resting(_) => (engine.wait, None),
+                    before = Some(connection);
+                    "has another registration"
                 }
+                State::Connecting(_) => "has another registration",
+                State::Resting => "answered with data that was wrong",
+            };
+            if let Some(next) = engine.renewals.next().filter(|next| !now.has_reached(*next)) {
+                return Reach::Refused(format!(
+                    "engine {} {why} (number {}, and {registration} before); it is asked again in {:.1} s",
+                    peer.engine,
+                    peer.registration,
+                    next.since(now).as_secs_f64()
+                ));
             }
-        };
+            renewals = engine.renewals.renewed(now);
+        }
         let ranks = match ranks() {
             Ok(ranks) => ranks,
             Err(why) => return Reach::Refused(why),
@@ -122,7 +136,8 @@ impl Peers {
         self.last += 1;
         let connection = Connection(self.last);
         let state = State::Connecting(connection);
-        self.engines.insert(peer.engine.clone(), Engine { peer: Arc::clone(peer), state, used: now, wait });
+        self.engines
+            .insert(peer.engine.clone(), Engine { peer: Arc::clone(peer), state, used: now, renewals });
         actions.push_back(Action::Handshake { connection, peer: Arc::clone(peer), ranks });
         Reach::Wait
     }
@@ -153,11 +168,11 @@ impl Peers {
                 self.links.insert(connection, link);
                 self.forget_others(now, &peer, actions);
             }
-            // Nobody is remembered as unreachable, but who was and gave wrong data.
-            Err(()) if engine.wait.is_none() => {
+            // Nobody is remembered as unreachable, but who is asked anew.
+            Err(()) if engine.renewals.last.is_none() => {
                 self.engines.remove(&peer.engine);
             }
-            Err(()) => rest(now, engine),
+            Err(()) => engine.state = State::Resting,
         }
         Some(peer)
     }
@@ -167,26 +182,33 @@ impl Peers {
         let ttl = self.ttl;
         let links = &self.links;
         let gone = self.engines.iter().filter_map(|(id, engine)| {
-            let State::Ready(connection) = engine.state else { return None };
+            let (connection, ttl) = match engine.state {
+                State::Connecting(_) => return None,
+                State::Ready(connection) => (Some(connection), ttl),
+                State::Resting => (None, Some(LONGEST_WAIT)),
+            };
             let replaced = engine.peer.address == new.address;
-            let idle = links.get(&connection).is_none_or(|link| link.uses == 0);
+            let link = connection.and_then(|connection| links.get(&connection));
+            let idle = link.is_none_or(|link| link.uses == 0);
             let expired = idle && ttl.is_some_and(|ttl| now.has_reached(engine.used + ttl));
             (*id != new.engine && (replaced || expired)).then(|| (id.clone(), connection))
         });
         let gone: Vec<_> = gone.collect();
         for (engine, connection) in gone {
             self.engines.remove(&engine);
-            self.retire(connection, actions);
+            if let Some(connection) = connection {
+                self.retire(connection, actions);
+            }
         }
     }
 
-    /// What this connection described is no longer so: its engine is asked again, but not at once.
-    pub(super) fn invalidate(&mut self, now: Time, connection: Connection, actions: &mut VecDeque<Action>) {
+    /// What this connection described is no longer so: its engine is asked again.
+    pub(super) fn invalidate(&mut self, connection: Connection, actions: &mut VecDeque<Action>) {
         let Some(link) = self.links.get(&connection) else { return };
         if let Some(engine) = self.engines.get_mut(&link.engine)
             && engine.state == State::Ready(connection)
         {
-            rest(now, engine);
+            engine.state = State::Resting;
         }
         self.retire(connection, actions);
     }
@@ -197,7 +219,7 @@ impl Peers {
             && let Some(engine) = self.engines.get_mut(&link.engine)
             && engine.state == State::Ready(connection)
         {
-            engine.wait = None;
+            engine.renewals.wait = None;
         }
     }
 
@@ -250,8 +272,40 @@ impl Peers {
     }
 }
 
-fn rest(now: Time, engine: &mut Engine) {
-    let wait = engine.wait.map_or(FIRST_WAIT, |wait| (wait * 2).min(LONGEST_WAIT));
-    engine.wait = Some(wait);
-    engine.state = State::Resting(now + wait);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Address;
+
+    fn peer(engine: &str) -> Arc<RemoteEngine> {
+        let address = Address { host: engine.into(), port: 1 };
+        let engine = engine.into();
+        Arc::new(RemoteEngine { engine, address, tp_size: 1, pp_size: 1, dcp_size: 1, registration: 0 })
+    }
+
+    fn at(seconds: u64) -> Time {
+        Time::from_origin(Duration::from_secs(seconds))
+    }
+
+    fn connect(peers: &mut Peers, now: Time, engine: &str) -> Connection {
+        let mut actions = VecDeque::new();
+        let ranks = || Ok(vec![WorkerRank::default()]);
+        assert!(matches!(peers.reach(now, &peer(engine), ranks, &mut actions), Reach::Wait));
+        let Some(Action::Handshake { connection, .. }) = actions.pop_front() else { panic!("no handshake") };
+        let plan = PeerPlan::one_to_one(16, 10).expect("a right plan");
+        peers.connected(now, connection, Ok(plan), &mut actions).expect("it was waited for");
+        connection
+    }
+
+    #[test]
+    fn engines_whose_data_was_wrong_are_forgotten_when_nobody_asks_for_them() {
+        let mut peers = Peers::new(None);
+        for number in 0..100 {
+            let connection = connect(&mut peers, at(number), &format!("gone-{number}"));
+            peers.invalidate(connection, &mut VecDeque::new());
+        }
+        assert!(peers.engines.len() <= 61, "{} engines of a minute", peers.engines.len());
+        connect(&mut peers, at(1000), "new");
+        assert_eq!((peers.engines.len(), peers.connections()), (1, 1));
+    }
 }

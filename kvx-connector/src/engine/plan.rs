@@ -1,26 +1,84 @@
 //! What a handshake has shown: between which workers and in which units blocks move.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvx_core::{Indices, Op};
 
-use super::action::GroupMove;
+use super::action::{GroupMove, Part};
 use super::identity::{BlockLists, WorkerRank};
 use super::step::ReceiveOrder;
 use super::time::ClockOffset;
-use crate::mapping::{Aligned, Clip, Geometry, LaneSet, PeerMap, Source, Tokens, Units};
+use crate::mapping::{
+    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, Source, Tokens, Units,
+};
 
 /// One worker of a peer that blocks move from or to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerLane {
     /// Which worker.
     pub rank: WorkerRank,
-    /// How many moves it takes: one for each kind of memory that the regions lie in.
-    pub parts: u8,
+    /// Where the blocks lie, here and there, at least one pair: each takes a move of its own.
+    pub memory: Vec<(MemoryType, MemoryType)>,
     /// Which KV cache groups move; `None`: all.
     pub groups: Option<Vec<usize>>,
     /// How many workers on this side move blocks from that one: what it has to wait for.
     pub readers: u32,
+}
+
+impl PeerLane {
+    /// All blocks of a worker, in one move between memories of one kind.
+    pub fn whole(rank: WorkerRank, readers: u32) -> Self {
+        PeerLane { rank, memory: vec![(MemoryType::Vram, MemoryType::Vram)], groups: None, readers }
+    }
+
+    /// What each of its moves is with.
+    pub(super) fn parts(&self) -> impl ExactSizeIterator<Item = Part> + '_ {
+        self.memory.iter().map(|memory| Part { rank: self.rank, memory: *memory })
+    }
+}
+
+/// How many logical blocks the KV cache groups of a worker have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolBlocks {
+    groups: BTreeMap<u32, u32>,
+    others: u32,
+}
+
+impl From<u32> for PoolBlocks {
+    /// All groups have so many.
+    fn from(blocks: u32) -> Self {
+        PoolBlocks { groups: BTreeMap::new(), others: blocks }
+    }
+}
+
+impl PoolBlocks {
+    /// Each group as many as the smallest of the regions that its blocks lie in.
+    pub fn of(geometry: &Geometry) -> Self {
+        let each = geometry.kernel_per_logical().max(1);
+        let least = |covers: &dyn Fn(RegionGroup) -> bool| {
+            let regions = geometry.regions().iter().filter(|region| covers(region.group));
+            regions.map(|region| region.blocks / each).min()
+        };
+        if geometry.names_no_groups() {
+            return least(&|_| true).unwrap_or(0).into();
+        }
+        let named = geometry.regions().iter().filter_map(|region| match region.group {
+            RegionGroup::Of(group) => Some(group),
+            RegionGroup::Shared => None,
+        });
+        let named: BTreeSet<u32> = named.collect();
+        let groups = named.into_iter().filter_map(|group| Some((group, least(&|of| of.covers(group))?)));
+        // A pipeline stage need not have a layer of each group: then other stages bound its blocks.
+        let most = || geometry.regions().iter().map(|region| region.blocks / each).max().unwrap_or(0);
+        let others = least(&|of| of == RegionGroup::Shared).unwrap_or_else(most);
+        PoolBlocks { groups: groups.collect(), others }
+    }
+
+    /// Those of one group.
+    pub fn of_group(&self, group: usize) -> u32 {
+        let named = u32::try_from(group).ok().and_then(|group| self.groups.get(&group));
+        named.copied().unwrap_or(self.others)
+    }
 }
 
 /// How one worker of this engine and those of a peer fit together. The grids that go with it stay with whoever posts the
@@ -38,9 +96,11 @@ pub struct PeerPlan {
     /// Units of a logical block on the producer's side.
     pub producer_units: u32,
     /// Logical blocks here.
-    pub local_blocks: u32,
+    pub local_blocks: PoolBlocks,
     /// Logical blocks there.
-    pub remote_blocks: u32,
+    pub remote_blocks: PoolBlocks,
+    /// Blocks that were read are reordered or cleared before they are used.
+    pub finishes: bool,
     /// The peer has a word for the generation of each block.
     pub generations: bool,
     /// The peer's clock, where its handshake has told.
@@ -57,13 +117,14 @@ impl PeerPlan {
     /// A block size of 0.
     pub fn one_to_one(block_size: u32, blocks: u32) -> kvx_core::Result<Self> {
         Ok(PeerPlan {
-            lanes: vec![PeerLane { rank: WorkerRank::default(), parts: 1, groups: None, readers: 1 }],
+            lanes: vec![PeerLane::whole(WorkerRank::default(), 1)],
             told: Vec::new(),
             units: Units::equal(block_size)?,
             consumer_units: 1,
             producer_units: 1,
-            local_blocks: blocks,
-            remote_blocks: blocks,
+            local_blocks: blocks.into(),
+            remote_blocks: blocks.into(),
+            finishes: false,
             generations: false,
             clock: None,
             completions: 1,
@@ -76,9 +137,6 @@ impl PeerPlan {
     /// and `clock` are what the handshake says beside that.
     pub fn of(map: &PeerMap, local: &Geometry, remote: &Geometry) -> Self {
         let each = |geometry: &Geometry| geometry.kernel_per_logical().max(1);
-        let logical = |geometry: &Geometry| {
-            geometry.regions().iter().map(|region| region.blocks / each(geometry)).min().unwrap_or(0)
-        };
         let (consumer, producer) = match map.op() {
             Op::Read => (local, remote),
             Op::Write => (remote, local),
@@ -93,17 +151,17 @@ impl PeerPlan {
             units: map.units(),
             consumer_units,
             producer_units,
-            local_blocks: logical(local),
-            remote_blocks: logical(remote),
+            local_blocks: PoolBlocks::of(local),
+            remote_blocks: PoolBlocks::of(remote),
+            finishes: map.finishing().is_some_and(Finishing::changes_blocks),
             generations: false,
             clock: None,
             completions: u32::try_from(map.sources().len()).unwrap_or(u32::MAX),
         };
         for source in map.sources() {
-            let memory: BTreeSet<_> = source.sets().iter().map(LaneSet::memory).collect();
-            match u8::try_from(memory.len()).unwrap_or(u8::MAX) {
-                0 => plan.told.push((rank(source), readers)),
-                parts => plan.lanes.push(PeerLane { rank: rank(source), parts, groups: None, readers }),
+            match source.memories() {
+                memory if memory.is_empty() => plan.told.push((rank(source), readers)),
+                memory => plan.lanes.push(PeerLane { rank: rank(source), memory, groups: None, readers }),
             }
         }
         plan
@@ -146,8 +204,8 @@ pub(super) fn pair_load(
     order: &ReceiveOrder,
     windows: &[Option<u32>],
 ) -> Result<Paired, String> {
-    let remote = (&order.remote.blocks, plan.remote_blocks);
-    pair(plan, &order.local, remote, plan.local_blocks, Some(order.tokens()), windows)
+    let (here, there) = ((&order.local, &plan.local_blocks), (&order.remote.blocks, &plan.remote_blocks));
+    pair(plan, here, there, Some(order.tokens()), windows)
 }
 
 /// A push paired with the blocks that a peer waits for: the producer's lists are local.
@@ -157,14 +215,13 @@ pub(super) fn pair_push(
     ours: &BlockLists,
     windows: &[Option<u32>],
 ) -> Result<Paired, String> {
-    pair(plan, theirs, (ours, plan.local_blocks), plan.remote_blocks, None, windows)
+    pair(plan, (theirs, &plan.remote_blocks), (ours, &plan.local_blocks), None, windows)
 }
 
 fn pair(
     plan: &PeerPlan,
-    consumer: &BlockLists,
-    (producer, producer_blocks): (&BlockLists, u32),
-    consumer_blocks: u32,
+    (consumer, consumer_blocks): (&BlockLists, &PoolBlocks),
+    (producer, producer_blocks): (&BlockLists, &PoolBlocks),
     tokens: Option<Tokens>,
     windows: &[Option<u32>],
 ) -> Result<Paired, String> {
@@ -179,6 +236,7 @@ fn pair(
     let mut pairs = Vec::with_capacity(consumer.groups().len());
     for (group, ((consumer, producer), window)) in lists {
         for (list, blocks) in [(consumer, consumer_blocks), (producer, producer_blocks)] {
+            let blocks = blocks.of_group(group);
             if let Some(beyond) = list.iter().find(|block| **block >= blocks) {
                 return Err(format!("block {beyond} of a pool of {blocks} blocks"));
             }

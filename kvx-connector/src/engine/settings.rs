@@ -2,24 +2,25 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, KvTransferConfig, Lease, LoadFailurePolicy};
+use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Lease, LoadFailurePolicy};
+use kvx_core::{Error, Kind};
 
-use super::identity::{Address, EngineId};
+use super::identity::{Address, EngineId, WorkerRank};
 use crate::params::{Dialect, TransferMode};
 
 /// How the number in a completion notification is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ConsumerRule {
-    /// How many decode ranks read from the prefill rank that is told (vLLM after 0.20).
+    /// How many decode ranks read from the prefill rank that is told (vLLM from 0.29 on).
     Readers,
-    /// The tensor-parallel size of the decode side; the prefill rank works out its own readers (vLLM up to 0.20).
+    /// The tensor-parallel size of the decode side; the prefill rank works out its own readers (vLLM up to 0.28).
     DecodeRanks,
 }
 
 impl ConsumerRule {
     /// The rule of a version.
     pub fn of(dialect: Dialect) -> Self {
-        if dialect <= Dialect::V0_20 { ConsumerRule::DecodeRanks } else { ConsumerRule::Readers }
+        if dialect.counts_readers() { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks }
     }
 
     /// What a decode rank of `own_tp` ranks writes when `readers` of them read from the rank it tells.
@@ -39,13 +40,17 @@ impl ConsumerRule {
     }
 }
 
-/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up to 0.20.
+/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up to 0.21.
 pub fn release_of(dialect: Dialect) -> BlockRelease {
-    if dialect <= Dialect::V0_20 {
-        BlockRelease::After(Duration::from_secs(480))
-    } else {
-        BlockRelease::Lease(Lease { duration: Duration::from_secs(30) })
+    match dialect.leases() {
+        true => BlockRelease::Lease(Lease { duration: Duration::from_secs(30) }),
+        false => BlockRelease::After(Duration::from_secs(480)),
     }
+}
+
+/// How often an engine of this dialect renews the leases of its peers, where leases last so long.
+fn heartbeat_of(dialect: Dialect, lease: Duration) -> Option<Duration> {
+    dialect.leases().then(|| Lease { duration: lease }.heartbeat())
 }
 
 /// What the two halves must know of their engine and of the protocol. Plain data: set what differs from the defaults.
@@ -69,8 +74,12 @@ pub struct Settings {
     pub block_size: u32,
     /// For each KV cache group how many blocks of a request's end it keeps; `None`: all (no sliding window).
     pub groups: Vec<Option<u32>>,
-    /// When blocks are freed that nobody came for.
+    /// When blocks of this engine are freed that nobody came for.
     pub release: BlockRelease,
+    /// How often peers are told that their blocks are still wanted; `None`: the dialect's engines do not read that.
+    pub heartbeat: Option<Duration>,
+    /// Where the side channels of an engine's workers are.
+    pub ports: SideChannels,
     /// The meaning of the count in completions.
     pub consumers: ConsumerRule,
     /// Blocks of a decode may be read by the prefill of the next turn, and the other way round.
@@ -79,19 +88,52 @@ pub struct Settings {
     pub decoder_ttl: Duration,
     /// Fewer tokens than this are computed rather than read back from a decode.
     pub recompute_threshold: u32,
-    /// How long a decode waits for a push.
+    /// How long a decode waits for a push, from the order on.
     pub push_timeout: Duration,
     /// How long an idle peer is remembered; `None`: for ever.
     pub engine_ttl: Option<Duration>,
     /// What becomes of a request whose load failed.
     pub policy: LoadFailurePolicy,
-    /// A load has an outcome after this time where the request names no earlier deadline.
+    /// A load that reads has an outcome so long after its order, where the request has no earlier deadline.
     pub load_timeout: Duration,
     /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what speculation looks
     /// ahead, less one.
     pub prefill_backoff: u32,
-    /// How often this engine has registered its memory anew.
-    pub registration: u64,
+}
+
+/// Where the side channels of an engine's workers are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SideChannels {
+    /// One listener answers for all workers.
+    #[default]
+    OfEngine,
+    /// Each worker has its own, on the engine's port + its tensor-parallel rank: `kv_compat` 0.9 and 0.11.
+    OfWorkers,
+}
+
+impl SideChannels {
+    /// The address at which a worker of the engine at `base` is asked.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` for a port above 65535.
+    pub fn of(self, base: &Address, rank: WorkerRank) -> kvx_core::Result<Address> {
+        let offset = match self {
+            SideChannels::OfEngine => 0,
+            SideChannels::OfWorkers => rank.tp,
+        };
+        match u32::from(base.port).checked_add(offset).and_then(|port| u16::try_from(port).ok()) {
+            Some(port) => Ok(Address { host: base.host.clone(), port }),
+            None => Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "the side channel of rank {} would be port {} + {offset}, above 65535; lower \
+                     VLLM_NIXL_SIDE_CHANNEL_PORT there",
+                    rank.tp, base.port
+                ),
+            )),
+        }
+    }
 }
 
 impl Settings {
@@ -109,6 +151,8 @@ impl Settings {
             block_size: 16,
             groups: vec![None],
             release: release_of(dialect),
+            heartbeat: heartbeat_of(dialect, Duration::from_secs(30)),
+            ports: SideChannels::OfEngine,
             consumers: ConsumerRule::of(dialect),
             bidirectional: false,
             decoder_ttl: Duration::from_secs(480),
@@ -118,31 +162,55 @@ impl Settings {
             policy: LoadFailurePolicy::Fail,
             load_timeout: Duration::from_secs(120),
             prefill_backoff: 0,
-            registration: 0,
         }
     }
 
     /// What a configuration says, for the engine of data-parallel rank `dp`; sizes and groups are still to be set.
+    /// `address` is that of the engine, or of its tensor-parallel rank 0 where each worker has its own.
     ///
     /// # Errors
     ///
-    /// `Unsupported` for a `kv_compat` whose handshake kvx does not speak.
+    /// `Unsupported` for a connector that does not speak NixlConnector's protocol, and for push under a `kv_compat` that
+    /// had none.
     pub fn from_config(config: &KvTransferConfig, dp: u32, address: Address) -> kvx_core::Result<Self> {
-        let dialect = Dialect::try_from(config.compat())?;
+        let dialect = Dialect::from(config.compat());
         let nixl = config.nixl();
+        let mode = match config.connector() {
+            None | Some(Connector::NixlPull) => TransferMode::Pull,
+            Some(Connector::NixlPush) if dialect.leases() => TransferMode::Push,
+            Some(Connector::NixlPush) => {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!("{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"),
+                ));
+            }
+            Some(_) => {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!(
+                        "{} does not speak NixlConnector's protocol, which these settings are for; write NixlConnector or \
+                         NixlPushConnector, or take the children of a MultiConnector one by one",
+                        config.kv_connector().unwrap_or("this connector")
+                    ),
+                ));
+            }
+        };
         Ok(Settings {
             dialect,
-            mode: match config.kv_connector() {
-                Some("NixlPushConnector") => TransferMode::Push,
-                _ => TransferMode::Pull,
-            },
+            mode,
             release: config.block_release(),
+            heartbeat: heartbeat_of(dialect, nixl.kv_lease_duration),
+            ports: match config.compat() <= Compat::V0_11 {
+                true => SideChannels::OfWorkers,
+                false => SideChannels::OfEngine,
+            },
             consumers: ConsumerRule::of(dialect),
             bidirectional: nixl.bidirectional_kv_xfer,
             decoder_ttl: nixl.decoder_kv_blocks_ttl,
             recompute_threshold: nixl.kv_recompute_threshold,
             push_timeout: nixl.push_registration_timeout,
             engine_ttl: nixl.engine_ttl,
+            load_timeout: nixl.load_timeout,
             policy: config.kv_load_failure_policy(),
             ..Settings::new(config.engine_id_of_rank(dp), address)
         })
@@ -153,7 +221,7 @@ impl Settings {
         tokens.div_ceil(self.block_size.max(1))
     }
 
-    /// The lease, unless blocks are kept a fixed time.
+    /// The lease on this engine's own blocks, unless they are kept a fixed time.
     pub fn lease(&self) -> Option<Lease> {
         match self.release {
             BlockRelease::Lease(lease) => Some(lease),

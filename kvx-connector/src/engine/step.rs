@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use super::action::MoveLists;
 use super::failure::{LoadFailure, TransferFailure};
 use super::generations::BlockReference;
 use super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::scheduler::Kept;
 use super::stats::TransferStats;
 use super::time::{ClockOffset, Time};
 use crate::mapping::Tokens;
@@ -63,6 +65,12 @@ pub struct ReceiveOrder {
 }
 
 impl ReceiveOrder {
+    /// Its lists, whatever of them moves.
+    pub(super) fn lists(&self) -> MoveLists {
+        let (local, remote) = (self.local.clone(), self.remote.blocks.clone());
+        MoveLists { local, remote, tokens: Some(self.tokens()) }
+    }
+
     /// Where its lists end.
     pub(super) fn tokens(&self) -> Tokens {
         Tokens { producer: self.held_there, wanted: self.end }
@@ -142,6 +150,8 @@ pub struct WorkerOutput {
     pub finished_recving: Vec<RequestId>,
     /// Those of them that failed.
     pub failed_recving: Vec<FailedLoad>,
+    /// Those of both whose blocks a forgotten transfer may touch for ever.
+    pub lost: Vec<(RequestId, Kept)>,
     /// Clocks of peers.
     pub clocks: Vec<(EngineId, ClockOffset)>,
     /// For the log.

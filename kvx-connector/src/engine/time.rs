@@ -114,15 +114,20 @@ impl<K: Ord + Clone> Deadlines<K> {
         self.by_time.first().map(|(at, _)| *at)
     }
 
+    /// Takes the next one away, though it has not come.
+    pub(crate) fn take_next(&mut self) -> Option<K> {
+        let (_, key) = self.by_time.pop_first()?;
+        self.by_key.remove(&key);
+        Some(key)
+    }
+
     /// Takes one that has come.
     pub(crate) fn take_reached(&mut self, now: Time) -> Option<K> {
         let (at, _) = self.by_time.first()?;
         if !now.has_reached(*at) {
             return None;
         }
-        let (_, key) = self.by_time.pop_first()?;
-        self.by_key.remove(&key);
-        Some(key)
+        self.take_next()
     }
 }
 

@@ -84,11 +84,8 @@ impl Caches {
         let geometry = self.geometry();
         let regions = geometry.regions();
         let of = |field: fn(&KvRegion) -> u64| regions.iter().map(field).collect::<Vec<u64>>();
-        let newest = dialect >= Dialect::V0_32;
         let counts = of(|region| region.blocks.into());
-        if !newest {
-            check_old(geometry, dialect)?;
-        }
+        check_words(geometry, dialect)?;
         metadata.kv_caches_base_addr = of(|region| region.base);
         metadata.block_lens = of(|region| region.block_len);
         metadata.block_strides = of(|region| region.block_stride);
@@ -97,11 +94,11 @@ impl Caches {
         metadata.block_size = geometry.block_tokens().into();
         metadata.physical_blocks_per_logical_kv_block = geometry.kernel_per_logical();
         let layout = geometry.layout();
-        metadata.kv_cache_layout =
-            if newest { layout.as_str() } else { layout.old_name().unwrap_or(layout.as_str()) }.to_owned();
-        if newest {
-            let names =
-                |region: &KvRegion| region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>();
+        let old_name = layout.old_name().filter(|_| dialect < Dialect::V0_29);
+        metadata.kv_cache_layout = old_name.unwrap_or(layout.as_str()).to_owned();
+        let names =
+            |region: &KvRegion| region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>();
+        if dialect >= Dialect::V0_30 {
             metadata.region_num_blocks = Some(counts);
             metadata.region_group_ids = Some(regions.iter().map(|region| region.group.to_wire()).collect());
             metadata.region_names = Some(
@@ -109,6 +106,8 @@ impl Caches {
             );
             metadata.region_mem_types =
                 Some(regions.iter().map(|region| region.memory.as_str().to_owned()).collect());
+        }
+        if dialect >= Dialect::V0_31 {
             let shared = regions.iter().any(|region| region.layers.len() > 1);
             metadata.region_members = if shared { regions.iter().map(names).collect() } else { Vec::new() };
         }
@@ -116,21 +115,24 @@ impl Caches {
     }
 }
 
-/// Versions before 0.32 know one count of blocks, one group of regions, unpadded blocks and two layouts.
-fn check_old(geometry: &Geometry, dialect: Dialect) -> Result<()> {
+/// That the version has words for what this geometry is.
+fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
     let regions = geometry.regions();
-    let fault = if geometry.layout().old_name().is_none() {
-        "this layout"
-    } else if regions.iter().any(|region| region.block_stride != region.block_len) {
-        "padded blocks"
-    } else if regions.iter().any(|region| region.blocks != regions[0].blocks) {
-        "regions of different numbers of blocks"
-    } else if geometry.kernel_per_logical() != 1 {
-        "several kernel blocks per logical block"
-    } else {
-        return Ok(());
-    };
-    Err(Error::new(Kind::Incompatible, format!("the metadata of vLLM {dialect} has no words for {fault}")))
+    let padded = regions.iter().any(|region| region.block_stride != region.block_len);
+    let uneven = regions.iter().any(|region| region.blocks != regions[0].blocks);
+    let needs = [
+        (geometry.kernel_per_logical() != 1, Dialect::V0_21, "several kernel blocks per logical block"),
+        (geometry.layout().old_name().is_none(), Dialect::V0_29, "this layout"),
+        (padded, Dialect::V0_29, "padded blocks"),
+        (uneven, Dialect::V0_30, "regions of different numbers of blocks"),
+    ];
+    match needs.into_iter().find(|(needed, since, _)| *needed && dialect < *since) {
+        None => Ok(()),
+        Some((_, since, what)) => Err(Error::new(
+            Kind::Incompatible,
+            format!("the metadata of {dialect} has no words for {what}; {since} has"),
+        )),
+    }
 }
 
 /// Puts packed layers into their region: the one that has them as a member, else the row that is named after one of them.

@@ -282,7 +282,7 @@ impl Geometry {
     }
 
     /// Whether nothing is said of groups: versions that do not tell them count as all of group 0.
-    pub(super) fn names_no_groups(&self) -> bool {
+    pub(crate) fn names_no_groups(&self) -> bool {
         self.regions.iter().all(|region| region.group == RegionGroup::Of(0))
     }
 }

@@ -61,7 +61,7 @@ impl KvLayout {
         }
     }
 
-    /// Its name up to vLLM 0.20, which knew two.
+    /// Its name up to vLLM 0.28, which knew two.
     pub fn old_name(self) -> Option<&'static str> {
         match self {
             KvLayout::Lbnhc => Some("NHD"),

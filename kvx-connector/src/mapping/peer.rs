@@ -13,6 +13,7 @@ use super::lanes::{Source, row};
 use super::layout::LayoutMatch;
 use super::permute::{BlockShape, Finishing};
 use super::ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks, reader_ranks};
+use crate::engine::{Part, WorkerRank};
 
 /// A rank of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -155,6 +156,17 @@ impl PeerMap {
     /// The peer's ranks, all stages of all ranks that notifications go to.
     pub fn sources(&self) -> &[Source] {
         &self.sources
+    }
+
+    /// What a [`Move`](crate::engine::Move) is with: its source, and the positions in [`Source::sets`] of what it moves.
+    /// `None`: nothing moves between these.
+    pub fn part(&self, part: Part) -> Option<(&Source, Vec<usize>)> {
+        let WorkerRank { pp, tp } = part.rank;
+        let source = self.sources.iter().find(|source| source.rank() == RemoteRank { pp, tp })?;
+        let sets = source.sets().iter().enumerate();
+        let sets: Vec<_> =
+            sets.filter(|(_, set)| set.memory() == part.memory).map(|(position, _)| position).collect();
+        (!sets.is_empty()).then_some((source, sets))
     }
 
     /// How many ranks of the consumer tell each rank of the producer that they are done.

@@ -156,6 +156,11 @@ impl Finishing {
         self.layout == LayoutMatch::Permute || (self.ratio > 1 && self.heads_before_tokens)
     }
 
+    /// Whether a block may look otherwise afterwards. If not, there is nothing to finish.
+    pub fn changes_blocks(&self) -> bool {
+        self.reorders() || self.ratio > 1
+    }
+
     /// The regions whose blocks a group's [`Covered`](super::Covered) speaks of.
     pub fn regions_of(&self, group: usize) -> impl Iterator<Item = u32> + '_ {
         let one = self.groups.iter().all(|other| *other == self.groups[0]);

@@ -109,23 +109,22 @@ impl RemoteBlocks {
             kvx_block_reference: self.block_reference,
             ..TransferParams::default()
         };
-        if dialect < Dialect::V0_32 {
-            return params;
-        }
-        params.dcp_size = Some(self.dcp_size);
-        params.pp_size = Some(self.pp_size);
-        params.remote_num_tokens = Some(self.num_tokens.unwrap_or(0));
-        params.transfer_mode = Some(self.mode);
-        params.remote_prefill_cached_tokens = self.prefill_cached_tokens;
-        if self.mode == TransferMode::Pull {
+        let pull = self.mode == TransferMode::Pull;
+        let since = |first: Dialect| dialect >= first;
+        params.remote_num_tokens = since(Dialect::V0_21).then_some(self.num_tokens.unwrap_or(0));
+        if pull && since(Dialect::V0_26) {
             params.remote_blocks_expiry_time = self.expiry_time;
             if self.expiry_time.is_none() {
                 params.rest.insert("remote_blocks_expiry_time".to_owned(), Value::Null);
             }
-            if dialect >= Dialect::V0_33 {
-                params.remote_registration_generation = Some(self.registration_generation);
-            }
         }
+        // Push knew of pipeline stages before pull did.
+        params.pp_size = since(if pull { Dialect::V0_29 } else { Dialect::V0_26 }).then_some(self.pp_size);
+        params.transfer_mode = since(Dialect::V0_28).then_some(self.mode);
+        params.dcp_size = since(if pull { Dialect::V0_29 } else { Dialect::V0_30 }).then_some(self.dcp_size);
+        params.remote_prefill_cached_tokens = self.prefill_cached_tokens.filter(|_| since(Dialect::V0_32));
+        params.remote_registration_generation =
+            (pull && since(Dialect::V0_33)).then_some(self.registration_generation);
         params
     }
 }

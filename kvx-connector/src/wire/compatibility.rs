@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use kvx_config::{Connector, KvTransferConfig};
 use kvx_core::{Error, Kind, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -69,13 +70,13 @@ pub struct CompatibilityFactors {
     pub cache_dtype: String,
     /// Whether the hybrid KV cache manager is on. Since vLLM 0.20.
     pub is_hma_enabled: bool,
-    /// Whether all layers of a block lie side by side. Until vLLM 0.20.
+    /// Whether all layers of a block lie side by side. Until vLLM 0.28.
     pub cross_layers_blocks: bool,
-    /// Speculative decoding that works on hidden states (EAGLE, MTP), and only that. Since vLLM 0.32.
+    /// Speculative decoding that works on hidden states (EAGLE, MTP), and only that. Since vLLM 0.28.
     pub speculative: Option<SpeculativeFactors>,
-    /// Pull and push connectors do not shake hands with each other. Since vLLM 0.32.
+    /// Pull and push connectors do not shake hands with each other. Since vLLM 0.28.
     pub transfer_mode: TransferMode,
-    /// Factors of a version that is not known here; they win over known ones of the same name.
+    /// Factors by name, of versions that are not known here too; they win over the others.
     pub further: Map<String, Value>,
 }
 
@@ -121,6 +122,21 @@ impl CompatibilityFactors {
         }
     }
 
+    /// As [`new`](Self::new), for a configuration: its version and mode, and what
+    /// `kv_connector_extra_config.factors` writes over any factor. Operators cannot change what their vLLM hashes, so they
+    /// write it there: `model` as it was given to `vllm serve`, `vllm_version` with its suffix, and so on.
+    pub fn from_config(config: &KvTransferConfig, model: impl Into<String>) -> Self {
+        CompatibilityFactors {
+            cross_layers_blocks: config.nixl().enable_cross_layers_blocks,
+            transfer_mode: match config.connector() {
+                Some(Connector::NixlPush) => TransferMode::Push,
+                _ => TransferMode::Pull,
+            },
+            further: config.nixl().factors.clone(),
+            ..CompatibilityFactors::new(config.compat().into(), model)
+        }
+    }
+
     /// The exact text that is hashed: as Python's `json.dumps(factors, sort_keys=True)` writes it.
     ///
     /// # Errors
@@ -138,13 +154,13 @@ impl CompatibilityFactors {
         put("num_hidden_layers", self.num_hidden_layers.into());
         put("attn_backend_name", self.attn_backend_name.as_str().into());
         put("cache_dtype", self.cache_dtype.as_str().into());
-        if self.dialect < Dialect::V0_32 {
+        if self.dialect < Dialect::V0_29 {
             put("cross_layers_blocks", self.cross_layers_blocks.into());
         }
         if self.dialect >= Dialect::V0_20 {
             put("is_hma_enabled", self.is_hma_enabled.into());
         }
-        if self.dialect >= Dialect::V0_32 {
+        if self.dialect >= Dialect::V0_28 {
             let speculative = self.speculative.as_ref().map(|factors| factors.value(&self.cache_dtype));
             put("speculative_config", speculative.unwrap_or_default());
             put("transfer_mode", self.transfer_mode.as_str().into());

@@ -23,7 +23,7 @@ pub enum Notification {
     Done {
         /// The request, by the id of the engine that is told.
         request_id: String,
-        /// Pull: how many workers read from the worker that is told (vLLM 0.20 and older: the reader's tensor parallel size).
+        /// Pull: how many workers read from the worker that is told (vLLM 0.28 and older: the reader's tensor parallel size).
         /// Push: the writer's tensor parallel size.
         count: u32,
     },

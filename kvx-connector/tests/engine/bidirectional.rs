@@ -1,11 +1,15 @@
 //! A conversation's second turn: the prefill fetches back what the decode still has.
 
 use kvx_connector::engine::{
-    BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, Settings, Status, Then,
+    BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, PeerPlan, Settings, Status, Then,
+    WorkerRank,
 };
 use kvx_connector::params::{Dialect, TransferParams};
+use kvx_connector::wire::{CompatibilityHash, Expectation, Handshake, Listener, NixlAgentMetadata};
 
-use crate::rig::{Rig, at, beats, blocks, loaded, notes, pairs, plan, prefilled, reads, remote, settings};
+use crate::rig::{
+    Rig, at, beats, blocks, handshakes, loaded, notes, pairs, plan, prefilled, reads, remote, settings,
+};
 
 fn both(engine: &str) -> Settings {
     Settings { bidirectional: true, ..settings(engine) }
@@ -19,8 +23,8 @@ fn decoded(request: &str, tokens: u32, expires: f64) -> TransferParams {
 }
 
 /// A plan of a peer whose clock is 1000 s ahead.
-fn clocked() -> kvx_connector::engine::PeerPlan {
-    kvx_connector::engine::PeerPlan { clock: ClockOffset::sampled(at(0.0), at(0.0), 1000.0), ..plan() }
+fn clocked() -> PeerPlan {
+    PeerPlan { clock: ClockOffset::sampled(at(0.0), at(0.0), 1000.0), ..plan() }
 }
 
 fn ends(rig: &mut Rig, now: f64, id: &str, tokens: u32) -> Finished {
@@ -49,6 +53,21 @@ fn a_decode_keeps_its_blocks_and_says_until_when() {
     decode.step(2.0);
     assert_eq!(decode.outcomes(481.0), []);
     assert_eq!(decode.outcomes(482.0).len(), 1, "whoever has come");
+}
+
+#[test]
+fn a_completion_may_overtake_the_word_that_a_decode_keeps_its_blocks() {
+    let mut decode = Rig::new(both("d"));
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    decode.read_done(1.0, &read);
+    decode.outcomes(1.0);
+    assert!(ends(&mut decode, 2.0, "r", 50).delay_free);
+    // The answer is at the next prefill before this engine's next step.
+    decode.notified(2.0, "p/0", b"r:1");
+    assert_eq!(decode.outcomes(2.0), []);
+    decode.step(2.5);
+    assert_eq!(decode.outcomes(2.5).len(), 1, "they are free at once");
+    assert_eq!(decode.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
 }
 
 #[test]
@@ -116,11 +135,50 @@ fn blocks_about_to_expire_are_declined_and_computed() {
         (&LoadFailure::Expiring, Then::Recompute { computed: 0 }),
         "under either policy"
     );
+    assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0, "a declined expiry is counted");
+    assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0);
     // Once the peer's clock is known, such an offer is not even taken up.
     prefill.arrive(1.0, "s", 200, &decoded("d-s", 150, 1005.9));
     assert_eq!(prefill.matched(1.0, "s", 0), 0);
     prefill.arrive(1.0, "t", 200, &decoded("d-t", 150, 1007.0));
     assert_eq!(prefill.matched(1.0, "t", 0), 150);
+}
+
+#[test]
+fn an_expiry_is_on_the_clock_that_the_listener_shows() {
+    // The decode's scheduler counts from 5000 s, the prefill's worker from 40 s, its scheduler from 7 s.
+    let mut decode = Rig::new(both("d"));
+    let read = decode.load_to_read(5000.0, "d-r", 150, &prefilled("p", "p-r", 150));
+    decode.read_done(5000.0, &read);
+    decode.outcomes(5000.0);
+    let mut params = ends(&mut decode, 5000.0, "d-r", 150).params.unwrap();
+    params.remote_host = Some("d.host".into());
+    assert_eq!(params.remote_blocks_expiry_time, Some(5480.0));
+    let hash = CompatibilityHash::foreign("h");
+    let (mut listener, rank) = (Listener::new(hash.clone()), WorkerRank::default());
+    let mut metadata = NixlAgentMetadata::new("d", Dialect::default());
+    metadata.block_size = 16;
+    listener.publish(rank, &metadata);
+    // 470 s later the prefill shakes hands: 10 s are left, and 4 s when it looks.
+    let expectation = Expectation::new(Dialect::default(), "d", hash);
+    let mut handshake = Handshake::new(expectation, [rank], (1, 1)).unwrap();
+    let request = handshake.request(at(40.0)).unwrap();
+    let message = [&b"p"[..], b"", &request];
+    let frames: Vec<Vec<u8>> =
+        listener.answer(&message, at(5470.0)).unwrap().frames().skip(2).map(<[u8]>::to_vec).collect();
+    handshake.received(&frames, at(40.0)).unwrap();
+    let clock = handshake.finish().unwrap().clock;
+    for (worker_now, declined) in [(40.0, false), (46.0, true)] {
+        let mut prefill = Rig::new(both("p"));
+        prefill.arrive(7.0, "turn2", 200, &params);
+        prefill.allocate(7.0, "turn2", 100, 0);
+        let meta = prefill.scheduler.build_connector_meta(at(7.0));
+        prefill.worker.start_load_kv(at(worker_now), meta);
+        let connection = handshakes(&prefill.actions())[0];
+        let plan = PeerPlan { clock, ..plan() };
+        let actions = prefill.connected(worker_now, connection, plan);
+        assert_eq!(reads(&actions).is_empty(), declined, "at {worker_now} s of the worker");
+    }
 }
 
 #[test]
@@ -131,6 +189,15 @@ fn a_whole_prompt_in_the_cache_asks_neither_threshold_nor_expiry() {
     let connection = prefill.step_to_handshake(0.0);
     assert_eq!(notes(&prefill.connected(0.0, connection, clocked())), [(0, "d-r:1".to_owned())]);
     assert_eq!(prefill.log, [""; 0]);
+}
+
+#[test]
+fn a_decode_that_does_not_say_how_many_tokens_it_has_is_not_read_from() {
+    let mut prefill = Rig::new(both("p"));
+    let mut from = remote("d", "d-r", blocks(500, 150), 150);
+    from.num_tokens = None;
+    prefill.arrive(0.0, "r", 200, &TransferParams::decoded(from, Dialect::V0_20));
+    assert_eq!(prefill.matched(0.0, "r", 0), 0);
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use kvx_config::LoadFailurePolicy;
 use kvx_connector::engine::{
-    Action, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
-    Status, Then, WorkerRank,
+    Action, Arrival, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, NotLoaded, Outcome,
+    PeerLane, Settings, Status, Then, WorkerRank,
 };
 use kvx_connector::params::Dialect;
 use kvx_connector::params::TransferParams;
@@ -76,11 +76,10 @@ fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
     let connection = decode.step_to_handshake(0.0);
     let mut small = plan();
-    small.remote_blocks = 501;
-    assert!(
-        reads(&decode.connected(0.0, connection, small)).is_empty(),
-        "nothing beyond the peer's pool is asked for"
-    );
+    small.remote_blocks = 501.into();
+    let actions = decode.connected(0.0, connection, small);
+    assert!(reads(&actions).is_empty(), "nothing beyond the peer's pool is asked for");
+    assert_eq!(notes(&actions), [(0, "p-r:1".to_owned())], "its blocks need not wait for their lease");
     let outcomes = decode.outcomes(0.0);
     let (failure, then, invalid) = failed(&outcomes);
     assert!(matches!(failure, LoadFailure::Refused(why) if why.contains("501")), "{failure}");
@@ -113,6 +112,80 @@ fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     decode.worker.move_settled(at(3.0), read.id);
     assert_eq!(decode.outcomes(3.0).len(), 1);
     assert!(decode.log.iter().any(|line| line.contains("transfer_release_failed")), "{:?}", decode.log);
+    assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0, "one failure is counted once");
+}
+
+#[test]
+fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
+    for already_failed in [true, false] {
+        let mut decode = Rig::new(recomputing());
+        let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+        if already_failed {
+            fails(&mut decode, 1.0, &read, FailureKind::TransferFailed, false);
+            assert_eq!(decode.outcomes(1.0), []);
+        }
+        decode.worker.move_forgotten(at(2.0), read.id);
+        let outcomes = decode.outcomes(2.0);
+        let [Outcome::Failed { then, held, .. }, Outcome::Lost { request, kept: Kept::Load }] = &outcomes[..]
+        else {
+            panic!("{outcomes:?}")
+        };
+        assert_eq!((*then, request.as_str()), (Then::Recompute { computed: 0 }, "r"));
+        assert_eq!(held.iter().collect::<Vec<_>>(), [100, 101, 102]);
+        assert!(!decode.scheduler.has_pending_block_frees());
+        assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0);
+        assert!(decode.log.iter().any(|line| line.contains("are lost")), "{:?}", decode.log);
+    }
+}
+
+#[test]
+fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
+    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..recomputing() });
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    assert_eq!(decode.outcomes(60.0).len(), 1);
+    decode.worker.move_forgotten(at(70.0), read.id);
+    let outcomes = decode.outcomes(70.0);
+    assert!(matches!(&outcomes[..], [Outcome::Lost { kept: Kept::Load, .. }]), "{outcomes:?}");
+    assert_eq!(decode.scheduler.blocks_held(), 0);
+}
+
+#[test]
+fn a_load_that_times_out_during_the_handshake_still_releases_the_prefill() {
+    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(3), ..recomputing() });
+    decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    let connection = decode.step_to_handshake(0.0);
+    let outcomes = decode.outcomes(3.0);
+    assert_eq!(failed(&outcomes[..1]).0, &LoadFailure::Deadline);
+    assert!(decode.step(3.0).is_empty());
+    let outcomes = decode.outcomes(3.1);
+    assert_eq!(decode.scheduler.blocks_held(), 0, "{outcomes:?}");
+    let actions = decode.connected(4.0, connection, plan());
+    assert!(reads(&actions).is_empty());
+    assert_eq!(notes(&actions), [(0, "p-r:1".to_owned())]);
+    assert_eq!(decode.worker.next_deadline(), None);
+}
+
+#[test]
+fn a_release_waits_for_a_handshake_no_longer_than_a_load() {
+    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..settings("d") });
+    decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    decode.ends(10.0, "r", Status::Aborted, 0);
+    decode.step_to_handshake(10.0);
+    assert_eq!(decode.worker.next_deadline(), Some(at(70.0)));
+    decode.outcomes(70.0);
+    assert_eq!(decode.worker.len(), 0);
+}
+
+#[test]
+fn refused_parameters_release_the_blocks_that_they_name() {
+    let mut decode = Rig::new(Settings { groups: vec![None, None], ..settings("d") });
+    let (request, params) = ("r".into(), prefilled("p", "p-r", 40));
+    let arrival = Arrival { request: &request, prompt_tokens: 40, params: Some(&params), deadline: None };
+    let refused = decode.scheduler.on_new_request(at(0.0), arrival);
+    assert_eq!(refused, Err(NotLoaded::TooFewBlocks), "one list of blocks, two groups");
+    let connection = decode.step_to_handshake(0.0);
+    assert_eq!(notes(&decode.connected(0.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+    assert!(decode.scheduler.is_empty());
 }
 
 #[test]
@@ -150,15 +223,33 @@ fn a_request_past_its_own_deadline_fails_under_either_policy() {
 }
 
 #[test]
-fn a_load_that_never_got_blocks_ends_at_its_deadline_too() {
+fn a_load_that_never_got_blocks_ends_at_the_deadline_of_its_request() {
     let mut decode = Rig::new(settings("d"));
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    let outcomes = decode.outcomes(120.0);
+    assert_eq!(decode.outcomes(999.0), [], "a queue is no load");
+    let outcomes = decode.outcomes(1000.0);
     assert_eq!(failed(&outcomes), (&LoadFailure::Deadline, Then::Fail, &[][..]));
-    assert_eq!(decode.matched(120.0, "r", 0), 0);
+    assert_eq!(decode.matched(1000.0, "r", 0), 0);
     // The prefill is told.
-    let connection = decode.step_to_handshake(120.0);
-    assert_eq!(notes(&decode.connected(120.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+    let connection = decode.step_to_handshake(1000.0);
+    assert_eq!(notes(&decode.connected(1000.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+}
+
+#[test]
+fn the_time_of_a_load_counts_from_its_order() {
+    let mut decode = Rig::new(settings("d"));
+    decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    assert_eq!(decode.outcomes(500.0), []);
+    decode.allocate(500.0, "r", 100, 0);
+    let connection = decode.step_to_handshake(500.0);
+    let read = reads(&decode.connected(500.0, connection, plan())).remove(0);
+    assert_eq!(read.deadline, at(620.0));
+    assert_eq!(decode.outcomes(619.0), []);
+    assert_eq!(failed(&decode.outcomes(620.0)[..1]).0, &LoadFailure::Deadline);
+    // The request's own deadline, if it is earlier.
+    decode.arrive(620.0, "s", 40, &prefilled("p", "p-s", 40));
+    decode.allocate(1600.0, "s", 200, 0);
+    assert_eq!(reads(&decode.step(1600.0))[0].deadline, at(1620.0));
 }
 
 #[test]
@@ -188,14 +279,14 @@ fn a_failure_is_logged_with_what_is_known() {
             decode.arrive(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
             let fill = kvx_connector::engine::BlockLists::new(vec![blocks(100, 40); groups]);
             let allocation = kvx_connector::engine::Allocation { fill, computed: 0, external: 40 };
-            decode.scheduler.update_state_after_alloc(&"r".into(), allocation);
+            decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
             let connection = decode.step_to_handshake(0.0);
             if kind == FailureKind::HandshakeFailed {
                 decode.worker.connected(at(1.0), connection, Err(no_answer()));
             } else {
                 let read = reads(&decode.connected(0.0, connection, plan())).remove(0);
                 if kind == FailureKind::NotificationFailed {
-                    decode.worker.notification_failed(at(1.0), Some(&"r".into()), read.rank, "no route");
+                    decode.worker.notification_failed(at(1.0), Some(&"r".into()), read.part.rank, "no route");
                 } else {
                     fails(&mut decode, 1.0, &read, kind, true);
                 }
@@ -248,7 +339,7 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
     decode.arrive(0.0, "r", 64, &TransferParams::prefilled(from, Dialect::default()));
     let fill = kvx_connector::engine::BlockLists::new([blocks(100, 64), blocks(200, 64)]);
     let allocation = kvx_connector::engine::Allocation { fill, computed: 0, external: 64 };
-    decode.scheduler.update_state_after_alloc(&"r".into(), allocation);
+    decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
     let connection = decode.step_to_handshake(0.0);
     let mut checked = plan();
     checked.generations = true;

@@ -136,6 +136,25 @@ fn heartbeats_end_with_the_load() {
 }
 
 #[test]
+fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
+    let mut prefill = Rig::new(leased(30));
+    let name = |number: u32| format!("cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{number:012}-0-0000abcd");
+    for number in 0..5_000 {
+        let id = name(number);
+        prefill.arrive(0.0, &id, 16, &TransferParams::ask_prefill());
+        prefill.allocate(0.0, &id, 100, 0);
+        assert!(prefill.ends(0.0, &id, Status::LengthCapped, 16).delay_free);
+    }
+    prefill.step(0.0);
+    let names: Vec<_> = (0..5_000).map(name).collect();
+    let beat = format!("HB:{}", names.join(","));
+    assert!(beat.len() > 4 * (64 << 10), "longer than a notification between kvx agents");
+    prefill.notified(25.0, "d/0", beat.as_bytes());
+    assert_eq!(prefill.outcomes(44.0), []);
+    assert_eq!(prefill.outcomes(45.0).len(), 5_000);
+}
+
+#[test]
 fn a_prefill_leg_sends_no_heartbeat() {
     let mut prefill = Rig::new(settings("p"));
     prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
@@ -164,11 +183,11 @@ fn an_engine_of_the_old_kind_keeps_blocks_a_fixed_time_and_sends_no_heartbeats()
     prefill.notified(470.0, "d/0", b"HB:p-r");
     assert_eq!(prefill.outcomes(479.0), []);
     assert_eq!(prefill.outcomes(480.0), [freed("p-r")]);
-    let mut decode = Rig::new(Settings { release: fixed, ..settings("d") });
+    let mut decode = Rig::new(Settings { heartbeat: None, ..settings("d") });
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
     assert!(decode.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
-    assert_eq!(kvx_connector::engine::release_of(Dialect::V0_20), fixed);
-    assert!(matches!(kvx_connector::engine::release_of(Dialect::V0_32), BlockRelease::Lease(_)));
+    assert_eq!(kvx_connector::engine::release_of(Dialect::V0_21), fixed);
+    assert!(matches!(kvx_connector::engine::release_of(Dialect::V0_22), BlockRelease::Lease(_)));
 }
 
 #[test]
@@ -184,8 +203,8 @@ fn a_prefill_rank_waits_for_as_many_consumers_as_are_written() {
 
 #[test]
 fn the_older_count_is_the_decodes_ranks() {
-    assert_eq!(ConsumerRule::of(Dialect::V0_20), ConsumerRule::DecodeRanks);
-    assert_eq!(ConsumerRule::of(Dialect::V0_32), ConsumerRule::Readers);
+    assert_eq!(ConsumerRule::of(Dialect::V0_28), ConsumerRule::DecodeRanks);
+    assert_eq!(ConsumerRule::of(Dialect::V0_29), ConsumerRule::Readers);
     // (decode ranks, prefill ranks, readers of one prefill rank)
     for (d, p, readers) in [(1, 1, 1), (4, 2, 2), (2, 4, 1), (8, 1, 8)] {
         let old = ConsumerRule::DecodeRanks;

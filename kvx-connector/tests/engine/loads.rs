@@ -4,6 +4,7 @@ use kvx_connector::engine::{
     Action, Allocation, Arrival, BlockLists, BlockReference, NotLoaded, Outcome, PeerLane, Status, Time,
     WorkerRank,
 };
+use kvx_connector::mapping::{MemoryType, Units};
 use kvx_connector::params::{Dialect, TransferParams};
 
 use crate::rig::{
@@ -143,10 +144,112 @@ fn parameters_that_cannot_be_used_are_computed_here() {
     ] {
         assert!(matches!(arrive(&wrong), Err(NotLoaded::Params(_))));
     }
-    let short = without(|params| params.remote_block_ids = Some(vec![vec![1, 2]]));
-    assert_eq!(arrive(&short), Err(NotLoaded::TooFewBlocks));
+    let two = without(|params| params.remote_block_ids = Some(vec![vec![1, 2, 3], vec![4, 5, 6]]));
+    assert_eq!(arrive(&two), Err(NotLoaded::TooFewBlocks), "not a list for each group");
     assert_eq!(decode.matched(0.0, "r", 0), 0);
     assert!(decode.scheduler.is_empty());
+}
+
+#[test]
+fn larger_blocks_of_a_prefill_are_counted_when_its_handshake_says_how_large() {
+    // 40 tokens: three blocks here, one of 64 tokens there.
+    let mut decode = Rig::new(settings("d"));
+    let one = TransferParams::prefilled(remote("p", "p-r", vec![500], 40), Dialect::default());
+    decode.load(0.0, "r", 40, &one);
+    let connection = decode.step_to_handshake(0.0);
+    let mut larger = plan();
+    (larger.units, larger.producer_units) = (Units::new(1, 4, BLOCK).unwrap(), 4);
+    let reads = reads(&decode.connected(0.0, connection, larger));
+    assert_eq!(pairs(&reads[0]), [(100, 2000), (101, 2001), (102, 2002)]);
+    // Blocks of the same size: one is too few, and nothing is read.
+    decode.arrive(1.0, "s", 40, &one);
+    decode.allocate(1.0, "s", 200, 0);
+    let mut other = Rig::new(settings("d"));
+    other.load(0.0, "s", 40, &one);
+    let connection = other.step_to_handshake(0.0);
+    assert!(self::reads(&other.connected(0.0, connection, plan())).is_empty());
+    assert!(matches!(&other.outcomes(0.0)[..], [Outcome::Failed { .. }]));
+}
+
+#[test]
+fn an_engine_may_take_fewer_tokens_than_it_was_offered() {
+    let mut decode = Rig::new(settings("d"));
+    decode.arrive(0.0, "r", 64, &prefilled("p", "p-r", 64));
+    assert_eq!(decode.matched(0.0, "r", 16), 48);
+    let allocation = Allocation { fill: BlockLists::single([100, 101]), computed: 16, external: 32 };
+    decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
+    let connection = decode.step_to_handshake(0.0);
+    let read = reads(&decode.connected(0.0, connection, plan())).remove(0);
+    assert_eq!(pairs(&read), [(100, 501), (101, 502)], "blocks 1 and 2 of the prompt");
+    decode.read_done(1.0, &read);
+    assert_eq!(decode.outcomes(1.0), [loaded("r", 48)]);
+}
+
+#[test]
+fn fewer_tokens_with_a_sliding_window_are_refused() {
+    let mut decode = Rig::new(kvx_connector::engine::Settings { groups: vec![Some(2)], ..settings("d") });
+    let window = TransferParams::prefilled(remote("p", "p-r", vec![502, 503], 64), Dialect::default());
+    decode.arrive(0.0, "r", 64, &window);
+    assert_eq!(decode.matched(0.0, "r", 0), 64);
+    let allocation = Allocation { fill: BlockLists::single([100, 101]), computed: 0, external: 48 };
+    decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
+    let connection = decode.step_to_handshake(0.0);
+    assert!(reads(&decode.connected(0.0, connection, plan())).is_empty());
+    assert!(matches!(&decode.outcomes(0.0)[..], [Outcome::Failed { .. }]));
+}
+
+#[test]
+fn a_prefill_is_told_how_many_tokens_to_leave_to_the_decode() {
+    let mut prefill = Rig::new(kvx_connector::engine::Settings { prefill_backoff: 3, ..settings("p") });
+    prefill.arrive(0.0, "long", 40, &TransferParams::ask_prefill());
+    prefill.arrive(0.0, "short", 2, &TransferParams::ask_prefill());
+    prefill.arrive(0.0, "decode", 40, &prefilled("q", "q-r", 37));
+    let cut = |id: &str| prefill.scheduler.prompt_tokens_to_cut(&id.into());
+    assert_eq!((cut("long"), cut("short")), (3, 1), "one token is left to prefill");
+    assert_eq!((cut("decode"), cut("unknown")), (0, 0));
+}
+
+#[test]
+fn blocks_that_are_reordered_are_loaded_when_that_is_done() {
+    let finish = |actions: &[Action]| match actions {
+        [Action::Finish { request, lists, .. }] => {
+            (request.to_string(), lists.local.iter().collect::<Vec<_>>())
+        }
+        other => panic!("{other:?}"),
+    };
+    let mut reordering = plan();
+    reordering.finishes = true;
+    for result in [Ok(()), Err("no kernel for that".to_owned())] {
+        let mut decode = Rig::new(settings("d"));
+        decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
+        let connection = decode.step_to_handshake(0.0);
+        let read = reads(&decode.connected(0.0, connection, reordering.clone())).remove(0);
+        let actions = decode.read_done(1.0, &read);
+        assert_eq!(finish(&actions), ("r".to_owned(), vec![100, 101, 102]));
+        assert_eq!(decode.outcomes(1.0), [], "its bytes are not yet what the engine reads");
+        decode.worker.finished(at(2.0), &"r".into(), result.clone());
+        let outcomes = decode.outcomes(2.0);
+        match result {
+            Ok(()) => assert_eq!(outcomes, [loaded("r", 40)]),
+            Err(_) => assert!(
+                matches!(&outcomes[..], [Outcome::Failed { invalid, .. }] if *invalid == [100, 101, 102]),
+                "{outcomes:?}"
+            ),
+        }
+        decode.worker.finished(at(3.0), &"r".into(), Ok(()));
+        assert_eq!(decode.outcomes(3.0), [], "once");
+    }
+    // Cancelled meanwhile: the blocks are free when nothing writes into them any more.
+    let mut decode = Rig::new(settings("d"));
+    decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    let connection = decode.step_to_handshake(0.0);
+    let read = reads(&decode.connected(0.0, connection, reordering.clone())).remove(0);
+    decode.read_done(1.0, &read);
+    assert!(decode.ends(1.0, "r", Status::Aborted, 0).delay_free);
+    decode.step(1.0);
+    assert_eq!(decode.outcomes(1.0), []);
+    decode.worker.finished(at(2.0), &"r".into(), Ok(()));
+    assert!(matches!(&decode.outcomes(2.0)[..], [Outcome::Free { .. }]));
 }
 
 #[test]
@@ -213,7 +316,7 @@ fn a_decode_with_fewer_ranks_reads_every_source_rank_once() {
     let mut two = plan();
     two.lanes.push(PeerLane { rank: WorkerRank { pp: 0, tp: 1 }, ..two.lanes[0].clone() });
     let moves = reads(&decode.connected(0.0, *connection, two));
-    assert_eq!(moves.iter().map(|what| what.rank.tp).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1]);
     assert!(std::sync::Arc::ptr_eq(&moves[0].groups, &moves[1].groups), "one list for all ranks");
     decode.read_done(1.0, &moves[0]);
     assert_eq!(decode.outcomes(1.0), []);
@@ -243,7 +346,7 @@ fn a_load_without_blocks_is_reported_only_if_it_is_awaited() {
     // A load of which another group has all: awaited.
     decode.arrive(0.0, "empty", 32, &prefilled("p", "p-empty", 32));
     let allocation = Allocation { fill: BlockLists::default(), computed: 0, external: 32 };
-    decode.scheduler.update_state_after_alloc(&"empty".into(), allocation);
+    decode.scheduler.update_state_after_alloc(at(0.0), &"empty".into(), allocation);
     let connection = decode.step_to_handshake(0.0);
     let told = notes(&decode.connected(0.0, connection, plan()));
     assert_eq!(told, [(0, "p-hit:1".to_owned()), (0, "p-empty:1".to_owned())]);
@@ -280,11 +383,12 @@ fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
     decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
     let connection = decode.step_to_handshake(0.0);
     let mut mixed = plan();
-    mixed.lanes[0].parts = 2;
+    let memory = [(MemoryType::Vram, MemoryType::Vram), (MemoryType::Dram, MemoryType::Dram)];
+    mixed.lanes[0].memory = memory.to_vec();
     let moves = reads(&decode.connected(0.0, connection, mixed));
     assert_eq!(
-        moves.iter().map(|what| (what.part, note_of(what))).collect::<Vec<_>>(),
-        [(0, None), (1, None)]
+        moves.iter().map(|what| (what.part.memory, note_of(what))).collect::<Vec<_>>(),
+        memory.map(|memory| (memory, None))
     );
     assert_eq!(notes(&decode.read_done(1.0, &moves[1])), []);
     assert_eq!(notes(&decode.read_done(2.0, &moves[0])), [(0, "p-r:1".to_owned())]);

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bidirectional;
+mod configured;
 mod failures;
 mod leases;
 mod loads;

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use kvx_connector::engine::{
-    Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings,
+    Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings, WorkerRank,
 };
 use kvx_connector::params::{Dialect, TransferParams};
+use kvx_connector::wire::{CompatibilityHash, Listener, NixlAgentMetadata};
 
 use crate::rig::{
     Rig, at, blocks, disconnects, handshakes, loaded, plan, prefilled, reads, remote, settings,
@@ -141,10 +142,10 @@ fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
 }
 
 #[test]
-fn an_engine_whose_data_is_wrong_is_asked_anew_after_longer_and_longer_waits() {
+fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and_longer_waits() {
     let mut decode = Rig::new(settings("d"));
     let mut now = 0.0;
-    for (round, wait) in [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0].into_iter().enumerate() {
+    for (round, wait) in [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0].into_iter().enumerate() {
         let id = format!("r{round}");
         decode.load(now, &id, 40, &prefilled("p", &id, 40));
         let connection = decode.step_to_handshake(now);
@@ -152,6 +153,9 @@ fn an_engine_whose_data_is_wrong_is_asked_anew_after_longer_and_longer_waits() {
         gone(&mut decode, now, &read);
         assert_eq!(disconnects(&decode.actions()), [connection], "fresh descriptors each time");
         assert_eq!(decode.outcomes(now).len(), 1);
+        if wait == 0.0 {
+            continue;
+        }
         // Before the wait is over a request fails at once, and nobody is asked.
         decode.load(now + wait - 0.1, &format!("early{round}"), 40, &prefilled("p", "x", 40));
         assert!(decode.step(now + wait - 0.1).is_empty());
@@ -197,13 +201,34 @@ fn a_higher_registration_asks_for_a_new_handshake() {
 }
 
 #[test]
-fn a_lower_registration_is_refused() {
+fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
     let mut decode = Rig::new(settings("d"));
-    load_whole(&mut decode, 0.0, "a", &registered(2));
-    decode.load(1.0, "b", 40, &registered(1));
-    assert!(decode.step(1.0).is_empty());
-    let outcomes = decode.outcomes(1.0);
-    assert!(matches!(&outcomes[..], [Outcome::Failed { .. }]), "{outcomes:?}");
+    let (old, _) = load_whole(&mut decode, 0.0, "a", &registered(2));
+    // Restarted: at once.
+    let (new, gone) = load_whole(&mut decode, 0.5, "b", &registered(0));
+    assert_ne!(old, new);
+    assert_eq!(gone, [old]);
+    let (same, _) = load_whole(&mut decode, 0.6, "c", &registered(0));
+    assert_eq!(same, new);
+    // To and fro: a second apart, and longer if nothing succeeds in between.
+    decode.load(0.7, "d", 40, &registered(2));
+    assert!(decode.step(0.7).is_empty());
+    let outcomes = decode.outcomes(0.7);
+    assert!(
+        matches!(&outcomes[..], [Outcome::Failed { failure: LoadFailure::Handshake(_), .. }]),
+        "{outcomes:?}"
+    );
+    load_whole(&mut decode, 1.5, "e", &registered(2));
+}
+
+#[test]
+fn heartbeats_speak_of_the_registration_that_was_told_last() {
+    let mut decode = Rig::new(settings("d"));
+    for (id, generation) in [("a", 2), ("b", 0)] {
+        decode.arrive(0.0, id, 40, &registered(generation));
+    }
+    let beats = decode.scheduler.build_connector_meta(at(0.0)).heartbeats;
+    assert_eq!(beats.iter().map(|beat| beat.peer.registration).collect::<Vec<_>>(), [0]);
 }
 
 #[test]
@@ -223,7 +248,14 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
 fn an_engine_that_registers_anew_says_so() {
     let mut prefill = Rig::new(settings("p"));
     assert_eq!(prefill.prefill(0.0, "a", 40).remote_registration_generation, Some(0));
-    prefill.scheduler.registered_anew();
+    let (mut listener, rank) = (Listener::new(CompatibilityHash::foreign("h")), WorkerRank::default());
+    let mut metadata = NixlAgentMetadata::new("p", Dialect::default());
+    listener.publish(rank, &metadata);
+    listener.publish(WorkerRank { tp: 1, ..rank }, &metadata);
+    assert_eq!(listener.registration_generation(), 0, "nothing has changed yet");
+    metadata.kv_caches_base_addr = vec![4096];
+    listener.publish(rank, &metadata);
+    prefill.scheduler.registered(listener.registration_generation());
     assert_eq!(prefill.prefill(1.0, "b", 40).remote_registration_generation, Some(1));
 }
 

@@ -1,13 +1,14 @@
 //! From what a handshake has told to whom a worker reads from.
 
-use kvx_connector::engine::{PeerPlan, WorkerRank};
+use kvx_connector::engine::{Allocation, BlockLists, Part, PeerPlan, PoolBlocks, Settings, WorkerRank};
 use kvx_connector::mapping::{
     Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Options, PeerMap, Remote, RemoteRank, Tp,
     handshake_ranks,
 };
+use kvx_connector::params::{Dialect, TransferParams};
 use kvx_core::Op;
 
-use crate::rig::{BLOCK, BLOCKS, Rig, note_of, pairs, prefilled, reads, settings};
+use crate::rig::{BLOCK, BLOCKS, Rig, at, note_of, pairs, prefilled, reads, settings};
 
 /// The caches of one of `size` ranks of a model with two layers.
 fn caches(heads: Heads, size: u64, kernel_per_logical: u32) -> Caches {
@@ -57,8 +58,66 @@ fn heads_that_are_divided_are_read_from_every_rank_and_a_latent_from_one() {
 #[test]
 fn regions_in_two_kinds_of_memory_take_two_moves_of_each_lane() {
     let plan = plan(Heads::Sharded(8), (1, 0), 1, 1);
-    assert_eq!(plan.lanes[0].parts, 2);
-    assert_eq!((plan.local_blocks, plan.remote_blocks, plan.completions), (BLOCKS, BLOCKS, 1));
+    assert_eq!(plan.lanes[0].memory.len(), 2);
+    assert_eq!((plan.local_blocks, plan.remote_blocks), (BLOCKS.into(), BLOCKS.into()));
+    assert_eq!(plan.completions, 1);
+}
+
+#[test]
+fn each_kv_cache_group_is_bounded_by_its_own_regions() {
+    let layer = |at: u64, group: u32, blocks: u32| LayerCache {
+        name: format!("layers.{at}").into(),
+        tensors: KvTensors::Together((at + 1) << 32),
+        block_len: 4096,
+        block_stride: 4096,
+        blocks,
+        group,
+        memory: MemoryType::Vram,
+        heads: Heads::Replicated,
+    };
+    let caches = |layers| Caches::of_layers(layers, KvLayout::Lbhnc, BLOCK, 1, 0).unwrap();
+    let two = caches(vec![layer(0, 0, 1000), layer(1, 1, 40), layer(2, 1, 50)]);
+    let pools = PoolBlocks::of(two.geometry());
+    assert_eq!([pools.of_group(0), pools.of_group(1)], [1000, 40]);
+    // Versions that tell no groups: any block may lie in any region.
+    let one = PoolBlocks::of(caches(vec![layer(0, 0, 1000), layer(1, 0, 40)]).geometry());
+    assert_eq!([one.of_group(0), one.of_group(1)], [40, 40]);
+
+    let mut decode = Rig::new(Settings { groups: vec![None, None], ..settings("d") });
+    let mut from = crate::rig::remote("p", "p-r", vec![900], 16);
+    from.block_ids = vec![vec![900], vec![39]];
+    decode.arrive(0.0, "r", 16, &TransferParams::prefilled(from, Dialect::default()));
+    let fill = BlockLists::new([[800], [38]]);
+    let allocation = Allocation { fill, computed: 0, external: 16 };
+    decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
+    let connection = decode.step_to_handshake(0.0);
+    let plan = PeerPlan { local_blocks: pools.clone(), remote_blocks: pools, ..crate::rig::plan() };
+    assert_eq!(pairs(&reads(&decode.connected(0.0, connection, plan))[0]), [(800, 900), (38, 39)]);
+}
+
+#[test]
+fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
+    let (own, theirs) = (caches(Heads::Sharded(8), 1, 1), caches(Heads::Sharded(8), 2, 1));
+    let ranks = [0, 1].map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()));
+    let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
+    let map = PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &Options::default()).unwrap();
+    let mut decode = Rig::new(settings("d"));
+    decode.load(0.0, "r", 24, &prefilled("p", "p-r", 24));
+    let connection = decode.step_to_handshake(0.0);
+    let plan = PeerPlan::of(&map, own.geometry(), theirs.geometry());
+    assert!(!plan.finishes);
+    let moves = reads(&decode.connected(0.0, connection, plan));
+    let mut seen = Vec::new();
+    for what in &moves {
+        let (source, sets) = map.part(what.part).unwrap();
+        let regions = sets.iter().flat_map(|set| source.grids(*set)).map(|(local, _)| local.region);
+        seen.push((source.rank().tp, regions.collect::<Vec<_>>()));
+    }
+    // Layer 0 lies in device memory, layer 1 in host memory.
+    assert_eq!(seen, [(0, vec![0]), (0, vec![1]), (1, vec![0]), (1, vec![1])]);
+    let nowhere = Part { memory: (MemoryType::Vram, MemoryType::Dram), ..moves[0].part };
+    assert!(map.part(nowhere).is_none());
+    assert!(map.part(Part { rank: WorkerRank { pp: 0, tp: 2 }, ..moves[0].part }).is_none());
 }
 
 #[test]

@@ -1,9 +1,12 @@
 //! Push: a decode says where its blocks are, a prefill writes into them.
 
+use std::time::Duration;
+
 use kvx_connector::engine::{
     Action, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
     Status, WorkerRank,
 };
+use kvx_connector::mapping::MemoryType;
 use kvx_connector::params::{Dialect, TransferMode, TransferParams};
 use kvx_connector::wire::{Notification, PushRegistration};
 
@@ -171,6 +174,54 @@ fn a_repeated_registration_is_served_once() {
 }
 
 #[test]
+fn the_oldest_of_very_many_served_registrations_is_forgotten_and_push_goes_on() {
+    let mut prefill = prefill();
+    // Withdrawn registrations are remembered as served.
+    for number in 0..=65_536 {
+        let id = format!("r{number}");
+        let now = f64::from(number) / 1000.0;
+        prefill.notified(now, "d/0", &registration(&id, vec![7, 8, 9]));
+        prefill.notified(now, "d/0", format!("{id}:1").as_bytes());
+    }
+    prefill.prefill(70.0, "next", 40);
+    let actions = prefill.notified(70.0, "d/0", &registration("next", vec![7, 8, 9]));
+    assert_eq!(handshakes(&actions).len(), 1);
+    prefill.connected(70.0, handshakes(&actions)[0], plan());
+    // The newest is still known, the oldest is not.
+    for (id, served) in [("r65536", true), ("r0", false)] {
+        prefill.prefill(71.0, id, 40);
+        let actions = prefill.notified(71.0, "d/0", &registration(id, vec![7, 8, 9]));
+        assert_eq!(writes(&actions).is_empty(), served, "{id}");
+    }
+}
+
+#[test]
+fn blocks_of_a_forgotten_write_are_lost() {
+    let mut prefill = prefill();
+    let write = writing(&mut prefill, "r");
+    prefill.worker.move_resolved(at(1.0), write.id, Err(MoveFailure { settled: false, ..failed() }));
+    prefill.worker.move_forgotten(at(2.0), write.id);
+    assert_eq!(prefill.outcomes(2.0), [], "they are kept until their lease ends");
+    let outcomes = prefill.outcomes(30.0);
+    assert!(matches!(&outcomes[..], [Outcome::Lost { .. }]), "{outcomes:?}");
+}
+
+#[test]
+fn a_decode_is_told_after_all_writes_into_its_kinds_of_memory() {
+    let mut prefill = prefill();
+    prefill.prefill(0.0, "r", 40);
+    let connection = handshakes(&prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9])))[0];
+    let mut mixed = plan();
+    mixed.lanes[0].memory = vec![(MemoryType::Vram, MemoryType::Vram), (MemoryType::Dram, MemoryType::Dram)];
+    let moves = writes(&prefill.connected(0.0, connection, mixed));
+    assert_eq!(moves.iter().map(note_of).collect::<Vec<_>>(), [None, None]);
+    prefill.worker.move_resolved(at(1.0), moves[1].id, Ok(transferred()));
+    assert!(notes(&prefill.actions()).is_empty(), "the other write is under way");
+    prefill.worker.move_resolved(at(2.0), moves[0].id, Ok(transferred()));
+    assert_eq!(notes(&prefill.actions()), [(0, "r:1".to_owned())]);
+}
+
+#[test]
 fn a_registration_nobody_prefills_for_is_forgotten() {
     let mut prefill =
         Rig::new(Settings { push_timeout: std::time::Duration::from_secs(10), ..push(settings("p")) });
@@ -235,7 +286,7 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
     all.lanes =
         (0..4).map(|tp| PeerLane { rank: WorkerRank { pp: 0, tp }, ..all.lanes[0].clone() }).collect();
     let moves = writes(&prefill.connected(0.0, connection, all));
-    assert_eq!(moves.iter().map(|what| what.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
     for what in &moves {
         assert_eq!(note_of(what).unwrap(), "r:1", "each of them is told");
         assert_eq!(prefill.outcomes(1.0), []);
@@ -246,16 +297,17 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
 
 #[test]
 fn a_decode_that_is_not_written_to_in_time_fails_when_it_cannot_be_written_to_any_more() {
-    let mut decode = decode();
+    let patient = Settings { push_timeout: Duration::from_secs(200), ..push(settings("d")) };
+    let mut decode = Rig::new(patient);
     assert_eq!(notes(&registered(&mut decode, "r")).len(), 1);
-    assert_eq!(decode.worker.next_deadline(), Some(at(120.0)));
-    decode.worker.get_finished(at(120.0));
+    assert_eq!(decode.worker.next_deadline(), Some(at(200.0)), "a push has more time than a read");
+    decode.worker.get_finished(at(200.0));
     let actions = decode.actions();
     assert!(matches!(&actions[0], Action::Fence { request } if request.as_str() == "r"), "{actions:?}");
     assert_eq!(notes(&actions), [(0, "r:1".to_owned())], "a kvx prefill forgets the registration");
-    assert!(decode.worker.get_finished(at(121.0)).is_empty());
-    decode.worker.fenced(at(122.0), &"r".into());
-    let output = decode.worker.get_finished(at(122.0));
+    assert!(decode.worker.get_finished(at(201.0)).is_empty());
+    decode.worker.fenced(at(202.0), &"r".into());
+    let output = decode.worker.get_finished(at(202.0));
     assert_eq!(output.finished_recving, ["r".into()]);
     assert_eq!(output.failed_recving[0].failure, LoadFailure::NotPushed);
 }

@@ -92,7 +92,7 @@ impl Rig {
         let external = self.matched(now, id, computed);
         let fill = if external == 0 { Vec::new() } else { blocks(first, external) };
         let allocation = Allocation { fill: BlockLists::single(&fill[..]), computed, external };
-        self.scheduler.update_state_after_alloc(&id.into(), allocation);
+        self.scheduler.update_state_after_alloc(at(now), &id.into(), allocation);
         fill
     }
 

@@ -82,6 +82,7 @@ pub(crate) struct Engine {
     pub(crate) loaded: u32,
     pub(crate) recomputed: u32,
     pub(crate) stale: u32,
+    pub(crate) lost: u32,
 }
 
 /// What an engine needs to know to begin its life.
@@ -93,15 +94,18 @@ pub(crate) struct Birth {
     pub(crate) random: u64,
     pub(crate) generations: bool,
     pub(crate) life: u32,
+    pub(crate) registration: u64,
 }
 
 impl Engine {
     pub(crate) fn new(birth: Birth) -> Self {
-        let Birth { settings, blocks, clock, clocks, random, generations, life } = birth;
+        let Birth { settings, blocks, clock, clocks, random, generations, life, registration } = birth;
+        let mut scheduler = Scheduler::new(settings.clone());
+        scheduler.registered(registration);
         let workers = (0..settings.tp_size).map(|tp| Worker::new(settings.clone(), WorkerRank { pp: 0, tp }));
         Engine {
             id: settings.engine.to_string(),
-            scheduler: Scheduler::new(settings.clone()),
+            scheduler,
             aggregator: OutputAggregator::new(settings.tp_size as usize),
             workers: workers.collect(),
             pool: Pool::new(settings.tp_size as usize, blocks, random),
@@ -116,6 +120,7 @@ impl Engine {
             loaded: 0,
             recomputed: 0,
             stale: 0,
+            lost: 0,
         }
     }
 
@@ -301,6 +306,13 @@ impl Engine {
                 }
                 self.pool.give_back(&id, &blocks)?;
             }
+            Outcome::Lost { request: id, kept } => {
+                let blocks = self.kept.remove(&(id.clone(), kept == Kept::Request));
+                let blocks = blocks.ok_or_else(|| format!("{id}: {kept:?} is lost, but is not kept"))?;
+                self.published.remove(&id);
+                self.lost += 1;
+                self.pool.lose(&id, &blocks)?;
+            }
         }
         Ok(())
     }
@@ -323,7 +335,11 @@ impl Engine {
             let fill =
                 rest.len().min((computed + matched.tokens).div_ceil(size) as usize - request.cached as usize);
             let fill = BlockLists::single(&rest[..fill]);
-            scheduler.update_state_after_alloc(id, Allocation { fill, computed, external: matched.tokens });
+            scheduler.update_state_after_alloc(
+                time,
+                id,
+                Allocation { fill, computed, external: matched.tokens },
+            );
             if matched.tokens > 0 {
                 request.doing = Doing::Loading;
             } else {
@@ -369,7 +385,7 @@ impl Engine {
     /// What an engine with nothing to do must not have any more.
     pub(crate) fn check_quiet(&mut self) -> Result<(), String> {
         let leaked = self.pool.leaked();
-        if !leaked.is_empty() || self.pool.available() != self.pool.size() {
+        if !leaked.is_empty() {
             return Err(format!("{} has leaked blocks: {leaked:?}", self.id));
         }
         if !self.scheduler.is_empty() {

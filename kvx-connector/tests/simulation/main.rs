@@ -8,6 +8,8 @@
 //! - no block with other contents than the request's own is taken for loaded;
 //! - every client has an answer by its deadline.
 //!
+//! Engines speak one dialect, or each one of its own.
+//!
 //! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs that many.
 
 #![allow(clippy::unwrap_used)]
@@ -19,7 +21,9 @@ mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use kvx_connector::Dialect;
 use kvx_testkit::Tier;
+
 use world::{Scenario, Summary, World};
 
 /// Seeds that find everything that the assertions ask for.
@@ -27,8 +31,8 @@ const RUNS: u64 = 2_000;
 /// What the whole run goes through.
 const MANY: u64 = 10_000;
 
-fn run(seed: u64, generations: bool) -> Result<Summary, String> {
-    let (scenario, random) = Scenario::drawn(seed, generations);
+fn run(seed: u64, generations: bool, among: &[Dialect]) -> Result<Summary, String> {
+    let (scenario, random) = Scenario::drawn(seed, generations, among);
     catch_unwind(AssertUnwindSafe(|| World::new(scenario, random).run())).unwrap_or_else(|panic| {
         let why = panic.downcast_ref::<String>().cloned();
         let why = why.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
@@ -42,7 +46,7 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 /// Runs seeds on all cores; stops at the first that ends badly.
-fn all(seeds: std::ops::Range<u64>, generations: bool) -> Result<Summary, (u64, String)> {
+fn all(seeds: std::ops::Range<u64>, among: &[Dialect]) -> Result<Summary, (u64, String)> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
     let parts = std::thread::scope(|scope| {
         let parts: Vec<_> = (0..threads)
@@ -51,7 +55,7 @@ fn all(seeds: std::ops::Range<u64>, generations: bool) -> Result<Summary, (u64, 
                 scope.spawn(move || {
                     let mut whole = Summary::default();
                     for seed in seeds {
-                        whole.add(&run(seed, generations).map_err(|why| (seed, why))?);
+                        whole.add(&run(seed, true, among).map_err(|why| (seed, why))?);
                     }
                     Ok(whole)
                 })
@@ -68,6 +72,17 @@ fn all(seeds: std::ops::Range<u64>, generations: bool) -> Result<Summary, (u64, 
 
 #[test]
 fn every_request_ends_and_no_block_is_leaked_reused_early_or_stale() {
+    hold_among(&[Dialect::default()]);
+}
+
+#[test]
+fn the_same_holds_between_engines_of_unequal_dialects() {
+    let summary = hold_among(&Dialect::ALL);
+    assert!(summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10), "most pairs are unequal");
+}
+
+/// Runs all seeds among engines of these dialects; gives what came of it, if that many ran.
+fn hold_among(among: &[Dialect]) -> Option<Summary> {
     let seeds = match number("KVX_SIM_SEED") {
         Some(seed) => seed..seed + 1,
         None => {
@@ -76,31 +91,36 @@ fn every_request_ends_and_no_block_is_leaked_reused_early_or_stale() {
         }
     };
     let count = seeds.end - seeds.start;
-    match all(seeds, true) {
+    match all(seeds, among) {
         Err((seed, why)) => panic!("seed {seed}: {why}\nto see it again: KVX_SIM_SEED={seed}"),
         Ok(summary) => {
             println!("{summary:?}");
             // A simulation in which nothing happens would hold everything.
-            let Summary { loaded, recomputed, errors, aborted, stale, restarts, .. } = summary;
+            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } = summary;
             let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
-            let enough = least.map(u64::from) > Some(count / 10) && u64::from(stale) > count / 200;
+            let enough = least.map(u64::from) > Some(count / 10)
+                && u64::from(stale) > count / 200
+                && u64::from(lost) > count / 200;
             assert!(count < RUNS || enough, "{summary:?}");
+            (count >= RUNS).then_some(summary)
         }
     }
 }
 
 #[test]
 fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted() {
-    let found = (0..RUNS).find_map(|seed| run(seed, false).err().map(|why| (seed, why)));
+    let found =
+        (0..RUNS).find_map(|seed| run(seed, false, &[Dialect::default()]).err().map(|why| (seed, why)));
     let (seed, why) = found.expect("a read that observed another request's contents");
     println!("seed {seed}: {why}");
     assert!(why.contains("STALE"), "seed {seed}: {why}");
-    assert!(run(seed, true).is_ok(), "seed {seed} is safe with generations");
+    assert!(run(seed, true, &[Dialect::default()]).is_ok(), "seed {seed} is safe with generations");
 }
 
 #[test]
 fn a_seed_does_the_same_thing_again() {
     for seed in 0..20 {
-        assert_eq!(format!("{:?}", run(seed, true)), format!("{:?}", run(seed, true)), "seed {seed}");
+        let run = || format!("{:?}", run(seed, true, &Dialect::ALL));
+        assert_eq!(run(), run(), "seed {seed}");
     }
 }

@@ -1,6 +1,6 @@
 //! Real block pools: who has which block, what is in it, and who is touching it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 
 use kvx_connector::engine::{BlockReference, Generations, RequestId};
@@ -14,6 +14,8 @@ pub(crate) struct Content {
     pub(crate) filled: u32,
     /// Which writing of the block it was.
     pub(crate) version: u32,
+    /// As a peer with another layout had it: nothing that the engine can read.
+    pub(crate) unfinished: bool,
 }
 
 /// Halves of a block: two ranks of a peer may fill one each.
@@ -47,6 +49,8 @@ pub(crate) struct Pool {
     owners: Vec<Option<RequestId>>,
     free: Vec<u32>,
     version: u32,
+    /// Blocks that a forgotten transfer may touch for ever.
+    lost: BTreeSet<u32>,
     /// Transfers of other engines that read the blocks of a request; they began while it had them.
     pub(crate) read_by_peers: BTreeMap<RequestId, u32>,
 }
@@ -58,6 +62,7 @@ impl Pool {
             owners: vec![None; blocks as usize],
             free: (0..blocks).rev().collect(),
             version: 0,
+            lost: BTreeSet::new(),
             read_by_peers: BTreeMap::new(),
         }
     }
@@ -112,7 +117,7 @@ impl Pool {
         for (at, block) in blocks.iter().enumerate() {
             let index = first + at as u32;
             let filled = tokens.saturating_sub(index * size).min(size);
-            let content = Content { conversation, index, filled, version: self.version };
+            let content = Content { conversation, index, filled, version: self.version, unfinished: false };
             for memory in &mut self.workers {
                 memory.blocks[*block as usize] = [content; 2];
             }
@@ -132,7 +137,7 @@ impl Pool {
                 let needed = (tokens - index as u32 * size).min(size);
                 for half in memory.blocks[*block as usize] {
                     let right = half.conversation == conversation && half.index == index as u32;
-                    if !right || half.filled < needed {
+                    if !right || half.unfinished || half.filled < needed {
                         return Err(format!(
                             "block {block} on worker {worker} should hold {needed} tokens of block {index} of \
                              conversation {conversation}, and holds {half:?}"
@@ -153,8 +158,22 @@ impl Pool {
         self.workers[0].generations.reference()
     }
 
-    pub(crate) fn leaked(&self) -> Vec<(usize, RequestId)> {
-        let owned = self.owners.iter().enumerate();
-        owned.filter_map(|(block, owner)| Some((block, owner.clone()?))).collect()
+    /// Keeps blocks from everybody, for ever.
+    pub(crate) fn lose(&mut self, request: &RequestId, blocks: &[u32]) -> Result<(), String> {
+        for block in blocks {
+            if self.owners[*block as usize].as_ref() != Some(request) {
+                return Err(format!("block {block} is lost by {request}, which does not have it"));
+            }
+            self.lost.insert(*block);
+        }
+        Ok(())
+    }
+
+    /// Blocks that nobody has let go of, and nobody has lost.
+    pub(crate) fn leaked(&self) -> Vec<(usize, Option<RequestId>)> {
+        let free: BTreeSet<u32> = self.free.iter().copied().collect();
+        let leaked =
+            (0..self.size() as u32).filter(|block| !free.contains(block) && !self.lost.contains(block));
+        leaked.map(|block| (block as usize, self.owners[block as usize].clone())).collect()
     }
 }

@@ -36,9 +36,8 @@ impl Heartbeats {
             .peers
             .entry(peer.engine.clone())
             .or_insert_with(|| Wanted { peer: Arc::clone(peer), requests: BTreeMap::new() });
-        if peer.registration > wanted.peer.registration {
-            wanted.peer = Arc::clone(peer);
-        }
+        // The latest word counts, also of an engine that began anew with a lower registration.
+        wanted.peer = Arc::clone(peer);
         *wanted.requests.entry(request.clone()).or_default() += 1;
     }
 

@@ -39,7 +39,7 @@ pub struct Arrival<'a> {
 pub enum NotLoaded {
     /// The parameters are wrong.
     Params(ParamsError),
-    /// They promise more tokens than they name blocks for.
+    /// They promise tokens and name no blocks for them, or not for each KV cache group.
     TooFewBlocks,
     /// A request of that name has not ended yet.
     Known,
@@ -75,7 +75,7 @@ pub struct Allocation {
     pub fill: BlockLists,
     /// Tokens that the engine has already.
     pub computed: u32,
-    /// Tokens to load: what [`get_num_new_matched_tokens`](Scheduler::get_num_new_matched_tokens) has said, or 0.
+    /// Tokens to load: at most what [`get_num_new_matched_tokens`](Scheduler::get_num_new_matched_tokens) has said.
     pub external: u32,
 }
 
@@ -88,10 +88,15 @@ struct Load {
     end: u32,
     /// Tokens that the peer's blocks hold.
     held_there: u32,
-    deadline: Time,
-    /// The request's own deadline is the reason for that one.
-    deadline_is_final: bool,
+    /// The request's own.
+    deadline: Option<Time>,
     stage: Stage,
+}
+
+/// Parameters that are not loaded from, and the blocks that they name, if they do.
+struct Refused {
+    why: NotLoaded,
+    remote: Option<RemoteRequest>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +133,7 @@ enum Publishes {
 
 #[derive(Debug)]
 struct Entry {
+    prompt_tokens: u32,
     load: Option<Load>,
     publishes: Publishes,
     announced: bool,
@@ -151,21 +157,23 @@ pub struct Scheduler {
     held: BTreeMap<RequestId, BlockLists>,
     /// Clocks of peers, relative to the scheduler's.
     clocks: BTreeMap<EngineId, ClockOffset>,
+    /// How often this engine has registered its memory anew.
+    registration: u64,
 }
 
 impl Scheduler {
     /// The half of one engine.
     pub fn new(settings: Settings) -> Self {
-        let every = settings.lease().map(|lease| lease.heartbeat());
         Scheduler {
-            settings,
             requests: BTreeMap::new(),
             next: ConnectorMeta::default(),
-            heartbeats: Heartbeats::new(every),
+            heartbeats: Heartbeats::new(settings.heartbeat),
+            settings,
             deadlines: Deadlines::default(),
             sending: BTreeSet::new(),
             held: BTreeMap::new(),
             clocks: BTreeMap::new(),
+            registration: 0,
         }
     }
 
@@ -174,9 +182,10 @@ impl Scheduler {
         &self.settings
     }
 
-    /// The engine has registered its memory anew (after sleep, for example): what is published from now on says so.
-    pub fn registered_anew(&mut self) {
-        self.settings.registration += 1;
+    /// The engine has registered its memory anew (after sleep, for example): what is published from now on says so. The
+    /// number is the [`Listener`](crate::wire::Listener)'s, which counts.
+    pub fn registered(&mut self, generation: u64) {
+        self.registration = generation;
     }
 
     /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
@@ -189,7 +198,8 @@ impl Scheduler {
         if self.requests.contains_key(request) {
             return Err(NotLoaded::Known);
         }
-        let mut entry = Entry { load: None, publishes: Publishes::Nothing, announced: false };
+        let prompt_tokens = arrival.prompt_tokens;
+        let mut entry = Entry { prompt_tokens, load: None, publishes: Publishes::Nothing, announced: false };
         let mut result = Ok(());
         if let Some(params) = params {
             if params.do_remote_decode {
@@ -206,9 +216,13 @@ impl Scheduler {
                 (false, _) => None,
             };
             if let Some(source) = source {
-                match self.load(now, source, params, arrival) {
+                match self.load(source, params, arrival) {
                     Ok(load) => entry.load = Some(load),
-                    Err(error) => result = Err(error),
+                    Err(Refused { why, remote }) => {
+                        let by = now + self.settings.load_timeout;
+                        self.next.receive.extend(remote.map(|remote| release_order(request, remote, by)));
+                        result = Err(why);
+                    }
                 }
             }
         }
@@ -216,7 +230,9 @@ impl Scheduler {
             if load.source != Source::Decode {
                 self.heartbeats.start(&load.remote.peer, &load.remote.request);
             }
-            self.deadlines.set(request.clone(), load.deadline);
+            if let Some(deadline) = load.deadline {
+                self.deadlines.set(request.clone(), deadline);
+            }
         }
         if entry.load.is_some() || entry.publishes != Publishes::Nothing {
             self.requests.insert(request.clone(), entry);
@@ -224,60 +240,62 @@ impl Scheduler {
         result
     }
 
-    fn load(
-        &self,
-        now: Time,
-        source: Source,
-        params: &TransferParams,
-        arrival: Arrival<'_>,
-    ) -> Result<Load, NotLoaded> {
-        let remote = params.remote_blocks_for(self.settings.mode).map_err(NotLoaded::Params)?;
+    fn load(&self, source: Source, params: &TransferParams, arrival: Arrival<'_>) -> Result<Load, Refused> {
+        let remote = params
+            .remote_blocks_for(self.settings.mode)
+            .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
-        let held_there = remote.num_tokens.map_or(wanted, tokens);
+        // A prefill of old does not say: it has prefilled the prompt. A decode has as many as it says.
+        let unsaid = if source == Source::Decode { 0 } else { wanted };
+        let held_there = remote.num_tokens.map_or(unsaid, tokens);
         let mut end = wanted.min(held_there);
         let blocks =
             if source == Source::Push { BlockLists::default() } else { BlockLists::new(remote.block_ids) };
+        let remote = RemoteRequest {
+            request: remote.request_id.into(),
+            peer: Arc::new(RemoteEngine {
+                engine: remote.engine_id.into(),
+                address: Address { host: remote.host.into(), port: remote.port },
+                tp_size: remote.tp_size,
+                pp_size: remote.pp_size,
+                dcp_size: remote.dcp_size,
+                registration: remote.registration_generation,
+            }),
+            blocks,
+            expires_at_peer: remote.expiry_time,
+            reference,
+        };
         if source != Source::Push {
-            if blocks.is_empty() {
+            if remote.blocks.is_empty() {
                 end = 0;
             }
-            let whole = blocks.groups().iter().zip(&self.settings.groups).filter(|(_, clip)| clip.is_none());
-            let needed = self.settings.blocks_for(end) as usize;
-            let short = whole.clone().any(|(blocks, _)| blocks.len() < needed);
-            if end > 0 && (short || blocks.groups().len() != self.settings.groups.len()) {
-                return Err(NotLoaded::TooFewBlocks);
+            // How many tokens a block of the peer holds, only its handshake says: the workers count.
+            let groups = remote.blocks.groups();
+            let whole = groups.iter().zip(&self.settings.groups).filter(|(_, clip)| clip.is_none());
+            let none = whole.clone().any(|(blocks, _)| blocks.is_empty());
+            if end > 0 && (none || groups.len() != self.settings.groups.len()) {
+                return Err(Refused { why: NotLoaded::TooFewBlocks, remote: Some(remote) });
             }
             // A window ends where the peer's tokens end: of fewer tokens it has not all blocks.
             if end != held_there && self.settings.groups.iter().any(Option::is_some) {
                 end = 0;
             }
         }
-        let own = now + self.settings.load_timeout;
-        let deadline_is_final = arrival.deadline.is_some_and(|deadline| deadline <= own);
-        Ok(Load {
-            source,
-            remote: RemoteRequest {
-                request: remote.request_id.into(),
-                peer: Arc::new(RemoteEngine {
-                    engine: remote.engine_id.into(),
-                    address: Address { host: remote.host.into(), port: remote.port },
-                    tp_size: remote.tp_size,
-                    pp_size: remote.pp_size,
-                    dcp_size: remote.dcp_size,
-                    registration: remote.registration_generation,
-                }),
-                blocks,
-                expires_at_peer: remote.expiry_time,
-                reference,
-            },
-            end,
-            held_there,
-            deadline: arrival.deadline.map_or(own, |deadline| deadline.min(own)),
-            deadline_is_final,
-            stage: Stage::Arrived,
-        })
+        let deadline = arrival.deadline;
+        Ok(Load { source, remote, end, held_there, deadline, stage: Stage::Arrived })
+    }
+
+    /// Tokens at the end of a prefill leg's prompt that are left to the decode: the engine computes and publishes the prompt
+    /// without them.
+    pub fn prompt_tokens_to_cut(&self, request: &RequestId) -> u32 {
+        match self.requests.get(request) {
+            Some(entry) if entry.publishes == Publishes::ForDecode => {
+                self.settings.prefill_backoff.min(entry.prompt_tokens.saturating_sub(1))
+            }
+            _ => 0,
+        }
     }
 
     /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
@@ -304,10 +322,11 @@ impl Scheduler {
         ours.is_some_and(|ours| (now + EXPIRY_MARGIN).has_reached(ours))
     }
 
-    /// Blocks were given to a request. A second call for the same load changes nothing.
-    pub fn update_state_after_alloc(&mut self, request: &RequestId, allocation: Allocation) {
+    /// Blocks were given to a request: the load is ordered, for as many tokens as the engine takes of those that were
+    /// offered. A second call for the same load changes nothing.
+    pub fn update_state_after_alloc(&mut self, now: Time, request: &RequestId, allocation: Allocation) {
         let Some(entry) = self.requests.get_mut(request) else { return };
-        if entry.publishes == Publishes::ForDecode && !entry.announced {
+        if entry.publishes != Publishes::Nothing && !entry.announced {
             entry.announced = true;
             self.next.prefilling.push(request.clone());
         }
@@ -316,11 +335,18 @@ impl Scheduler {
         };
         if allocation.external == 0 {
             load.stage = Stage::Over;
-            let order = release_order(request, load);
+            let order = load.release(request, now + self.settings.load_timeout);
             self.next.receive.extend(order);
             self.over(request);
             return;
         }
+        let limit = match load.source {
+            Source::Push => self.settings.push_timeout,
+            Source::Prefill | Source::Decode => self.settings.load_timeout,
+        };
+        let deadline = load.deadline.map_or(now + limit, |deadline| deadline.min(now + limit));
+        self.deadlines.set(request.clone(), deadline);
+        load.end = load.end.min(allocation.computed.saturating_add(allocation.external));
         self.next.receive.push(ReceiveOrder {
             request: request.clone(),
             local: allocation.fill.clone(),
@@ -329,7 +355,7 @@ impl Scheduler {
             end: load.end,
             held_there: load.held_there,
             awaited: true,
-            deadline: load.deadline,
+            deadline,
         });
         load.stage = Stage::Ordered(allocation);
     }
@@ -391,17 +417,29 @@ impl Scheduler {
     }
 }
 
-/// The order that loads nothing: it tells the peer that it may free its blocks. In push there is nothing to be told: a prefill
-/// that nobody has registered with waits for its lease to end.
-fn release_order(request: &RequestId, load: &Load) -> Option<ReceiveOrder> {
-    (load.source != Source::Push).then(|| ReceiveOrder {
+impl Load {
+    /// The order to tell the peer that it may free its blocks, until `by`. In push there is nothing to be told: a prefill that
+    /// nobody has registered with waits for its lease to end.
+    fn release(&self, request: &RequestId, by: Time) -> Option<ReceiveOrder> {
+        (self.source != Source::Push).then(|| release_order(request, self.remote.clone(), by))
+    }
+
+    /// Whether the request itself has no time left.
+    fn is_too_late(&self, now: Time) -> bool {
+        self.deadline.is_some_and(|deadline| now.has_reached(deadline))
+    }
+}
+
+/// The order that loads nothing.
+fn release_order(request: &RequestId, remote: RemoteRequest, by: Time) -> ReceiveOrder {
+    ReceiveOrder {
         request: request.clone(),
         local: BlockLists::default(),
-        remote: load.remote.clone(),
+        remote,
         computed: 0,
         end: 0,
-        held_there: load.held_there,
+        held_there: 0,
         awaited: false,
-        deadline: load.deadline,
-    })
+        deadline: by,
+    }
 }

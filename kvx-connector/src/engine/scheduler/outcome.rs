@@ -10,7 +10,7 @@ use super::super::identity::{BlockLists, RequestId};
 use super::super::recovery::valid_prefix;
 use super::super::step::FailedLoad;
 use super::super::time::{ClockOffset, Time};
-use super::{Allocation, Load, Scheduler, Source, Stage, release_order};
+use super::{Allocation, Scheduler, Source, Stage};
 
 /// What the engine does next with a request whose load has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub enum Outcome {
         /// Blocks without the right contents: never to be found in a prefix cache.
         invalid: Vec<u32>,
         /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes on, and
-        /// frees these when [`Outcome::Free`] names the request.
+        /// keeps these until [`Outcome::Free`] or [`Outcome::Lost`] names the request.
         held: BlockLists,
     },
     /// Blocks may be freed: those of a request that has ended and was kept, or those that a failed load held.
@@ -55,10 +55,18 @@ pub enum Outcome {
         /// Which of its blocks.
         kept: Kept,
     },
+    /// In place of [`Free`](Outcome::Free): it will never be proven that nobody touches these blocks. No request gets one of
+    /// them again, as long as the process lives.
+    Lost {
+        /// Which request.
+        request: RequestId,
+        /// Which of its blocks.
+        kept: Kept,
+    },
 }
 
 /// Blocks that an engine keeps for the connector.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kept {
     /// Those of a load that was aborted or has failed at its deadline.
     Load,
@@ -79,21 +87,30 @@ impl Scheduler {
         for request in output.finished_recving {
             let at = failed.iter().position(|failed| failed.request == request);
             let failed = at.map(|at| failed.swap_remove(at));
+            let lost = output.lost.contains(&(request.clone(), Kept::Load));
             if self.held.remove(&request).is_some() {
-                outcomes.push(Outcome::Free { request, kept: Kept::Load });
-            } else {
-                outcomes.extend(self.load_ended(now, request, failed));
+                outcomes.push(over(request, Kept::Load, lost));
+            } else if let Some(outcome) = self.load_ended(now, request.clone(), failed, lost) {
+                outcomes.push(outcome);
+                outcomes.extend(lost.then(|| over(request, Kept::Load, true)));
             }
         }
         for request in output.finished_sending {
             if self.sending.remove(&request) {
-                outcomes.push(Outcome::Free { request, kept: Kept::Request });
+                let lost = output.lost.contains(&(request.clone(), Kept::Request));
+                outcomes.push(over(request, Kept::Request, lost));
             }
         }
         outcomes
     }
 
-    fn load_ended(&mut self, now: Time, request: RequestId, failed: Option<FailedLoad>) -> Option<Outcome> {
+    fn load_ended(
+        &mut self,
+        now: Time,
+        request: RequestId,
+        failed: Option<FailedLoad>,
+        lost: bool,
+    ) -> Option<Outcome> {
         let load = self.requests.get_mut(&request)?.load.as_mut()?;
         if !matches!(load.stage, Stage::Loading(_)) {
             return None;
@@ -104,8 +121,12 @@ impl Scheduler {
         let Some(FailedLoad { failure, invalid, .. }) = failed else {
             return Some(Outcome::Loaded { request, computed: end });
         };
-        let then = self.then(now, &request, &failure, self.valid(&allocation, &invalid));
-        Some(Outcome::Failed { request, failure, then, invalid, held: BlockLists::default() })
+        let (valid, held) = match lost {
+            true => (allocation.computed, allocation.fill),
+            false => (self.valid(&allocation, &invalid), BlockLists::default()),
+        };
+        let then = self.then(now, &request, &failure, valid);
+        Some(Outcome::Failed { request, failure, then, invalid, held })
     }
 
     /// Tokens that count after a failed load. Blocks tell only with one KV cache group, and if any were named.
@@ -122,7 +143,7 @@ impl Scheduler {
 
     fn then(&self, now: Time, request: &RequestId, failure: &LoadFailure, computed: u32) -> Then {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
-        let ended = load.is_some_and(|load| load.deadline_is_final && now.has_reached(load.deadline));
+        let ended = load.is_some_and(|load| load.is_too_late(now));
         // What a decode keeps is an offer: the prompt can be computed as if there had been none.
         let offer =
             load.is_some_and(|load| load.source == Source::Decode) || *failure == LoadFailure::Expiring;
@@ -143,9 +164,10 @@ impl Scheduler {
     }
 
     fn load_timed_out(&mut self, now: Time, request: &RequestId) -> Option<Outcome> {
-        let load: &mut Load = self.requests.get_mut(request)?.load.as_mut()?;
+        let by = now + self.settings.load_timeout;
+        let load = self.requests.get_mut(request)?.load.as_mut()?;
         let stage = std::mem::replace(&mut load.stage, Stage::Over);
-        let release = release_order(request, load);
+        let release = load.release(request, by);
         let (computed, held) = match stage {
             Stage::Over => return None,
             Stage::Arrived => {
@@ -173,5 +195,13 @@ impl Scheduler {
             invalid: held.iter().collect(),
             held,
         })
+    }
+}
+
+/// What becomes of blocks that were kept.
+fn over(request: RequestId, kept: Kept, lost: bool) -> Outcome {
+    match lost {
+        true => Outcome::Lost { request, kept },
+        false => Outcome::Free { request, kept },
     }
 }

@@ -6,7 +6,7 @@ use super::super::generations::BlockReference;
 use super::super::identity::{BlockLists, RequestId};
 use super::super::step::SendOrder;
 use super::super::time::Time;
-use super::{Publishes, Scheduler, Stage, release_order};
+use super::{Publishes, Scheduler, Stage};
 use crate::params::{RemoteBlocks, TransferMode, TransferParams};
 
 /// How a request has ended.
@@ -53,7 +53,7 @@ impl Scheduler {
     pub fn request_finished(&mut self, now: Time, request: &RequestId, ending: Ending) -> Finished {
         let Some(entry) = self.requests.get(request) else { return Finished::default() };
         let (publishes, announced) = (entry.publishes, entry.announced);
-        if !self.end_load(request) {
+        if !self.end_load(now, request) {
             if announced {
                 self.next.dropped.push(request.clone());
             }
@@ -75,15 +75,16 @@ impl Scheduler {
     }
 
     /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
-    fn end_load(&mut self, request: &RequestId) -> bool {
+    fn end_load(&mut self, now: Time, request: &RequestId) -> bool {
         self.over(request);
         let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else { return true };
+        let release = load.release(request, now + self.settings.load_timeout);
         match &load.stage {
             Stage::Over => {}
-            Stage::Arrived => self.next.receive.extend(release_order(request, &load)),
+            Stage::Arrived => self.next.receive.extend(release),
             Stage::Ordered(_) => {
                 self.next.receive.retain(|order| order.request != *request);
-                self.next.receive.extend(release_order(request, &load));
+                self.next.receive.extend(release);
             }
             Stage::Loading(allocation) => {
                 self.next.cancel.push(request.clone());
@@ -147,7 +148,7 @@ impl Scheduler {
         remote.pp_size = settings.pp_size;
         remote.num_tokens = Some(ending.computed.into());
         remote.expiry_time = for_next_turn.then_some(expires.seconds());
-        remote.registration_generation = settings.registration;
+        remote.registration_generation = self.registration;
         remote.mode = settings.mode;
         remote.prefill_cached_tokens = ending.cached.map(u64::from);
         remote.block_reference = ending.reference.map(|reference| reference.to_string());

@@ -6,10 +6,11 @@ use super::super::action::{Action, Connection, MoveId};
 use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
 use super::super::identity::{RequestId, WorkerRank};
 use super::super::plan::PeerPlan;
+use super::super::scheduler::Kept;
 use super::super::stats::Transferred;
 use super::super::step::Heartbeat;
 use super::super::time::Time;
-use super::receive::{Phase, Receive, Stage};
+use super::receive::{MoveState, Phase, Receive, Stage};
 use super::send::Counted;
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
@@ -29,7 +30,8 @@ pub struct HandshakeFailure {
 pub struct MoveFailure {
     /// Which step.
     pub kind: FailureKind,
-    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later.
+    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later, or [`Worker::move_forgotten`] that
+    /// nobody ever will.
     pub settled: bool,
     /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
     pub peer_is_gone: bool,
@@ -60,6 +62,11 @@ impl Worker {
             }
             for waiting in waiting {
                 match waiting {
+                    // It has waited for a registration that another one has followed meanwhile.
+                    Waiting::Receive(request) if !self.speaks_of(&request, &peer) => {
+                        let why = "the engine has registered its memory anew while they waited for it";
+                        self.refused(now, &request, why.into());
+                    }
                     Waiting::Receive(request) => self.find_peer(now, &request),
                     Waiting::Push(request) => self.find_decode(now, &request),
                 }
@@ -110,9 +117,10 @@ impl Worker {
                 let said = self.describe(&request, failure.kind, rank, &failure.error);
                 self.record(said);
                 if !failure.settled {
+                    // The failure is counted already.
                     let why = "it has an outcome, but may still touch its blocks: they stay pinned";
                     let said = self.describe(&request, FailureKind::TransferReleaseFailed, rank, why);
-                    self.record(said);
+                    self.output.failures.push(said);
                 }
                 let connection = if push {
                     self.push_failed(&request);
@@ -124,7 +132,7 @@ impl Worker {
                 if failure.peer_is_gone
                     && let Some(connection) = connection
                 {
-                    self.peers.invalidate(now, connection, &mut self.actions);
+                    self.peers.invalidate(connection, &mut self.actions);
                 }
                 if failure.settled {
                     self.move_settled(now, id);
@@ -137,6 +145,39 @@ impl Worker {
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Unsettled) else { return };
         if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
+    }
+
+    /// Nobody will ever say that a failed move has settled: its transport has forgotten it. What waits for it is over, and
+    /// its blocks are lost.
+    pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        let why = "it was forgotten: its blocks may be touched as long as the process lives, and are lost";
+        if self.moves.get(&id).is_some_and(MoveState::is_running) {
+            let kind = FailureKind::TransferException;
+            let failure = MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
+            self.move_resolved(now, id, Err(failure));
+        }
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Unsettled) else { return };
+        let request = state.request.clone();
+        let kept = if state.push { Kept::Request } else { Kept::Load };
+        self.output.failures.push(self.describe(&request, FailureKind::TransferReleaseFailed, None, why));
+        if !self.output.lost.contains(&(request.clone(), kept)) {
+            self.output.lost.push((request, kept));
+        }
+        self.move_settled(now, id);
+    }
+
+    /// Blocks of a load are as [`Action::Finish`] wanted them, or cannot be made so; nothing touches them any more.
+    pub fn finished(&mut self, now: Time, request: &RequestId, result: Result<(), String>) {
+        let finishing = |receive: &Receive| matches!(receive.stage, Stage::Finishing);
+        if !self.receives.get(request).is_some_and(finishing) {
+            return;
+        }
+        if let Err(why) = result {
+            let said = self.describe(request, FailureKind::TransferFailed, None, &why);
+            self.record(said);
+            self.fail_receive(request, LoadFailure::Transfer(why), None);
+        }
+        self.finish(now, request);
     }
 
     /// The generations that [`Action::ReadGenerations`] asked for: the pool's word and one for each block, in order.
@@ -181,7 +222,7 @@ impl Worker {
 
     /// The peer behind a connection is gone. Moves with it end by themselves; who waited for its writes waits no longer.
     pub fn connection_lost(&mut self, now: Time, connection: Connection) {
-        self.peers.invalidate(now, connection, &mut self.actions);
+        self.peers.invalidate(connection, &mut self.actions);
         let awaiting = self.receives.iter().filter(|(_, receive)| {
             receive.connection == Some(connection) && matches!(receive.stage, Stage::Awaiting { .. })
         });

@@ -8,7 +8,7 @@ use kvx_core::{Error, Kind};
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
 use super::super::failure::{FailureKind, TransferFailure};
-use super::super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::super::identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
 use super::super::peers::Reach;
 use super::super::plan::{PeerPlan, pair_push};
 use super::super::step::RemoteEngine;
@@ -17,7 +17,7 @@ use super::receive::{MoveState, Phase, Stage, lane_groups};
 use super::{Waiting, Worker};
 use crate::wire::{Notification, PushRegistration};
 
-/// Registrations that wait for a prefill: a peer cannot make this engine remember more.
+/// Registrations that wait for a prefill, and that were served: a peer cannot make this engine remember more.
 const MAX_REGISTRATIONS: usize = 65_536;
 
 /// A decode's blocks for a request.
@@ -30,12 +30,21 @@ struct Registration {
     until: Time,
 }
 
+impl Registration {
+    /// The word that one of `ranks` workers has written.
+    fn written(&self, ranks: u32) -> Option<Arc<[u8]>> {
+        Notification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
+    }
+}
+
 /// A request whose blocks are being written.
 #[derive(Debug)]
 struct Push {
     registration: Registration,
     blocks: BlockLists,
     connection: Option<Connection>,
+    /// Workers that are told once all is written: a single write carries the word itself.
+    untold: Vec<WorkerRank>,
     /// Writes that may still read the blocks.
     unsettled: usize,
     failed: bool,
@@ -136,6 +145,11 @@ impl Pushes {
         let served = (registration.peer.engine.clone(), registration.request.clone());
         self.served_until.set(served.clone(), now + self.timeout);
         self.served.insert(served);
+        while self.served.len() > MAX_REGISTRATIONS
+            && let Some(oldest) = self.served_until.take_next()
+        {
+            self.served.remove(&oldest);
+        }
     }
 
     fn add_ready(&mut self, request: RequestId, blocks: BlockLists) {
@@ -235,9 +249,7 @@ impl Worker {
         {
             return Ok(());
         }
-        if self.pushes.registrations.len() >= MAX_REGISTRATIONS
-            || self.pushes.served.len() >= MAX_REGISTRATIONS
-        {
+        if self.pushes.registrations.len() >= MAX_REGISTRATIONS {
             return Err(Error::new(
                 Kind::Busy,
                 format!(
@@ -256,8 +268,15 @@ impl Worker {
     fn push_matching(&mut self, now: Time, shared: &str) {
         while let Some((request, blocks, registration)) = self.pushes.take_matching(shared) {
             self.pushes.serve(now, &registration);
-            let push =
-                Push { registration, blocks, connection: None, unsettled: 0, failed: false, expired: false };
+            let push = Push {
+                registration,
+                blocks,
+                connection: None,
+                untold: Vec::new(),
+                unsettled: 0,
+                failed: false,
+                expired: false,
+            };
             self.pushes.running.insert(request.clone(), push);
             self.find_decode(now, &request);
         }
@@ -291,31 +310,28 @@ impl Worker {
         push.connection = Some(connection);
         self.peers.hold(connection);
         let deadline = push.registration.until;
-        let theirs = push.registration.request.clone();
-        let done = Notification::done(theirs.as_str(), self.settings.tp_size);
-        let done: Option<Arc<[u8]>> = done.ok().map(|done| done.encode().into());
+        let done = push.registration.written(self.settings.tp_size);
         let groups: Arc<[_]> = groups.into();
         let (local, remote) = (push.blocks.clone(), push.registration.blocks.clone());
         let lists = MoveLists { local, remote, tokens: None };
         for (at, lane) in plan.lanes.iter().enumerate() {
             let groups = lane_groups(lane, &groups);
-            for part in 0..lane.parts.max(1) {
+            let rides = lane.memory.len() == 1;
+            push.untold.extend((!rides).then_some(lane.rank));
+            for part in lane.parts() {
                 self.last_move += 1;
                 let id = MoveId(self.last_move);
                 let state =
                     MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: true };
                 self.moves.insert(id, state);
                 push.unsettled += 1;
-                // The word goes with the last part; a decode counts senders, not parts.
-                let last = part + 1 == lane.parts.max(1);
                 self.actions.push_back(Action::Write(Move {
                     id,
                     connection,
-                    rank: lane.rank,
                     part,
                     groups: Arc::clone(&groups),
                     lists: lists.clone(),
-                    notification: done.clone().filter(|_| last),
+                    notification: done.clone().filter(|_| rides),
                     deadline,
                 }));
             }
@@ -348,6 +364,15 @@ impl Worker {
         let Some(push) = self.pushes.running.get_mut(request) else { return };
         let connection = push.connection.take();
         let (keeps, expired) = (push.failed, push.expired);
+        let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps);
+        if let (Some(connection), Some(bytes)) =
+            (connection, push.registration.written(self.settings.tp_size))
+        {
+            for rank in untold {
+                let (request, bytes) = (Some(request.clone()), Arc::clone(&bytes));
+                self.actions.push_back(Action::Notify { connection, rank, request, bytes });
+            }
+        }
         if !keeps || expired {
             self.pushes.running.remove(request);
             self.sends.remove(request.as_str());

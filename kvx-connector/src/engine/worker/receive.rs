@@ -1,20 +1,21 @@
-//! Loads: from the order to the report that nothing touches their blocks any more.
+//! Loads: from the order to the last of their reads.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvx_core::Indices;
 
-use super::super::action::{Action, Connection, GroupMove, Move, MoveId, MoveLists};
+use super::super::action::{Action, Connection, GroupMove, Move, MoveId, Part};
 use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
 use super::super::generations::BlockReference;
-use super::super::identity::{BlockLists, RequestId, WorkerRank};
+use super::super::identity::{RequestId, WorkerRank};
 use super::super::peers::Reach;
 use super::super::plan::{Paired, PeerLane, PeerPlan, pair_load};
 use super::super::scheduler::EXPIRY_MARGIN;
-use super::super::step::{FailedLoad, ReceiveOrder};
+use super::super::step::{ReceiveOrder, RemoteEngine};
 use super::super::time::Time;
 use super::{Waiting, Worker};
+use crate::mapping::MemoryType;
 use crate::params::TransferMode;
 
 /// One load.
@@ -24,11 +25,11 @@ pub(super) struct Receive {
     pub(super) connection: Option<Connection>,
     pub(super) stage: Stage,
     /// Why it has failed, if it has: the first reason.
-    failure: Option<LoadFailure>,
+    pub(super) failure: Option<LoadFailure>,
     /// Local blocks without the right contents.
-    invalid: Invalid,
+    pub(super) invalid: Invalid,
     /// Nobody waits for the contents any more.
-    cancelled: bool,
+    pub(super) cancelled: bool,
     /// Who has said that it has written. What one worker of ours registers may be written for all of them.
     pub(super) written_by: BTreeSet<Box<str>>,
 }
@@ -43,27 +44,31 @@ pub(super) enum Stage {
     Awaiting { expected: usize },
     /// What the peer may still write is being ended.
     Fencing,
+    /// All is read; the blocks are being reordered and cleared.
+    Finishing,
 }
 
 #[derive(Debug)]
 pub(super) struct Reading {
     paired: Paired,
     reference: Option<BlockReference>,
-    lanes: Vec<LaneState>,
+    pub(super) lanes: Vec<LaneState>,
     /// Moves that may still touch blocks, and words still to be read.
-    unsettled: usize,
+    pub(super) unsettled: usize,
+    /// What is read is not yet what the engine reads.
+    pub(super) finishes: bool,
 }
 
 #[derive(Debug)]
-struct LaneState {
-    rank: WorkerRank,
-    readers: u32,
-    parts_left: u8,
-    told: bool,
+pub(super) struct LaneState {
+    pub(super) rank: WorkerRank,
+    pub(super) readers: u32,
+    pub(super) parts_left: usize,
+    pub(super) told: bool,
 }
 
 #[derive(Debug)]
-enum Invalid {
+pub(super) enum Invalid {
     Blocks(BTreeSet<u32>),
     All,
 }
@@ -100,7 +105,7 @@ impl Receive {
     }
 
     /// Nothing more is told to the peer after a failure.
-    fn fail(&mut self, failure: LoadFailure, blocks: Option<Vec<u32>>) {
+    pub(super) fn fail(&mut self, failure: LoadFailure, blocks: Option<Vec<u32>>) {
         match blocks {
             None => self.invalid = Invalid::All,
             Some(blocks) => {
@@ -142,13 +147,16 @@ impl Worker {
         match self.reach(now, &peer) {
             Reach::Ready(connection, plan) => self.begin(now, request, connection, &plan),
             Reach::Wait => self.wait_for(&peer.engine, Waiting::Receive(request.clone())),
-            Reach::Refused(why) => {
-                let failure = self.describe(request, FailureKind::HandshakeSetupFailed, None, &why);
-                self.record(failure);
-                self.fail_receive(request, LoadFailure::Handshake(why), None);
-                self.advance(now, request);
-            }
+            Reach::Refused(why) => self.refused(now, request, why),
         }
+    }
+
+    /// There is no way to the peer that the parameters speak of.
+    pub(super) fn refused(&mut self, now: Time, request: &RequestId, why: String) {
+        let failure = self.describe(request, FailureKind::HandshakeSetupFailed, None, &why);
+        self.record(failure);
+        self.fail_receive(request, LoadFailure::Handshake(why), None);
+        self.advance(now, request);
     }
 
     fn begin(&mut self, now: Time, request: &RequestId, connection: Connection, plan: &Arc<PeerPlan>) {
@@ -169,6 +177,7 @@ impl Worker {
             let ours = plan.clock.and_then(|clock| clock.to_ours(expires));
             if ours.is_none_or(|ours| (now + EXPIRY_MARGIN).has_reached(ours)) {
                 receive.fail(LoadFailure::Expiring, None);
+                self.output.stats.record_expired();
                 return self.advance(now, request);
             }
         }
@@ -180,6 +189,7 @@ impl Worker {
             Err(why) => {
                 let failure = self.describe(request, FailureKind::TransferSetupFailed, None, &why);
                 self.record(failure);
+                self.tell_lanes(request, connection, plan);
                 self.fail_receive(request, LoadFailure::Refused(why), None);
                 return self.advance(now, request);
             }
@@ -192,23 +202,19 @@ impl Worker {
         let lanes = plan.lanes.iter().map(|lane| LaneState {
             rank: lane.rank,
             readers: lane.readers,
-            parts_left: lane.parts.max(1),
+            parts_left: lane.memory.len(),
             told: false,
         });
-        let reading = Reading { paired, reference, lanes: lanes.collect(), unsettled: 0 };
+        let lanes = lanes.collect();
+        let reading = Reading { paired, reference, lanes, unsettled: 0, finishes: plan.finishes };
         let order = &receive.order;
         let remote = order.remote.request.clone();
         let all = Move {
             id: MoveId(0),
             connection,
-            rank: WorkerRank::default(),
-            part: 0,
+            part: Part { rank: WorkerRank::default(), memory: (MemoryType::Vram, MemoryType::Vram) },
             groups: groups.into(),
-            lists: MoveLists {
-                local: order.local.clone(),
-                remote: order.remote.blocks.clone(),
-                tokens: Some(order.tokens()),
-            },
+            lists: order.lists(),
             notification: None,
             deadline: order.deadline,
         };
@@ -232,9 +238,9 @@ impl Worker {
     ) {
         let groups = lane_groups(lane, &all.groups);
         // The word rides on the read where the read alone decides.
-        let rides = unchecked && lane.parts.max(1) == 1;
+        let rides = unchecked && lane.memory.len() == 1;
         let notification = if rides { self.completion(remote, lane.readers) } else { None };
-        for part in 0..lane.parts.max(1) {
+        for part in lane.parts() {
             self.last_move += 1;
             let id = MoveId(self.last_move);
             let state = MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: false };
@@ -247,7 +253,6 @@ impl Worker {
             }
             self.actions.push_back(Action::Read(Move {
                 id,
-                rank: lane.rank,
                 part,
                 groups: Arc::clone(&groups),
                 notification: notification.clone(),
@@ -338,113 +343,10 @@ impl Worker {
         self.part_failed(now, id);
     }
 
-    pub(super) fn fail_receive(
-        &mut self,
-        request: &RequestId,
-        failure: LoadFailure,
-        blocks: Option<Vec<u32>>,
-    ) {
-        if let Some(receive) = self.receives.get_mut(request) {
-            receive.fail(failure, blocks);
-        }
-    }
-
-    /// Finishes a load once nothing touches its blocks.
-    pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.get(request) else { return };
-        match &receive.stage {
-            Stage::Reading(reading) if reading.unsettled > 0 => {}
-            Stage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
-                if receive.written_by.len() >= *expected {
-                    self.finish(now, request);
-                }
-            }
-            Stage::Awaiting { .. } => self.fence(request),
-            Stage::Fencing => {}
-            Stage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
-            // Another worker of this engine may have told the peer of the blocks of all of them.
-            Stage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
-            Stage::Waiting if receive.failure.is_none() => {}
-            Stage::Waiting | Stage::Reading(_) => self.finish(now, request),
-        }
-    }
-
-    /// Reports a load, and forgets it.
-    pub(super) fn finish(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.remove(request) else { return };
-        self.deadlines.clear(request);
-        if let Some(connection) = receive.connection {
-            if let (Stage::Reading(reading), true, None) =
-                (&receive.stage, receive.cancelled, &receive.failure)
-            {
-                // Nobody has taken the blocks, and nobody will.
-                for lane in reading.lanes.iter().filter(|lane| !lane.told || lane.parts_left > 0) {
-                    self.complete(
-                        request,
-                        &receive.order.remote.request,
-                        connection,
-                        lane.rank,
-                        lane.readers,
-                    );
-                }
-            }
-            self.peers.release(now, connection, &mut self.actions);
-        }
-        if !receive.order.awaited {
-            return;
-        }
-        self.output.finished_recving.push(request.clone());
-        let Some(failure) = receive.failure.filter(|_| !receive.cancelled) else { return };
-        let invalid = match receive.invalid {
-            Invalid::Blocks(blocks) => blocks.into_iter().collect(),
-            Invalid::All => {
-                let mut all: Vec<_> = receive.order.local.iter().collect();
-                all.sort_unstable();
-                all
-            }
-        };
-        self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
-    }
-
-    /// Nobody waits for a load any more; its blocks are wanted back.
-    pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
-        if receive.cancelled {
-            return;
-        }
-        receive.cancelled = true;
-        match receive.stage {
-            Stage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
-            // Nothing has touched the blocks. The peer is still to be told, once it is connected to.
-            Stage::Waiting => {
-                if std::mem::replace(&mut receive.order.awaited, false) {
-                    self.output.finished_recving.push(request.clone());
-                }
-                receive.order.local = BlockLists::default();
-            }
-            Stage::Reading(_) => self.cancel_moves(request),
-            Stage::Awaiting { .. } => self.advance(now, request),
-            Stage::Fencing => {}
-        }
-    }
-
-    pub(super) fn cancel_moves(&mut self, request: &RequestId) {
-        for (id, state) in &self.moves {
-            if state.request == *request && state.is_running() {
-                self.actions.push_back(Action::Cancel { id: *id });
-            }
-        }
-    }
-
-    pub(super) fn receive_timed_out(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
-        let failure = match receive.stage {
-            Stage::Awaiting { .. } => LoadFailure::NotPushed,
-            _ => LoadFailure::Deadline,
-        };
-        receive.fail(failure, None);
-        self.cancel_moves(request);
-        self.advance(now, request);
+    /// Whether a load is for this engine in this registration.
+    pub(super) fn speaks_of(&self, request: &RequestId, peer: &RemoteEngine) -> bool {
+        let load = self.receives.get(request);
+        load.is_none_or(|receive| receive.order.remote.peer.registration == peer.registration)
     }
 
     /// Tells all workers of the peer that their blocks are not wanted.
@@ -457,7 +359,7 @@ impl Worker {
         }
     }
 
-    fn complete(
+    pub(super) fn complete(
         &mut self,
         request: &RequestId,
         remote: &RequestId,
@@ -528,6 +430,12 @@ fn checked(
     let size = block_size.max(1);
     let (first, end) = (order.computed / size, order.end.div_ceil(size));
     let needed = end.saturating_sub(first) as usize;
+    if order.end != order.held_there && windows.iter().any(Option::is_some) {
+        return Err(format!(
+            "{} of {} tokens: the peer has not all blocks of a sliding window that ends there",
+            order.end, order.held_there
+        ));
+    }
     let whole = order.local.groups().iter().zip(windows).filter(|(_, window)| window.is_none());
     for (blocks, _) in whole {
         if blocks.len() != needed {

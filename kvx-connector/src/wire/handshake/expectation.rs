@@ -48,17 +48,18 @@ impl Expectation {
     /// [`Malformed`](Kind::Malformed): a part cannot be read, or its lists do not fit each other.
     /// [`Invalid`](Kind::Invalid): a kvx peer refuses what it was asked, in its own words.
     /// [`Incompatible`](Kind::Incompatible): the hashes differ.
-    /// [`Unsupported`](Kind::Unsupported): the context parallel sizes.
+    /// [`Unsupported`](Kind::Unsupported): the context parallel sizes, or a vLLM too old to be spoken with.
     /// [`PeerRestarted`](Kind::PeerRestarted): another engine answers at this address.
     pub fn check(&self, payload: &[u8]) -> Result<NixlAgentMetadata> {
-        let payload = HandshakePayload::decode(payload).map_err(|error| {
-            Error::new(
+        let payload = HandshakePayload::decode(payload).map_err(|error| match error.kind() {
+            Kind::Unsupported => error,
+            _ => Error::new(
                 Kind::Malformed,
                 format!(
                     "{error}; the peer may speak another version than {}: set kv_compat to its version",
                     self.dialect
                 ),
-            )
+            ),
         })?;
         if let Some(why) = &payload.refusal {
             return Err(Error::new(Kind::Invalid, format!("the peer refuses the handshake: {why}")));

@@ -55,23 +55,22 @@ impl Listener {
         Listener { compatibility_hash, payloads: BTreeMap::new(), registration_generation: 0 }
     }
 
-    /// Sets what is answered for a worker. Metadata that differs from the last begins a new
+    /// Sets what is answered for a worker. Metadata that differs from its last begins a new
     /// [generation](Self::registration_generation).
     pub fn publish(&mut self, rank: WorkerRank, metadata: &NixlAgentMetadata) {
         let payload = HandshakePayload::new(self.compatibility_hash.clone(), metadata.encode()).encode();
-        if self.payloads.get(&rank).is_some_and(|old| **old == *payload) {
-            return;
-        }
-        self.registration_generation += 1;
-        self.payloads.insert(rank, payload.into());
+        let old = self.payloads.insert(rank, payload.clone().into());
+        self.registration_generation += u64::from(old.is_some_and(|old| *old != *payload));
     }
 
-    /// How often what is published has changed: the `remote_registration_generation` of the engine's parameters.
+    /// How often what was published has changed: what [`Scheduler::registered`](crate::engine::Scheduler::registered) is to
+    /// be told, and the only count of it.
     pub fn registration_generation(&self) -> u64 {
         self.registration_generation
     }
 
-    /// Answers one message. `now` is the clock that the engine's expiry times are on.
+    /// Answers one message. `now` is on the clock of the engine's [`Scheduler`](crate::engine::Scheduler): the expiry times
+    /// that it publishes are on that clock, and a peer compares it with its own by the answer.
     ///
     /// # Errors
     ///
@@ -115,7 +114,7 @@ impl Listener {
         if !request.pipeline_aware() && self.payloads.keys().any(|rank| rank.pp > 0) {
             return Err(Error::new(
                 Kind::Unsupported,
-                "this engine has pipeline stages, and the request (of vLLM 0.20 or older) cannot name one",
+                "this engine has pipeline stages, and the request (of vLLM 0.25 or older) cannot name one",
             ));
         }
         if let Some(payload) = self.payloads.get(&rank) {

@@ -8,6 +8,7 @@ use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
 const WHAT: &str = "agent metadata";
 /// Where kvx tells other kvx agents about itself; vLLM ignores the key.
 const KVX_METADATA: &str = "kvx_metadata";
+const KERNEL_PER_LOGICAL: &str = "physical_blocks_per_logical_kv_block";
 
 /// A layer that shares a region with others: where it lies in each block.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +53,7 @@ pub struct NixlAgentMetadata {
     pub num_blocks: u64,
     /// Bytes of a block, per region.
     pub block_lens: Vec<u64>,
-    /// Bytes from block to block, per region; before vLLM 0.32 the same as the lengths.
+    /// Bytes from block to block, per region; before vLLM 0.29 the same as the lengths.
     pub block_strides: Vec<u64>,
     /// The order of dimensions in memory: `LBHNC`, or `HND` and `NHD` in older versions.
     pub kv_cache_layout: String,
@@ -142,8 +143,7 @@ impl NixlAgentMetadata {
         let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::unsigned);
         let names = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::owned_text);
-        let strided = dialect >= Dialect::V0_32;
-        let named = dialect >= Dialect::V0_20;
+        let always = |key: &str| since(key).is_some_and(|first| dialect >= first);
         let block_lens = fields.required("block_lens", addresses)?;
         Ok(NixlAgentMetadata {
             engine_id: fields.required("engine_id", Reader::owned_text)?,
@@ -152,19 +152,21 @@ impl NixlAgentMetadata {
             device_id: fields.required("device_id", Reader::unsigned)?,
             num_blocks: fields.required("num_blocks", Reader::unsigned)?,
             block_strides: fields
-                .required_if(strided, "block_strides", addresses)?
+                .required_if(always("block_strides"), "block_strides", addresses)?
                 .unwrap_or_else(|| block_lens.clone()),
             block_lens,
             kv_cache_layout: fields.required("kv_cache_layout", Reader::owned_text)?,
             block_size: fields.required("block_size", Reader::unsigned)?,
             ssm_sizes: fields
-                .required_if(named, "ssm_sizes", |reader| reader.pair(Reader::unsigned, Reader::unsigned))?
+                .required_if(always("ssm_sizes"), "ssm_sizes", |reader| {
+                    reader.pair(Reader::unsigned, Reader::unsigned)
+                })?
                 .unwrap_or_default(),
             attn_backend_name: fields
-                .required_if(named, "attn_backend_name", Reader::owned_text)?
+                .required_if(always("attn_backend_name"), "attn_backend_name", Reader::owned_text)?
                 .unwrap_or_default(),
             physical_blocks_per_logical_kv_block: fields
-                .required_if(strided, "physical_blocks_per_logical_kv_block", Reader::size)?
+                .required_if(always(KERNEL_PER_LOGICAL), KERNEL_PER_LOGICAL, Reader::size)?
                 .unwrap_or(1),
             region_num_blocks: fields.nullable("region_num_blocks", addresses)?,
             region_group_ids: fields
@@ -255,22 +257,24 @@ fn packed_members(reader: &mut Reader<'_>) -> Result<Vec<PackedMember>> {
     Ok(members)
 }
 
+/// The first dialect whose workers write a key; `None`: vLLM's never do.
+fn since(key: &str) -> Option<Dialect> {
+    Some(match key {
+        "ssm_sizes" | "attn_backend_name" => Dialect::V0_20,
+        KERNEL_PER_LOGICAL => Dialect::V0_21,
+        "block_strides" | "dcp_size" | "pcp_size" => Dialect::V0_29,
+        "region_num_blocks" | "region_group_ids" | "region_names" | "region_mem_types" => Dialect::V0_30,
+        "region_members" | "packed_member_layouts" => Dialect::V0_31,
+        "ple_block_len" => Dialect::V0_32,
+        KVX_METADATA => return None,
+        _ => Dialect::V0_16,
+    })
+}
+
 /// The keys that workers of this dialect write, in their order.
 fn written(dialect: Dialect) -> impl Iterator<Item = &'static str> {
-    NixlAgentMetadata::KEYS.iter().copied().filter(move |key| match *key {
-        "block_strides" => dialect >= Dialect::V0_32,
-        "ssm_sizes" | "attn_backend_name" => dialect >= Dialect::V0_20,
-        "engine_id"
-        | "agent_metadata"
-        | "kv_caches_base_addr"
-        | "device_id"
-        | "num_blocks"
-        | "block_lens"
-        | "kv_cache_layout"
-        | "block_size" => true,
-        KVX_METADATA => false,
-        _ => dialect >= Dialect::V0_32,
-    })
+    let keys = NixlAgentMetadata::KEYS.iter().copied();
+    keys.filter(move |key| since(key).is_some_and(|first| dialect >= first))
 }
 
 impl Record for NixlAgentMetadata {
@@ -286,7 +290,7 @@ impl Record for NixlAgentMetadata {
         "block_size",
         "ssm_sizes",
         "attn_backend_name",
-        "physical_blocks_per_logical_kv_block",
+        KERNEL_PER_LOGICAL,
         "region_num_blocks",
         "region_group_ids",
         "region_names",
@@ -308,7 +312,7 @@ impl Record for NixlAgentMetadata {
             "block_strides" => self.block_strides == self.block_lens,
             "ssm_sizes" => self.ssm_sizes == (0, 0),
             "attn_backend_name" => self.attn_backend_name.is_empty(),
-            "physical_blocks_per_logical_kv_block" => self.physical_blocks_per_logical_kv_block == 1,
+            KERNEL_PER_LOGICAL => self.physical_blocks_per_logical_kv_block == 1,
             "region_num_blocks" => self.region_num_blocks.is_none(),
             "region_group_ids" => self.region_group_ids.is_none(),
             "region_names" => self.region_names.is_none(),
@@ -342,7 +346,7 @@ impl Record for NixlAgentMetadata {
             "block_size" => writer.unsigned(self.block_size),
             "ssm_sizes" => numbers(writer, &[self.ssm_sizes.0, self.ssm_sizes.1]),
             "attn_backend_name" => writer.text(&self.attn_backend_name),
-            "physical_blocks_per_logical_kv_block" => {
+            KERNEL_PER_LOGICAL => {
                 writer.unsigned(self.physical_blocks_per_logical_kv_block.into());
             }
             "region_num_blocks" => writer.optional(self.region_num_blocks.as_deref(), numbers),

@@ -1,6 +1,6 @@
 //! The outer part of a handshake's answer: a hash to compare before the inner part is read.
 
-use kvx_core::Result;
+use kvx_core::{Error, Kind, Result};
 
 use crate::wire::CompatibilityHash;
 use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
@@ -52,9 +52,16 @@ impl HandshakePayload {
     ///
     /// # Errors
     ///
-    /// Malformed bytes; a missing key is named.
+    /// Malformed bytes; a missing key is named. `Unsupported`: a vLLM before 0.13, whose answer has no hash around it.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "a vLLM before 0.13 answers, whose handshake has no compatibility hash; kvx speaks with vLLM 0.16 and \
+                 later: upgrade the peer",
+            ));
+        }
         let text = |reader: &mut Reader<'_>, max| {
             let text = reader.text()?;
             if text.len() > max {

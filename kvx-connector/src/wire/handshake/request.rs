@@ -53,7 +53,7 @@ impl HandshakeRequest {
         self.rank
     }
 
-    /// Whether the question names a pipeline rank, as since vLLM 0.32: then the answer carries the listener's clock.
+    /// Whether the question names a pipeline rank, as since vLLM 0.26: then the answer carries the listener's clock.
     pub fn pipeline_aware(&self) -> bool {
         self.pipeline_aware
     }
@@ -76,6 +76,12 @@ impl HandshakeRequest {
     ///
     /// Anything else, in words for the peer.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
+        if bytes == TAG {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "a vLLM up to 0.11.0 asks, which knows no ranks; kvx speaks with vLLM 0.16 and later: upgrade it",
+            ));
+        }
         let mut reader = Reader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {

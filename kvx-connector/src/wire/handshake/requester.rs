@@ -60,7 +60,7 @@ pub struct Handshake {
 pub struct HandshakenPeer {
     /// The metadata of each worker that was asked for.
     pub workers: BTreeMap<WorkerRank, NixlAgentMetadata>,
-    /// How far the peer's clock is ahead, by the answer with the shortest round trip. vLLM 0.20 and older do not say.
+    /// How far the peer's clock is ahead, by the answer with the shortest round trip. vLLM 0.25 and older do not say.
     pub clock: Option<ClockOffset>,
 }
 
@@ -113,7 +113,8 @@ impl Handshake {
         self
     }
 
-    /// The next question, to be sent at `now`. `None`: an answer is awaited, or nothing is left to ask.
+    /// The next question, to be sent at `now`, on the clock of the [`Worker`](crate::engine::Worker) that asked for the
+    /// handshake, as all times here. `None`: an answer is awaited, or nothing is left to ask.
     pub fn request(&mut self, now: Time) -> Option<Vec<u8>> {
         if self.failed || self.asked.is_some() {
             return None;

@@ -126,6 +126,16 @@ impl<'a> Fields<'a> {
         Ok(self.optional(key, |reader| reader.optional(read))?.flatten())
     }
 
+    /// Whether a known key is there.
+    pub(in crate::wire) fn has(&self, key: &str) -> bool {
+        self.shape.has(key)
+    }
+
+    /// Whether a key is there that is not known.
+    pub(in crate::wire) fn has_unknown(&self, key: &str) -> bool {
+        self.shape.unknown().any(|(unknown, _)| unknown == key)
+    }
+
     /// How the map looked.
     pub(in crate::wire) fn shape(self) -> Shape {
         self.shape

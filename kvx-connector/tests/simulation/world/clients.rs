@@ -81,13 +81,15 @@ impl World {
         self.wake(prefill, self.now);
         if self.scenario.mode == TransferMode::Push {
             let engine = &self.engines[prefill];
+            let dialect = engine.settings.dialect;
             let shared = format!("cmpl-{number}-0");
             let at = &engine.settings.address;
             let mut remote = RemoteBlocks::new(engine.id.as_str(), shared, &*at.host, at.port, Vec::new());
             remote.tp_size = self.scenario.prefill_tp;
             remote.mode = TransferMode::Push;
             remote.num_tokens = Some(self.clients[number].prompt.into());
-            let params = TransferParams::prefilled(remote, Dialect::default());
+            // A router names the mode, whatever the engines write.
+            let params = TransferParams::prefilled(remote, dialect.max(Dialect::V0_28));
             let delay = self.random.skewed(0..2 * SECOND);
             self.after(delay, Event::ToDecode(number, Some(Box::new(params))));
         }
@@ -99,16 +101,17 @@ impl World {
             return;
         }
         client.running.1 = true;
-        let (decode, id) = (client.decode, client.decode_id.clone());
+        let (decode, prefill, id) = (client.decode, client.prefill, client.decode_id.clone());
         client.lives.1 = self.engines[decode].life;
         let whole_blocks = u64::from(client.prompt / 4);
         let cached = if self.random.percent(40) { self.random.within(0..whole_blocks + 1) as u32 } else { 0 };
         let hold = if self.random.percent(20) { self.random.skewed(0..20 * SECOND) } else { 0 };
         let request = (number, client.conversation, client.prompt, client.output);
         let deadline = client.deadline;
-        // What travels is JSON.
+        // What travels is JSON, as the prefill writes it.
+        let dialect = self.engines[prefill].settings.dialect;
         let params = params.map(|params| {
-            let text = params.to_value(Dialect::default()).expect("right parameters").to_string();
+            let text = params.to_value(dialect).expect("right parameters").to_string();
             TransferParams::from_value(&serde_json::from_str(&text).expect("JSON")).expect("right parameters")
         });
         self.engines[decode].arrive(
@@ -160,7 +163,7 @@ impl World {
                 End::Finished(params) if self.scenario.mode == TransferMode::Pull => {
                     let params =
                         params.ok_or_else(|| format!("{id} was prefilled, but nothing was published"))?;
-                    never_stops_vllm(&params, client.prompt)?;
+                    never_stops_vllm(&params, client.prompt, self.engines[engine].settings.dialect)?;
                     // Some are long on their way, and some bring nothing.
                     let delay = if self.random.percent(10) { 40 * SECOND } else { SECOND };
                     let delay = self.random.skewed(0..delay);
@@ -199,8 +202,11 @@ impl World {
 }
 
 /// What stops vLLM's decode engine is never in an answer.
-fn never_stops_vllm(params: &TransferParams, prompt: u32) -> Result<(), String> {
-    let value = params.to_value(Dialect::default()).map_err(|error| error.to_string())?;
+fn never_stops_vllm(params: &TransferParams, prompt: u32, dialect: Dialect) -> Result<(), String> {
+    if !dialect.blocks_per_group() {
+        return Ok(());
+    }
+    let value = params.to_value(dialect).map_err(|error| error.to_string())?;
     let blocks = value["remote_block_ids"].as_array().ok_or("no block ids")?;
     let nested = blocks.iter().all(serde_json::Value::is_array);
     let enough = blocks

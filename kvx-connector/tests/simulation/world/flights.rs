@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvx_connector::engine::{FailureKind, Move, MoveFailure, RequestId, Transferred};
 
 use super::{At, Event, Link, MILLISECOND, SECOND, World};
+use crate::memory::Content;
 
 /// A read or write under way.
 pub(super) struct Flight {
@@ -23,6 +24,8 @@ pub(super) struct Flight {
     pub(super) blocked: bool,
     pub(super) fails: bool,
     pub(super) resolved: bool,
+    /// Its transport has forgotten it: it touches memory for ever.
+    pub(super) forgotten: bool,
     /// It is counted in the memory it touches.
     pub(super) counted: (bool, bool),
 }
@@ -36,7 +39,7 @@ impl World {
         let half = if write {
             (own > theirs && !self.scenario.latent).then_some(at.worker % 2)
         } else {
-            (theirs > own && !self.scenario.latent).then_some(what.rank.tp as usize % 2)
+            (theirs > own && !self.scenario.latent).then_some(what.part.rank.tp as usize % 2)
         };
         let target = what.notification.as_ref().filter(|_| write).and_then(|bytes| {
             let text = std::str::from_utf8(bytes).ok()?;
@@ -69,6 +72,7 @@ impl World {
             blocked: false,
             fails: self.random.percent(self.scenario.trouble / 3),
             resolved: false,
+            forgotten: false,
             counted: (true, false),
             what,
         };
@@ -88,7 +92,12 @@ impl World {
         let target = flight.target.as_ref();
         target.is_some_and(|request| {
             let link = flight.link;
-            self.fenced.contains(&(link.engine, link.life, flight.what.rank.tp as usize, request.clone()))
+            self.fenced.contains(&(
+                link.engine,
+                link.life,
+                flight.what.part.rank.tp as usize,
+                request.clone(),
+            ))
         })
     }
 
@@ -110,7 +119,8 @@ impl World {
             flight.counted = (true, flight.write && !flight.blocked);
         }
         if flight.counted.1 && self.engines[flight.link.engine].life == flight.link.life {
-            let memory = &mut self.engines[flight.link.engine].pool.workers[flight.what.rank.tp as usize];
+            let memory =
+                &mut self.engines[flight.link.engine].pool.workers[flight.what.part.rank.tp as usize];
             blocks(false).into_iter().for_each(|block| change(&mut memory.writers[block]));
         }
         if self.engines[flight.link.engine].life == flight.link.life
@@ -131,7 +141,7 @@ impl World {
         if !alive || flight.blocked || (flight.fails && part == 1) {
             return;
         }
-        let remote_worker = flight.what.rank.tp as usize;
+        let remote_worker = flight.what.part.rank.tp as usize;
         for group in flight.what.groups.iter() {
             for place in (0..group.local.len()).filter(|place| place % 2 == part) {
                 let (local, remote) = (group.local.at(place) as usize, group.remote.at(place) as usize);
@@ -144,6 +154,8 @@ impl World {
                 } else {
                     (from_there, here)
                 };
+                let unfinished = self.scenario.finishes && !flight.write;
+                let from = from.map(|content| Content { unfinished, ..content });
                 match flight.half {
                     Some(half) => to[half] = from[half],
                     None => *to = from,
@@ -153,12 +165,21 @@ impl World {
     }
 
     pub(super) fn move_ends(&mut self, key: u64) {
+        if self.flights.get(&key).is_some_and(|flight| flight.forgotten) {
+            return;
+        }
         self.copy(key, 1);
         let Some(mut flight) = self.flights.remove(&key) else { return };
         self.by_move.remove(&(flight.at, flight.what.id));
         self.count(&mut flight, false);
         let (at, link, id) = (flight.at, flight.link, flight.what.id);
         let gone = self.engines[link.engine].life != link.life;
+        if flight.resolved && self.random.percent(self.scenario.trouble / 5) {
+            flight.forgotten = true;
+            self.count(&mut flight, true);
+            self.flights.insert(key, flight);
+            return self.with(at, |worker, time| worker.move_forgotten(time, id));
+        }
         if flight.resolved {
             return self.with(at, |worker, time| worker.move_settled(time, id));
         }
@@ -185,7 +206,7 @@ impl World {
         }
         if let Some(bytes) = &flight.what.notification {
             let bytes = Arc::clone(bytes);
-            self.notify(at, link, flight.what.rank, None, &bytes);
+            self.notify(at, link, flight.what.part.rank, None, &bytes);
         }
         let time = Duration::from_millis(1);
         let done = Transferred { time, post: time, bytes: 1, descriptors: 1 };
@@ -223,7 +244,8 @@ impl World {
                 if flight.counted.1 && self.engines[engine].life == life {
                     for group in flight.what.groups.iter() {
                         for place in 0..group.remote.len() {
-                            let memory = &mut self.engines[engine].pool.workers[flight.what.rank.tp as usize];
+                            let memory =
+                                &mut self.engines[engine].pool.workers[flight.what.part.rank.tp as usize];
                             memory.writers[group.remote.at(place) as usize] -= 1;
                         }
                     }

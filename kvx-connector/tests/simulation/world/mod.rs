@@ -2,15 +2,16 @@
 
 mod clients;
 mod flights;
+mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_config::{BlockRelease, Lease, LoadFailurePolicy};
+use kvx_connector::Dialect;
 use kvx_connector::engine::{
-    Action, ClockOffset, Connection, ConsumerRule, HandshakeFailure, MoveId, PeerLane, PeerPlan,
-    RemoteEngine, RequestId, Settings, WorkerRank,
+    Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, WorkerRank,
 };
 use kvx_connector::params::{TransferMode, TransferParams};
 
@@ -29,6 +30,12 @@ const MAX_EVENTS: u32 = 400_000;
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     mode: TransferMode,
+    /// Of prefills and of decodes.
+    dialects: [Dialect; 2],
+    /// What was read has to be reordered.
+    finishes: bool,
+    /// Heartbeats name 5,000 requests more, as of a vLLM with a long queue.
+    crowded: bool,
     prefills: usize,
     decodes: usize,
     prefill_tp: u32,
@@ -36,8 +43,9 @@ pub(crate) struct Scenario {
     latent: bool,
     generations: bool,
     bidirectional: bool,
-    release: BlockRelease,
-    consumers: ConsumerRule,
+    lease: Duration,
+    /// Blocks are kept a fixed time, whatever the dialect: the variable of old is set.
+    fixed: bool,
     policy: LoadFailurePolicy,
     load_timeout: u64,
     blocks: u32,
@@ -47,12 +55,16 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
-    pub(crate) fn drawn(seed: u64, generations: bool) -> (Self, Random) {
+    pub(crate) fn drawn(seed: u64, generations: bool, among: &[Dialect]) -> (Self, Random) {
         let mut random = Random::new(seed);
         let push = random.percent(25);
-        let lease = Duration::from_secs(random.one_of(&[3, 6, 30]));
+        let spoken: Vec<_> = among.iter().copied().filter(|dialect| !push || dialect.leases()).collect();
+        let dialects = [random.one_of(&spoken), random.one_of(&spoken)];
         let scenario = Scenario {
             mode: if push { TransferMode::Push } else { TransferMode::Pull },
+            dialects,
+            finishes: !push && random.percent(20),
+            crowded: random.percent(2),
             prefills: random.within(1..3) as usize,
             decodes: random.within(1..3) as usize,
             prefill_tp: random.one_of(&[1, 1, 2]),
@@ -60,12 +72,8 @@ impl Scenario {
             latent: random.percent(30),
             generations,
             bidirectional: !push && random.percent(30),
-            release: if random.percent(80) {
-                BlockRelease::Lease(Lease { duration: lease })
-            } else {
-                BlockRelease::After(lease * 2)
-            },
-            consumers: if random.percent(80) { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks },
+            lease: Duration::from_secs(random.one_of(&[3, 6, 30])),
+            fixed: random.percent(20),
             policy: if random.percent(50) { LoadFailurePolicy::Fail } else { LoadFailurePolicy::Recompute },
             load_timeout: random.one_of(&[1, 10, 60]) * SECOND,
             blocks: random.within(12..40) as u32,
@@ -92,6 +100,7 @@ enum Event {
     Notice { to: (usize, u32), rank: u32, from: Arc<str>, bytes: Arc<[u8]> },
     Unsent(At, Option<RequestId>, WorkerRank),
     Fence(At, RequestId),
+    Finish(At, RequestId, Vec<u32>),
     Lost(At, Connection),
     Restart(usize),
 }
@@ -119,6 +128,9 @@ pub(crate) struct Summary {
     pub(crate) errors: u32,
     pub(crate) aborted: u32,
     pub(crate) stale: u32,
+    pub(crate) lost: u32,
+    pub(crate) runs: u32,
+    pub(crate) unequal: u32,
     pub(crate) restarts: u32,
     pub(crate) events: u32,
 }
@@ -131,6 +143,9 @@ impl Summary {
             (&mut self.errors, other.errors),
             (&mut self.aborted, other.aborted),
             (&mut self.stale, other.stale),
+            (&mut self.lost, other.lost),
+            (&mut self.runs, other.runs),
+            (&mut self.unequal, other.unequal),
             (&mut self.restarts, other.restarts),
             (&mut self.events, other.events),
         ] {
@@ -213,8 +228,14 @@ impl World {
         settings.mode = scenario.mode;
         settings.tp_size = tp;
         settings.block_size = 4;
-        settings.release = scenario.release;
-        settings.consumers = scenario.consumers;
+        let lease = Lease { duration: scenario.lease };
+        settings.dialect = scenario.dialects[usize::from(!prefill)];
+        settings.release = match settings.dialect.leases() && !scenario.fixed {
+            true => BlockRelease::Lease(lease),
+            false => BlockRelease::After(lease.duration * 2),
+        };
+        settings.heartbeat = settings.dialect.leases().then(|| lease.heartbeat());
+        settings.consumers = ConsumerRule::of(settings.dialect);
         settings.bidirectional = scenario.bidirectional;
         settings.decoder_ttl = Duration::from_secs(20);
         settings.recompute_threshold = 5;
@@ -235,6 +256,7 @@ impl World {
             random: self.random.word(),
             generations: self.scenario.generations,
             life,
+            registration: self.random.within(0..3),
         }
     }
 
@@ -265,6 +287,8 @@ impl World {
                 return Err(self.said(format!("client {client} never got an answer")));
             }
         }
+        self.summary.runs = 1;
+        self.summary.unequal += u32::from(self.scenario.dialects[0] != self.scenario.dialects[1]);
         for engine in 0..self.engines.len() {
             self.engines[engine].check_quiet().map_err(|why| self.said(why))?;
             self.count_engine(engine);
@@ -277,6 +301,7 @@ impl World {
         self.summary.loaded += engine.loaded;
         self.summary.recomputed += engine.recomputed;
         self.summary.stale += engine.stale;
+        self.summary.lost += engine.lost;
     }
 
     fn said(&self, why: String) -> String {
@@ -326,6 +351,7 @@ impl World {
                 });
             }
             Event::Fence(at, request) => self.fence(at, request),
+            Event::Finish(at, request, blocks) => self.finish(at, &request, &blocks),
             Event::Lost(at, connection) => {
                 self.with(at, |worker, time| worker.connection_lost(time, connection))
             }
@@ -423,99 +449,15 @@ impl World {
                     let delay = self.random.skewed(MILLISECOND..SECOND);
                     self.after(delay, Event::Fence(at, request));
                 }
+                Action::Finish { request, lists, .. } => {
+                    let delay = self.random.skewed(50..SECOND);
+                    self.after(delay, Event::Finish(at, request, lists.local.iter().collect()));
+                }
                 Action::Disconnect { connection } => {
                     self.links.remove(&(at, connection));
                 }
                 other => unreachable!("{other:?}"),
             }
-        }
-    }
-
-    fn handshake(&mut self, at: At, connection: Connection, peer: &RemoteEngine, sent: u64) {
-        let found = self.engine_at(&peer.address.host);
-        let failed = |error: &str| Err(HandshakeFailure { setup: false, error: error.to_owned() });
-        let result = match found {
-            _ if self.engines[at.engine].life != at.life => return,
-            Some(engine) if self.cut(at.engine, engine).is_some() => failed("no answer"),
-            Some(_) if self.random.percent(self.scenario.trouble / 5) => failed("no answer"),
-            Some(engine) if self.engines[engine].id == peer.engine.as_str() => {
-                self.links.insert((at, connection), Link { engine, life: self.engines[engine].life });
-                Ok(self.plan(at, engine, sent))
-            }
-            _ => failed("Remote NIXL agent engine ID mismatch"),
-        };
-        if result.is_ok() && self.random.percent(self.scenario.trouble / 4) {
-            let delay = self.random.skewed(0..20 * SECOND);
-            self.after(delay, Event::Lost(at, connection));
-        }
-        self.with(at, |worker, time| worker.connected(time, connection, result));
-    }
-
-    /// How a worker and an engine fit together.
-    fn plan(&self, at: At, engine: usize, sent: u64) -> PeerPlan {
-        let (own, theirs) = (self.engines[at.engine].settings.tp_size, self.engines[engine].settings.tp_size);
-        let mine = at.worker as u32;
-        let ranks: Vec<u32> = match theirs / own {
-            0 => vec![mine * theirs / own],
-            each => (mine * each..(mine + 1) * each).collect(),
-        };
-        let readers = (own / theirs).max(1);
-        let writes = self.scenario.mode == TransferMode::Push;
-        let read = if self.scenario.latent && !writes { &ranks[..1] } else { &ranks[..] };
-        let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a right plan");
-        let rank = |tp: &u32| WorkerRank { pp: 0, tp: *tp };
-        plan.lanes =
-            read.iter().map(|tp| PeerLane { rank: rank(tp), parts: 1, groups: None, readers }).collect();
-        plan.told = ranks[read.len()..].iter().map(|tp| (rank(tp), readers)).collect();
-        plan.generations = self.scenario.generations && !writes;
-        let clock = self.engines[at.engine].clocks[at.worker];
-        let theirs_now = self.engines[engine].clock.at((sent + self.now) / 2).seconds();
-        plan.clock = ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now);
-        plan.completions = (theirs / own).max(1);
-        plan
-    }
-
-    fn words(&mut self, at: At, link: Link, id: MoveId, rank: WorkerRank, blocks: &[u32]) {
-        let engine = &self.engines[link.engine];
-        let result = if engine.life != link.life || self.cut(at.engine, link.engine).is_some() {
-            Err("the peer is gone".to_owned())
-        } else {
-            let words = engine.pool.workers[rank.tp as usize].generations.words();
-            let word = |at: usize| words[at].load(std::sync::atomic::Ordering::Acquire);
-            Ok((word(0), blocks.iter().map(|block| word(*block as usize + 1)).collect()))
-        };
-        let delay = self.random.skewed(50..50 * MILLISECOND);
-        self.after(delay, Event::WordsBack(at, id, result));
-    }
-
-    fn notify(
-        &mut self,
-        at: At,
-        link: Link,
-        rank: WorkerRank,
-        request: Option<RequestId>,
-        bytes: &Arc<[u8]>,
-    ) {
-        if self.engines[at.engine].life != at.life {
-            return;
-        }
-        let trouble = self.scenario.trouble;
-        let lost = self.random.percent(trouble / 3) || self.engines[link.engine].life != link.life;
-        let cut = self.cut(at.engine, link.engine);
-        if lost || (cut.is_some() && self.random.percent(50)) {
-            if self.random.percent(50) {
-                self.after(MILLISECOND, Event::Unsent(at, request, rank));
-            }
-            return;
-        }
-        let from: Arc<str> = format!("{}/{}.{}", at.engine, at.life, at.worker).into();
-        let times = if self.random.percent(trouble / 2) { 2 } else { 1 };
-        for _ in 0..times {
-            let delay = cut.map_or(0, |until| until - self.now) + self.random.skewed(50..2 * SECOND);
-            let to = (link.engine, link.life);
-            let event =
-                Event::Notice { to, rank: rank.tp, from: Arc::clone(&from), bytes: Arc::clone(bytes) };
-            self.after(delay, event);
         }
     }
 

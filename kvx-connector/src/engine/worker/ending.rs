@@ -1,0 +1,147 @@
+//! The end of a load: failed, cancelled, late, or with its blocks as the engine reads them.
+
+use super::super::action::Action;
+use super::super::failure::LoadFailure;
+use super::super::identity::RequestId;
+use super::super::step::FailedLoad;
+use super::super::time::Time;
+use super::Worker;
+use super::receive::{Invalid, Stage};
+use crate::params::TransferMode;
+
+impl Worker {
+    pub(super) fn fail_receive(
+        &mut self,
+        request: &RequestId,
+        failure: LoadFailure,
+        blocks: Option<Vec<u32>>,
+    ) {
+        if let Some(receive) = self.receives.get_mut(request) {
+            receive.fail(failure, blocks);
+        }
+    }
+
+    /// Finishes a load once nothing touches its blocks.
+    pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get(request) else { return };
+        match &receive.stage {
+            Stage::Reading(reading) if reading.unsettled > 0 => {}
+            Stage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
+                if receive.written_by.len() >= *expected {
+                    self.finish(now, request);
+                }
+            }
+            Stage::Awaiting { .. } => self.fence(request),
+            Stage::Fencing | Stage::Finishing => {}
+            Stage::Reading(reading)
+                if reading.finishes && receive.failure.is_none() && !receive.cancelled =>
+            {
+                self.finish_blocks(request);
+            }
+            Stage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
+            // Another worker of this engine may have told the peer of the blocks of all of them.
+            Stage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
+            Stage::Waiting if receive.failure.is_none() => {}
+            Stage::Waiting | Stage::Reading(_) => self.finish(now, request),
+        }
+    }
+
+    /// Has the blocks of a load made what the engine reads.
+    fn finish_blocks(&mut self, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(connection) = receive.connection else { return };
+        receive.stage = Stage::Finishing;
+        let lists = receive.order.lists();
+        self.actions.push_back(Action::Finish { request: request.clone(), connection, lists });
+    }
+
+    /// Reports a load, and forgets it.
+    pub(super) fn finish(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.remove(request) else { return };
+        self.deadlines.clear(request);
+        if let Some(connection) = receive.connection {
+            if let (Stage::Reading(reading), true, None) =
+                (&receive.stage, receive.cancelled, &receive.failure)
+            {
+                // Nobody has taken the blocks, and nobody will.
+                for lane in reading.lanes.iter().filter(|lane| !lane.told || lane.parts_left > 0) {
+                    self.complete(
+                        request,
+                        &receive.order.remote.request,
+                        connection,
+                        lane.rank,
+                        lane.readers,
+                    );
+                }
+            }
+            self.peers.release(now, connection, &mut self.actions);
+        }
+        if !receive.order.awaited {
+            return;
+        }
+        self.output.finished_recving.push(request.clone());
+        let Some(failure) = receive.failure.filter(|_| !receive.cancelled) else { return };
+        let unfinished = matches!(&receive.stage, Stage::Reading(reading) if reading.finishes);
+        let invalid = match receive.invalid {
+            Invalid::Blocks(blocks) if !unfinished => blocks.into_iter().collect(),
+            _ => receive.order.local.ascending(),
+        };
+        self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+    }
+
+    /// Nobody waits for a load any more; its blocks are wanted back.
+    pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        if receive.cancelled {
+            return;
+        }
+        receive.cancelled = true;
+        match receive.stage {
+            Stage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
+            Stage::Waiting => self.give_back(now, request),
+            Stage::Reading(_) => self.cancel_moves(request),
+            Stage::Awaiting { .. } => self.advance(now, request),
+            Stage::Fencing | Stage::Finishing => {}
+        }
+    }
+
+    /// Reports a load that has touched no block. The peer is still to be told, once it is connected to.
+    fn give_back(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let local = std::mem::take(&mut receive.order.local);
+        self.deadlines.set(request.clone(), now + self.settings.load_timeout);
+        if !std::mem::replace(&mut receive.order.awaited, false) {
+            return;
+        }
+        self.output.finished_recving.push(request.clone());
+        if let Some(failure) = receive.failure.take() {
+            let invalid = local.ascending();
+            self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+        }
+    }
+
+    pub(super) fn cancel_moves(&mut self, request: &RequestId) {
+        for (id, state) in &self.moves {
+            if state.request == *request && state.is_running() {
+                self.actions.push_back(Action::Cancel { id: *id });
+            }
+        }
+    }
+
+    pub(super) fn receive_timed_out(&mut self, now: Time, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let failure = match receive.stage {
+            Stage::Awaiting { .. } => LoadFailure::NotPushed,
+            _ => LoadFailure::Deadline,
+        };
+        receive.fail(failure, None);
+        if matches!(receive.stage, Stage::Waiting)
+            && receive.order.awaited
+            && self.settings.mode == TransferMode::Pull
+        {
+            return self.give_back(now, request);
+        }
+        self.cancel_moves(request);
+        self.advance(now, request);
+    }
+}

@@ -32,7 +32,7 @@ fn main() -> Result<()> {
 
     // A list that names nothing usable is an error that says what to do: nothing else is taken silently.
     let misspelled = chosen.replace("\"tcp\"]", "\"UXC\"]");
-    let error = agent(&misspelled).err().expect("there is no such backend");
+    let error = agent(&misspelled).expect_err("there is no such backend");
     assert_eq!(error.kind(), Kind::UnknownBackend);
     println!("{error}");
     decode.shutdown(SOON).wait(SOON)?;

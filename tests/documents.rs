@@ -1,4 +1,5 @@
 //! What the documents say is so: their commands run, the files that they name are there, no page has grown too long.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,12 @@ const RUN: &[(&str, &str, &str)] = &[
     // The runner cannot run itself: what its options choose is tested.
     ("cargo xtask test --fast", "xtask/src/test/steps.rs", "of(Tier::Fast, None)"),
     ("cargo xtask test --crate kvx-core", "xtask/src/test/steps.rs", "of(Tier::Usual, Some("),
+    // Its `main` is a suite, and cargo runs it as a test.
+    (
+        "cargo test -p kvx-backend --example smallest_backend",
+        "kvx-backend/Cargo.toml",
+        "name = \"smallest_backend\"\ntest = true",
+    ),
     // The rehearsal packs, unpacks and runs.
     ("cargo xtask gpu --pack", "xtask/src/test/steps.rs", "xtask gpu --rehearse"),
     (

@@ -2,7 +2,7 @@
 //!
 //! Which crates there are is asked of cargo: whatever a manifest does not keep from being published is covered.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -59,6 +59,8 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
     let mut failures = manifests(&everything);
     failures.extend(licences(&everything));
     failures.extend(duplicates(&everything));
+    let page = Path::new(everything.root_package()?.manifest()).with_file_name("docs/dependencies.md");
+    failures.extend(without_a_line(&everything, &std::fs::read_to_string(page)?));
     if !failures.is_empty() {
         return Ok(failures); // what is built of wrong manifests shows nothing
     }
@@ -136,6 +138,15 @@ fn duplicates(everything: &Metadata) -> Vec<String> {
     let many = many.map(|(name, count)| format!("{name} is there in {count} versions"));
     let gone = DUPLICATES.iter().filter(|(name, _)| versions.get(name).is_none_or(|count| *count < 2));
     many.chain(gone.map(|(name, _)| format!("{name} is there once: remove its row"))).collect()
+}
+
+/// Dependencies of crates for users that have no line in docs/dependencies.md.
+fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
+    let ours = published(workspace).flat_map(Package::dependencies);
+    let others =
+        ours.filter(|dependency| !dependency.is_path && !page.contains(&format!("| {} |", dependency.name)));
+    let names: BTreeSet<_> = others.map(|dependency| dependency.name).collect();
+    names.iter().map(|name| format!("{name} has no line in docs/dependencies.md")).collect()
 }
 
 /// Makes the tarball of each crate and unpacks it.
@@ -311,6 +322,16 @@ mod tests {
             duplicates(&metadata),
             ["dep is there in 2 versions", "syn is there once: remove its row"]
         );
+    }
+
+    #[test]
+    fn a_dependency_without_its_line_is_named() {
+        let page = "| crate | why |\n|---|---|\n| libc | calls |\n";
+        let metadata = metadata(
+            r#""dependencies": [{"name": "libc", "req": "^0.2", "path": null, "kind": null},
+                {"name": "rare", "req": "^1", "path": null, "kind": "dev"}]"#,
+        );
+        assert_eq!(without_a_line(&metadata, page), ["rare has no line in docs/dependencies.md"]);
     }
 
     #[test]

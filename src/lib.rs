@@ -3,6 +3,8 @@
 // The words are core's: whoever writes `kvx::` needs no second crate, and a transport of one's own needs only core.
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
+#[cfg(feature = "proxy")]
+pub use kvx_proxy as proxy;
 pub use kvx_core::*;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;

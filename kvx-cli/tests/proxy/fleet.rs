@@ -235,8 +235,9 @@ impl Plan {
 
 fn setup_text(setup: &str, pool: &str, prefill: &[Instance], decode: &[Instance]) -> String {
     let entries = |instances: &[Instance]| {
-        let entry = |instance: &Instance| {
-            format!("{{ url = \"{}\", bootstrap_port = {} }}", instance.url(), instance.bootstrap_port())
+        let entry = |instance: &Instance| match instance.bootstrap_port() {
+            0 => format!("\"{}\"", instance.url()),
+            port => format!("{{ url = \"{}\", bootstrap_port = {port} }}", instance.url()),
         };
         instances.iter().map(entry).collect::<Vec<_>>().join(", ")
     };

@@ -45,11 +45,13 @@ pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
     let setup = "[health]\nevery = \"60s\"\neject_after = 1000\n[retries]\nattempts = 1\n";
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
     for _ in 0..3 {
-        let answer = Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
         assert_eq!(answer.status, 200);
     }
     fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::CloseFirst });
-    let failed = Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+    let failed =
+        Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
     assert!(failed.status >= 500);
     let page = rendered(&browser, &format!("http://127.0.0.1:{}/", fleet.port()));
     assert_eq!(text(&page, "ready"), "is ready", "{page}");
@@ -59,6 +61,9 @@ pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
         assert!(page.contains(&format!("<td>{}</td>", &instance.url()[7..])), "{page}");
     }
     let errors = &page[page.find("id=\"errors\"").expect("a table of errors")..];
-    assert!(errors.contains(&format!("<td>{}</td>", &fleet.prefill[0].url()[7..])), "the error is told: {errors}");
+    assert!(
+        errors.contains(&format!("<td>{}</td>", &fleet.prefill[0].url()[7..])),
+        "the error is told: {errors}"
+    );
     assert!(page.contains("id=\"silent\" role=\"status\" hidden"), "the router answers: {page}");
 }

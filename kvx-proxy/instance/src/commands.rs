@@ -3,7 +3,7 @@
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use crate::serve::{bind, serve};
-use crate::settings::{Command, Line, Settings};
+use crate::settings::{Command, Connector, Line, Settings};
 use crate::state::{State, say};
 
 /// The variable that makes a process an instance.
@@ -28,12 +28,23 @@ pub fn run_if_asked() {
 }
 
 async fn run(settings: Settings) -> std::io::Result<()> {
-    let (listener, bootstrap) = (bind(settings.port)?, bind(0)?);
-    let (port, bootstrap_port) = (listener.local_addr()?.port(), bootstrap.local_addr()?.port());
+    let listener = bind(settings.port)?;
+    let port = listener.local_addr()?.port();
+    let bootstrap = (settings.connector == Connector::Mooncake).then(|| bind(0)).transpose()?;
+    let bootstrap_port = match &bootstrap {
+        Some(bound) => bound.local_addr()?.port(),
+        None => 0,
+    };
     let state = State::new(settings, port);
     say(&Line::Listening { port, bootstrap: bootstrap_port });
     let mut lines = BufReader::new(tokio::io::stdin()).lines();
-    let (service, queries) = (serve(state.clone(), listener, false), serve(state.clone(), bootstrap, true));
+    let service = serve(state.clone(), listener, false);
+    let queries = async {
+        match bootstrap {
+            Some(bound) => serve(state.clone(), bound, true).await,
+            None => std::future::pending().await,
+        }
+    };
     let commands = async {
         while let Some(line) = lines.next_line().await? {
             obey(&state, serde_json::from_str(&line)?);

@@ -78,7 +78,7 @@ impl Instance {
         self.port
     }
 
-    /// Where its bootstrap server listens, on loopback.
+    /// Where its bootstrap server listens, on loopback; 0 if it is not Mooncake's.
     pub fn bootstrap_port(&self) -> u16 {
         self.bootstrap
     }
@@ -95,7 +95,7 @@ impl Instance {
 
     /// What of vLLM's rules has been broken toward it, also toward those in whose place it was started.
     pub fn violations(&mut self) -> Vec<String> {
-        if matches!(self.process.try_wait(), Ok(None)) {
+        if !std::thread::panicking() && matches!(self.process.try_wait(), Ok(None)) {
             self.report(); // what it has said before has been heard then
         }
         self.violations.lock().expect("nothing panics with it").clone()

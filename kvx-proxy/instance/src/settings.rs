@@ -209,7 +209,11 @@ pub(crate) enum Command {
 /// What an instance says, a line each.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Line {
-    Listening { port: u16, bootstrap: u16 },
+    /// Bootstrap: 0 if there is none.
+    Listening {
+        port: u16,
+        bootstrap: u16,
+    },
     Done,
     Report(Box<Report>),
     Violation(String),

@@ -68,7 +68,8 @@ mod tests {
     use super::*;
 
     fn admission(queue: usize, wait: u64) -> Admission {
-        let limits = Limits { in_flight: 1, queue, queue_wait: Duration::from_millis(wait), ..Limits::default() };
+        let limits =
+            Limits { in_flight: 1, queue, queue_wait: Duration::from_millis(wait), ..Limits::default() };
         Admission::new(&limits)
     }
 

@@ -54,8 +54,7 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
         let why = one.state.last_fault().unwrap_or_else(|| "it does not answer".to_owned());
         return Finding::Fails(format!("{role} {name}: {why}"));
     }
-    let headers: HeaderMap =
-        live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
+    let headers: HeaderMap = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
     let timeout = live.setup.health.timeout;
     let models = live.upstream.get_json(&one.setup, "/v1/models", headers, timeout).await;
     if let Ok((status, _)) = &models
@@ -91,8 +90,9 @@ fn pairs(fleet: &Fleet, found: &mut Vec<Finding>) {
             if of(other).next().is_none() {
                 continue;
             }
-            let mut names: Vec<String> =
-                of(role).flat_map(|one| one.state.models.cards().keys().cloned().collect::<Vec<_>>()).collect();
+            let mut names: Vec<String> = of(role)
+                .flat_map(|one| one.state.models.cards().keys().cloned().collect::<Vec<_>>())
+                .collect();
             names.sort();
             names.dedup();
             for name in names {

@@ -104,9 +104,9 @@ pub async fn compare(
             let models = ask(&upstream, &endpoints[0], key, Method::GET, "/v1/models", None).await;
             let models = models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
             let first = models.pointer("/data/0/id").and_then(Value::as_str);
-            first.map(str::to_owned).ok_or_else(|| {
-                Error::new(format!("{} names no model; give one with --model", urls[0]))
-            })?
+            first
+                .map(str::to_owned)
+                .ok_or_else(|| Error::new(format!("{} names no model; give one with --model", urls[0])))?
         }
     };
     for prompt in prompts() {

@@ -5,6 +5,8 @@ mod check;
 mod compare;
 mod error;
 mod fleet;
+#[doc(hidden)]
+pub mod fuzz;
 mod log;
 mod metrics;
 mod relay;
@@ -56,34 +58,6 @@ pub mod bench {
             prefill.is_some_and(|prefill| {
                 self.0.choose_partner(&prefill.instance, &wanted(tokens, prefix)).is_some()
             })
-        }
-    }
-}
-
-/// What the fuzz targets and the bounded fuzz test call.
-#[doc(hidden)]
-pub mod fuzz {
-    /// A stream of events, in pieces as long as its first byte says.
-    pub fn sse(bytes: &[u8]) {
-        crate::sse::fuzz(bytes);
-    }
-
-    /// The body of a completion.
-    pub fn body(bytes: &[u8]) {
-        crate::request::fuzz(bytes);
-    }
-
-    /// A client's headers, a line each.
-    pub fn headers(bytes: &[u8]) {
-        crate::request::headers::fuzz(bytes);
-    }
-
-    /// A set-up file.
-    pub fn setup(bytes: &[u8]) {
-        if let Ok(setup) = std::str::from_utf8(bytes).map_err(drop).and_then(|text| {
-            crate::Setup::from_toml(text).map_err(drop)
-        }) {
-            crate::fleet::Fleet::new(&setup, None);
         }
     }
 }

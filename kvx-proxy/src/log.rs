@@ -12,7 +12,14 @@ use crate::setup::AccessLog;
 
 /// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines, not requests.
 #[derive(Clone, Debug)]
-pub(crate) struct Access(Option<SyncSender<String>>);
+pub(crate) struct Access(Option<SyncSender<Line>>);
+
+#[derive(Debug)]
+enum Line {
+    Text(String),
+    /// Everything before this is to be written; then this is dropped.
+    Flush(#[allow(dead_code, reason = "its end is what counts")] SyncSender<()>),
+}
 
 const LINES: usize = 8192;
 
@@ -38,22 +45,37 @@ impl Access {
 
     pub(crate) fn line(&self, metrics: &Metrics, line: impl FnOnce() -> serde_json::Value) {
         let Some(sender) = &self.0 else { return };
-        if sender.try_send(format!("{}\n", line())).is_err() {
+        if sender.try_send(Line::Text(format!("{}\n", line()))).is_err() {
             metrics.log_lines_dropped.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         }
     }
 }
 
 /// Until nobody can write any more, or the log cannot be written.
-fn write(lines: &Receiver<String>, mut to: BufWriter<Box<dyn Write + Send>>) {
-    while let Ok(line) = lines.recv() {
-        let mut failed = to.write_all(line.as_bytes()).is_err();
-        while let Ok(line) = lines.try_recv() {
-            failed |= to.write_all(line.as_bytes()).is_err();
+fn write(lines: &Receiver<Line>, mut to: BufWriter<Box<dyn Write + Send>>) {
+    while let Ok(first) = lines.recv() {
+        let mut waiting = Vec::new();
+        let mut failed = false;
+        for line in std::iter::once(first).chain(std::iter::from_fn(|| lines.try_recv().ok())) {
+            match line {
+                Line::Text(text) => failed |= to.write_all(text.as_bytes()).is_err(),
+                Line::Flush(done) => waiting.push(done),
+            }
         }
         if failed || to.flush().is_err() {
             tracing::error!("the access log cannot be written any more");
             return;
+        }
+    }
+}
+
+impl Access {
+    /// Waits until what was logged is written, but not long: nobody may read it.
+    pub(crate) fn flush(&self, within: std::time::Duration) {
+        let Some(sender) = &self.0 else { return };
+        let (done, written) = sync_channel(1);
+        if sender.try_send(Line::Flush(done)).is_ok() {
+            let _ = written.recv_timeout(within);
         }
     }
 }

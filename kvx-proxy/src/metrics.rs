@@ -192,14 +192,24 @@ impl Metrics {
             }
         }
         let plain = [
-            ("retries_denied_total", "counter", "Retries that the budget did not allow.", &self.retries_denied),
+            (
+                "retries_denied_total",
+                "counter",
+                "Retries that the budget did not allow.",
+                &self.retries_denied,
+            ),
             (
                 "prefills_without_transfer_total",
                 "counter",
                 "Prefills that handed over no blocks: decode computed the prompt again.",
                 &self.without_transfer,
             ),
-            ("log_lines_dropped_total", "counter", "Access log lines that could not be written in time.", &self.log_lines_dropped),
+            (
+                "log_lines_dropped_total",
+                "counter",
+                "Access log lines that could not be written in time.",
+                &self.log_lines_dropped,
+            ),
         ];
         for (name, kind, help, value) in plain {
             head(into, &format!("kvx_proxy_{name}"), kind, help);
@@ -217,13 +227,22 @@ impl Metrics {
         let histograms = [
             ("queue_seconds", "Waiting to be at work.", &self.queue),
             ("ttft_seconds", "From the request to the first byte of its answer.", &self.ttft),
-            ("time_per_token_seconds", "Between events of a stream, the mean of each request.", &self.per_token),
+            (
+                "time_per_token_seconds",
+                "Between events of a stream, the mean of each request.",
+                &self.per_token,
+            ),
         ];
         for (name, help, histogram) in histograms {
             head(into, &format!("kvx_proxy_{name}"), "histogram", help);
             histogram.write(into, &format!("kvx_proxy_{name}"), "");
         }
-        head(into, "kvx_proxy_leg_seconds", "histogram", "A leg: prefill to its answer, decode to its first byte.");
+        head(
+            into,
+            "kvx_proxy_leg_seconds",
+            "histogram",
+            "A leg: prefill to its answer, decode to its first byte.",
+        );
         self.prefill_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"prefill\"");
         self.decode_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"decode\"");
         instances(into, fleet);

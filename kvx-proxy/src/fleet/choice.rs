@@ -95,8 +95,12 @@ fn best<'a>(
             }
             let bound = (tokens as f64 / weights * BOUND).max(0.0);
             // A request alone never exceeds its own bound on an idle instance.
-            let within = |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
-            least(instances.iter().filter(|one| within(one)), |one| distance(wanted.prefix ^ one.hash, one))
+            let within =
+                |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
+            let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
+            least(instances.iter().filter(|one| within(one)), near)
+                // All have so little to do that this request alone is beyond a share.
+                .or_else(|| least(instances.iter().filter(|one| may(one)), load))
         }
     }
 }

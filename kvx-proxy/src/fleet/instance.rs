@@ -94,6 +94,8 @@ pub(crate) struct State {
     /// A data parallel rank's turn.
     turn: AtomicU64,
     checked: AtomicBool,
+    /// Whether a request tries it after a time out.
+    trying: AtomicBool,
     faults: Mutex<Faults>,
     kind: Mutex<Kind>,
 }
@@ -120,6 +122,7 @@ impl Default for State {
             models: Models::default(),
             turn: AtomicU64::new(0),
             checked: AtomicBool::new(false),
+            trying: AtomicBool::new(false),
             faults: Mutex::default(),
             kind: Mutex::default(),
         }
@@ -168,7 +171,11 @@ impl State {
             return false;
         }
         let next = millis + eject_for.as_millis() as u64;
-        self.closed_until.compare_exchange(closed_until, next, Relaxed, Relaxed).is_ok()
+        let entered = self.closed_until.compare_exchange(closed_until, next, Relaxed, Relaxed).is_ok();
+        if entered {
+            self.trying.store(true, Relaxed);
+        }
+        entered
     }
 
     pub(crate) fn outstanding(&self) -> u64 {
@@ -214,6 +221,10 @@ impl State {
             return false;
         }
         if alone && reason == Reason::Slow {
+            return false;
+        }
+        // Whatever else was at work there when it was left out fails too, and says nothing new.
+        if !self.is_open(now) && !self.trying.swap(false, Relaxed) {
             return false;
         }
         let doubled = health.eject_for.saturating_mul(1 << faults.ejected.min(4));
@@ -393,6 +404,16 @@ mod tests {
         assert!(state.failed(Reason::Errors, "x", &health(), true, later));
         assert!(!state.is_open(later + Duration::from_secs(19)));
         assert!(state.is_open(later + Duration::from_secs(21)));
+    }
+
+    #[test]
+    fn many_failures_at_once_are_one_reason() {
+        let state = State::default();
+        state.healthy();
+        let now = Instant::now();
+        let ejections = (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), true, now)).count();
+        assert_eq!(ejections, 1);
+        assert!(state.is_open(now + Duration::from_secs(11)), "the time out was not doubled");
     }
 
     #[test]

@@ -103,9 +103,10 @@ impl Fleet {
 
     fn put(&mut self, pool: usize, role: Role, setup: InstanceSetup, added: bool, before: Option<&Fleet>) {
         let pool_name = self.pools[pool].name.clone();
-        let known = before.into_iter().flat_map(Fleet::all).find(|old| {
-            old.pool_name == pool_name && old.role == role && old.name() == setup.name()
-        });
+        let known = before
+            .into_iter()
+            .flat_map(Fleet::all)
+            .find(|old| old.pool_name == pool_name && old.role == role && old.name() == setup.name());
         let state = known.map_or_else(|| Arc::new(State::default()), |known| Arc::clone(&known.state));
         let hash = choice::hash(setup.name().as_bytes());
         let instance = Arc::new(Instance { setup, role, pool, pool_name, added, hash, state });
@@ -196,9 +197,12 @@ impl Fleet {
         })
     }
 
-    /// Whether a pool that could serve this model has prefill instances at all.
-    pub(crate) fn has_prefill(&self, model: Option<u64>) -> bool {
-        self.prefill.iter().any(|one| model.is_none_or(|model| one.state.models.serve(model)))
+    /// Whether some pool has both a prefill and a decode instance for this model, be they up or not.
+    pub(crate) fn has_pair(&self, model: Option<u64>) -> bool {
+        let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
+        self.prefill.iter().any(|prefill| {
+            serves(prefill) && self.decode.iter().any(|decode| decode.pool == prefill.pool && serves(decode))
+        })
     }
 }
 

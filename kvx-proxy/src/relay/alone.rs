@@ -24,7 +24,12 @@ pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str
 }
 
 /// Anything else, as it came.
-pub(crate) async fn passed(mut job: Job, body: Bytes, model: Option<String>, stored_by: Option<String>) -> Ended {
+pub(crate) async fn passed(
+    mut job: Job,
+    body: Bytes,
+    model: Option<String>,
+    stored_by: Option<String>,
+) -> Ended {
     job.record.route("passed", "");
     let mut headers = job.headers.clone();
     if !body.is_empty() || job.method == Method::POST {
@@ -43,7 +48,11 @@ struct To<'a> {
     stored_by: Option<&'a str>,
 }
 
-fn choose(job: &Job, to: &To<'_>, avoid: &[std::sync::Arc<crate::fleet::instance::Instance>]) -> Option<InFlight> {
+fn choose(
+    job: &Job,
+    to: &To<'_>,
+    avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
+) -> Option<InFlight> {
     let fleet = &job.live.fleet;
     let model = to.model.map(|model| fleet.names.bit(model));
     if let Some(name) = to.stored_by {

@@ -172,9 +172,8 @@ impl Capture {
         self.answer.params = answer.params.or(self.answer.params.take());
         if let Some(choice) = chunk.get("choices").and_then(|choices| choices.get(0)) {
             let said = choice.get("delta").or_else(|| choice.get("message")).unwrap_or(choice);
-            let absent = |key| {
-                said.get(key).is_none_or(|value| value.is_null() || *value == Value::Array(Vec::new()))
-            };
+            let absent =
+                |key| said.get(key).is_none_or(|value| value.is_null() || *value == Value::Array(Vec::new()));
             if !(absent("tool_calls") && absent("reasoning_content") && absent("reasoning")) {
                 return None;
             }
@@ -259,7 +258,7 @@ mod tests {
         for body in bodies {
             assert!(after_one_turn().take(&key("a"), &body, Instant::now()).is_none(), "{body}");
         }
-        let late = Instant::now() + HELD_FOR;
+        let late = Instant::now() + HELD_FOR + Duration::from_secs(10);
         assert!(after_one_turn().take(&key("a"), &next("good day"), late).is_none());
     }
 
@@ -280,7 +279,9 @@ mod tests {
     #[test]
     fn what_is_no_plain_text_or_holds_nothing_is_not_kept() {
         for last in [
-            format!("{{\"choices\": [{{\"message\": {{\"tool_calls\": [1]}}}}], \"kv_transfer_params\": {PARAMS}}}"),
+            format!(
+                "{{\"choices\": [{{\"message\": {{\"tool_calls\": [1]}}}}], \"kv_transfer_params\": {PARAMS}}}"
+            ),
             "{\"choices\": [{\"message\": {\"content\": \"good day\"}}]}".to_owned(),
             "no JSON".to_owned(),
         ] {

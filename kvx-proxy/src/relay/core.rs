@@ -137,7 +137,10 @@ impl Core {
     }
 
     /// Changes the fleet.
-    pub(crate) fn change_fleet<E>(&self, change: impl FnOnce(&Fleet) -> std::result::Result<Fleet, E>) -> std::result::Result<(), E> {
+    pub(crate) fn change_fleet<E>(
+        &self,
+        change: impl FnOnce(&Fleet) -> std::result::Result<Fleet, E>,
+    ) -> std::result::Result<(), E> {
         let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
         let fleet = change(&live.fleet)?;
         *live = Arc::new(live.with_fleet(fleet));
@@ -190,7 +193,8 @@ impl Core {
     pub(crate) fn blame(&self, live: &Live, instance: &Instance, fault: &Fault) {
         let what = format!("{} leg: {fault}", instance.role.as_str());
         let reason = match fault {
-            Fault::Late(_) => Reason::Slow,
+            // One that is busy does what it can.
+            Fault::Late(_) | Fault::Busy(_) => Reason::Slow,
             _ => Reason::Errors,
         };
         self.blame_for(live, instance, reason, &what);

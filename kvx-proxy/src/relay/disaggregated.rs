@@ -61,7 +61,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
     let reason = match asked.alone {
         Some(reason) => Some(reason),
         None if asked.prompt_tokens < live.setup.local_below => Some("short prompt"),
-        None if !fleet.has_prefill(model) => Some("no prefill instance"),
+        None if !fleet.has_pair(model) => Some("no prefill instance"),
         None => None,
     };
     if let Some(reason) = reason {
@@ -107,7 +107,9 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
             let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
                 return match last {
                     Some((instance, fault)) => job.fail(&instance, fault),
-                    None => Err(job.refused(Refusal::unavailable("no decode instance is up: try again later"))),
+                    None => {
+                        Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")))
+                    }
                 };
             };
             match race(&job, &decode, sent.clone(), &mut beside).await {
@@ -166,7 +168,12 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
 }
 
 /// Comes to what a decode leg needs: by waiting for the prefill leg, or by starting it.
-async fn hand_over(job: &mut Job, prefill: InFlight, body: &Value, turn: &mut Turn) -> Result<Handover, Missed> {
+async fn hand_over(
+    job: &mut Job,
+    prefill: InFlight,
+    body: &Value,
+    turn: &mut Turn,
+) -> Result<Handover, Missed> {
     let instance = Arc::clone(&prefill.instance);
     let connector = job.live.fleet.pools[instance.pool].connector;
     let kind = match instance.state.kind() {
@@ -373,7 +380,8 @@ mod tests {
 
     #[test]
     fn a_mooncake_prefill_ends_by_its_length() {
-        let mut body = serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
+        let mut body =
+            serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
         never_stops(&mut body);
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };

@@ -61,8 +61,11 @@ impl Job {
         let working = core.work().ok_or_else(Refusal::draining)?;
         let live = core.live();
         let asked_id = headers::request_id(&parts.headers).map_err(Refusal::bad_request)?;
-        let mut sent =
-            headers::for_instances(parts.headers.clone(), live.key_for_instances.as_ref(), live.keys.is_some());
+        let mut sent = headers::for_instances(
+            parts.headers.clone(),
+            live.key_for_instances.as_ref(),
+            live.keys.is_some(),
+        );
         // No two requests at work have the same id: instances tell them apart by it.
         let id = asked_id.filter(|id| core.take_id(id.as_str()));
         let id = id.unwrap_or_else(|| {
@@ -84,8 +87,14 @@ impl Job {
         sent.insert(headers::REQUEST_ID, id.as_str().parse().expect("an id fits a header"));
         let path = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         let method = parts.method.clone();
-        let mut record =
-            Record::new(Arc::clone(core), working, id.as_str().to_owned(), trace, method.as_str(), path.path());
+        let mut record = Record::new(
+            Arc::clone(core),
+            working,
+            id.as_str().to_owned(),
+            trace,
+            method.as_str(),
+            path.path(),
+        );
         record.owns_id();
         core.budget.deposit(live.setup.retries.budget);
         Ok(Job {
@@ -125,7 +134,9 @@ impl Job {
             }
             Err(Denied::Full) => {
                 let waiting = admission.waiting();
-                Err(self.refused(Refusal::unavailable(format!("{waiting} requests wait already: try again later"))))
+                Err(self.refused(Refusal::unavailable(format!(
+                    "{waiting} requests wait already: try again later"
+                ))))
             }
             Err(Denied::Waited) => {
                 Err(self.refused(Refusal::unavailable("too many requests are at work: try again later")))

@@ -168,9 +168,7 @@ impl PrefillTask {
         let Some(task) = &mut self.0 else { return std::future::pending().await };
         let ended = task.await;
         self.0 = None;
-        ended.unwrap_or_else(|_| {
-            Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned())))
-        })
+        ended.unwrap_or_else(|_| Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned()))))
     }
 
     /// Lets it come to its own end.

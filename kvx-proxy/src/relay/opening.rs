@@ -78,9 +78,9 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
             }
             None => first.extend_from_slice(&data),
         }
-        let enough = match (&events, kind) {
-            (Some(_), _) | (None, Kind::Any) => 1,
-            (None, Kind::Completion) => HELD,
+        let enough = match kind {
+            Kind::Completion if plain && events.is_none() => HELD,
+            _ => 1,
         };
         if first.len() >= enough && !body.is_end_stream() {
             rest = Some(body);

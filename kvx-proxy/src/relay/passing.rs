@@ -123,7 +123,11 @@ impl Passing {
             Some(events) => {
                 let left = events.finish();
                 if self.wants_done && !events.done() && !events.has_error() {
-                    return self.break_off(Outcome::BrokenOff, "its stream ended without [DONE]", Some(Reason::Errors));
+                    return self.break_off(
+                        Outcome::BrokenOff,
+                        "its stream ended without [DONE]",
+                        Some(Reason::Errors),
+                    );
                 }
                 left
             }

@@ -154,6 +154,10 @@ impl Record {
 impl Drop for Record {
     fn drop(&mut self) {
         let total = self.started.elapsed();
+        if self.outcome == Outcome::ClientGone && *self.core.end.borrow() {
+            // Nobody went away but this proxy.
+            self.outcome = Outcome::BrokenOff;
+        }
         let metrics = &self.core.metrics;
         metrics.in_flight.fetch_sub(1, Relaxed);
         metrics.request(self.outcome);

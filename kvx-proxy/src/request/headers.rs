@@ -56,10 +56,13 @@ pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
 
 /// The client's headers, ready for any leg: without hop-by-hop ones, without those that name hosts, with a key where the
 /// client sent none (or where its key was for this proxy).
-pub(crate) fn for_instances(mut headers: HeaderMap, key: Option<&HeaderValue>, key_was_ours: bool) -> HeaderMap {
+pub(crate) fn for_instances(
+    mut headers: HeaderMap,
+    key: Option<&HeaderValue>,
+    key_was_ours: bool,
+) -> HeaderMap {
     drop_hop_by_hop(&mut headers);
-    let named: Vec<HeaderName> =
-        headers.keys().filter(|name| names_a_host(name.as_str())).cloned().collect();
+    let named: Vec<HeaderName> = headers.keys().filter(|name| names_a_host(name.as_str())).cloned().collect();
     for name in named.iter().chain(&[HOST, CONTENT_LENGTH, EXPECT]) {
         headers.remove(name);
     }
@@ -92,7 +95,9 @@ pub(crate) fn bearer(key: &str) -> Option<HeaderValue> {
 pub(crate) fn request_id(headers: &HeaderMap) -> Result<Option<XRequestId>, String> {
     let Some(value) = headers.get(REQUEST_ID) else { return Ok(None) };
     let text = value.to_str().map_err(|_| {
-        format!("{X_REQUEST_ID} has characters that a header cannot carry; send another, or none to have one made")
+        format!(
+            "{X_REQUEST_ID} has characters that a header cannot carry; send another, or none to have one made"
+        )
     })?;
     XRequestId::new(text).map(Some).map_err(|error| error.to_string())
 }
@@ -140,7 +145,10 @@ mod tests {
     use super::*;
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
-        lines.iter().map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value))).collect()
+        lines
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)))
+            .collect()
     }
 
     #[test]

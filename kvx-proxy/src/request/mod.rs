@@ -117,7 +117,9 @@ fn alone(map: &Map<String, Value>) -> Option<&'static str> {
     if set("prompt_logprobs").is_some() {
         return Some("prompt_logprobs");
     }
-    if set("echo").is_some_and(|echo| *echo != Value::Bool(false)) && set("logprobs").is_some_and(|l| *l != Value::Bool(false)) {
+    if set("echo").is_some_and(|echo| *echo != Value::Bool(false))
+        && set("logprobs").is_some_and(|l| *l != Value::Bool(false))
+    {
         return Some("echo with logprobs");
     }
     let limit = limit(map);
@@ -301,7 +303,11 @@ mod tests {
         let (sent, ..) = passed(Bytes::from_static(text));
         assert!(!String::from_utf8_lossy(&sent).contains("evil"));
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
-        assert_eq!(passed(other.clone()), (other, Some("m".to_owned()), None), "else it is passed on byte for byte");
+        assert_eq!(
+            passed(other.clone()),
+            (other, Some("m".to_owned()), None),
+            "else it is passed on byte for byte"
+        );
     }
 
     #[test]

@@ -103,7 +103,10 @@ async fn body_of(core: &Core, request: Request<Body>) -> Result<serde_json::Map<
 }
 
 /// The pool and role that a body names, and the rest of it as an instance.
-fn read(core: &Core, mut body: serde_json::Map<String, Value>) -> Result<(usize, Role, InstanceTable), Refusal> {
+fn read(
+    core: &Core,
+    mut body: serde_json::Map<String, Value>,
+) -> Result<(usize, Role, InstanceTable), Refusal> {
     let refused = |error: serde_json::Error| Refusal::bad_request(error.to_string());
     let mut place = serde_json::Map::new();
     for key in ["role", "pool"] {
@@ -119,7 +122,8 @@ fn read(core: &Core, mut body: serde_json::Map<String, Value>) -> Result<(usize,
         None => (!pools.is_empty()).then_some(0),
     };
     let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
-    let pool = pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))?;
+    let pool =
+        pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))?;
     Ok((pool, place.role, table))
 }
 
@@ -141,7 +145,8 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
 pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
     let changed = async {
         let (pool, role, table) = read(&core, body_of(&core, request).await?)?;
-        let setup = InstanceSetup::new(&table.url).map_err(|error| Refusal::bad_request(error.to_string()))?;
+        let setup =
+            InstanceSetup::new(&table.url).map_err(|error| Refusal::bad_request(error.to_string()))?;
         let name = setup.name();
         core.change_fleet(|fleet| match fleet.find(pool, role, name) {
             Some(_) => Ok(fleet.without(pool, role, name)),

@@ -212,6 +212,7 @@ impl Proxy {
         if let Some(graceful) = Arc::into_inner(graceful) {
             let _ = tokio::time::timeout(Duration::from_secs(1), graceful.shutdown()).await;
         }
+        self.core.access.flush(Duration::from_secs(1));
         Ok(())
     }
 }

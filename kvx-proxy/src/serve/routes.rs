@@ -258,7 +258,9 @@ mod tests {
         for path in ["/v1/embeddings", "/tokenize", "/v1/responses/resp_1", "/v1/messages", "/version"] {
             assert!(is_passed(path), "{path}");
         }
-        for path in ["/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter", "/v1", "/instances/x", "/server_info"] {
+        for path in
+            ["/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter", "/v1", "/instances/x", "/server_info"]
+        {
             assert!(!is_passed(path), "{path}");
         }
     }

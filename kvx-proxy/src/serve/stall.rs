@@ -28,9 +28,8 @@ impl<T> Unstalled<T> {
             return polled;
         }
         let patience = self.patience;
-        let sleep = self.sleep.get_or_insert_with(|| {
-            Box::pin(tokio::time::sleep_until(Instant::now() + patience))
-        });
+        let sleep =
+            self.sleep.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + patience)));
         match sleep.as_mut().poll(cx) {
             Poll::Pending => Poll::Pending,
             Poll::Ready(()) => Poll::Ready(Err(Error::new(ErrorKind::TimedOut, "the client reads nothing"))),

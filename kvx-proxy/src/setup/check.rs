@@ -30,9 +30,9 @@ impl Setup {
         found.push(Means(format!("listens on {scheme}://{}:{}", self.host, self.port)));
         match &self.api_key_file {
             None if self.is_loopback() => {}
-            None => found.push(Beware(
-                "anybody who reaches this address can use it: no api_key_file".to_owned(),
-            )),
+            None => {
+                found.push(Beware("anybody who reaches this address can use it: no api_key_file".to_owned()))
+            }
             Some(path) => match crate::serve::keys::Keys::from_file(path) {
                 Ok(keys) => found.push(Means(format!("clients need one of {} keys", keys.len()))),
                 Err(error) => found.push(Fails(error.to_string())),
@@ -59,7 +59,9 @@ impl Setup {
                 Connector::Auto => "the connector that its prefill instances turn out to have",
                 Connector::Nixl => "NixlConnector: prefill, then decode; push if prefill instances say so",
                 Connector::NixlPull => "NixlPullConnector: prefill, then decode",
-                Connector::NixlPush => "NixlPushConnector: both at once, after a prefill instance's first answer",
+                Connector::NixlPush => {
+                    "NixlPushConnector: both at once, after a prefill instance's first answer"
+                }
                 Connector::Mooncake => "MooncakeConnector: both at once",
             };
             found.push(Means(format!(

@@ -352,6 +352,9 @@ impl InstanceSetup {
     pub fn new(url: &str) -> Result<Self> {
         let wrong = |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
         let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
+        if uri.scheme().is_none() {
+            return Err(wrong("is no URL"));
+        }
         if uri.scheme_str() != Some("http") {
             return Err(wrong("has another scheme than http"));
         }
@@ -488,7 +491,10 @@ impl Setup {
         let mut names = std::collections::HashSet::new();
         for pool in &self.pools {
             if !names.insert(pool.name.as_str()) {
-                return Err(Error::new(format!("two pools are named {:?}; give each its own name", pool.name)));
+                return Err(Error::new(format!(
+                    "two pools are named {:?}; give each its own name",
+                    pool.name
+                )));
             }
             for (role, instances) in [("prefill", &pool.prefill), ("decode", &pool.decode)] {
                 let mut seen = std::collections::HashSet::new();
@@ -521,7 +527,9 @@ impl Setup {
             return Err(Error::new("TLS needs both tls_cert and tls_key; one of them is missing"));
         }
         if cfg!(not(feature = "tls")) && self.tls_cert.is_some() {
-            return Err(Error::new("this build has no TLS: enable feature \"tls\", or put a TLS end in front"));
+            return Err(Error::new(
+                "this build has no TLS: enable feature \"tls\", or put a TLS end in front",
+            ));
         }
         Ok(())
     }

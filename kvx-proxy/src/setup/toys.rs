@@ -50,7 +50,9 @@ impl Pool {
             }
             let last = pool.prefill.last_mut().filter(|last| last.bootstrap_port.is_none());
             let last = last.ok_or_else(|| {
-                Error::new(format!("--prefill {word}: a bootstrap port stands behind the URL of its instance"))
+                Error::new(format!(
+                    "--prefill {word}: a bootstrap port stands behind the URL of its instance"
+                ))
             })?;
             let port = word.parse().ok().filter(|port| *port > 0);
             last.bootstrap_port = Some(port.ok_or_else(|| {
@@ -99,7 +101,9 @@ mod tests {
 
     #[test]
     fn ports_in_the_wrong_place_are_named() {
-        for words in [&["8998"][..], &["http://a:1", "1", "2"], &["http://a:1", "0"], &["http://a:1", "70000"]] {
+        for words in
+            [&["8998"][..], &["http://a:1", "1", "2"], &["http://a:1", "0"], &["http://a:1", "70000"]]
+        {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
             assert!(Pool::from_urls(&words, &[]).is_err(), "{words:?}");
         }

@@ -11,9 +11,11 @@ const CHOICES: u32 = 20_000;
 const ROUNDS: usize = 9;
 
 fn main() -> Result<(), kvx_proxy::Error> {
-    for (name, choice) in
-        [("least-tokens", Choice::LeastTokens), ("round-robin", Choice::RoundRobin), ("prefix", Choice::Prefix)]
-    {
+    for (name, choice) in [
+        ("least-tokens", Choice::LeastTokens),
+        ("round-robin", Choice::RoundRobin),
+        ("prefix", Choice::Prefix),
+    ] {
         let urls = |from: u32| {
             let urls = (from..from + 128).map(|port| format!("'http://127.0.0.1:{port}'"));
             urls.collect::<Vec<_>>().join(", ")

@@ -133,6 +133,11 @@ pub(crate) async fn instances_come_and_go_with_the_key_alone() {
     let drained = json!({"role": "decode", "url": fleet.decode[0].url(), "draining": true});
     let answer = call(Method::POST, "let me in").body(drained.to_string()).send().await;
     assert!((200..300).contains(&answer.status), "{}", answer.text());
+    let up = format!(
+        "kvx_proxy_instance_up{{pool=\"default\",role=\"decode\",instance=\"{}\"}} 1",
+        &added.url()[7..]
+    );
+    fleet.proxy.wait_until("/metrics", "it has been looked at", |_, text| text.contains(&up)).await;
     let before = added.report().decodes;
     for _ in 0..3 {
         Call::post(fleet.port(), COMPLETIONS, &completion("to the new one alone", 2)).send().await.texts();

@@ -45,7 +45,7 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
 }
 
 pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
-    for lie in [Lie::NoRequestId, Lie::FlatBlocks, Lie::BothFlags, Lie::NoObject, Lie::OtherHost, Lie::Huge] {
+    for lie in [Lie::NoRequestId, Lie::BothFlags, Lie::NoObject, Lie::OtherHost, Lie::Huge] {
         let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
         fleet.prefill[0].script(once(Leg::Prefill, Fault::Lie(lie)));
         let prompt = prompt(&format!("{lie:?}"), 60);

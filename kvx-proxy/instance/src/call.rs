@@ -12,6 +12,8 @@ use crate::params::Source;
 
 /// How long blocks that are not computed yet are waited for.
 const WATCHDOG: Duration = Duration::from_secs(20);
+/// How long another instance that is there may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// What a decode gets of what it has been told to fetch.
 #[derive(Debug, PartialEq)]
@@ -24,7 +26,7 @@ pub(crate) enum Fetched {
 }
 
 pub(crate) async fn fetch(source: &Source, handshake: Duration) -> Fetched {
-    match try_fetch(source, handshake).await {
+    match try_fetch(source).await {
         Ok((StatusCode::OK, answer)) => match answer["cache"].as_u64() {
             Some(cache) => Fetched::Cache(cache),
             None => Fetched::Unreachable(format!("it answered {answer}")),
@@ -38,11 +40,11 @@ pub(crate) async fn fetch(source: &Source, handshake: Duration) -> Fetched {
     }
 }
 
-async fn try_fetch(source: &Source, handshake: Duration) -> Result<(StatusCode, Value), String> {
+async fn try_fetch(source: &Source) -> Result<(StatusCode, Value), String> {
     let mut port = source.port;
     if source.bootstrap {
         let (_, answer) =
-            within(handshake, call(Method::GET, &source.host, port, "/query", Value::Null)).await?;
+            within(ANSWER, call(Method::GET, &source.host, port, "/query", Value::Null)).await?;
         let ranks = answer.as_object().ok_or("the bootstrap server answered no object")?;
         let rank = ranks
             .values()
@@ -55,7 +57,7 @@ async fn try_fetch(source: &Source, handshake: Duration) -> Result<(StatusCode, 
             .ok_or("the bootstrap server names no worker")?;
     }
     let wanted = json!({"name": source.name, "engine_id": source.engine, "waits": source.waits});
-    let limit = if source.waits { WATCHDOG } else { handshake };
+    let limit = if source.waits { WATCHDOG } else { ANSWER };
     within(limit, call(Method::POST, &source.host, port, "/kv/read", wanted)).await
 }
 

@@ -33,7 +33,7 @@ pub struct Settings {
     pub dp_size: u32,
     /// How long blocks wait for their reader, in milliseconds: `kv_lease_duration`.
     pub lease_ms: u64,
-    /// How long a decode leg tries to reach the other side before it gives up; vLLM's is 5 s.
+    /// How long a decode leg asks another side again that does not let it in, before it gives up; vLLM's is 5 s.
     pub handshake_ms: u64,
     /// The key that clients must send.
     pub api_key: Option<String>,

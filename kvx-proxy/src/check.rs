@@ -29,7 +29,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     }
     let Ok(access) = Access::open(&AccessLog::Off, Box::new(std::io::sink())) else { return found };
     let (core, _none_works) = Core::new(Live { fleet: Arc::clone(&live.fleet), ..same(&live) }, access);
-    watch::round(&Arc::new(core), &live, true).await;
+    watch::round(&Arc::new(core), &live, watch::Look::Everything).await;
     for one in live.fleet.all() {
         found.push(instance(&live, one).await);
     }

@@ -25,9 +25,9 @@ pub(crate) enum Fault {
     /// No connection: the instance has seen nothing.
     Refused(String),
     /// It said that it cannot take the request now.
-    Busy(Response<Bytes>),
+    Busy(Box<Response<Bytes>>),
     /// It took the request and answered with an error of its own.
-    Status(Response<Bytes>),
+    Status(Box<Response<Bytes>>),
     /// It took the request, and the connection or the answer broke.
     Broken(String),
     /// It took the request, and said nothing for too long.
@@ -190,7 +190,7 @@ pub(crate) async fn accepted(
     }
     let (parts, body) = response.into_parts();
     let body = whole(body, 1 << 20, until).await?;
-    let response = Response::from_parts(parts, body);
+    let response = Box::new(Response::from_parts(parts, body));
     Err(if busy { Fault::Busy(response) } else { Fault::Status(response) })
 }
 

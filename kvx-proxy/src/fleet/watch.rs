@@ -26,7 +26,7 @@ pub(crate) async fn watch(core: Arc<Core>) {
         if models {
             models_at = Instant::now() + live.setup.health.models_every;
         }
-        round(&core, &live, models).await;
+        round(&core, &live, if models { Look::Everything } else { Look::Health }).await;
         let every = live.setup.health.every;
         tokio::select! {
             () = tokio::time::sleep(every) => {}
@@ -39,10 +39,22 @@ pub(crate) async fn watch(core: Arc<Core>) {
     }
 }
 
+/// What a round looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// Everything about everyone.
+    Everything,
+    /// Whether everyone is well.
+    Health,
+    /// Everything about those that were never looked at.
+    Newcomers,
+}
+
 /// Asks every instance once, all at the same time.
-pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, models: bool) {
+pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
+    let models = look != Look::Health;
     let mut checks = JoinSet::new();
-    for instance in live.fleet.all() {
+    for instance in live.fleet.all().filter(|one| look != Look::Newcomers || !one.state.is_checked()) {
         let (core, live, instance) = (Arc::clone(core), Arc::clone(live), Arc::clone(instance));
         checks.spawn(async move { check(&core, &live, &instance, models).await });
     }

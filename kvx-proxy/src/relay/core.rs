@@ -13,6 +13,7 @@ use crate::admission::Admission;
 use crate::error::Result;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, Reason};
+use crate::fleet::watch::{Look, round};
 use crate::log::{Access, LastErrors};
 use crate::metrics::Metrics;
 use crate::request::headers;
@@ -76,6 +77,8 @@ pub(crate) struct Core {
     pub(crate) errors: LastErrors,
     pub(crate) budget: Budget,
     pub(crate) conversations: Conversations,
+    /// Held by whoever makes another set-up of the one that is.
+    changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
     stored: Mutex<Stored>,
     /// Each request at work holds a clone; none is given out once a drain has begun.
@@ -110,6 +113,7 @@ impl Core {
             errors: LastErrors::default(),
             budget: Budget::default(),
             conversations: Conversations::default(),
+            changes: tokio::sync::Mutex::default(),
             ids: Mutex::default(),
             stored: Mutex::default(),
             working: Mutex::new(Some(working)),
@@ -123,30 +127,35 @@ impl Core {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes another set-up.
+    /// Takes another set-up, once new instances have been asked how they are.
     ///
     /// # Errors
     ///
     /// As [`Live::new`]; then everything stays as it is.
-    pub(crate) fn replace(&self, setup: Setup) -> Result<()> {
-        let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
-        *live = Arc::new(Live::new(setup, Some(&live))?);
-        drop(live);
-        self.look.notify_one();
+    pub(crate) async fn replace(self: &Arc<Self>, setup: Setup) -> Result<()> {
+        let _one_at_a_time = self.changes.lock().await;
+        let live = Live::new(setup, Some(&self.live()))?;
+        self.swap(live).await;
         Ok(())
     }
 
-    /// Changes the fleet.
-    pub(crate) fn change_fleet<E>(
-        &self,
+    /// Changes the fleet, once new instances have been asked how they are.
+    pub(crate) async fn change_fleet<E>(
+        self: &Arc<Self>,
         change: impl FnOnce(&Fleet) -> std::result::Result<Fleet, E>,
     ) -> std::result::Result<(), E> {
-        let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
-        let fleet = change(&live.fleet)?;
-        *live = Arc::new(live.with_fleet(fleet));
-        drop(live);
-        self.look.notify_one();
+        let _one_at_a_time = self.changes.lock().await;
+        let before = self.live();
+        let live = before.with_fleet(change(&before.fleet)?);
+        self.swap(live).await;
         Ok(())
+    }
+
+    /// What takes over is looked at first: requests find it up, if it is.
+    async fn swap(self: &Arc<Self>, live: Live) {
+        let live = Arc::new(live);
+        round(self, &live, Look::Newcomers).await;
+        *self.live.write().unwrap_or_else(PoisonError::into_inner) = live;
     }
 
     /// The right to be at work; none while draining.

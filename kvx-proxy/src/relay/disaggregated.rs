@@ -38,7 +38,7 @@ struct Handover {
 /// Why a prefill did not come to a handover.
 enum Missed {
     /// The client's mistake, in an instance's words.
-    Answered(hyper::Response<bytes::Bytes>),
+    Answered(Box<hyper::Response<bytes::Bytes>>),
     /// In ours.
     Refused(ParamsError),
     /// Another instance may do better.
@@ -89,7 +89,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         let handover = hand_over(&mut job, prefill, &body, &mut turn).await;
         let Handover { sent, mut beside } = match handover {
             Ok(handover) => handover,
-            Err(Missed::Answered(response)) => return Ok(job.pass_whole(response)),
+            Err(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
             Err(Missed::Refused(error)) => return Err(job.refused(Refusal::bad_request(error.to_string()))),
             Err(Missed::Stopped) => return alone::completion(job, &asked, "prefill stopped").await,
             Err(Missed::Failed(fault)) => {
@@ -145,7 +145,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
                         break;
                     }
                 }
-                Raced::Prefill(Missed::Answered(response)) => return Ok(job.pass_whole(response)),
+                Raced::Prefill(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
                 Raced::Prefill(Missed::Refused(error)) => {
                     return Err(job.refused(Refusal::bad_request(error.to_string())));
                 }
@@ -234,7 +234,7 @@ fn push(
 }
 
 fn both(job: &Job, prefill: InFlight, legs: Legs, rank: Option<usize>, told: Told) -> Handover {
-    let sent = Sent::json(&job.path, &job.headers, &legs.prefill).to_rank(rank);
+    let sent = Sent::json(&job.path, &job.headers, &legs.prefill).for_rank(rank);
     let task = PrefillTask::start(&job.core, &job.live, prefill, sent, job.until);
     Handover { sent: Sent::json(&job.path, &job.headers, &legs.decode), beside: Some((task, told)) }
 }
@@ -252,7 +252,7 @@ async fn sequentially(
         Some((earlier, dialect)) => sequential::prefill_leg_of_later_turn(body, &earlier, dialect)?,
         None => sequential::prefill_leg(body)?,
     };
-    let sent = Sent::json(&job.path, &job.headers, &leg).to_rank(rank);
+    let sent = Sent::json(&job.path, &job.headers, &leg).for_rank(rank);
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(missed)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));

@@ -230,7 +230,7 @@ impl Job {
     pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> Ended {
         self.record.because(format!("instance {instance} {fault}"));
         match fault {
-            Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(response)),
+            Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(*response)),
             fault => Err(self.refused(Refusal::upstream(instance, &fault))),
         }
     }

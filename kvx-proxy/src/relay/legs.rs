@@ -58,7 +58,7 @@ pub(crate) struct Prefilled {
 #[derive(Debug)]
 pub(crate) enum PrefillEnd {
     /// The instance answered the client's mistake: the answer is the client's.
-    Answered(Response<Bytes>),
+    Answered(Box<Response<Bytes>>),
     /// Another instance may do better.
     Failed(Fault),
 }
@@ -81,7 +81,7 @@ impl Sent {
     }
 
     /// The same to one data parallel rank of the instance.
-    pub(crate) fn to_rank(mut self, rank: Option<usize>) -> Self {
+    pub(crate) fn for_rank(mut self, rank: Option<usize>) -> Self {
         const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
         if let Some(rank) = rank {
             self.headers.insert(RANK, HeaderValue::from(rank));
@@ -137,7 +137,7 @@ async fn prefill_answer(
     let (parts, body) = accepted(response, until).await.map_err(failed)?.into_parts();
     let body = whole(body, WHOLE, until).await.map_err(failed)?;
     if !parts.status.is_success() {
-        return Err(PrefillEnd::Answered(Response::from_parts(parts, body)));
+        return Err(PrefillEnd::Answered(Box::new(Response::from_parts(parts, body))));
     }
     let value: Value = serde_json::from_slice(&body)
         .map_err(|_| failed(Fault::Broken("its answer with status 200 is no JSON".to_owned())))?;

@@ -128,7 +128,9 @@ impl Record {
         let time = self.started.elapsed();
         self.first_byte = Some(time);
         self.status = status;
-        self.core.metrics.ttft.observe(time);
+        if status < 400 {
+            self.core.metrics.ttft.observe(time);
+        }
     }
 
     pub(crate) fn passed(&mut self, bytes: usize, events: u64) {

@@ -135,7 +135,8 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
         core.change_fleet(|fleet| {
             let before = fleet.find(pool, role, &name).map(|known| &known.setup);
             Ok(fleet.with(pool, role, table.over(before).map_err(refused)?))
-        })?;
+        })
+        .await?;
         tracing::info!(instance = name, role = role.as_str(), "added or changed over /instances");
         Ok(respond(StatusCode::OK, &list_of(&core)))
     };
@@ -154,7 +155,8 @@ pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>
                 let words = format!("there is no {} instance {name} in that pool", role.as_str());
                 Err(Refusal::client(StatusCode::NOT_FOUND, words))
             }
-        })?;
+        })
+        .await?;
         tracing::info!(instance = name, role = role.as_str(), "taken out over /instances");
         Ok(respond(StatusCode::OK, &list_of(&core)))
     };

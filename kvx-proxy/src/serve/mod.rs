@@ -81,18 +81,18 @@ fn acceptor(setup: &Setup) -> Result<Acceptor> {
 }
 
 impl Handle {
-    /// Takes another set-up. Requests at work go on as they began; what instances have to do and how they stand is kept.
+    /// Takes another set-up, once its new instances have been asked how they are. Requests at work go on as they began; what instances have to do and how they stand is kept.
     /// Where to listen, limits of connections and the access log stay as they were.
     ///
     /// # Errors
     ///
     /// A set-up that cannot be used; the one before stays.
-    pub fn replace(&self, setup: Setup) -> Result<()> {
+    pub async fn replace(&self, setup: Setup) -> Result<()> {
         let acceptor = acceptor(&setup)?;
         if acceptor.is_some() != self.tls.now().is_some() {
             return Err(Error::new("TLS is switched on and off by a restart only"));
         }
-        self.core.replace(setup)?;
+        self.core.replace(setup).await?;
         self.tls.set(acceptor);
         Ok(())
     }
@@ -148,7 +148,7 @@ impl Proxy {
 
     /// Asks every instance once how it is: after this, requests find those that are up.
     pub async fn look(&self) {
-        watch::round(&self.core, &self.core.live(), true).await;
+        watch::round(&self.core, &self.core.live(), watch::Look::Everything).await;
     }
 
     /// Serves until it has been [drained](Handle::drain).
@@ -308,10 +308,20 @@ pub async fn serve(
     loop {
         tokio::select! {
             ended = &mut running => return ended,
-            _ = hangup.recv() => match reread().and_then(|setup| handle.replace(setup)) {
-                Ok(()) => tracing::info!("the set-up was read again"),
-                Err(error) => tracing::error!(%error, "the set-up stays as it was"),
-            },
+            _ = hangup.recv() => {
+                // Beside the serving: it asks instances.
+                let (setup, handle) = (reread(), handle.clone());
+                tokio::spawn(async move {
+                    let replaced = match setup {
+                        Ok(setup) => handle.replace(setup).await,
+                        Err(error) => Err(error),
+                    };
+                    match replaced {
+                        Ok(()) => tracing::info!("the set-up was read again"),
+                        Err(error) => tracing::error!(%error, "the set-up stays as it was"),
+                    }
+                });
+            }
             _ = terminate.recv() => handle.drain(),
             _ = interrupt.recv() => handle.drain(),
         }

@@ -311,6 +311,14 @@ mod tests {
     }
 
     #[test]
+    fn numbers_travel_as_they_are() {
+        let text =
+            r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
+        let asked = Asked::new(text.as_bytes()).unwrap();
+        assert_eq!(&asked.bytes()[..], text.as_bytes());
+    }
+
+    #[test]
     fn lengths_are_estimated() {
         assert_eq!(asked(serde_json::json!({"prompt": "x".repeat(400)})).prompt_tokens, 100);
         assert_eq!(asked(serde_json::json!({"prompt": [[5, 6, 7]], "max_tokens": 9})).new_tokens, 9);

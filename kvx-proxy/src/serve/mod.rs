@@ -51,7 +51,12 @@ pub struct Handle {
 #[cfg(feature = "tls")]
 type Acceptor = Option<tokio_rustls::TlsAcceptor>;
 #[cfg(not(feature = "tls"))]
-type Acceptor = Option<std::convert::Infallible>;
+type Acceptor = Option<NoTls>;
+
+/// There is none in this build.
+#[cfg(not(feature = "tls"))]
+#[derive(Clone)]
+enum NoTls {}
 
 #[derive(Clone, Default)]
 struct Tls(Arc<Mutex<Acceptor>>);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
 use crate::fleet::Fleet;
-use crate::fleet::instance::{Instance, Role};
+use crate::fleet::instance::{Instance, Kind, Role};
 use crate::fleet::watch;
 use crate::log::Access;
 use crate::relay::core::{Core, Live};
@@ -15,7 +15,7 @@ use crate::setup::{AccessLog, Connector, Finding, Setup};
 pub async fn check(setup: Setup) -> Vec<Finding> {
     let mut found = setup.findings();
     let live = match Live::new(setup.clone(), None) {
-        Ok(live) => Arc::new(live),
+        Ok(live) => live,
         Err(error) => {
             let failed = Finding::Fails(error.to_string());
             if !found.contains(&failed) {
@@ -28,24 +28,15 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
         found.push(Finding::Fails(format!("cannot listen on {}: {error}", setup.host)));
     }
     let Ok(access) = Access::open(&AccessLog::Off, Box::new(std::io::sink())) else { return found };
-    let (core, _none_works) = Core::new(Live { fleet: Arc::clone(&live.fleet), ..same(&live) }, access);
-    watch::round(&Arc::new(core), &live, watch::Look::Everything).await;
+    let (core, _none_works) = Core::new(live, access);
+    let core = Arc::new(core);
+    let live = core.live();
+    watch::round(&core, &live, watch::Look::Everything).await;
     for one in live.fleet.all() {
         found.push(instance(&live, one).await);
     }
     pairs(&live.fleet, &mut found);
     found
-}
-
-fn same(live: &Live) -> Live {
-    Live {
-        setup: Arc::clone(&live.setup),
-        fleet: Arc::clone(&live.fleet),
-        upstream: live.upstream.clone(),
-        admission: Arc::clone(&live.admission),
-        keys: live.keys.clone(),
-        key_for_instances: live.key_for_instances.clone(),
-    }
 }
 
 async fn instance(live: &Live, one: &Instance) -> Finding {
@@ -70,13 +61,11 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
         _ => format!("serves {}", models.keys().cloned().collect::<Vec<_>>().join(", ")),
     };
     let connector = live.fleet.pools[one.pool].connector;
-    let recipe = match (one.role, connector) {
-        (Role::Prefill, Connector::Auto) => format!(", {:?}", one.state.kind())
-            .split(['(', '{'])
-            .next()
-            .map(|kind| kind.replace("Nixl", "no Mooncake bootstrap server: NixlConnector"))
-            .unwrap_or_default()
-            .replace(", Mooncake", ", MooncakeConnector"),
+    let recipe = match (one.role, connector, one.state.kind()) {
+        (Role::Prefill, Connector::Auto, Kind::Mooncake(ranks)) => {
+            format!(", has a Mooncake bootstrap server with {} ranks: MooncakeConnector", ranks.len())
+        }
+        (Role::Prefill, Connector::Auto, _) => ", has no Mooncake bootstrap server: NixlConnector".to_owned(),
         _ => String::new(),
     };
     Finding::Means(format!("{role} {name} is up, {models}{recipe}"))

@@ -2,6 +2,8 @@
 //!
 //! Instances are kvx-instance's: this program again. They stop where a vLLM 0.33 would, and say so at the end of each test.
 
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
 mod choice;
 mod client;
 mod clients;

@@ -100,28 +100,31 @@ pub(crate) async fn mooncake_ranks_take_turns() {
 pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
     let settings = Settings { bidirectional: true, ..Settings::default() };
     let mut fleet = Plan::of(1, 2, &settings).pool("bidirectional = true").start().await;
-    let turn = |content: &str, conversation: &str, stream: bool| {
-        json!({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 6, "stream": stream,
-               "conversation_id": conversation})
-    };
+    let turn = |messages: &[Value], conversation: &str, stream: bool| json!({"model": "m", "messages": messages, "max_tokens": 6, "stream": stream, "conversation_id": conversation});
+    let user = |content: &str| json!({"role": "user", "content": content});
     for (conversation, stream) in [("one", false), ("two", true)] {
-        for content in ["first", "first and second", "first, second and third"] {
-            let call = Call::post(fleet.port(), CHAT, &turn(content, conversation, stream));
-            if stream {
+        let mut messages = Vec::new();
+        for content in ["first", "second", "third"] {
+            messages.push(user(content));
+            let call = Call::post(fleet.port(), CHAT, &turn(&messages, conversation, stream));
+            let text = if stream {
                 let stream = call.open().await.read_out().await;
                 assert!(stream.is_whole(), "{stream:?}");
+                stream.text
             } else {
-                assert_eq!(call.send().await.texts().len(), 1);
-            }
+                call.send().await.texts().remove(0)
+            };
+            messages.push(json!({"role": "assistant", "content": text}));
         }
     }
     let report = fleet.prefill[0].report();
     assert_eq!((report.prefills, report.turns_loaded), (6, 4), "each turn but the first of a conversation");
     let bodies = seen(&mut fleet.prefill[0], Leg::Prefill);
     assert!(bodies[1].body["kv_transfer_params"]["remote_request_id"].is_string());
-    let other = Call::post(fleet.port(), CHAT, &turn("first", "three", false)).send().await;
+    let other =
+        Call::post(fleet.port(), CHAT, &turn(&[user("another beginning")], "one", false)).send().await;
     assert_eq!(other.status, 200);
-    assert_eq!(fleet.prefill[0].report().turns_loaded, 4, "another conversation");
+    assert_eq!(fleet.prefill[0].report().turns_loaded, 4, "what does not go on from there loads nothing");
 }
 
 /// Without what differs between any two answers.

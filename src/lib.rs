@@ -26,6 +26,8 @@ pub use kvx_mooncake::Mooncake;
 pub use kvx_native::Shm;
 #[cfg(all(target_os = "linux", feature = "tcp"))]
 pub use kvx_native::Tcp;
+#[cfg(feature = "proxy")]
+pub use kvx_proxy as proxy;
 #[cfg(all(target_os = "linux", feature = "rixl"))]
 pub use kvx_rixl::Rixl;
 #[cfg(all(target_os = "linux", feature = "rocm"))]

@@ -7,6 +7,8 @@ mod child;
 mod config;
 mod demo;
 mod devices;
+#[cfg(feature = "proxy")]
+mod proxy;
 mod routes;
 mod wheels;
 
@@ -46,6 +48,9 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
+    /// Stand between clients and a fleet of prefill and decode instances.
+    #[cfg(feature = "proxy")]
+    Proxy(Box<proxy::Arguments>),
     /// Answer another `kvx bench --beside` as the program beside it.
     BenchBeside(bench::BesideArguments),
     /// The process that owns the other side's memory of `bench`.
@@ -93,6 +98,8 @@ fn main() -> ExitCode {
         Command::Config { args } => return config::run(args, &registry, out),
         Command::Devices(arguments) => devices::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
+        #[cfg(feature = "proxy")]
+        Command::Proxy(arguments) => proxy::run(&arguments, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
     };
     match done.and_then(|()| Ok(out.flush()?)) {

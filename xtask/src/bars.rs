@@ -62,6 +62,8 @@ use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
+    Run { name: "choice", program: Program::Costs("kvx-proxy", "choice") },
+    Run { name: "proxy", program: Program::Costs("kvx-cli", "proxy") },
     bench("SHM 4K", "--backend SHM --block 4K --count 1,1024,8192 --memory kvx,foreign"),
     bench("SHM 64K", "--backend SHM --block 64K --count 1024 --memory kvx,foreign"),
     bench("SHM 1M", "--backend SHM --block 1M --count 64 --memory kvx,foreign"),
@@ -97,6 +99,14 @@ const fn ratio(what: &'static str, run: &'static str, at: &'static str, least: f
 
 const fn cost(what: &'static str, at: &'static str, most: f64) -> Bar {
     Bar { what, run: "costs", figure: Field { at, field: "value" }, asked: AtMost(most) }
+}
+
+const fn proxy(what: &'static str, at: &'static str, asked: Asked) -> Bar {
+    Bar { what, run: "proxy", figure: Field { at, field: "value" }, asked }
+}
+
+const fn choice(what: &'static str, at: &'static str) -> Bar {
+    Bar { what, run: "choice", figure: Field { at, field: "value" }, asked: AtMost(5.0) }
 }
 
 /// Every bar, in the order of the table.
@@ -297,4 +307,15 @@ pub(crate) const BARS: &[Bar] = &[
         figure: Field { at: "cost=request_us", field: "value" },
         asked: AtMost(50.0),
     },
+    proxy("200 streams of 128 tokens, p50 of bare hyper's", "cost=proxy_p50_of_bare", AtMost(1.5)),
+    proxy("200 streams of 128 tokens, p99 of bare hyper's", "cost=proxy_p99_of_bare", AtMost(2.0)),
+    proxy(
+        "200 streams of 128 tokens, requests a second of bare hyper's",
+        "cost=proxy_rate_of_bare",
+        AtLeast(0.8),
+    ),
+    proxy("idle with 16 instances, percent of a core", "cost=proxy_idle_percent", AtMost(0.5)),
+    choice("choice among 256 instances by tokens, us", "choice=least-tokens"),
+    choice("choice among 256 instances in turn, us", "choice=round-robin"),
+    choice("choice among 256 instances by prefix, us", "choice=prefix"),
 ];

@@ -61,7 +61,31 @@ const WHEELS: &[Wheel] = &[
     Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
     Wheel { peer: "nixl-1.1", name: "nixl-cu12", version: "1.1.0", why: "the C interface that RIXL has" },
     Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
+    Wheel {
+        peer: "openai",
+        name: "openai",
+        version: "3.54.0",
+        why: "the client that most people use, at kvx proxy",
+    },
+    of_openai("annotated-types", "0.8.0"),
+    of_openai("anyio", "4.16.0"),
+    of_openai("h11", "0.16.0"),
+    of_openai("httpcore2", "2.16.2"),
+    of_openai("httpx2", "2.16.2"),
+    of_openai("idna", "3.20"),
+    of_openai("jiter", "0.19.0"),
+    of_openai("pydantic", "2.14.3"),
+    of_openai("pydantic_core", "2.50.4"),
+    of_openai("sniffio", "1.3.1"),
+    of_openai("truststore", "0.10.5"),
+    of_openai("typing-inspection", "0.4.5"),
+    of_openai("typing_extensions", "4.16.0"),
 ];
+
+/// What the `openai` package needs.
+const fn of_openai(name: &'static str, version: &'static str) -> Wheel {
+    Wheel { peer: "openai", name, version, why: "the openai package needs it" }
+}
 
 /// Installs what is missing, within `limit`, and returns what could not be installed, a sentence each.
 pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {

@@ -1,0 +1,256 @@
+//! What `kvx proxy` costs a request, beside a bare program that makes the same two calls, and what it costs when idle.
+//!
+//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one and then the other, in
+//! turn: latency and requests a second are those of a saturated machine. `cargo bench -p kvx-cli --bench proxy -- --bars`
+//! prints a JSON object a line.
+
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use kvx_instance::{Instance, Settings};
+use serde_json::{Value, json};
+use tokio::net::{TcpListener, TcpStream};
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+const STREAMS: usize = 200;
+const TOKENS: u64 = 128;
+/// Of each program, in turn.
+const ROUNDS: usize = 5;
+const ROUND: Duration = Duration::from_secs(3);
+/// How long the router is left alone.
+const QUIET: Duration = Duration::from_secs(20);
+/// The variable that makes this the bare program: the URLs of the prefill and the decode instance.
+const BARE: &str = "KVX_BARE_PROXY";
+
+fn main() -> Result<(), Failure> {
+    kvx_instance::run_if_asked();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    if let Ok(urls) = std::env::var(BARE) {
+        return runtime.block_on(serve_bare(&urls));
+    }
+    let settings = Settings { fetches: false, keeps: 0, ..Settings::default() };
+    let (prefill, decode) = (Instance::start(settings.clone()), Instance::start(settings.clone()));
+    let kvx = Program::start(Command::new(env!("CARGO_BIN_EXE_kvx")).args(["proxy", "--port", "0"]).args([
+        "--connector",
+        "NixlConnector",
+        "--prefiller-hosts",
+        "127.0.0.1",
+        "--prefiller-ports",
+        &prefill.port().to_string(),
+        "--decoder-hosts",
+        "127.0.0.1",
+        "--decoder-ports",
+        &decode.port().to_string(),
+    ]))?;
+    let urls = format!("{} {}", prefill.url(), decode.url());
+    let bare = Program::start(Command::new(std::env::current_exe()?).env(BARE, urls))?;
+    let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..=ROUNDS {
+        let of_bare = runtime.block_on(load(bare.port))?;
+        let of_kvx = runtime.block_on(load(kvx.port))?;
+        if round == 0 {
+            continue; // everything is warm from here on
+        }
+        eprintln!("round {round}: bare {of_bare:?}; kvx {of_kvx:?}");
+        p50.push(of_kvx.p50 / of_bare.p50);
+        p99.push(of_kvx.p99 / of_bare.p99);
+        rate.push(of_kvx.rate / of_bare.rate);
+    }
+    cost("proxy_p50_of_bare", median(p50));
+    cost("proxy_p99_of_bare", median(p99));
+    cost("proxy_rate_of_bare", median(rate));
+    drop((kvx, bare));
+    let instances: Vec<_> = (0..16).map(|_| Instance::start(settings.clone())).collect();
+    let ports =
+        |half: &[Instance]| half.iter().map(|instance| instance.port().to_string()).collect::<Vec<_>>();
+    let hosts = ["127.0.0.1"; 8];
+    let idle = Program::start(
+        Command::new(env!("CARGO_BIN_EXE_kvx"))
+            .args(["proxy", "--port", "0", "--prefiller-hosts"])
+            .args(hosts)
+            .arg("--prefiller-ports")
+            .args(ports(&instances[..8]))
+            .arg("--decoder-hosts")
+            .args(hosts)
+            .arg("--decoder-ports")
+            .args(ports(&instances[8..])),
+    )?;
+    runtime.block_on(load_once(idle.port))?;
+    let before = idle.cpu()?;
+    std::thread::sleep(QUIET);
+    let used = idle.cpu()?.saturating_sub(before);
+    cost("proxy_idle_percent", used.as_secs_f64() / QUIET.as_secs_f64() * 100.0);
+    Ok(())
+}
+
+fn cost(name: &str, value: f64) {
+    println!("{}", json!({"cost": name, "value": value}));
+}
+
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_unstable_by(f64::total_cmp);
+    figures[figures.len() / 2]
+}
+
+/// A router, which ends with this.
+struct Program {
+    process: Child,
+    port: u16,
+}
+
+impl Program {
+    /// Starts it, and reads where it listens.
+    fn start(command: &mut Command) -> Result<Self, Failure> {
+        let mut process =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+        let mut lines = BufReader::new(process.stderr.take().ok_or("it is piped")?).lines();
+        let mut program = Program { process, port: 0 };
+        let line = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| Some(line.split_once("listening on ")?.1.to_owned()))
+            .ok_or("it ended without listening")?;
+        program.port = line.trim().trim_end_matches('/').rsplit_once(':').ok_or("no port")?.1.parse()?;
+        std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop)); // it must not wait for a reader
+        Ok(program)
+    }
+
+    /// What it has used of the processors.
+    fn cpu(&self) -> Result<Duration, Failure> {
+        let mut nanos = 0;
+        for task in std::fs::read_dir(format!("/proc/{}/task", self.process.id()))? {
+            let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+            nanos += text.split(' ').next().ok_or("no figure")?.parse::<u64>()?;
+        }
+        Ok(Duration::from_nanos(nanos))
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        self.process.kill().ok(); // an error: it has ended
+        self.process.wait().ok();
+    }
+}
+
+/// What a program did in a round: milliseconds, and requests a second.
+#[derive(Debug)]
+struct Figures {
+    p50: f64,
+    p99: f64,
+    rate: f64,
+}
+
+/// As many streams as there are, each one request after the other, for a round.
+async fn load(port: u16) -> Result<Figures, Failure> {
+    let start = Instant::now();
+    let workers: Vec<_> =
+        (0..STREAMS).map(|number| tokio::spawn(worker(port, number, start + ROUND))).collect();
+    let mut times = Vec::new();
+    for worker in workers {
+        times.extend(worker.await??);
+    }
+    let rate = times.len() as f64 / start.elapsed().as_secs_f64();
+    times.sort_unstable();
+    let at = |part: f64| times[((times.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e3;
+    Ok(Figures { p50: at(0.5), p99: at(0.99), rate })
+}
+
+async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration>, Failure> {
+    let stream = TcpStream::connect(("127.0.0.1", port)).await?;
+    stream.set_nodelay(true)?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    tokio::spawn(connection);
+    let body = json!({"model": "m", "prompt": format!("{number} {}", "lorem ipsum ".repeat(40)), "max_tokens": TOKENS,
+                      "stream": true});
+    let body = Bytes::from(body.to_string());
+    let mut times = Vec::new();
+    while Instant::now() < until {
+        let start = Instant::now();
+        let request = Request::post("/v1/completions")
+            .header("host", "127.0.0.1")
+            .header("content-type", "application/json")
+            .body(Full::new(body.clone()))?;
+        let mut response = sender.send_request(request).await?;
+        let mut events = 0;
+        while let Some(frame) = response.frame().await {
+            let Ok(data) = frame?.into_data() else { continue };
+            events += data.windows(6).filter(|six| *six == b"data: ").count() as u64;
+        }
+        if response.status() != 200 || events < TOKENS {
+            return Err(format!("{}: {events} events", response.status()).into());
+        }
+        times.push(start.elapsed());
+        sender.ready().await?;
+    }
+    Ok(times)
+}
+
+/// Waits until a request is served.
+async fn load_once(port: u16) -> Result<(), Failure> {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        match worker(port, 0, Instant::now() + Duration::from_millis(1)).await {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() > end => return Err(error),
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    }
+}
+
+/// The bare program: a prefill, then a decode whose bytes are passed on. It checks, counts, retries and limits nothing.
+async fn serve_bare(urls: &str) -> Result<(), Failure> {
+    let (prefill, decode) = urls.split_once(' ').ok_or("two URLs")?;
+    let (prefill, decode) = (format!("{prefill}/v1/completions"), format!("{decode}/v1/completions"));
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+    eprintln!("bare: listening on {}", listener.local_addr()?);
+    let mut connector = HttpConnector::new();
+    connector.set_nodelay(true);
+    let client: Client<_, Full<Bytes>> = Client::builder(TokioExecutor::new()).build(connector);
+    loop {
+        let (stream, _) = listener.accept().await?;
+        stream.set_nodelay(true)?;
+        let (client, prefill, decode) = (client.clone(), prefill.clone(), decode.clone());
+        tokio::spawn(async move {
+            let service = service_fn(|request| two_calls(&client, &prefill, &decode, request));
+            let served =
+                hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+            drop(served.await); // an error: the client has gone
+        });
+    }
+}
+
+async fn two_calls(
+    client: &Client<HttpConnector, Full<Bytes>>,
+    prefill: &str,
+    decode: &str,
+    request: Request<Incoming>,
+) -> Result<Response<BoxBody<Bytes, hyper::Error>>, Failure> {
+    let mut body: Value = serde_json::from_slice(&request.into_body().collect().await?.to_bytes())?;
+    let mut first = body.clone();
+    first["stream"] = false.into();
+    first["max_tokens"] = 1.into();
+    first["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    let post = |url: &str, body: &Value| {
+        Request::post(url)
+            .header("content-type", "application/json")
+            .header("x-request-id", "the-same")
+            .body(Full::new(Bytes::from(body.to_string())))
+    };
+    let answer = client.request(post(prefill, &first)?).await?.into_body().collect().await?.to_bytes();
+    let mut answer: Value = serde_json::from_slice(&answer)?;
+    body["kv_transfer_params"] = answer["kv_transfer_params"].take();
+    let response = client.request(post(decode, &body)?).await?;
+    Ok(response.map(|body| body.boxed()))
+}

@@ -1,0 +1,273 @@
+//! `kvx proxy`: the router of a prefill/decode fleet.
+
+use std::fs::File;
+use std::io::{IsTerminal as _, LineWriter, Write as _};
+use std::path::PathBuf;
+
+use kvx_proxy::{AccessLog, Choice, Connector, Finding, Pool, Setup};
+
+use crate::Result;
+
+/// The command lines of vLLM's proxies, and a file for everything.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// A TOML file with everything; flags win over it. It is read again on SIGHUP.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where to listen [default: 127.0.0.1].
+    #[arg(long)]
+    host: Option<String>,
+    /// Where to listen; 0 takes any free port [default: 8000].
+    #[arg(long)]
+    port: Option<u16>,
+    /// Hosts of prefill instances [default: localhost].
+    #[arg(long, alias = "prefiller-host", num_args = 1.., value_name = "HOST")]
+    prefiller_hosts: Vec<String>,
+    /// Their ports, one for each [default: 8100].
+    #[arg(long, alias = "prefiller-port", num_args = 1.., value_name = "PORT")]
+    prefiller_ports: Vec<u16>,
+    /// Hosts of decode instances [default: localhost].
+    #[arg(long, alias = "decoder-host", num_args = 1.., value_name = "HOST")]
+    decoder_hosts: Vec<String>,
+    /// Their ports, one for each [default: 8200].
+    #[arg(long, alias = "decoder-port", num_args = 1.., value_name = "PORT")]
+    decoder_ports: Vec<u16>,
+    /// A prefill instance, and where its Mooncake bootstrap server listens.
+    #[arg(long, num_args = 1..=2, value_names = ["URL", "BOOTSTRAP_PORT"])]
+    prefill: Vec<String>,
+    /// A decode instance.
+    #[arg(long, value_name = "URL")]
+    decode: Vec<String>,
+    /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that name none.
+    #[arg(long, value_name = "NAME")]
+    connector: Option<String>,
+    /// How instances are chosen: least-tokens, round-robin or prefix.
+    #[arg(long, value_name = "HOW")]
+    choice: Option<String>,
+    /// Send prompts of fewer tokens (estimated) to decode alone.
+    #[arg(long, value_name = "TOKENS")]
+    local_below: Option<u64>,
+    /// Where a JSON line per request goes: stdout, off, or a file.
+    #[arg(long, value_name = "FILE")]
+    access_log: Option<String>,
+    /// A file with a key a line; clients then need one of them.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// The certificate chain for clients, PEM.
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// Its private key, PEM.
+    #[arg(long, value_name = "FILE")]
+    tls_key: Option<PathBuf>,
+    /// Say what this means and what would not work now; serve nothing. Exit status 1 if something would not.
+    #[arg(long)]
+    check: bool,
+    /// Send the same prompts to two endpoints. Exit status 1 if an answer differs.
+    #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
+    compare: Vec<String>,
+    /// The model of `--compare` [default: the first endpoint's first].
+    #[arg(long, requires = "compare")]
+    model: Option<String>,
+    /// How many tokens each answer of `--compare` has.
+    #[arg(long, default_value_t = 24, requires = "compare")]
+    tokens: u32,
+}
+
+impl Arguments {
+    fn setup(&self) -> Result<Setup> {
+        let mut setup = match &self.config {
+            Some(path) => Setup::from_file(path)?,
+            None => Setup::default(),
+        }
+        .with_environment();
+        let hosts = !(self.prefiller_hosts.is_empty()
+            && self.prefiller_ports.is_empty()
+            && self.decoder_hosts.is_empty()
+            && self.decoder_ports.is_empty());
+        let urls = !(self.prefill.is_empty() && self.decode.is_empty());
+        if hosts && urls {
+            let words = "--prefill and --decode name the same instances as --prefiller-hosts and --decoder-hosts: use \
+                         one way or the other";
+            return Err(words.into());
+        }
+        if urls {
+            setup.pools = vec![Pool::from_urls(&self.prefill, &self.decode)?];
+        } else if hosts || self.config.is_none() {
+            setup.pools = vec![Pool::from_hosts_and_ports(
+                &self.prefiller_hosts,
+                &self.prefiller_ports,
+                &self.decoder_hosts,
+                &self.decoder_ports,
+            )?];
+        }
+        setup.host = self.host.clone().unwrap_or(setup.host);
+        setup.port = self.port.unwrap_or(setup.port);
+        if let Some(name) = &self.connector {
+            setup.connector = Connector::from_name(name)?;
+        }
+        if let Some(name) = &self.choice {
+            setup.choice = Choice::from_name(name)?;
+        }
+        setup.local_below = self.local_below.unwrap_or(setup.local_below);
+        if let Some(name) = &self.access_log {
+            setup.access_log = AccessLog::from_name(name);
+        }
+        setup.api_key_file = self.api_key_file.clone().or(setup.api_key_file);
+        setup.tls_cert = self.tls_cert.clone().or(setup.tls_cert);
+        setup.tls_key = self.tls_key.clone().or(setup.tls_key);
+        Ok(setup)
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    if let [one, other] = &arguments.compare[..] {
+        return runtime.block_on(compare(arguments, [one, other], out));
+    }
+    let setup = arguments.setup()?;
+    if arguments.check {
+        return check(&runtime.block_on(kvx_proxy::check(setup)), out);
+    }
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+    let scheme = if setup.tls_cert.is_some() { "https" } else { "http" };
+    let output = Box::new(out.get_ref().try_clone()?);
+    let reread = || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
+    let started = |address| eprintln!("kvx: listening on {scheme}://{address}");
+    let served = runtime.block_on(kvx_proxy::serve(setup, reread, output, started));
+    // A name may still be looked up, or a log be read by nobody.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+    Ok(served?)
+}
+
+fn check(found: &[Finding], out: &mut LineWriter<File>) -> Result<()> {
+    let mut failures = 0;
+    for finding in found {
+        match finding {
+            Finding::Means(words) => writeln!(out, "{words}")?,
+            Finding::Beware(words) => writeln!(out, "beware: {words}")?,
+            Finding::Fails(words) => {
+                failures += 1;
+                writeln!(out, "fails: {words}")?;
+            }
+        }
+    }
+    match failures {
+        0 => Ok(()),
+        1 => Err("one thing would not work".into()),
+        _ => Err(format!("{failures} things would not work").into()),
+    }
+}
+
+async fn compare(arguments: &Arguments, urls: [&String; 2], out: &mut LineWriter<File>) -> Result<()> {
+    let key = std::env::var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty());
+    let (mut prompts, mut different) = (0, 0);
+    let mut lines = Vec::new();
+    let each = |compared: &kvx_proxy::Compared| {
+        prompts += 1;
+        if compared.is_same() {
+            lines.push(format!("same       {:?}", compared.prompt));
+        } else {
+            different += 1;
+            lines.push(format!("DIFFERENT  {:?}", compared.prompt));
+            for (url, answer) in urls.iter().zip(&compared.answers) {
+                lines.push(match answer {
+                    Ok(text) => format!("  {url}: {text:?}"),
+                    Err(why) => format!("  {url}: no answer: {why}"),
+                });
+            }
+        }
+    };
+    let urls_ = [urls[0].as_str(), urls[1].as_str()];
+    let compared =
+        kvx_proxy::compare(urls_, arguments.model.as_deref(), arguments.tokens, key.as_deref(), each).await;
+    for line in &lines {
+        writeln!(out, "{line}")?;
+    }
+    compared?;
+    match different {
+        0 => Ok(writeln!(out, "{prompts} prompts, the same answers")?),
+        _ => Err(format!("{different} of {prompts} answers differ").into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn setup(line: &str) -> Result<Setup> {
+        let words = std::iter::once("proxy").chain(line.split_ascii_whitespace());
+        Program::try_parse_from(words)?.arguments.setup()
+    }
+
+    fn names(setup: &Setup) -> (Vec<&str>, Vec<&str>) {
+        let pool = &setup.pools[0];
+        let names = |of: &'_ [kvx_proxy::InstanceSetup]| {
+            of.iter().map(|one| one.name().to_owned()).collect::<Vec<_>>()
+        };
+        let leak = |names: Vec<String>| names.into_iter().map(|name| &*name.leak()).collect();
+        (leak(names(&pool.prefill)), leak(names(&pool.decode)))
+    }
+
+    #[test]
+    fn the_command_lines_of_vllms_guides_work() {
+        let same_host = setup(
+            "--port 8192 --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost --decoder-ports 8200",
+        )
+        .unwrap();
+        assert_eq!((same_host.port, &*same_host.host), (8192, "127.0.0.1"));
+        assert_eq!(names(&same_host), (vec!["localhost:8100"], vec!["localhost:8200"]));
+        let four_hosts = setup(
+            "--port 8192 --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 \
+             --decoder-hosts 10.0.0.3 10.0.0.4 --decoder-ports 8000 8000",
+        )
+        .unwrap();
+        let instances = (vec!["10.0.0.1:8000", "10.0.0.2:8000"], vec!["10.0.0.3:8000", "10.0.0.4:8000"]);
+        assert_eq!(names(&four_hosts), instances);
+        let mooncake = setup(
+            "--prefiller-host 10.0.0.1 --prefiller-port 8010 --decoder-host 10.0.0.2 --decoder-port 8020",
+        )
+        .unwrap();
+        assert_eq!(names(&mooncake), (vec!["10.0.0.1:8010"], vec!["10.0.0.2:8020"]));
+        assert_eq!(mooncake.port, 8000);
+        let defaults = setup("").unwrap();
+        assert_eq!(names(&defaults), (vec!["localhost:8100"], vec!["localhost:8200"]));
+    }
+
+    #[test]
+    fn the_command_line_of_mooncakes_proxy_works() {
+        let line = "--prefill http://10.0.0.1:8010 8998 --prefill http://10.0.0.2:8010 --decode http://10.0.0.3:8020 \
+                    --decode http://10.0.0.4:8020 --port 9000";
+        let setup = setup(line).unwrap();
+        let instances = (vec!["10.0.0.1:8010", "10.0.0.2:8010"], vec!["10.0.0.3:8020", "10.0.0.4:8020"]);
+        assert_eq!(names(&setup), instances);
+        let ports: Vec<_> = setup.pools[0].prefill.iter().map(|one| one.bootstrap_port).collect();
+        assert_eq!(ports, [Some(8998), None]);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let cases = [
+            ("--prefiller-hosts a b", "2 prefill hosts and 1 prefill ports"),
+            ("--prefill http://a:1 --decoder-hosts b", "one way or the other"),
+            ("--connector Nixl", "NixlConnector"),
+            ("--choice best", "least-tokens"),
+            ("--prefill a:1", "http://HOST:PORT"),
+        ];
+        for (line, words) in cases {
+            let error = setup(line).unwrap_err().to_string();
+            assert!(error.contains(words), "{line}: {error}");
+        }
+    }
+}

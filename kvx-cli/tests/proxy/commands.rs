@@ -1,0 +1,140 @@
+//! The command line: the toys' own, `--check`, `--compare`.
+
+use std::process::{Command, Output, Stdio};
+
+use kvx_instance::{Connector, Fault, Instance, Leg, Script, Settings, answer_to};
+use kvx_testkit::output;
+
+use crate::client::{CUT_OFF, Call, completion, prompt};
+use crate::fleet::{Proxy, SetupFile};
+use crate::recipes::COMPLETIONS;
+
+fn kvx_proxy(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    output(command.arg("proxy").args(arguments).stdin(Stdio::null()), CUT_OFF * 3)
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+async fn serves(proxy: &Proxy, prefill: &mut [Instance], decode: &mut [Instance]) {
+    proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
+    let requests = (prefill.len().max(decode.len()) * 2) as u64;
+    for count in 0..requests {
+        let prompt = prompt(&format!("toy {count}"), 30);
+        let answer = Call::post(proxy.port, COMPLETIONS, &completion(&prompt, 4)).send().await;
+        assert_eq!(answer.texts(), [answer_to(&prompt, 4)]);
+    }
+    let prefills: Vec<_> = prefill.iter_mut().map(|instance| instance.report().prefills).collect();
+    let decodes: Vec<_> = decode.iter_mut().map(|instance| instance.report().decodes).collect();
+    assert_eq!((prefills.iter().sum::<u64>(), decodes.iter().sum::<u64>()), (requests, requests));
+    assert!(prefills.iter().chain(&decodes).all(|count| *count > 0), "{prefills:?} {decodes:?}");
+    assert!(prefill.iter_mut().chain(decode).all(|instance| instance.violations().is_empty()));
+}
+
+fn start(count: usize, connector: Connector) -> Vec<Instance> {
+    (0..count).map(|_| Instance::start(Settings { connector, ..Settings::default() })).collect()
+}
+
+pub(crate) async fn the_command_line_of_toy_proxy_server_works_as_it_is() {
+    let (mut prefill, mut decode) = (start(2, Connector::Pull), start(2, Connector::Pull));
+    let port = |instance: &Instance| instance.port().to_string();
+    for (p, d) in [("s", "s"), ("", "")] {
+        let flags = [
+            format!("--prefiller-host{p}"),
+            format!("--prefiller-port{p}"),
+            format!("--decoder-host{d}"),
+            format!("--decoder-port{d}"),
+        ];
+        let (p0, p1, d0, d1) = (port(&prefill[0]), port(&prefill[1]), port(&decode[0]), port(&decode[1]));
+        let arguments = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            &flags[0],
+            "127.0.0.1",
+            "127.0.0.1",
+            &flags[1],
+            &p0,
+            &p1,
+            &flags[2],
+            "127.0.0.1",
+            "localhost",
+            &flags[3],
+            &d0,
+            &d1,
+        ];
+        let proxy = Proxy::start(&arguments, &[]);
+        prefill.iter_mut().chain(&mut decode).for_each(Instance::restart);
+        serves(&proxy, &mut prefill, &mut decode).await;
+    }
+    let odd = kvx_proxy(&[
+        "--port",
+        "0",
+        "--prefiller-hosts",
+        "a",
+        "b",
+        "--prefiller-ports",
+        "1",
+        "--decoder-ports",
+        "2",
+    ]);
+    assert!(!odd.status.success() && said(&odd).contains("prefill"), "{}", said(&odd));
+}
+
+pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_as_it_is() {
+    let (mut prefill, mut decode) = (start(2, Connector::Mooncake), start(1, Connector::Mooncake));
+    let (urls, bootstraps): (Vec<_>, Vec<_>) =
+        prefill.iter().map(|instance| (instance.url(), instance.bootstrap_port().to_string())).unzip();
+    let url = decode[0].url();
+    let arguments = [
+        "--port",
+        "0",
+        "--prefill",
+        &urls[0],
+        &bootstraps[0],
+        "--prefill",
+        &urls[1],
+        &bootstraps[1],
+        "--decode",
+        &url,
+    ];
+    let proxy = Proxy::start(&arguments, &[]);
+    serves(&proxy, &mut prefill, &mut decode).await;
+}
+
+pub(crate) async fn check_says_what_a_set_up_means_and_what_would_not_work() {
+    let (prefill, decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
+    let good =
+        format!("[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill[0].url(), decode[0].url());
+    let file = SetupFile::new(&good);
+    let output = kvx_proxy(&["--config", file.path(), "--check"]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains(&prefill[0].url()[7..]), "{}", said(&output));
+    let gone = "http://127.0.0.1:1";
+    for (wrong, word) in [
+        (good.replace(&decode[0].url(), gone), "127.0.0.1:1"),
+        (good.replace("prefill", "prefil"), "prefil"),
+        (good.replace("http://", "ftp://"), "ftp"),
+        (format!("porrt = 1\n{good}"), "porrt"),
+        ("[[pool]]\n".to_owned(), "prefill"),
+    ] {
+        file.write(&wrong);
+        let output = kvx_proxy(&["--config", file.path(), "--check"]);
+        assert_eq!(output.status.code(), Some(1), "{wrong}: {}", said(&output));
+        assert!(said(&output).contains(word), "{wrong}: {}", said(&output));
+    }
+}
+
+pub(crate) async fn compare_tells_equal_endpoints_from_others() {
+    let (one, mut two) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let (first, second) = (one.url(), two.url());
+    let output = kvx_proxy(&["--compare", &first, &second]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    two.script(Script { leg: Some(Leg::Alone), times: 1, fault: Fault::Status(500) });
+    let output = kvx_proxy(&["--compare", &first, &second]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(one.port() > 0);
+}

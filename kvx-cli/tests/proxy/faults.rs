@@ -1,0 +1,270 @@
+//! Instances that fail, one fault at a time: what the client gets, and what becomes of the blocks.
+
+use std::time::{Duration, Instant};
+
+use kvx_instance::{Connector, Fault, Instance, Leg, Lie, Pace, Report, Script, Settings, answer_to};
+
+use crate::client::{Call, completion, prompt, streamed};
+use crate::fleet::Plan;
+use crate::recipes::COMPLETIONS;
+
+/// Short enough for a test, and nobody is thrown out on the way.
+const PATIENT: &str = "[timeouts]\nconnect = \"500ms\"\nprefill = \"700ms\"\nfirst_byte = \"700ms\"\nidle = \"700ms\"\n\
+                       [health]\nevery = \"60s\"\neject_after = 1000\n[retries]\nbudget = 1.0\n";
+
+fn once(leg: Leg, fault: Fault) -> Script {
+    Script { leg: Some(leg), times: 1, fault }
+}
+
+fn sum(instances: &mut [Instance], field: fn(&Report) -> u64) -> u64 {
+    instances.iter_mut().map(|instance| field(&instance.report())).sum()
+}
+
+pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
+    for fault in [
+        Fault::Status(500),
+        Fault::Status(503),
+        Fault::CloseFirst,
+        Fault::HangFirst,
+        Fault::Lie(Lie::NoJson),
+        Fault::Lie(Lie::ErrorWith200),
+        Fault::Lie(Lie::Empty),
+    ] {
+        let mut fleet = Plan::of(2, 1, &Settings::default()).setup(PATIENT).start().await;
+        // Only the first of the two instances fails; requests go to both of them in turn or by load.
+        fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: fault.clone() });
+        for count in 0..3 {
+            let prompt = prompt(&format!("{fault:?} {count}"), 30);
+            let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+            assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{fault:?}");
+        }
+        let retries = fleet.proxy.metric("kvx_proxy_retries_total", "leg=\"prefill\"").await;
+        assert_eq!(retries, 1.0, "{fault:?}");
+        assert_eq!(sum(&mut fleet.decode, |report| report.decodes), 3, "{fault:?}");
+    }
+}
+
+pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
+    for lie in [Lie::NoRequestId, Lie::BothFlags, Lie::NoObject, Lie::OtherHost, Lie::Huge] {
+        let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
+        fleet.prefill[0].script(once(Leg::Prefill, Fault::Lie(lie)));
+        let prompt = prompt(&format!("{lie:?}"), 60);
+        let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+        match answer.status {
+            200 => assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{lie:?}"),
+            _ => assert!(answer.json()["error"]["message"].is_string(), "{lie:?}: {}", answer.text()),
+        }
+        assert_eq!(fleet.decode[0].violations(), Vec::<String>::new(), "{lie:?}");
+        let after = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+        assert_eq!(after.texts(), [answer_to(&prompt, 4)], "{lie:?}");
+    }
+}
+
+pub(crate) async fn a_decode_that_took_nothing_is_replaced_with_the_same_blocks() {
+    for refuses in [true, false] {
+        let mut fleet = Plan::of(1, 2, &Settings::default()).setup(PATIENT).start().await;
+        // Which of the two is asked first is the router's choice: both say 503 once, or one refuses connections.
+        if refuses {
+            fleet.decode[0].listen(false);
+        } else {
+            fleet.decode[0].script(once(Leg::Decode, Fault::Status(503)));
+        }
+        for count in 0..3 {
+            let prompt = prompt(&format!("{refuses} {count}"), 30);
+            let stream =
+                Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+            assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
+        }
+        let report = fleet.prefill[0].report();
+        assert_eq!(
+            (report.prefills, report.read, report.pinned),
+            (3, 3, 0),
+            "no prefill was made twice: {refuses}"
+        );
+        let retries = fleet.proxy.metric("kvx_proxy_retries_total", "leg=\"decode\"").await;
+        assert!(retries >= 1.0, "{refuses}: {retries}");
+    }
+}
+
+pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_prefill() {
+    for (fault, streams) in [
+        (Fault::CloseFirst, false),
+        (Fault::HangFirst, false),
+        (Fault::CloseFirst, true),
+        (Fault::HangFirst, true),
+        (Fault::CloseAfter(0), true),
+        (Fault::HangAfter(0), true),
+    ] {
+        let mut fleet = Plan::of(1, 2, &Settings::default()).setup(PATIENT).start().await;
+        fleet.decode[0].script(once(Leg::Decode, fault.clone()));
+        let mut seen_fault = false;
+        for count in 0..3 {
+            let prompt = prompt(&format!("{fault:?} {streams} {count}"), 30);
+            let before = fleet.prefill[0].report().prefills;
+            if streams {
+                let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
+                    .open()
+                    .await
+                    .read_out()
+                    .await;
+                assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{fault:?}: {stream:?}");
+            } else {
+                let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+                assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{fault:?}");
+            }
+            seen_fault |= fleet.prefill[0].report().prefills == before + 2;
+        }
+        assert!(seen_fault, "{fault:?}: one request had two prefills");
+        let report = fleet.prefill[0].report();
+        assert_eq!((report.prefills, report.read, report.pinned), (4, 4, 0), "{fault:?}");
+    }
+}
+
+pub(crate) async fn both_legs_at_once_fail_together() {
+    for connector in [Connector::Push, Connector::Mooncake] {
+        let settings = Settings { connector, ..Settings::default() };
+        let name = match connector {
+            Connector::Push => "connector = \"NixlPushConnector\"",
+            _ => "connector = \"MooncakeConnector\"",
+        };
+        let mut fleet = Plan::of(2, 2, &settings).setup(PATIENT).pool(name).start().await;
+        for (leg, fault) in [
+            (Leg::Prefill, Fault::Status(500)),
+            (Leg::Prefill, Fault::CloseFirst),
+            (Leg::Decode, Fault::Status(503)),
+            (Leg::Decode, Fault::CloseFirst),
+        ] {
+            let instances = if leg == Leg::Prefill { &mut fleet.prefill } else { &mut fleet.decode };
+            instances[0].clear_scripts();
+            instances[0].script(once(leg, fault.clone()));
+            for count in 0..3 {
+                let prompt = prompt(&format!("{connector:?} {fault:?} {count}"), 30);
+                let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+                match answer.status {
+                    200 => {
+                        assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{connector:?} {leg:?} {fault:?}")
+                    }
+                    status => assert!(status >= 500, "{connector:?} {leg:?} {fault:?}: {status}"),
+                }
+            }
+        }
+        fleet.wait_until_idle(); // no leg waits for the other one for ever
+    }
+}
+
+pub(crate) async fn retries_have_a_budget() {
+    let setup = "[health]\nevery = \"60s\"\neject_after = 1000000\n[retries]\nattempts = 3\nbudget = 0.1\n";
+    let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
+    for prefill in &mut fleet.prefill {
+        prefill.script(Script { leg: Some(Leg::Prefill), times: u32::MAX, fault: Fault::Status(500) });
+    }
+    let requests = 100;
+    for _ in 0..requests {
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("a sick fleet, a sick fleet", 2)).send().await;
+        assert!(answer.status >= 500, "{}", answer.text());
+    }
+    let tries: usize = fleet.prefill.iter_mut().map(|p| crate::recipes::seen(p, Leg::Prefill).len()).sum();
+    assert!(tries <= requests + requests / 10 + 12, "{tries} tries of {requests} requests");
+    assert!(tries > requests, "there were some");
+    assert!(fleet.proxy.metric("kvx_proxy_retries_denied_total", "").await > 0.0);
+}
+
+pub(crate) async fn an_instance_that_fails_is_ejected_and_tried_again() {
+    let setup =
+        "[health]\nevery = \"60s\"\neject_after = 3\neject_for = \"500ms\"\n[retries]\nbudget = 1.0\n";
+    let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
+    fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 3, fault: Fault::Status(500) });
+    let ask = async |port| Call::post(port, COMPLETIONS, &completion("eject me, eject me", 2)).send().await;
+    let end = Instant::now() + Duration::from_secs(5);
+    while fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await == 0.0 {
+        assert!(Instant::now() < end, "never ejected");
+        assert_eq!(ask(fleet.port()).await.status, 200);
+    }
+    let failed = crate::recipes::seen(&mut fleet.prefill[0], Leg::Prefill).len();
+    assert_eq!(failed, 3);
+    assert_eq!(ask(fleet.port()).await.status, 200);
+    assert_eq!(
+        crate::recipes::seen(&mut fleet.prefill[0], Leg::Prefill).len(),
+        failed,
+        "it gets nothing meanwhile"
+    );
+    let end = Instant::now() + Duration::from_secs(5);
+    while fleet.prefill[0].report().prefills == 0 {
+        assert!(Instant::now() < end, "never tried again");
+        assert_eq!(ask(fleet.port()).await.status, 200);
+        tokio::time::sleep(Duration::from_millis(20)).await; // between looks, never in place of one
+    }
+}
+
+pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency() {
+    let setup = "[health]\nevery = \"100ms\"\ntimeout = \"2s\"\n";
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
+    fleet.prefill[0].pace(Pace { prefill_ms: 300, token_ms: 0 });
+    fleet.decode[0].pace(Pace { prefill_ms: 0, token_ms: 100 });
+    for _ in 0..4 {
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("slow, but alone", 2))
+            .open()
+            .await
+            .read_out()
+            .await;
+        assert!(stream.is_whole(), "{stream:?}");
+    }
+    assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
+}
+
+pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
+    let setup = "[limits]\nin_flight = 2\nqueue = 2\nqueue_wait = \"20s\"\n";
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
+    fleet.prefill[0].pace(Pace { prefill_ms: 20_000, token_ms: 0 });
+    let call = || {
+        Call::post(fleet.proxy.port, COMPLETIONS, &completion("queue, queue", 2))
+            .limit(Duration::from_secs(30))
+    };
+    let waiting: Vec<_> = (0..4).map(|_| tokio::spawn(call().try_send())).collect();
+    fleet
+        .proxy
+        .wait_until("/metrics", "two wait", |_, text| text.lines().any(|line| line == "kvx_proxy_queued 2"))
+        .await;
+    let refused = call().send().await;
+    assert_eq!(refused.status, 503, "{}", refused.text());
+    assert!(
+        refused.header("retry-after").parse::<u64>().is_ok_and(|seconds| seconds > 0),
+        "{:?}",
+        refused.headers
+    );
+    waiting.iter().for_each(tokio::task::JoinHandle::abort);
+    fleet.prefill[0].pace(Pace::default());
+    fleet
+        .proxy
+        .wait_until("/metrics", "none is left", |_, text| text.contains("kvx_proxy_in_flight 0"))
+        .await;
+    assert_eq!(call().send().await.status, 200, "who went away holds no place");
+}
+
+pub(crate) async fn blocks_that_nobody_can_read_any_more_are_free_by_their_lease() {
+    let settings = Settings { lease_ms: 700, ..Settings::default() };
+    let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
+    fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 10, fault: Fault::Status(503) });
+    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("left over, left over", 2)).send().await;
+    assert!(answer.status >= 500, "{}", answer.text());
+    let report = fleet.prefill[0].wait_until("the lease ends", |report| report.pinned == 0);
+    assert!(report.expired >= 1 && report.expired == report.prefills, "{report:?}");
+}
+
+pub(crate) async fn a_stopped_instance_costs_its_requests_their_time_out_and_no_more() {
+    let mut fleet = Plan::of(2, 2, &Settings::default()).setup(PATIENT).start().await;
+    fleet.prefill[0].stop();
+    fleet.decode[0].stop();
+    for count in 0..4 {
+        let prompt = prompt(&format!("stopped {count}"), 30);
+        let start = Instant::now();
+        let stream =
+            Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+        assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    }
+    fleet.prefill[0].go_on();
+    fleet.decode[0].go_on();
+    fleet.wait_until_idle();
+}

@@ -1,0 +1,91 @@
+//! Fetches blocks from another instance: what stands for the side channel and the fabric.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Full};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+
+use crate::params::Source;
+
+/// How long blocks that are not computed yet are waited for.
+const WATCHDOG: Duration = Duration::from_secs(20);
+/// How long another instance that is there may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// What a decode gets of what it has been told to fetch.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Fetched {
+    Cache(u64),
+    /// The blocks were read before, or are free: a real engine reads them without a notice.
+    Stale,
+    /// The other side is not there, or another engine is in its place.
+    Unreachable(String),
+}
+
+pub(crate) async fn fetch(source: &Source, handshake: Duration) -> Fetched {
+    match try_fetch(source).await {
+        Ok((StatusCode::OK, answer)) => match answer["cache"].as_u64() {
+            Some(cache) => Fetched::Cache(cache),
+            None => Fetched::Unreachable(format!("it answered {answer}")),
+        },
+        Ok((StatusCode::NOT_FOUND, _)) => Fetched::Stale,
+        Ok((status, answer)) => Fetched::Unreachable(format!("{status}: {answer}")),
+        Err(error) => {
+            tokio::time::sleep(handshake).await; // vLLM asks again and again, as long
+            Fetched::Unreachable(error)
+        }
+    }
+}
+
+async fn try_fetch(source: &Source) -> Result<(StatusCode, Value), String> {
+    let mut port = source.port;
+    if source.bootstrap {
+        let (_, answer) =
+            within(ANSWER, call(Method::GET, &source.host, port, "/query", Value::Null)).await?;
+        let ranks = answer.as_object().ok_or("the bootstrap server answered no object")?;
+        let rank = ranks
+            .values()
+            .find(|rank| rank["engine_id"] == source.engine.as_str())
+            .ok_or("the bootstrap server knows no such engine")?;
+        let address = rank["worker_addr"]["0"]["0"].as_str().unwrap_or_default();
+        port = address
+            .rsplit_once(':')
+            .and_then(|(_, port)| port.parse().ok())
+            .ok_or("the bootstrap server names no worker")?;
+    }
+    let wanted = json!({"name": source.name, "engine_id": source.engine, "waits": source.waits});
+    let limit = if source.waits { WATCHDOG } else { ANSWER };
+    within(limit, call(Method::POST, &source.host, port, "/kv/read", wanted)).await
+}
+
+async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    tokio::time::timeout(limit, call).await.map_err(|_| "it did not answer in time".to_owned())?
+}
+
+async fn call(
+    method: Method,
+    host: &str,
+    port: u16,
+    path: &str,
+    body: Value,
+) -> Result<(StatusCode, Value), String> {
+    let said = |error: &dyn std::fmt::Display| error.to_string();
+    let stream = tokio::net::TcpStream::connect((host, port)).await.map_err(|error| said(&error))?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|error| said(&error))?;
+    let connection = tokio::spawn(connection);
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header("host", host)
+        .body(Full::new(Bytes::from(body.to_string())))
+        .map_err(|error| said(&error))?;
+    let response = sender.send_request(request).await.map_err(|error| said(&error))?;
+    let status = response.status();
+    let body = response.into_body().collect().await.map_err(|error| said(&error))?.to_bytes();
+    connection.abort();
+    Ok((status, serde_json::from_slice(&body).unwrap_or(Value::Null)))
+}

@@ -1,0 +1,157 @@
+//! What an instance holds: its settings, scripts, blocks and counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+
+use crate::blocks::Blocks;
+use crate::settings::{Fault, Leg, Line, Pace, Report, Script, Seen, Settings};
+
+pub(crate) struct State {
+    pub(crate) settings: Settings,
+    /// Where it serves, with its side channel.
+    pub(crate) port: u16,
+    engine: String,
+    inner: Mutex<Inner>,
+    /// Something was published.
+    pub(crate) published: Notify,
+    /// Whether it listens; connections end when it no longer does.
+    pub(crate) listens: watch::Sender<bool>,
+    pub(crate) connections: AtomicU64,
+    ids: AtomicU64,
+}
+
+pub(crate) struct Inner {
+    pub(crate) scripts: Vec<Script>,
+    pub(crate) pace: Pace,
+    pub(crate) health: Option<u16>,
+    pub(crate) blocks: Blocks,
+    pub(crate) counts: Report,
+    /// Its engine has stopped.
+    pub(crate) dead: bool,
+}
+
+impl State {
+    pub(crate) fn new(settings: Settings, port: u16) -> Arc<Self> {
+        let inner = Inner {
+            scripts: Vec::new(),
+            pace: settings.pace,
+            health: Some(200),
+            blocks: Blocks::new(Duration::from_millis(settings.lease_ms)),
+            counts: Report::default(),
+            dead: false,
+        };
+        // A process that takes the place of another one on its port is another engine.
+        let engine = format!("engine-{port}-{}", std::process::id());
+        Arc::new(State {
+            settings,
+            port,
+            engine,
+            inner: Mutex::new(inner),
+            published: Notify::new(),
+            listens: watch::Sender::new(true),
+            connections: AtomicU64::new(0),
+            ids: AtomicU64::new(1),
+        })
+    }
+
+    #[expect(clippy::expect_used, reason = "a panic ends the process of a test")]
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("nothing panics with it")
+    }
+
+    /// The engine of a data parallel rank.
+    pub(crate) fn engine(&self, rank: u32) -> String {
+        match self.settings.dp_size {
+            1 => self.engine.clone(),
+            _ => format!("{}_dp{rank}", self.engine),
+        }
+    }
+
+    /// A request's id within the engine: what clients see, and eight characters.
+    pub(crate) fn internal_id(&self, outer: &str) -> String {
+        let count = self.ids.fetch_add(1, Ordering::Relaxed);
+        format!("{outer}-{:08x}", count.wrapping_mul(0x9e37_79b1) & 0xffff_ffff)
+    }
+
+    /// The router has broken a rule. What would stop the engine stops it.
+    pub(crate) fn violation(&self, sentence: &str, stops: bool) {
+        self.lock().dead |= stops;
+        say(&Line::Violation(format!("{}: {sentence}", self.engine)));
+    }
+
+    /// What goes wrong with a request, if anything.
+    pub(crate) fn fault(&self, leg: Leg) -> Option<Fault> {
+        let mut inner = self.lock();
+        let fits = |script: &&mut Script| script.times > 0 && script.leg.is_none_or(|wanted| wanted == leg);
+        let script = inner.scripts.iter_mut().find(fits)?;
+        script.times -= 1;
+        Some(script.fault.clone())
+    }
+
+    pub(crate) fn note(&self, seen: Seen) {
+        let mut inner = self.lock();
+        if inner.counts.seen.len() >= self.settings.keeps {
+            inner.counts.seen.clear(); // what a test looks at is what came last
+        }
+        if self.settings.keeps > 0 {
+            inner.counts.seen.push(seen);
+        }
+    }
+
+    pub(crate) fn report(&self) -> Report {
+        let mut inner = self.lock();
+        inner.blocks.sweep();
+        let (read, pinned, expired) = inner.blocks.counts();
+        let connections = self.connections.load(Ordering::Relaxed);
+        Report { read, pinned, expired, connections, ..inner.counts.clone() }
+    }
+}
+
+/// A request that is worked on. Dropped before it is completed, it was aborted.
+pub(crate) struct Running {
+    state: Arc<State>,
+    leg: Leg,
+    completed: bool,
+}
+
+impl Running {
+    pub(crate) fn new(state: &Arc<State>, leg: Leg) -> Self {
+        state.lock().counts.running += 1;
+        Running { state: state.clone(), leg, completed: false }
+    }
+
+    pub(crate) fn complete(mut self) {
+        self.completed = true;
+        let counts = &mut self.state.lock().counts;
+        match self.leg {
+            Leg::Prefill => counts.prefills += 1,
+            Leg::Decode => counts.decodes += 1,
+            Leg::Alone => counts.alone += 1,
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let counts = &mut self.state.lock().counts;
+        counts.running -= 1;
+        match self.leg {
+            _ if self.completed => {}
+            Leg::Prefill => counts.aborted_prefills += 1,
+            Leg::Decode | Leg::Alone => counts.aborted_decodes += 1,
+        }
+    }
+}
+
+/// Says a line to the test.
+#[expect(clippy::expect_used, reason = "a panic ends the process of a test")]
+pub(crate) fn say(line: &Line) {
+    use std::io::Write as _;
+    let mut text = serde_json::to_vec(line).expect("lines are JSON");
+    text.push(b'\n');
+    let mut out = std::io::stdout().lock();
+    out.write_all(&text).and_then(|()| out.flush()).ok(); // an error: the test has gone
+}

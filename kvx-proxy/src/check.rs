@@ -1,0 +1,99 @@
+//! What a set-up means, and what of it would not work now.
+
+use std::sync::Arc;
+
+use hyper::header::{AUTHORIZATION, HeaderMap};
+
+use crate::fleet::Fleet;
+use crate::fleet::instance::{Instance, Kind, Role};
+use crate::fleet::watch;
+use crate::log::Access;
+use crate::relay::core::{Core, Live};
+use crate::setup::{AccessLog, Connector, Finding, Setup};
+
+/// All [findings](Setup::findings), and what the instances say when they are asked now. Serves nothing.
+pub async fn check(setup: Setup) -> Vec<Finding> {
+    let mut found = setup.findings();
+    let live = match Live::new(setup.clone(), None) {
+        Ok(live) => live,
+        Err(error) => {
+            let failed = Finding::Fails(error.to_string());
+            if !found.contains(&failed) {
+                found.push(failed);
+            }
+            return found;
+        }
+    };
+    if let Err(error) = tokio::net::lookup_host((setup.host.as_str(), setup.port)).await {
+        found.push(Finding::Fails(format!("cannot listen on {}: {error}", setup.host)));
+    }
+    let Ok(access) = Access::open(&AccessLog::Off, Box::new(std::io::sink())) else { return found };
+    let (core, _none_works) = Core::new(live, access);
+    let core = Arc::new(core);
+    let live = core.live();
+    watch::round(&core, &live, watch::Look::Everything).await;
+    for one in live.fleet.all() {
+        found.push(instance(&live, one).await);
+    }
+    pairs(&live.fleet, &mut found);
+    found
+}
+
+async fn instance(live: &Live, one: &Instance) -> Finding {
+    let (role, name) = (one.role.as_str(), one.name());
+    if one.state.is_down() {
+        let why = one.state.last_fault().unwrap_or_else(|| "it does not answer".to_owned());
+        return Finding::Fails(format!("{role} {name}: {why}"));
+    }
+    let headers: HeaderMap = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
+    let timeout = live.setup.health.timeout;
+    let models = live.upstream.get_json(&one.setup, "/v1/models", headers, timeout).await;
+    if let Ok((status, _)) = &models
+        && matches!(status.as_u16(), 401 | 403)
+    {
+        return Finding::Beware(format!(
+            "{role} {name} wants a key: set OPENAI_API_KEY, or its models are not known and clients must send theirs"
+        ));
+    }
+    let models = one.state.models.cards();
+    let models = match models.len() {
+        0 => "says nothing of its models".to_owned(),
+        _ => format!("serves {}", models.keys().cloned().collect::<Vec<_>>().join(", ")),
+    };
+    let connector = live.fleet.pools[one.pool].connector;
+    let recipe = match (one.role, connector, one.state.kind()) {
+        (Role::Prefill, Connector::Auto, Kind::Mooncake(ranks)) => {
+            format!(", has a Mooncake bootstrap server with {} ranks: MooncakeConnector", ranks.len())
+        }
+        (Role::Prefill, Connector::Auto, _) => ", has no Mooncake bootstrap server: NixlConnector".to_owned(),
+        _ => String::new(),
+    };
+    Finding::Means(format!("{role} {name} is up, {models}{recipe}"))
+}
+
+/// Models that only one side of a pool serves.
+fn pairs(fleet: &Fleet, found: &mut Vec<Finding>) {
+    for (place, pool) in fleet.pools.iter().enumerate() {
+        for (role, other) in [(Role::Prefill, Role::Decode), (Role::Decode, Role::Prefill)] {
+            let of = |role| fleet.of(role).iter().filter(move |one| one.pool == place);
+            if of(other).next().is_none() {
+                continue;
+            }
+            let mut names: Vec<String> = of(role)
+                .flat_map(|one| one.state.models.cards().keys().cloned().collect::<Vec<_>>())
+                .collect();
+            names.sort();
+            names.dedup();
+            for name in names {
+                let bit = fleet.names.bit(&name);
+                if !of(other).any(|one| one.state.models.serve(bit)) {
+                    found.push(Finding::Beware(format!(
+                        "pool {}: model {name} is served by {} instances only: nothing of it is disaggregated",
+                        pool.name,
+                        role.as_str()
+                    )));
+                }
+            }
+        }
+    }
+}

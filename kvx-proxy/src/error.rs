@@ -1,0 +1,47 @@
+//! Why something could not be done, in words.
+
+use std::fmt;
+
+/// A set-up that cannot be used, or a socket or file that could not be opened: a sentence that says what to do.
+///
+/// ```
+/// let error = kvx_proxy::Setup::from_toml("prot = 8000").unwrap_err();
+/// assert!(error.to_string().contains("prot"));
+/// ```
+#[derive(Debug)]
+pub struct Error {
+    sentence: String,
+    source: Option<std::io::Error>,
+}
+
+/// What this crate's functions give.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub(crate) fn new(sentence: impl Into<String>) -> Self {
+        Error { sentence: sentence.into(), source: None }
+    }
+
+    pub(crate) fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
+        Error { sentence: format!("{doing}: {source}"), source: Some(source) }
+    }
+}
+
+impl From<String> for Error {
+    /// A sentence of the caller's, for what it could not do to make a set-up.
+    fn from(sentence: String) -> Self {
+        Error::new(sentence)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|source| source as _)
+    }
+}

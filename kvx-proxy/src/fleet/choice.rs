@@ -1,0 +1,141 @@
+//! Which of several instances gets a request.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use super::instance::{InFlight, Instance};
+use crate::setup::Choice;
+
+/// How much more than its share an instance may have to do before prefix affinity leaves it.
+const BOUND: f64 = 1.25;
+
+/// What a request needs of an instance.
+pub(crate) struct Wanted<'a> {
+    /// How many tokens it is, estimated.
+    pub(crate) tokens: u64,
+    /// A hash of the beginning of its prompt.
+    pub(crate) prefix: u64,
+    /// The model's [bit](super::models::ModelNames::bit), if it names one.
+    pub(crate) model: Option<u64>,
+    /// Who has failed it already: taken only if there is nobody else.
+    pub(crate) avoid: &'a [Arc<Instance>],
+    pub(crate) now: Instant,
+}
+
+/// Where round robin and the breaking of ties stand.
+#[derive(Debug, Default)]
+pub(crate) struct Turns {
+    next: AtomicU64,
+    pass: AtomicU64,
+}
+
+const STRIDE: f64 = 65536.0;
+
+/// Gives the request to one of `instances` that `fits`, if any may be asked.
+pub(super) fn choose(
+    instances: &[Arc<Instance>],
+    turns: &Turns,
+    choice: Choice,
+    wanted: &Wanted<'_>,
+    eject_for: Duration,
+    fits: impl Fn(&Instance) -> bool,
+) -> Option<InFlight> {
+    let avoided =
+        |one: &Arc<Instance>| wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state));
+    let may = |one: &Arc<Instance>| {
+        !one.setup.draining
+            && one.state.is_open(wanted.now)
+            && wanted.model.is_none_or(|model| one.state.models.serve(model))
+            && fits(one)
+    };
+    // A trial that somebody else has just taken is gone for us: look again, but not for ever.
+    for _ in 0..4 {
+        let first = best(instances, turns, choice, wanted, |one| may(one) && !avoided(one));
+        let best = first.or_else(|| match wanted.avoid {
+            [] => None,
+            _ => best(instances, turns, choice, wanted, may),
+        });
+        if let Some(taken) = best?.take(wanted.tokens, wanted.now, eject_for) {
+            return Some(taken);
+        }
+    }
+    None
+}
+
+fn best<'a>(
+    instances: &'a [Arc<Instance>],
+    turns: &Turns,
+    choice: Choice,
+    wanted: &Wanted<'_>,
+    may: impl Fn(&Arc<Instance>) -> bool,
+) -> Option<&'a Arc<Instance>> {
+    let load = |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
+    match choice {
+        Choice::LeastTokens => {
+            // Equal ones take turns.
+            let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
+            let (before, after) = instances.split_at(start);
+            least(after.iter().chain(before).filter(|one| may(one)), load)
+        }
+        Choice::RoundRobin => {
+            let best =
+                least(instances.iter().filter(|one| may(one)), |one| one.state.pass.load(Relaxed) as f64)?;
+            // Whoever was away is not behind: it takes part from now on.
+            let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
+            turns.pass.store(pass, Relaxed);
+            best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
+            Some(best)
+        }
+        Choice::Prefix => {
+            let (mut tokens, mut weights) = (wanted.tokens, 0.0);
+            for one in instances.iter().filter(|one| may(one)) {
+                tokens += one.state.outstanding();
+                weights += one.setup.weight;
+            }
+            let bound = (tokens as f64 / weights * BOUND).max(0.0);
+            // A request alone never exceeds its own bound on an idle instance.
+            let within =
+                |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
+            let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
+            least(instances.iter().filter(|one| within(one)), near)
+                // All have so little to do that this request alone is beyond a share.
+                .or_else(|| least(instances.iter().filter(|one| may(one)), load))
+        }
+    }
+}
+
+/// Rendezvous hashing: each prefix orders the instances in its own way, which changes little when one comes or goes.
+fn distance(mixed: u64, one: &Instance) -> f64 {
+    // From 2^-53 to 1, so that the logarithm is finite.
+    let uniform = ((mix(mixed) >> 11) + 1) as f64 / (1u64 << 53) as f64;
+    -uniform.ln() / one.setup.weight
+}
+
+/// The last steps of splitmix64: every bit depends on all.
+fn mix(mut bits: u64) -> u64 {
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}
+
+/// A hash that is the same in every build and process: several proxies beside each other agree.
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
+    mix(bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    }))
+}
+
+fn least<'a>(
+    of: impl Iterator<Item = &'a Arc<Instance>>,
+    by: impl Fn(&Instance) -> f64,
+) -> Option<&'a Arc<Instance>> {
+    let mut best: Option<(f64, &Arc<Instance>)> = None;
+    for one in of {
+        let score = by(one);
+        if best.is_none_or(|(least, _)| score < least) {
+            best = Some((score, one));
+        }
+    }
+    best.map(|(_, one)| one)
+}

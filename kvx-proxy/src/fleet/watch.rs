@@ -1,0 +1,162 @@
+//! Watches over the instances: whether they are well, what they serve, and which recipe they need.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::Uri;
+use hyper::header::{AUTHORIZATION, HeaderMap};
+use kvx_connector::params::recipe::concurrent::MooncakeTarget;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::instance::{Instance, Kind, Reason, Role};
+use crate::relay::core::{Core, Live};
+use crate::setup::{Connector, InstanceSetup};
+use crate::upstream::Fault;
+
+/// Where a Mooncake bootstrap server listens if nothing else is said.
+const BOOTSTRAP_PORT: u16 = 8998;
+
+/// Looks after all instances, for ever.
+pub(crate) async fn watch(core: Arc<Core>) {
+    let mut models_at = Instant::now();
+    loop {
+        let live = core.live();
+        let models = Instant::now() >= models_at;
+        if models {
+            models_at = Instant::now() + live.setup.health.models_every;
+        }
+        round(&core, &live, if models { Look::Everything } else { Look::Health }).await;
+        let every = live.setup.health.every;
+        tokio::select! {
+            () = tokio::time::sleep(every) => {}
+            // Something has changed or failed: look soon, but not as often as things fail.
+            () = async {
+                core.look.notified().await;
+                tokio::time::sleep(every.min(Duration::from_secs(1))).await;
+            } => {}
+        }
+    }
+}
+
+/// What a round looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// Everything about everyone.
+    Everything,
+    /// Whether everyone is well.
+    Health,
+    /// Everything about those that were never looked at.
+    Newcomers,
+}
+
+/// Asks every instance once, all at the same time.
+pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
+    let models = look != Look::Health;
+    let mut checks = JoinSet::new();
+    for instance in live.fleet.all().filter(|one| look != Look::Newcomers || !one.state.is_checked()) {
+        let (core, live, instance) = (Arc::clone(core), Arc::clone(live), Arc::clone(instance));
+        checks.spawn(async move { check(&core, &live, &instance, models).await });
+    }
+    while checks.join_next().await.is_some() {}
+}
+
+async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
+    let timeout = live.setup.health.timeout;
+    let well = match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
+        Ok((status, _)) if !status.is_server_error() => Ok(()),
+        Ok((status, _)) => Err(format!("GET /health answered {}", status.as_u16())),
+        Err(fault) => Err(format!("GET /health: {fault}")),
+    };
+    let well = match well {
+        Ok(()) => {
+            let fresh = instance.state.is_down();
+            if fresh || models {
+                learn_models(live, instance).await;
+            }
+            // Mooncake's ranks have ids of their own for each start: ask every time, it is one small answer.
+            let mooncake = matches!(instance.state.kind(), Kind::Mooncake(_));
+            let asks = instance.role == Role::Prefill && (fresh || models || mooncake);
+            match asks {
+                true => learn_kind(live, instance).await.map(drop).map_err(|fault| fault.to_string()),
+                false => Ok(()),
+            }
+        }
+        ill => ill,
+    };
+    match well {
+        Ok(()) => {
+            if instance.state.healthy() {
+                tracing::info!(instance = instance.name(), role = instance.role.as_str(), "is up");
+            }
+        }
+        Err(words) => {
+            core.errors.add(instance.name(), &words);
+            if instance.state.unhealthy(&words, &live.setup.health) {
+                core.metrics.ejection(Reason::Health.as_str());
+                tracing::warn!(instance = instance.name(), role = instance.role.as_str(), words, "is down");
+            }
+        }
+    }
+}
+
+fn headers(live: &Live) -> HeaderMap {
+    let key = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone()));
+    key.collect()
+}
+
+async fn learn_models(live: &Live, instance: &Instance) {
+    let timeout = live.setup.health.timeout;
+    let answer = live.upstream.get_json(&instance.setup, "/v1/models", headers(live), timeout).await;
+    if let Ok((status, Some(value))) = answer
+        && status.is_success()
+    {
+        instance.state.models.learn(&value, &live.fleet.names);
+    }
+}
+
+/// Which recipe a prefill instance needs; asks it if its pool's connector leaves that open.
+pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Kind, Fault> {
+    let connector = live.fleet.pools[instance.pool].connector;
+    let known = instance.state.kind();
+    let kind = match connector {
+        Connector::Nixl | Connector::NixlPull | Connector::NixlPush => Kind::Nixl,
+        Connector::Mooncake => Kind::Mooncake(query(live, instance).await?),
+        Connector::Auto => match query(live, instance).await {
+            Ok(targets) => Kind::Mooncake(targets),
+            Err(_) => Kind::Nixl,
+        },
+    };
+    // A NIXL instance that pushes has shown so itself.
+    let kind = match (kind, known) {
+        (Kind::Nixl, push @ Kind::Push(_)) if connector != Connector::NixlPull => push,
+        (kind, _) => kind,
+    };
+    instance.state.set_kind(kind.clone());
+    Ok(kind)
+}
+
+/// Where the bootstrap server of an instance listens, with scheme, as decode instances are told.
+pub(crate) fn bootstrap_address(setup: &InstanceSetup) -> String {
+    let port = setup.bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
+    format!("http://{}:{port}", setup.url.host().unwrap_or_default())
+}
+
+/// Asks a bootstrap server for the ranks of its instance.
+pub(crate) async fn query(live: &Live, instance: &Instance) -> Result<Vec<MooncakeTarget>, Fault> {
+    let address = bootstrap_address(&instance.setup);
+    let broken = |why: String| Fault::Broken(format!("bootstrap server {address}: {why}"));
+    let url: Uri = address.parse().map_err(|_| broken("its address is no URL".to_owned()))?;
+    let server = InstanceSetup { url, h2c: false, ..instance.setup.clone() };
+    let timeout = live.setup.health.timeout.min(live.upstream.connect_timeout());
+    let (status, answer) = live.upstream.get_json(&server, "/query", HeaderMap::new(), timeout).await?;
+    let answer = match answer {
+        Some(answer) if status.is_success() => answer,
+        _ => return Err(broken(format!("GET /query answered {} without JSON", status.as_u16()))),
+    };
+    let targets = MooncakeTarget::from_query(&address, &answer).map_err(|error| broken(error.to_string()))?;
+    match targets.is_empty() {
+        true => Err(broken("no rank has registered yet".to_owned())),
+        false => Ok(targets),
+    }
+}

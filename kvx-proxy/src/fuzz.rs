@@ -1,0 +1,146 @@
+//! What the fuzz targets call, and a bounded, seeded run of each: any bytes, no panic.
+
+/// A stream of events, in pieces as long as its first byte says.
+pub fn sse(bytes: &[u8]) {
+    crate::sse::fuzz(bytes);
+}
+
+/// The body of a completion.
+pub fn body(bytes: &[u8]) {
+    crate::request::fuzz(bytes);
+}
+
+/// A client's headers, a line each.
+pub fn headers(bytes: &[u8]) {
+    crate::request::headers::fuzz(bytes);
+}
+
+/// A set-up file: an error, or a fleet.
+pub fn setup(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    if let Ok(setup) = crate::Setup::from_toml(text) {
+        crate::fleet::Fleet::new(&setup, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CASES: u64 = 10_000;
+
+    struct Xorshift(u64);
+
+    impl Xorshift {
+        fn next(&mut self) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0
+        }
+
+        fn below(&mut self, bound: usize) -> usize {
+            (self.next() % bound.max(1) as u64) as usize
+        }
+    }
+
+    const PIECES: &[&[u8]] = &[
+        b"\n\n",
+        b"\r\n",
+        b"\r",
+        b"data: ",
+        b"[DONE]",
+        b"event: error",
+        b"{\"error\"",
+        b"\xe2\x82",
+        b"null",
+        b"[[",
+        b"]",
+        b"{",
+        b"}",
+        b"\"",
+        b"-1",
+        b"1e999",
+        b"\"n\": 2,",
+        b"\"kv_transfer_params\": {},",
+        b"\\u0073",
+        b":",
+        b",",
+        b" ",
+        b"connection: ",
+        b"x-request-id: ",
+        b"x-prefill-host: ",
+        b"[[pool]]\n",
+        b"= ",
+        b"'http://",
+        b"99999999999999999999",
+    ];
+
+    fn mutated(random: &mut Xorshift, seeds: &[&[u8]]) -> Vec<u8> {
+        let mut bytes = seeds[random.below(seeds.len())].to_vec();
+        for _ in 0..=random.below(6) {
+            let at = random.below(bytes.len() + 1);
+            match random.below(5) {
+                0 if at < bytes.len() => bytes[at] = random.next() as u8,
+                1 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
+                2 => drop(bytes.splice(at..at, PIECES[random.below(PIECES.len())].iter().copied())),
+                3 => bytes.truncate(at),
+                _ => {
+                    let end = (at + random.below(9)).min(bytes.len());
+                    drop(bytes.drain(at..end));
+                }
+            }
+        }
+        bytes
+    }
+
+    fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
+        seeds.iter().for_each(|seed| check(seed));
+        for case in 1..=CASES {
+            let mut random = Xorshift(case.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let bytes = mutated(&mut random, seeds);
+            if let Err(panic) = std::panic::catch_unwind(|| check(&bytes)) {
+                eprintln!("{name}, case {case}: {}", bytes.escape_ascii());
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+
+    #[test]
+    fn streams() {
+        let seeds: [&[u8]; 3] = [
+            b"\x07data: {\"choices\": [{\"text\": \"a\"}]}\n\ndata: [DONE]\n\n",
+            b"\x01event: error\r\ndata: {\"error\": {}}\r\n\r\n: ping\r\n\r\n",
+            b"\xffdata: \xe2\x82\xac\r\rdata: x\r\r",
+        ];
+        run("sse", &seeds, sse);
+    }
+
+    #[test]
+    fn bodies() {
+        let seeds: [&[u8]; 3] = [
+            br#"{"model": "m", "prompt": "a", "max_tokens": 5, "min_tokens": 2, "stream": true, "stream_options": {}, "n": 1}"#,
+            br#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "vllm_xargs": {"kv_transfer_params": 1}}"#,
+            br#"{"prompt": [[1, 2, 3]], "echo": true, "logprobs": null, "kv_transfer_params": {"remote_host": "h"}}"#,
+        ];
+        run("body", &seeds, body);
+    }
+
+    #[test]
+    fn header_lines() {
+        let seeds: [&[u8]; 2] = [
+            b"host: a\nconnection: close, x-a\nx-a: 1\nx-request-id: 5\nauthorization: Bearer k\n",
+            b"traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\nx-prefiller-host-port: a\nte: trailers",
+        ];
+        run("headers", &seeds, headers);
+    }
+
+    #[test]
+    fn set_ups() {
+        let seeds: [&[u8]; 2] = [
+            b"port = 1\ndrain = '5s'\n[limits]\nbody = '5MiB'\n[[pool]]\nprefill = ['http://[::1]:1']\n",
+            b"[[pool]]\nname = 'a'\ndecode = [{ url = 'http://d:1', weight = 2.5, ranks = 4, http = 'h2c' }]\n",
+        ];
+        run("setup", &seeds, setup);
+    }
+}

@@ -1,0 +1,63 @@
+#![doc = include_str!("../README.md")]
+
+mod admission;
+mod check;
+mod compare;
+mod error;
+mod fleet;
+#[doc(hidden)]
+pub mod fuzz;
+mod log;
+mod metrics;
+mod relay;
+mod request;
+mod serve;
+mod setup;
+mod sse;
+mod upstream;
+
+pub use check::check;
+pub use compare::{Compared, compare};
+pub use error::{Error, Result};
+pub use serve::{Handle, Proxy, serve};
+pub use setup::{
+    AccessLog, Choice, Connector, Finding, Health, InstanceSetup, Limits, Pool, Retries, Setup, Timeouts,
+};
+
+/// What the benchmark of choices calls.
+#[doc(hidden)]
+pub mod bench {
+    use std::time::Instant;
+
+    use crate::fleet::choice::Wanted;
+
+    /// A fleet whose instances are all up.
+    #[derive(Debug)]
+    pub struct Fleet(crate::fleet::Fleet);
+
+    fn wanted(tokens: u64, prefix: u64) -> Wanted<'static> {
+        Wanted { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
+    }
+
+    impl Fleet {
+        /// The fleet of a set-up.
+        pub fn new(setup: &crate::Setup) -> Self {
+            let fleet = crate::fleet::Fleet::new(setup, None);
+            fleet.all().for_each(|one| _ = one.state.healthy());
+            Fleet(fleet)
+        }
+
+        /// One decode instance; whether there is one.
+        pub fn choose(&self, tokens: u64, prefix: u64) -> bool {
+            self.0.choose_alone(&wanted(tokens, prefix)).is_some()
+        }
+
+        /// A prefill instance and one that goes with it; whether there are.
+        pub fn choose_pair(&self, tokens: u64, prefix: u64) -> bool {
+            let prefill = self.0.choose_prefill(&wanted(tokens, prefix));
+            prefill.is_some_and(|prefill| {
+                self.0.choose_partner(&prefill.instance, &wanted(tokens, prefix)).is_some()
+            })
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! What Prometheus is told.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::fleet::Fleet;
+
+/// A count with the values of its labels.
+type Counts = Mutex<BTreeMap<(&'static str, &'static str), u64>>;
+
+/// Seconds, in buckets.
+#[derive(Debug)]
+pub(crate) struct Histogram {
+    bounds: &'static [f64],
+    buckets: Vec<AtomicU64>,
+    micros: AtomicU64,
+}
+
+const LONG: &[f64] =
+    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
+const SHORT: &[f64] = &[0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0];
+
+impl Histogram {
+    fn new(bounds: &'static [f64]) -> Self {
+        let buckets = bounds.iter().map(|_| AtomicU64::new(0)).chain([AtomicU64::new(0)]).collect();
+        Histogram { bounds, buckets, micros: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn observe(&self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let bucket = self.bounds.partition_point(|bound| *bound < seconds);
+        self.buckets[bucket].fetch_add(1, Relaxed);
+        self.micros.fetch_add(time.as_micros() as u64, Relaxed);
+    }
+
+    fn write(&self, into: &mut String, name: &str, label: &str) {
+        let comma = if label.is_empty() { "" } else { "," };
+        let braced = if label.is_empty() { String::new() } else { format!("{{{label}}}") };
+        let mut sum = 0;
+        for (bound, bucket) in self.bounds.iter().zip(&self.buckets) {
+            sum += bucket.load(Relaxed);
+            let _ = writeln!(into, "{name}_bucket{{{label}{comma}le=\"{bound}\"}} {sum}");
+        }
+        sum += self.buckets[self.bounds.len()].load(Relaxed);
+        let _ = writeln!(into, "{name}_bucket{{{label}{comma}le=\"+Inf\"}} {sum}");
+        let _ = writeln!(into, "{name}_sum{braced} {}", self.micros.load(Relaxed) as f64 / 1e6);
+        let _ = writeln!(into, "{name}_count{braced} {sum}");
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    pub(crate) started: Instant,
+    requests: Counts,
+    routes: Counts,
+    legs: Counts,
+    retries: Counts,
+    ejections: Counts,
+    pub(crate) retries_denied: AtomicU64,
+    pub(crate) without_transfer: AtomicU64,
+    pub(crate) log_lines_dropped: AtomicU64,
+    pub(crate) in_flight: AtomicI64,
+    pub(crate) queued: AtomicI64,
+    pub(crate) connections: AtomicI64,
+    pub(crate) queue: Histogram,
+    pub(crate) ttft: Histogram,
+    pub(crate) per_token: Histogram,
+    pub(crate) prefill_leg: Histogram,
+    pub(crate) decode_leg: Histogram,
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Ok,
+    ClientError,
+    UpstreamError,
+    Timeout,
+    ClientGone,
+    BrokenOff,
+    Refused,
+}
+
+impl Outcome {
+    const ALL: [Outcome; 7] = [
+        Outcome::Ok,
+        Outcome::ClientError,
+        Outcome::UpstreamError,
+        Outcome::Timeout,
+        Outcome::ClientGone,
+        Outcome::BrokenOff,
+        Outcome::Refused,
+    ];
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Outcome::Ok => "ok",
+            Outcome::ClientError => "client_error",
+            Outcome::UpstreamError => "upstream_error",
+            Outcome::Timeout => "timeout",
+            Outcome::ClientGone => "client_gone",
+            Outcome::BrokenOff => "broken_off",
+            Outcome::Refused => "refused",
+        }
+    }
+}
+
+fn add(counts: &Counts, one: &'static str, other: &'static str) {
+    *counts.lock().unwrap_or_else(PoisonError::into_inner).entry((one, other)).or_default() += 1;
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let zeros = |labels: &[(&'static str, &'static str)]| -> Counts {
+            Mutex::new(labels.iter().map(|label| (*label, 0)).collect())
+        };
+        Metrics {
+            started: Instant::now(),
+            requests: zeros(&Outcome::ALL.map(|outcome| (outcome.as_str(), ""))),
+            routes: Counts::default(),
+            legs: Counts::default(),
+            retries: zeros(&[("prefill", ""), ("decode", "")]),
+            ejections: zeros(&[("errors", ""), ("slow", ""), ("health", "")]),
+            retries_denied: AtomicU64::new(0),
+            without_transfer: AtomicU64::new(0),
+            log_lines_dropped: AtomicU64::new(0),
+            in_flight: AtomicI64::new(0),
+            queued: AtomicI64::new(0),
+            connections: AtomicI64::new(0),
+            queue: Histogram::new(LONG),
+            ttft: Histogram::new(LONG),
+            per_token: Histogram::new(SHORT),
+            prefill_leg: Histogram::new(LONG),
+            decode_leg: Histogram::new(LONG),
+        }
+    }
+}
+
+impl Metrics {
+    pub(crate) fn request(&self, outcome: Outcome) {
+        add(&self.requests, outcome.as_str(), "");
+    }
+
+    pub(crate) fn route(&self, route: &'static str, reason: &'static str) {
+        add(&self.routes, route, reason);
+    }
+
+    pub(crate) fn leg(&self, leg: &'static str, outcome: &'static str, time: Duration) {
+        add(&self.legs, leg, outcome);
+        match leg {
+            "prefill" => self.prefill_leg.observe(time),
+            _ => self.decode_leg.observe(time),
+        }
+    }
+
+    pub(crate) fn retry(&self, leg: &'static str) {
+        add(&self.retries, leg, "");
+    }
+
+    pub(crate) fn ejection(&self, reason: &'static str) {
+        add(&self.ejections, reason, "");
+    }
+
+    /// How many requests have ended, in each way.
+    pub(crate) fn outcomes(&self) -> BTreeMap<&'static str, u64> {
+        let counts = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.iter().map(|((outcome, _), count)| (*outcome, *count)).collect()
+    }
+
+    /// The text format of Prometheus.
+    pub(crate) fn text(&self, fleet: &Fleet) -> String {
+        let mut text = String::with_capacity(16 << 10);
+        let into = &mut text;
+        let counters = [
+            ("requests", "Requests by how they ended.", ["outcome", ""], &self.requests),
+            ("routes", "What was done with requests, and why.", ["route", "reason"], &self.routes),
+            ("legs", "Requests to instances by how they ended.", ["leg", "outcome"], &self.legs),
+            ("retries", "Legs that were tried again.", ["leg", ""], &self.retries),
+            ("ejections", "Instances left out for a while, and why.", ["reason", ""], &self.ejections),
+        ];
+        for (name, help, labels, counts) in counters {
+            head(into, &format!("kvx_proxy_{name}_total"), "counter", help);
+            for ((one, other), count) in counts.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                let second = match labels[1] {
+                    "" => String::new(),
+                    label => format!(",{label}=\"{other}\""),
+                };
+                let _ = writeln!(into, "kvx_proxy_{name}_total{{{}=\"{one}\"{second}}} {count}", labels[0]);
+            }
+        }
+        let plain = [
+            (
+                "retries_denied_total",
+                "counter",
+                "Retries that the budget did not allow.",
+                &self.retries_denied,
+            ),
+            (
+                "prefills_without_transfer_total",
+                "counter",
+                "Prefills that handed over no blocks: decode computed the prompt again.",
+                &self.without_transfer,
+            ),
+            (
+                "log_lines_dropped_total",
+                "counter",
+                "Access log lines that could not be written in time.",
+                &self.log_lines_dropped,
+            ),
+        ];
+        for (name, kind, help, value) in plain {
+            head(into, &format!("kvx_proxy_{name}"), kind, help);
+            let _ = writeln!(into, "kvx_proxy_{name} {}", value.load(Relaxed));
+        }
+        let gauges = [
+            ("in_flight", "Requests at work.", &self.in_flight),
+            ("queued", "Requests that wait to be at work.", &self.queued),
+            ("connections", "Connections of clients.", &self.connections),
+        ];
+        for (name, help, value) in gauges {
+            head(into, &format!("kvx_proxy_{name}"), "gauge", help);
+            let _ = writeln!(into, "kvx_proxy_{name} {}", value.load(Relaxed));
+        }
+        let histograms = [
+            ("queue_seconds", "Waiting to be at work.", &self.queue),
+            ("ttft_seconds", "From the request to the first byte of its answer.", &self.ttft),
+            (
+                "time_per_token_seconds",
+                "Between events of a stream, the mean of each request.",
+                &self.per_token,
+            ),
+        ];
+        for (name, help, histogram) in histograms {
+            head(into, &format!("kvx_proxy_{name}"), "histogram", help);
+            histogram.write(into, &format!("kvx_proxy_{name}"), "");
+        }
+        head(
+            into,
+            "kvx_proxy_leg_seconds",
+            "histogram",
+            "A leg: prefill to its answer, decode to its first byte.",
+        );
+        self.prefill_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"prefill\"");
+        self.decode_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"decode\"");
+        instances(into, fleet);
+        text
+    }
+}
+
+fn head(into: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(into, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+fn instances(into: &mut String, fleet: &Fleet) {
+    type Read = fn(&crate::fleet::instance::State) -> u64;
+    let rows: [(&str, &str, &str, Read); 5] = [
+        ("up", "gauge", "Whether it may be asked.", |state| u64::from(state.is_open(Instant::now()))),
+        ("outstanding_tokens", "gauge", "What it has to do, estimated.", |state| state.outstanding()),
+        ("requests", "gauge", "Requests that it has.", |state| state.requests()),
+        ("requests_total", "counter", "Requests that it got.", |state| state.requests_total.load(Relaxed)),
+        ("failures_total", "counter", "Requests that it failed.", |state| state.failures_total.load(Relaxed)),
+    ];
+    for (name, kind, help, read) in rows {
+        let name = format!("kvx_proxy_instance_{name}");
+        head(into, &name, kind, help);
+        for one in fleet.all() {
+            let pool = one.pool_name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+            let (role, value) = (one.role.as_str(), read(&one.state));
+            let _ = writeln!(
+                into,
+                "{name}{{pool=\"{pool}\",role=\"{role}\",instance=\"{}\"}} {value}",
+                one.name()
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::setup::Setup;
+
+    #[test]
+    fn the_text_is_well_formed_and_counts() {
+        let setup = Setup::from_toml("[[pool]]\nname = 'a\"b'\ndecode = ['http://d:1']").unwrap();
+        let metrics = Metrics::default();
+        metrics.request(Outcome::Ok);
+        metrics.route("decode_alone", "n");
+        metrics.leg("decode", "ok", Duration::from_millis(3));
+        metrics.ttft.observe(Duration::from_millis(40));
+        let text = metrics.text(&Fleet::new(&setup, None));
+        for line in [
+            "kvx_proxy_requests_total{outcome=\"ok\"} 1",
+            "kvx_proxy_requests_total{outcome=\"timeout\"} 0",
+            "kvx_proxy_routes_total{route=\"decode_alone\",reason=\"n\"} 1",
+            "kvx_proxy_legs_total{leg=\"decode\",outcome=\"ok\"} 1",
+            "kvx_proxy_ttft_seconds_bucket{le=\"0.025\"} 0",
+            "kvx_proxy_ttft_seconds_bucket{le=\"0.05\"} 1",
+            "kvx_proxy_ttft_seconds_count 1",
+            "kvx_proxy_leg_seconds_bucket{leg=\"decode\",le=\"0.005\"} 1",
+            "kvx_proxy_leg_seconds_sum{leg=\"decode\"} 0.003",
+            "kvx_proxy_instance_up{pool=\"a\\\"b\",role=\"decode\",instance=\"d:1\"} 0",
+        ] {
+            assert!(text.lines().any(|one| one == line), "{line}\n{text}");
+        }
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            assert!(line.rsplit_once(' ').is_some_and(|(_, value)| value.parse::<f64>().is_ok()), "{line}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Requests that one decode instance serves by itself.
+
+use bytes::Bytes;
+use hyper::Method;
+use hyper::header::{CONTENT_LENGTH, HeaderValue};
+
+use super::job::{Ended, Job};
+use super::legs::Sent;
+use super::opening::Kind;
+use super::refusal::Refusal;
+use crate::fleet::instance::InFlight;
+use crate::request::Asked;
+use crate::upstream::Fault;
+
+/// A completion by a decode instance alone.
+pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str) -> Ended {
+    job.record.route("decode_alone", reason);
+    let sent = Sent::json(&job.path, &job.headers, &asked.body);
+    let tokens = asked.prompt_tokens + asked.new_tokens;
+    let prefix = asked.prefix(job.live.setup.prefix_tokens);
+    let to = To { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
+    // A generation has no effect but its answer: it may be begun again.
+    run(job, sent, Kind::Completion, &to, true).await
+}
+
+/// Anything else, as it came.
+pub(crate) async fn passed(
+    mut job: Job,
+    body: Bytes,
+    model: Option<String>,
+    stored_by: Option<String>,
+) -> Ended {
+    job.record.route("passed", "");
+    let mut headers = job.headers.clone();
+    if !body.is_empty() || job.method == Method::POST {
+        headers.insert(CONTENT_LENGTH, HeaderValue::from(body.len()));
+    }
+    let tokens = (body.len() / 4) as u64 + 1;
+    let to = To { tokens, prefix: 0, model: model.as_deref(), stored_by: stored_by.as_deref() };
+    let sent = Sent { path: job.path.clone(), headers, body };
+    run(job, sent, Kind::Any, &to, false).await
+}
+
+struct To<'a> {
+    tokens: u64,
+    prefix: u64,
+    model: Option<&'a str>,
+    stored_by: Option<&'a str>,
+}
+
+fn choose(
+    job: &Job,
+    to: &To<'_>,
+    avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
+) -> Option<InFlight> {
+    let fleet = &job.live.fleet;
+    let model = to.model.map(|model| fleet.names.bit(model));
+    if let Some(name) = to.stored_by {
+        return fleet.take_decode(name, &job.wanted(to.tokens, 0, None, &[]));
+    }
+    let chosen = fleet.choose_alone(&job.wanted(to.tokens, to.prefix, model, avoid));
+    // Nobody serves this model: let an instance say so in its own words.
+    let unknown = model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
+    match chosen {
+        None if unknown => fleet.choose_alone(&job.wanted(to.tokens, to.prefix, None, avoid)),
+        chosen => chosen,
+    }
+}
+
+async fn run(mut job: Job, sent: Sent, kind: Kind, to: &To<'_>, may_repeat: bool) -> Ended {
+    let mut avoid = Vec::new();
+    let mut last: Option<(String, Fault)> = None;
+    loop {
+        let Some(decode) = choose(&job, to, &avoid) else {
+            return match last {
+                Some((instance, fault)) => job.fail(&instance, fault),
+                None => Err(job.refused(Refusal::unavailable("no decode instance is up: try again later"))),
+            };
+        };
+        let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
+        let fault = match opened {
+            Ok(opened) if opened.is_error && may_repeat => {
+                let fault = Fault::Broken("its stream begins with an error".to_owned());
+                job.core.blame(&job.live, &decode.instance, &fault);
+                avoid.push(std::sync::Arc::clone(&decode.instance));
+                if job.again("decode") {
+                    continue;
+                }
+                return Ok(job.pass(opened, decode, None, None));
+            }
+            Ok(opened) => {
+                if job.path.path() == "/v1/responses"
+                    && let Some(id) = response_id(&opened.first)
+                {
+                    job.core.store(id, decode.instance.name());
+                }
+                return Ok(job.pass(opened, decode, None, None));
+            }
+            Err(fault) => fault,
+        };
+        avoid.push(std::sync::Arc::clone(&decode.instance));
+        let name = decode.instance.name().to_owned();
+        drop(decode);
+        if !(fault.not_accepted() || may_repeat) || !job.again("decode") {
+            return job.fail(&name, fault);
+        }
+        last = Some((name, fault));
+    }
+}
+
+/// The id of a stored response, from the beginning of its answer.
+fn response_id(first: &[u8]) -> Option<String> {
+    let head = &first[..first.len().min(64 << 10)];
+    let start = head.windows(6).position(|six| six == b"\"resp_")? + 1;
+    let length = head[start..].iter().position(|byte| *byte == b'"').filter(|length| *length <= 128)?;
+    String::from_utf8(head[start..start + length].to_vec()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::response_id;
+
+    #[test]
+    fn the_id_of_a_response_is_found() {
+        assert_eq!(response_id(b"{\"id\": \"resp_0a\", \"x\": 1}").as_deref(), Some("resp_0a"));
+        let event = b"event: response.created\ndata: {\"response\":{\"id\":\"resp_1\"}}\n\n";
+        assert_eq!(response_id(event).as_deref(), Some("resp_1"));
+        for none in [&b"{}"[..], b"\"resp_", b"\"resp_without end"] {
+            assert_eq!(response_id(none), None);
+        }
+    }
+}

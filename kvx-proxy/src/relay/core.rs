@@ -1,0 +1,223 @@
+//! What all requests share.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Instant;
+
+use hyper::header::HeaderValue;
+use tokio::sync::{mpsc, watch};
+
+use super::conversation::Conversations;
+use super::tries::Budget;
+use crate::admission::Admission;
+use crate::error::Result;
+use crate::fleet::Fleet;
+use crate::fleet::instance::{Instance, Reason};
+use crate::fleet::watch::{Look, round};
+use crate::log::{Access, LastErrors};
+use crate::metrics::Metrics;
+use crate::request::headers;
+use crate::serve::keys::Keys;
+use crate::setup::Setup;
+use crate::upstream::{Fault, Upstream};
+
+/// What a set-up has become: replaced as a whole, while requests go on with the one that they began with.
+#[derive(Debug)]
+pub(crate) struct Live {
+    pub(crate) setup: Arc<Setup>,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) upstream: Upstream,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) keys: Option<Arc<Keys>>,
+    pub(crate) key_for_instances: Option<HeaderValue>,
+}
+
+impl Live {
+    /// # Errors
+    ///
+    /// A set-up that is not valid, or whose keys cannot be read.
+    pub(crate) fn new(setup: Setup, before: Option<&Live>) -> Result<Self> {
+        setup.valid()?;
+        let keys = setup.api_key_file.as_deref().map(Keys::from_file).transpose()?.map(Arc::new);
+        let fleet = Fleet::new(&setup, before.map(|before| &*before.fleet));
+        // What has not changed keeps its connections and its places.
+        let same = before.filter(|before| before.setup.timeouts.connect == setup.timeouts.connect);
+        let upstream = same.map_or_else(|| Upstream::new(&setup), |before| before.upstream.clone());
+        let same = before.filter(|before| before.setup.limits == setup.limits);
+        let admission = same
+            .map_or_else(|| Arc::new(Admission::new(&setup.limits)), |before| Arc::clone(&before.admission));
+        Ok(Live {
+            fleet: Arc::new(fleet),
+            upstream,
+            admission,
+            keys,
+            key_for_instances: setup.openai_api_key.as_deref().and_then(headers::bearer),
+            setup: Arc::new(setup),
+        })
+    }
+
+    fn with_fleet(&self, fleet: Fleet) -> Self {
+        Live {
+            setup: Arc::clone(&self.setup),
+            fleet: Arc::new(fleet),
+            upstream: self.upstream.clone(),
+            admission: Arc::clone(&self.admission),
+            keys: self.keys.clone(),
+            key_for_instances: self.key_for_instances.clone(),
+        }
+    }
+}
+
+/// What all requests share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    live: RwLock<Arc<Live>>,
+    pub(crate) metrics: Metrics,
+    pub(crate) access: Access,
+    pub(crate) errors: LastErrors,
+    pub(crate) budget: Budget,
+    pub(crate) conversations: Conversations,
+    /// Held by whoever makes another set-up of the one that is.
+    changes: tokio::sync::Mutex<()>,
+    ids: Mutex<HashSet<String>>,
+    stored: Mutex<Stored>,
+    /// Each request at work holds a clone; none is given out once a drain has begun.
+    working: Mutex<Option<mpsc::Sender<()>>>,
+    /// Whether requests that are still at work have to end now.
+    pub(crate) end: watch::Sender<bool>,
+    /// Wakes the watch over instances.
+    pub(crate) look: tokio::sync::Notify,
+}
+
+/// Which instance stored a response, the latest so many.
+#[derive(Debug, Default)]
+struct Stored {
+    instances: HashMap<String, String>,
+    order: VecDeque<String>,
+}
+
+const STORED: usize = 65_536;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Core {
+    /// And what ends when the last request at work has, after a drain has begun.
+    pub(crate) fn new(live: Live, access: Access) -> (Self, mpsc::Receiver<()>) {
+        let (working, none_works) = mpsc::channel(1);
+        let core = Core {
+            live: RwLock::new(Arc::new(live)),
+            metrics: Metrics::default(),
+            access,
+            errors: LastErrors::default(),
+            budget: Budget::default(),
+            conversations: Conversations::default(),
+            changes: tokio::sync::Mutex::default(),
+            ids: Mutex::default(),
+            stored: Mutex::default(),
+            working: Mutex::new(Some(working)),
+            end: watch::Sender::new(false),
+            look: tokio::sync::Notify::new(),
+        };
+        (core, none_works)
+    }
+
+    pub(crate) fn live(&self) -> Arc<Live> {
+        Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes another set-up, once new instances have been asked how they are.
+    ///
+    /// # Errors
+    ///
+    /// As [`Live::new`]; then everything stays as it is.
+    pub(crate) async fn replace(self: &Arc<Self>, setup: Setup) -> Result<()> {
+        let _one_at_a_time = self.changes.lock().await;
+        let live = Live::new(setup, Some(&self.live()))?;
+        self.swap(live).await;
+        Ok(())
+    }
+
+    /// Changes the fleet, once new instances have been asked how they are.
+    pub(crate) async fn change_fleet<E>(
+        self: &Arc<Self>,
+        change: impl FnOnce(&Fleet) -> std::result::Result<Fleet, E>,
+    ) -> std::result::Result<(), E> {
+        let _one_at_a_time = self.changes.lock().await;
+        let before = self.live();
+        let live = before.with_fleet(change(&before.fleet)?);
+        self.swap(live).await;
+        Ok(())
+    }
+
+    /// What takes over is looked at first: requests find it up, if it is.
+    async fn swap(self: &Arc<Self>, live: Live) {
+        let live = Arc::new(live);
+        round(self, &live, Look::Newcomers).await;
+        *self.live.write().unwrap_or_else(PoisonError::into_inner) = live;
+    }
+
+    /// The right to be at work; none while draining.
+    pub(crate) fn work(&self) -> Option<mpsc::Sender<()>> {
+        lock(&self.working).clone()
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        lock(&self.working).is_none()
+    }
+
+    /// From now on nobody gets the right to be at work.
+    pub(crate) fn drain(&self) {
+        *lock(&self.working) = None;
+    }
+
+    /// Whether no other request at work has this id; then it is taken.
+    pub(crate) fn take_id(&self, id: &str) -> bool {
+        lock(&self.ids).insert(id.to_owned())
+    }
+
+    pub(crate) fn forget_id(&self, id: &str) {
+        lock(&self.ids).remove(id);
+    }
+
+    /// Remembers which instance stored a response.
+    pub(crate) fn store(&self, response: String, instance: &str) {
+        let stored = &mut *lock(&self.stored);
+        if stored.instances.insert(response.clone(), instance.to_owned()).is_none() {
+            stored.order.push_back(response);
+        }
+        if stored.order.len() > STORED
+            && let Some(oldest) = stored.order.pop_front()
+        {
+            stored.instances.remove(&oldest);
+        }
+    }
+
+    pub(crate) fn stored_by(&self, response: &str) -> Option<String> {
+        lock(&self.stored).instances.get(response).cloned()
+    }
+
+    /// Notes what a leg's failure says of its instance.
+    pub(crate) fn blame(&self, live: &Live, instance: &Instance, fault: &Fault) {
+        let what = format!("{} leg: {fault}", instance.role.as_str());
+        let reason = match fault {
+            // One that is busy does what it can.
+            Fault::Late(_) | Fault::Busy(_) => Reason::Slow,
+            _ => Reason::Errors,
+        };
+        self.blame_for(live, instance, reason, &what);
+    }
+
+    pub(crate) fn blame_for(&self, live: &Live, instance: &Instance, reason: Reason, what: &str) {
+        self.errors.add(instance.name(), what);
+        let alone = live.fleet.is_last(instance);
+        if instance.state.failed(reason, what, &live.setup.health, alone, Instant::now()) {
+            self.metrics.ejection(reason.as_str());
+            tracing::warn!(instance = instance.name(), what, "left out for a while");
+        }
+        // It may have been restarted: who its ranks are is asked again.
+        instance.state.forget_ranks();
+        self.look.notify_one();
+    }
+}

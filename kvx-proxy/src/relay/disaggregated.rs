@@ -1,0 +1,400 @@
+//! Completions by a prefill and a decode instance.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_connector::Dialect;
+use kvx_connector::params::recipe::concurrent::{self, Legs, PushTarget};
+use kvx_connector::params::recipe::{Answer, sequential};
+use kvx_connector::params::{ParamsError, TransferId, XRequestId};
+use serde_json::Value;
+
+use super::alone;
+use super::conversation::{Capture, Key};
+use super::job::{Ended, Job, random_id};
+use super::legs::{self, PrefillEnd, PrefillTask, Sent};
+use super::opening::{Kind as AnswerKind, Opened};
+use super::refusal::Refusal;
+use crate::fleet::instance::{InFlight, Instance, Kind};
+use crate::fleet::watch;
+use crate::request::Asked;
+use crate::setup::Connector;
+use crate::upstream::Fault;
+
+/// Who pushes blocks to a decode instance that it was told of before.
+enum Told {
+    /// Mooncake: nothing to compare.
+    Rank,
+    /// NIXL push: the engine that the decode instance was told.
+    Engine(String),
+}
+
+/// What a decode leg is sent, and the prefill leg beside it.
+struct Handover {
+    sent: Sent,
+    beside: Option<(PrefillTask, Told)>,
+}
+
+/// Why a prefill did not come to a handover.
+enum Missed {
+    /// The client's mistake, in an instance's words.
+    Answered(Box<hyper::Response<bytes::Bytes>>),
+    /// In ours.
+    Refused(ParamsError),
+    /// Another instance may do better.
+    Failed(Fault),
+    /// Its first token ended the text: there is nothing to hand over, and nobody may wait for it.
+    Stopped,
+}
+
+impl From<ParamsError> for Missed {
+    fn from(error: ParamsError) -> Self {
+        Missed::Refused(error)
+    }
+}
+
+/// A completion: disaggregated if one transfer can serve it.
+pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
+    let live = Arc::clone(&job.live);
+    let fleet = &live.fleet;
+    let model = asked.model.as_deref().map(|model| fleet.names.bit(model));
+    let reason = match asked.alone {
+        Some(reason) => Some(reason),
+        None if asked.prompt_tokens < live.setup.local_below => Some("short prompt"),
+        None if !fleet.has_pair(model) => Some("no prefill instance"),
+        None => None,
+    };
+    if let Some(reason) = reason {
+        return alone::completion(job, &asked, reason).await;
+    }
+    job.record.route("disaggregated", "");
+    let prefix = asked.prefix(live.setup.prefix_tokens);
+    let mut avoid_prefill: Vec<Arc<Instance>> = Vec::new();
+    let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
+    let mut last: Option<(String, Fault)> = None;
+    let mut body = asked.body.clone();
+    let mut turn = Turn::of(&job, &asked, &mut body);
+    loop {
+        let wanted = job.wanted(asked.prompt_tokens, prefix, model, &avoid_prefill);
+        let Some(prefill) = fleet.choose_prefill(&wanted) else {
+            return match last {
+                Some((instance, fault)) => job.fail(&instance, fault),
+                None => Err(job.refused(Refusal::unavailable(
+                    "no prefill instance and decode instance for this model are up: try again later",
+                ))),
+            };
+        };
+        let prefill_instance = Arc::clone(&prefill.instance);
+        job.record.prefill(prefill_instance.name(), None);
+        let handover = hand_over(&mut job, prefill, &body, &mut turn).await;
+        let Handover { sent, mut beside } = match handover {
+            Ok(handover) => handover,
+            Err(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
+            Err(Missed::Refused(error)) => return Err(job.refused(Refusal::bad_request(error.to_string()))),
+            Err(Missed::Stopped) => return alone::completion(job, &asked, "prefill stopped").await,
+            Err(Missed::Failed(fault)) => {
+                avoid_prefill.push(Arc::clone(&prefill_instance));
+                if !job.again("prefill") {
+                    return job.fail(prefill_instance.name(), fault);
+                }
+                last = Some((prefill_instance.name().to_owned(), fault));
+                continue;
+            }
+        };
+        // Decode instances one after the other, as long as none has accepted.
+        loop {
+            let wanted = job.wanted(asked.prompt_tokens + asked.new_tokens, prefix, model, &avoid_decode);
+            let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
+                return match last {
+                    Some((instance, fault)) => job.fail(&instance, fault),
+                    None => {
+                        Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")))
+                    }
+                };
+            };
+            match race(&job, &decode, sent.clone(), &mut beside).await {
+                Raced::Opened(opened) if opened.is_error => {
+                    // Nothing of an answer has come: as if it had failed before its first byte.
+                    let fault = Fault::Broken("its stream begins with an error".to_owned());
+                    job.core.blame(&live, &decode.instance, &fault);
+                    prefill_instance.state.forget_ranks();
+                    avoid_decode.push(Arc::clone(&decode.instance));
+                    if !job.again("decode") {
+                        return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), None));
+                    }
+                    last = Some((decode.instance.name().to_owned(), fault));
+                    break;
+                }
+                Raced::Opened(opened) => {
+                    let capture = turn.capture(&job, &asked);
+                    return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), capture));
+                }
+                Raced::Decode(fault) => {
+                    let name = decode.instance.name().to_owned();
+                    avoid_decode.push(Arc::clone(&decode.instance));
+                    drop(decode);
+                    let same_parameters = fault.not_accepted();
+                    if !same_parameters {
+                        prefill_instance.state.forget_ranks();
+                    }
+                    if !job.again("decode") {
+                        return job.fail(&name, fault);
+                    }
+                    last = Some((name, fault));
+                    if !same_parameters {
+                        break;
+                    }
+                }
+                Raced::Prefill(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
+                Raced::Prefill(Missed::Refused(error)) => {
+                    return Err(job.refused(Refusal::bad_request(error.to_string())));
+                }
+                Raced::Prefill(Missed::Stopped) => {
+                    drop(decode);
+                    return alone::completion(job, &asked, "prefill stopped").await;
+                }
+                Raced::Prefill(Missed::Failed(fault)) => {
+                    prefill_instance.state.forget_ranks();
+                    avoid_prefill.push(Arc::clone(&prefill_instance));
+                    if !job.again("prefill") {
+                        return job.fail(prefill_instance.name(), fault);
+                    }
+                    last = Some((prefill_instance.name().to_owned(), fault));
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Comes to what a decode leg needs: by waiting for the prefill leg, or by starting it.
+async fn hand_over(
+    job: &mut Job,
+    prefill: InFlight,
+    body: &Value,
+    turn: &mut Turn,
+) -> Result<Handover, Missed> {
+    let instance = Arc::clone(&prefill.instance);
+    let connector = job.live.fleet.pools[instance.pool].connector;
+    let kind = match instance.state.kind() {
+        Kind::Unknown => match watch::learn_kind(&job.live, &instance).await {
+            Ok(kind) => kind,
+            Err(fault) => {
+                job.core.blame(&job.live, &instance, &fault);
+                return Err(Missed::Failed(fault));
+            }
+        },
+        kind => kind,
+    };
+    let ranks = instance.setup.ranks as usize;
+    let rank = (ranks > 1).then(|| instance.state.next_rank(ranks));
+    match kind {
+        Kind::Mooncake(targets) => {
+            let target = &targets[instance.state.next_rank(targets.len())];
+            let id = TransferId::from_random(random_id());
+            let mut legs = concurrent::mooncake_legs(body, &id, target)?;
+            never_stops(&mut legs.prefill);
+            Ok(both(job, prefill, legs, Some(target.dp_rank as usize), Told::Rank))
+        }
+        Kind::Push(targets) => match targets.get(rank.unwrap_or(0)).cloned().flatten() {
+            Some(target) => push(job, prefill, body, rank, target),
+            None => sequentially(job, prefill, body, turn, rank, connector).await,
+        },
+        Kind::Nixl | Kind::Unknown => sequentially(job, prefill, body, turn, rank, connector).await,
+    }
+}
+
+/// Mooncake's prefill side keeps blocks only for requests that end by their length, and the decode side would wait for
+/// minutes for those that do not.
+fn never_stops(prefill: &mut Value) {
+    if let Value::Object(body) = prefill {
+        body.remove("stop");
+        body.remove("stop_token_ids");
+        body.insert("ignore_eos".to_owned(), true.into());
+    }
+}
+
+fn push(
+    job: &mut Job,
+    prefill: InFlight,
+    body: &Value,
+    rank: Option<usize>,
+    target: PushTarget,
+) -> Result<Handover, Missed> {
+    // The sides find each other by the id: what is left of an attempt before must not be taken for this one.
+    let id = match job.attempt() {
+        1 => job.id.clone(),
+        attempt => XRequestId::new(format!("{}-{attempt}", job.id))
+            .unwrap_or_else(|_| XRequestId::from_random(random_id())),
+    };
+    let value = id.as_str().parse().expect("an id fits a header");
+    job.headers.insert(crate::request::headers::REQUEST_ID, value);
+    let legs = concurrent::push_legs(body, &id, &target)?;
+    Ok(both(job, prefill, legs, rank, Told::Engine(target.engine_id)))
+}
+
+fn both(job: &Job, prefill: InFlight, legs: Legs, rank: Option<usize>, told: Told) -> Handover {
+    let sent = Sent::json(&job.path, &job.headers, &legs.prefill).for_rank(rank);
+    let task = PrefillTask::start(&job.core, &job.live, prefill, sent, job.until);
+    Handover { sent: Sent::json(&job.path, &job.headers, &legs.decode), beside: Some((task, told)) }
+}
+
+async fn sequentially(
+    job: &mut Job,
+    prefill: InFlight,
+    body: &Value,
+    turn: &mut Turn,
+    rank: Option<usize>,
+    connector: Connector,
+) -> Result<Handover, Missed> {
+    let bidirectional = job.live.fleet.pools[prefill.instance.pool].bidirectional;
+    let leg = match turn.earlier.take().filter(|_| bidirectional) {
+        Some((earlier, dialect)) => sequential::prefill_leg_of_later_turn(body, &earlier, dialect)?,
+        None => sequential::prefill_leg(body)?,
+    };
+    let sent = Sent::json(&job.path, &job.headers, &leg).for_rank(rank);
+    let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
+    let prefilled = ended.map_err(missed)?;
+    job.record.prefill(prefill.instance.name(), Some(prefilled.time));
+    if let (Some(params), true) = (&prefilled.answer.params, connector != Connector::NixlPull) {
+        let setup = &prefill.instance.setup;
+        prefill.instance.state.learn_push(params, rank.unwrap_or(0), setup.ranks as usize);
+    }
+    let leg = match sequential::decode_leg(body, &prefilled.answer, prefilled.dialect) {
+        Ok(leg) => leg,
+        Err(error) => {
+            let fault = Fault::Broken(error.to_string());
+            job.core.blame(&job.live, &prefill.instance, &fault);
+            return Err(Missed::Failed(fault));
+        }
+    };
+    if !leg.transfers {
+        job.core.metrics.without_transfer.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+    turn.dialect = prefilled.dialect;
+    Ok(Handover { sent: Sent::json(&job.path, &job.headers, &leg.body), beside: None })
+}
+
+fn missed(end: PrefillEnd) -> Missed {
+    match end {
+        PrefillEnd::Answered(response) => Missed::Answered(response),
+        PrefillEnd::Failed(fault) => Missed::Failed(fault),
+    }
+}
+
+/// What came first of a decode leg and the prefill leg beside it.
+enum Raced {
+    Opened(Opened),
+    Decode(Fault),
+    Prefill(Missed),
+}
+
+async fn race(job: &Job, decode: &InFlight, sent: Sent, beside: &mut Option<(PrefillTask, Told)>) -> Raced {
+    // A decode leg beside its prefill waits for both.
+    let extra = if beside.is_some() { job.live.setup.timeouts.prefill } else { Duration::ZERO };
+    let until = (job.first_byte() + extra).min(job.until);
+    let answer = job.answer(decode, sent, AnswerKind::Completion, until);
+    tokio::pin!(answer);
+    if let Some((task, told)) = beside {
+        tokio::select! {
+            opened = &mut answer => return opened.map_or_else(Raced::Decode, Raced::Opened),
+            ended = task.ended() => if let Err(missed) = ended.map_err(missed).and_then(|prefilled| told.is_so(&prefilled.answer)) {
+                return Raced::Prefill(missed);
+            }
+        }
+    }
+    answer.await.map_or_else(Raced::Decode, Raced::Opened)
+}
+
+impl Told {
+    /// Whether the decode instance waits for what really comes.
+    fn is_so(&self, answer: &Answer) -> Result<(), Missed> {
+        match self {
+            Told::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
+            Told::Rank => Err(Missed::Stopped),
+            Told::Engine(told) => {
+                let engine = answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
+                match engine {
+                    Some(engine) if engine != told => Err(Missed::Failed(Fault::Broken(format!(
+                        "its engine is {engine}, and the decode instance was told {told}"
+                    )))),
+                    Some(_) => Ok(()),
+                    None => Err(Missed::Failed(Fault::Broken("it kept no blocks".to_owned()))),
+                }
+            }
+        }
+    }
+}
+
+/// This request's place in a conversation, if its pool transfers both ways.
+struct Turn {
+    key: Option<Key>,
+    /// What the decode instance of the turn before holds; it serves one prefill.
+    earlier: Option<(Answer, Dialect)>,
+    /// Who that was.
+    decode: Option<String>,
+    dialect: Dialect,
+}
+
+impl Turn {
+    fn of(job: &Job, asked: &Asked, body: &mut Value) -> Self {
+        let mut turn = Turn { key: None, earlier: None, decode: None, dialect: Dialect::default() };
+        let Some(id) = &asked.conversation else { return turn };
+        if !job.live.fleet.pools.iter().any(|pool| pool.bidirectional) {
+            return turn;
+        }
+        if let Value::Object(body) = body {
+            body.remove("conversation_id");
+        }
+        let key = Key::new(id, &job.headers);
+        if let Some((answer, decode)) = job.core.conversations.take(&key, body, std::time::Instant::now()) {
+            turn.earlier = Some((answer, Dialect::default()));
+            turn.decode = Some(decode);
+        }
+        turn.key = Some(key);
+        turn
+    }
+
+    /// The decode instance of the turn before, which has its prompt in its cache, or any.
+    fn partner(
+        &mut self,
+        job: &Job,
+        prefill: &Instance,
+        wanted: &crate::fleet::choice::Wanted<'_>,
+    ) -> Option<InFlight> {
+        let before = self.decode.take().and_then(|name| job.live.fleet.take_decode(&name, wanted));
+        before
+            .filter(|decode| decode.instance.pairs_with(prefill))
+            .or_else(|| job.live.fleet.choose_partner(prefill, wanted))
+    }
+
+    fn capture(&self, job: &Job, asked: &Asked) -> Option<Capture> {
+        let key = self.key.clone()?;
+        Capture::new(&job.core.conversations, key, &asked.body, asked.stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mooncake_prefill_ends_by_its_length() {
+        let mut body =
+            serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
+        never_stops(&mut body);
+        assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
+        let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
+        assert!(matches!(Told::Rank.is_so(&stopped), Err(Missed::Stopped)));
+    }
+
+    #[test]
+    fn a_decode_instance_that_was_told_another_engine_is_not_waited_for() {
+        let params = serde_json::json!({"remote_engine_id": "new"});
+        let params = kvx_connector::params::TransferParams::from_value(&params).unwrap();
+        let answer = Answer { params: Some(params), finish_reason: None };
+        assert!(Told::Engine("new".to_owned()).is_so(&answer).is_ok());
+        let Err(Missed::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer) else { panic!() };
+        assert!(fault.to_string().contains("engine is new"), "{fault}");
+    }
+}

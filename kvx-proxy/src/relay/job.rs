@@ -1,0 +1,237 @@
+//! One request of a client, at work.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use hyper::header::HeaderMap;
+use hyper::http::request::Parts;
+use hyper::http::uri::PathAndQuery;
+use hyper::{Method, Response};
+use kvx_connector::params::XRequestId;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use super::core::{Core, Live};
+use super::legs::{self, PrefillTask, Sent};
+use super::opening::{Kind, Opened};
+use super::passing::{Held, pass};
+use super::record::Record;
+use super::refusal::Refusal;
+use super::tries::{Again, Tries};
+use crate::admission::Denied;
+use crate::fleet::choice::Wanted;
+use crate::fleet::instance::{InFlight, Instance};
+use crate::metrics::Outcome;
+use crate::request::headers;
+use crate::upstream::Fault;
+
+/// One request of a client, at work: what its legs need.
+pub(crate) struct Job {
+    pub(crate) core: Arc<Core>,
+    pub(crate) live: Arc<Live>,
+    pub(crate) record: Record,
+    pub(crate) method: Method,
+    pub(crate) path: PathAndQuery,
+    /// The client's, ready for any leg.
+    pub(crate) headers: HeaderMap,
+    pub(crate) id: XRequestId,
+    pub(crate) until: Instant,
+    tries: Tries,
+    place: Option<OwnedSemaphorePermit>,
+}
+
+/// What ends a job without an answer of an instance's.
+pub(crate) type Ended = Result<Response<Body>, Box<(Record, Refusal)>>;
+
+fn random() -> [u8; 16] {
+    let mut bytes = [0; 16];
+    // 16 bytes never come in parts.
+    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    bytes
+}
+
+/// New random bytes for a [`TransferId`](kvx_connector::params::TransferId).
+pub(super) fn random_id() -> [u8; 16] {
+    random()
+}
+
+impl Job {
+    /// Begins to work on a request: gives it an id and a trace. Refuses while draining.
+    pub(crate) fn begin(core: &Arc<Core>, parts: &Parts) -> Result<Self, Refusal> {
+        let working = core.work().ok_or_else(Refusal::draining)?;
+        let live = core.live();
+        let asked_id = headers::request_id(&parts.headers).map_err(Refusal::bad_request)?;
+        let mut sent = headers::for_instances(
+            parts.headers.clone(),
+            live.key_for_instances.as_ref(),
+            live.keys.is_some(),
+        );
+        // No two requests at work have the same id: instances tell them apart by it.
+        let id = asked_id.filter(|id| core.take_id(id.as_str()));
+        let id = id.unwrap_or_else(|| {
+            let id = XRequestId::from_random(random());
+            core.take_id(id.as_str());
+            id
+        });
+        let trace = match headers::trace_id(&sent) {
+            Some(trace) => trace.to_owned(),
+            None => {
+                let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+                let trace = hex(&random());
+                let value = format!("00-{trace}-{}-00", hex(&random()[..8]));
+                sent.insert(headers::TRACEPARENT, value.parse().expect("hexadecimal digits"));
+                sent.remove("tracestate");
+                trace
+            }
+        };
+        sent.insert(headers::REQUEST_ID, id.as_str().parse().expect("an id fits a header"));
+        let path = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let method = parts.method.clone();
+        let mut record = Record::new(
+            Arc::clone(core),
+            working,
+            id.as_str().to_owned(),
+            trace,
+            method.as_str(),
+            path.path(),
+        );
+        record.owns_id();
+        core.budget.deposit(live.setup.retries.budget);
+        Ok(Job {
+            until: Instant::now() + live.setup.timeouts.request,
+            tries: Tries::new(live.setup.retries.attempts),
+            core: Arc::clone(core),
+            live,
+            record,
+            method,
+            path,
+            headers: sent,
+            id,
+            place: None,
+        })
+    }
+
+    /// Waits for a place.
+    pub(crate) async fn admit(mut self) -> Result<Self, Box<(Record, Refusal)>> {
+        struct Queued<'a>(&'a Core);
+        impl Drop for Queued<'_> {
+            fn drop(&mut self) {
+                self.0.metrics.queued.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+        let admission = Arc::clone(&self.live.admission);
+        let started = Instant::now();
+        self.core.metrics.queued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let place = {
+            let _queued = Queued(&self.core);
+            admission.enter().await
+        };
+        self.record.queued(started.elapsed());
+        match place {
+            Ok(place) => {
+                self.place = Some(place);
+                Ok(self)
+            }
+            Err(Denied::Full) => {
+                let waiting = admission.waiting();
+                Err(self.refused(Refusal::unavailable(format!(
+                    "{waiting} requests wait already: try again later"
+                ))))
+            }
+            Err(Denied::Waited) => {
+                Err(self.refused(Refusal::unavailable("too many requests are at work: try again later")))
+            }
+        }
+    }
+
+    pub(crate) fn refused(self, refusal: Refusal) -> Box<(Record, Refusal)> {
+        Box::new((self.record, refusal))
+    }
+
+    /// What this request needs of an instance.
+    pub(crate) fn wanted<'a>(
+        &self,
+        tokens: u64,
+        prefix: u64,
+        model: Option<u64>,
+        avoid: &'a [Arc<Instance>],
+    ) -> Wanted<'a> {
+        Wanted { tokens, prefix, model, avoid, now: std::time::Instant::now() }
+    }
+
+    /// Whether a leg may be tried again.
+    pub(crate) fn again(&mut self, leg: &'static str) -> bool {
+        match self.tries.again(&self.core.budget) {
+            Again::Yes => {
+                self.core.metrics.retry(leg);
+                self.record.attempts(self.tries.made);
+                true
+            }
+            Again::Enough => false,
+            Again::Denied => {
+                self.core.metrics.retries_denied.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                false
+            }
+        }
+    }
+
+    /// How many attempts have been made, the running one included.
+    pub(crate) fn attempt(&self) -> u32 {
+        self.tries.made
+    }
+
+    /// Sends a leg whose answer is the client's.
+    pub(crate) async fn answer(
+        &self,
+        instance: &InFlight,
+        sent: Sent,
+        kind: Kind,
+        until: Instant,
+    ) -> Result<Opened, Fault> {
+        legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until.min(self.until))
+            .await
+    }
+
+    /// When an answer must have begun that is asked for now.
+    pub(crate) fn first_byte(&self) -> Instant {
+        self.until.min(Instant::now() + self.live.setup.timeouts.first_byte)
+    }
+
+    /// Passes an answer on.
+    pub(crate) fn pass(
+        mut self,
+        opened: Opened,
+        decode: InFlight,
+        prefill: Option<PrefillTask>,
+        capture: Option<super::conversation::Capture>,
+    ) -> Response<Body> {
+        self.record.decode(decode.instance.name());
+        let held = Held { live: self.live, decode, prefill, capture, _place: self.place, until: self.until };
+        pass(opened, self.record, held)
+    }
+
+    /// Passes on an answer that has been read, of an instance that may be none of the decode side's.
+    pub(crate) fn pass_whole(mut self, response: Response<bytes::Bytes>) -> Response<Body> {
+        let (mut parts, body) = response.into_parts();
+        headers::drop_hop_by_hop(&mut parts.headers);
+        let outcome =
+            if parts.status.is_client_error() { Outcome::ClientError } else { Outcome::UpstreamError };
+        self.record.ended(outcome, parts.status.as_u16());
+        if let Ok(route) = self.record.route_words().parse() {
+            parts.headers.insert(headers::ROUTE, route);
+        }
+        if let Ok(id) = self.record.id.parse() {
+            parts.headers.entry(headers::REQUEST_ID).or_insert(id);
+        }
+        Response::from_parts(parts, Body::from(body))
+    }
+
+    /// Ends with the last failure: in the instance's own words if it had any.
+    pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> Ended {
+        self.record.because(format!("instance {instance} {fault}"));
+        match fault {
+            Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(*response)),
+            fault => Err(self.refused(Refusal::upstream(instance, &fault))),
+        }
+    }
+}

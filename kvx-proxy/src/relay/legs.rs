@@ -1,0 +1,218 @@
+//! The requests to instances that one request of a client becomes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::header::{HeaderMap, HeaderName, HeaderValue};
+use hyper::http::uri::PathAndQuery;
+use hyper::{Method, Response};
+use kvx_connector::Dialect;
+use kvx_connector::params::recipe::Answer;
+use serde_json::Value;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tracing::Instrument;
+
+use super::core::{Core, Live};
+use super::opening::{Kind, Opened, open};
+use crate::fleet::instance::{InFlight, Instance};
+use crate::request::headers;
+use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
+
+/// Counts a leg when it ends, also when it is given up.
+struct Timed<'a> {
+    core: &'a Core,
+    leg: &'static str,
+    outcome: &'static str,
+    started: Instant,
+}
+
+impl<'a> Timed<'a> {
+    fn new(core: &'a Core, leg: &'static str) -> Self {
+        Timed { core, leg, outcome: "cancelled", started: Instant::now() }
+    }
+
+    fn ended(mut self, outcome: &'static str) -> Duration {
+        self.outcome = outcome;
+        self.started.elapsed()
+    }
+}
+
+impl Drop for Timed<'_> {
+    fn drop(&mut self) {
+        self.core.metrics.leg(self.leg, self.outcome, self.started.elapsed());
+    }
+}
+
+/// What a prefill leg has come to.
+#[derive(Debug)]
+pub(crate) struct Prefilled {
+    pub(crate) answer: Answer,
+    /// What the decode leg must be written in: block ids in one flat list are vLLM 0.16's.
+    pub(crate) dialect: Dialect,
+    pub(crate) time: Duration,
+}
+
+/// How a prefill leg ended, if not with what the decode leg needs.
+#[derive(Debug)]
+pub(crate) enum PrefillEnd {
+    /// The instance answered the client's mistake: the answer is the client's.
+    Answered(Box<Response<Bytes>>),
+    /// Another instance may do better.
+    Failed(Fault),
+}
+
+/// A body for an instance, with the headers for it.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    pub(crate) path: PathAndQuery,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+}
+
+impl Sent {
+    /// JSON to an instance whose answer is read here as well.
+    pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: &Value) -> Self {
+        let body: Bytes = serde_json::to_vec(body).unwrap_or_default().into();
+        let mut headers = headers.clone();
+        json_headers(&mut headers, body.len());
+        Sent { path: path.clone(), headers, body }
+    }
+
+    /// The same to one data parallel rank of the instance.
+    pub(crate) fn for_rank(mut self, rank: Option<usize>) -> Self {
+        const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+        if let Some(rank) = rank {
+            self.headers.insert(RANK, HeaderValue::from(rank));
+        }
+        self
+    }
+}
+
+/// Sends a prefill leg and reads its answer. Says of the instance what it has shown.
+pub(crate) async fn prefill(
+    core: &Core,
+    live: &Live,
+    instance: &InFlight,
+    mut sent: Sent,
+    until: Instant,
+) -> Result<Prefilled, PrefillEnd> {
+    let timed = Timed::new(core, "prefill");
+    headers::readable(&mut sent.headers);
+    let instance = &instance.instance;
+    let span = tracing::info_span!("prefill", instance = instance.name());
+    let ended = prefill_answer(live, instance, sent, until).instrument(span).await;
+    match ended {
+        Ok((answer, dialect)) => {
+            instance.state.succeeded();
+            Ok(Prefilled { answer, dialect, time: timed.ended("ok") })
+        }
+        Err(PrefillEnd::Answered(response)) => {
+            instance.state.succeeded();
+            timed.ended("status");
+            Err(PrefillEnd::Answered(response))
+        }
+        Err(PrefillEnd::Failed(fault)) => {
+            timed.ended(fault.outcome());
+            core.blame(live, instance, &fault);
+            Err(PrefillEnd::Failed(fault))
+        }
+    }
+}
+
+async fn prefill_answer(
+    live: &Live,
+    instance: &Instance,
+    sent: Sent,
+    until: Instant,
+) -> Result<(Answer, Dialect), PrefillEnd> {
+    let until = until.min(Instant::now() + live.setup.timeouts.prefill);
+    let failed = PrefillEnd::Failed;
+    let response = live
+        .upstream
+        .send(&instance.setup, Method::POST, &sent.path, sent.headers, sent.body, until)
+        .await
+        .map_err(failed)?;
+    let (parts, body) = accepted(response, until).await.map_err(failed)?.into_parts();
+    let body = whole(body, WHOLE, until).await.map_err(failed)?;
+    if !parts.status.is_success() {
+        return Err(PrefillEnd::Answered(Box::new(Response::from_parts(parts, body))));
+    }
+    let value: Value = serde_json::from_slice(&body)
+        .map_err(|_| failed(Fault::Broken("its answer with status 200 is no JSON".to_owned())))?;
+    let answer = Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
+    let flat = value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
+    Ok((answer, if flat { Dialect::V0_16 } else { Dialect::default() }))
+}
+
+/// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any more.
+#[derive(Debug)]
+pub(crate) struct PrefillTask(Option<JoinHandle<Result<Prefilled, PrefillEnd>>>);
+
+impl PrefillTask {
+    pub(crate) fn start(
+        core: &Arc<Core>,
+        live: &Arc<Live>,
+        instance: InFlight,
+        sent: Sent,
+        until: Instant,
+    ) -> Self {
+        let (core, live) = (Arc::clone(core), Arc::clone(live));
+        let leg = async move { prefill(&core, &live, &instance, sent, until).await };
+        PrefillTask(Some(tokio::spawn(leg.in_current_span())))
+    }
+
+    /// Waits for its end; the second time, for ever.
+    pub(crate) async fn ended(&mut self) -> Result<Prefilled, PrefillEnd> {
+        let Some(task) = &mut self.0 else { return std::future::pending().await };
+        let ended = task.await;
+        self.0 = None;
+        ended.unwrap_or_else(|_| Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned()))))
+    }
+
+    /// Lets it come to its own end.
+    pub(crate) fn detach(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for PrefillTask {
+    fn drop(&mut self) {
+        if let Some(task) = self.0.take() {
+            task.abort();
+        }
+    }
+}
+
+/// Sends a leg whose answer is the client's, and waits for its beginning. Says of the instance what it has shown so far.
+pub(crate) async fn answer(
+    core: &Core,
+    live: &Live,
+    instance: &InFlight,
+    method: Method,
+    sent: Sent,
+    kind: Kind,
+    until: Instant,
+) -> Result<Opened, Fault> {
+    let timed = Timed::new(core, "decode");
+    let instance = &instance.instance;
+    let span = tracing::info_span!("decode", instance = instance.name());
+    let opened = async {
+        let upstream = &live.upstream;
+        let response =
+            upstream.send(&instance.setup, method, &sent.path, sent.headers, sent.body, until).await?;
+        open(response, kind, until).await
+    };
+    match opened.instrument(span).await {
+        Ok(opened) => {
+            timed.ended(if opened.parts.status.is_success() && !opened.is_error { "ok" } else { "status" });
+            Ok(opened)
+        }
+        Err(fault) => {
+            timed.ended(fault.outcome());
+            core.blame(live, instance, &fault);
+            Err(fault)
+        }
+    }
+}

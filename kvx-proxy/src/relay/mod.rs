@@ -1,0 +1,13 @@
+//! What becomes of a client's request.
+
+pub(crate) mod alone;
+pub(crate) mod conversation;
+pub(crate) mod core;
+pub(crate) mod disaggregated;
+pub(crate) mod job;
+mod legs;
+mod opening;
+mod passing;
+mod record;
+pub(crate) mod refusal;
+mod tries;

@@ -1,0 +1,110 @@
+//! The beginning of an answer: what is held back until it is sure that this answer is the one.
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
+use hyper::body::{Body, Incoming};
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
+use hyper::http::response::Parts;
+use hyper::{Response, StatusCode};
+use tokio::time::{Instant, timeout_at};
+
+use crate::sse::{self, Events};
+use crate::upstream::{Fault, accepted, words};
+
+/// How much of an answer that is not streamed is held back: until its end, or this much.
+const HELD: usize = 1 << 20;
+
+/// What an answer must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A completion: a JSON object, or events that end with `[DONE]`.
+    Completion,
+    /// Whatever the instance says.
+    Any,
+}
+
+/// An answer whose beginning has come.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) parts: Parts,
+    /// What may be passed on.
+    pub(crate) first: Bytes,
+    /// The rest; none if `first` is all of it.
+    pub(crate) rest: Option<Incoming>,
+    /// What watches the events, if they are.
+    pub(crate) events: Option<Events>,
+    /// Whether events must end with `[DONE]`.
+    pub(crate) wants_done: bool,
+    /// Whether it begins with an error: nothing of a real answer has come.
+    pub(crate) is_error: bool,
+}
+
+fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
+    headers
+        .get(CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .is_some_and(|value| value.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(wanted))
+}
+
+/// Waits for the beginning of an answer: the first whole event of a stream, the end of anything else that is short.
+pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instant) -> Result<Opened, Fault> {
+    let response = accepted(response, until).await?;
+    let (parts, mut body) = response.into_parts();
+    let plain = !parts.headers.contains_key(CONTENT_ENCODING);
+    let mut events = (plain && content_type_is(&parts.headers, "text/event-stream")).then(Events::default);
+    let good = parts.status == StatusCode::OK && kind == Kind::Completion;
+    let wants_done = good && events.is_some();
+    let mut first = BytesMut::new();
+    let mut rest = None;
+    loop {
+        if body.is_end_stream() {
+            break;
+        }
+        let frame = timeout_at(until, body.frame()).await.map_err(|_| {
+            Fault::Late(match first.is_empty() {
+                true => "no byte of its answer in time".to_owned(),
+                false => "its answer did not go on".to_owned(),
+            })
+        })?;
+        let data = match frame {
+            None => break,
+            Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
+            Some(Err(error)) => return Err(Fault::Broken(words(&error))),
+        };
+        match &mut events {
+            Some(events) => {
+                let ready = events.push(data);
+                first.extend_from_slice(&ready);
+            }
+            None => first.extend_from_slice(&data),
+        }
+        let enough = match kind {
+            Kind::Completion if plain && events.is_none() => HELD,
+            _ => 1,
+        };
+        if first.len() >= enough && !body.is_end_stream() {
+            rest = Some(body);
+            break;
+        }
+    }
+    if rest.is_none()
+        && let Some(events) = &mut events
+    {
+        first.extend_from_slice(&events.finish());
+    }
+    let first = first.freeze();
+    if good && rest.is_none() {
+        match &events {
+            Some(events) if !events.done() && !events.has_error() => {
+                return Err(Fault::Broken("its stream ended without [DONE]".to_owned()));
+            }
+            None if plain && serde_json::from_slice::<serde::de::IgnoredAny>(&first).is_err() => {
+                let what = if first.is_empty() { "nothing" } else { "no JSON" };
+                return Err(Fault::Broken(format!("its answer with status 200 is {what}")));
+            }
+            _ => {}
+        }
+    }
+    let is_error = events.is_some() && sse::opens_with_error(&first);
+    Ok(Opened { parts, first, rest, events, wants_done, is_error })
+}

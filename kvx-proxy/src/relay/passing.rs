@@ -1,0 +1,248 @@
+//! An answer on its way to the client.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::Response;
+use hyper::body::{Frame, Incoming, SizeHint};
+use hyper::header::{CONTENT_LENGTH, HeaderValue};
+use tokio::time::{Instant, Sleep};
+
+use super::conversation::Capture;
+use super::core::Live;
+use super::legs::PrefillTask;
+use super::opening::Opened;
+use super::record::Record;
+use crate::fleet::instance::{InFlight, Reason};
+use crate::metrics::Outcome;
+use crate::request::headers;
+use crate::sse::{self, Events};
+use crate::upstream::words;
+
+/// What an answer holds on to until it has ended.
+pub(crate) struct Held {
+    pub(crate) live: std::sync::Arc<Live>,
+    pub(crate) decode: InFlight,
+    /// A prefill leg that is still at work; it ends with a client that goes away.
+    pub(crate) prefill: Option<PrefillTask>,
+    pub(crate) capture: Option<Capture>,
+    /// Its place among the requests at work, free again when this is dropped.
+    pub(crate) _place: Option<tokio::sync::OwnedSemaphorePermit>,
+    /// When the request has to have ended.
+    pub(crate) until: Instant,
+}
+
+/// Makes the client's response of an answer that has begun.
+pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Response<Body> {
+    let Opened { mut parts, first, rest, events, wants_done, .. } = opened;
+    headers::drop_hop_by_hop(&mut parts.headers);
+    if events.is_some() {
+        // An error event may have to follow.
+        parts.headers.remove(CONTENT_LENGTH);
+    }
+    if let Ok(id) = HeaderValue::from_str(&record.id) {
+        parts.headers.entry(headers::REQUEST_ID).or_insert(id);
+    }
+    if let Ok(route) = HeaderValue::from_str(&record.route_words()) {
+        parts.headers.insert(headers::ROUTE, route);
+    }
+    let status = parts.status;
+    record.first_byte(status.as_u16());
+    if let Some(capture) = &mut held.capture {
+        capture.push(&first);
+    }
+    record.passed(first.len(), events.as_ref().map_or(0, Events::count));
+    let outcome = match status.as_u16() {
+        ..=399 => Outcome::Ok,
+        400..=499 => Outcome::ClientError,
+        _ => Outcome::UpstreamError,
+    };
+    let Some(rest) = rest else {
+        record.ended(outcome, status.as_u16());
+        held.end_well();
+        return Response::from_parts(parts, Body::from(first));
+    };
+    let idle = held.live.setup.timeouts.idle;
+    let mut end = record.core().end.subscribe();
+    let passing = Passing {
+        first: Some(first),
+        rest,
+        events,
+        wants_done,
+        idle,
+        last: Instant::now(),
+        sleep: Box::pin(tokio::time::sleep_until((Instant::now() + idle).min(held.until))),
+        // The sender lives as long as this: the core holds it.
+        end: Box::pin(async move { drop(end.wait_for(|end| *end).await) }),
+        outcome,
+        status: status.as_u16(),
+        work: Some((record, held)),
+    };
+    Response::from_parts(parts, Body::new(passing))
+}
+
+impl Held {
+    /// The answer has ended as it should.
+    fn end_well(mut self) {
+        self.decode.instance.state.succeeded();
+        if let Some(prefill) = self.prefill.take() {
+            prefill.detach();
+        }
+        if let Some(capture) = self.capture.take() {
+            capture.keep(self.decode.instance.name());
+        }
+    }
+}
+
+/// The body of an answer: passes on what comes, and ends with an error if it has to.
+struct Passing {
+    first: Option<Bytes>,
+    rest: Incoming,
+    events: Option<Events>,
+    wants_done: bool,
+    idle: Duration,
+    last: Instant,
+    sleep: Pin<Box<Sleep>>,
+    end: Pin<Box<dyn Future<Output = ()> + Send>>,
+    outcome: Outcome,
+    status: u16,
+    /// None once it has ended.
+    work: Option<(Record, Held)>,
+}
+
+type Next = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
+
+impl Passing {
+    /// The upstream has ended.
+    fn end(&mut self) -> Next {
+        let left = match &mut self.events {
+            Some(events) => {
+                let left = events.finish();
+                if self.wants_done && !events.done() && !events.has_error() {
+                    return self.break_off(
+                        Outcome::BrokenOff,
+                        "its stream ended without [DONE]",
+                        Some(Reason::Errors),
+                    );
+                }
+                left
+            }
+            None => Bytes::new(),
+        };
+        let Some((mut record, mut held)) = self.work.take() else { return Poll::Ready(None) };
+        if let Some(capture) = &mut held.capture {
+            capture.push(&left);
+        }
+        record.passed(left.len(), self.events.as_ref().map_or(0, Events::count));
+        let said_error = self.events.as_ref().is_some_and(Events::has_error);
+        record.ended(if said_error { Outcome::UpstreamError } else { self.outcome }, self.status);
+        held.end_well();
+        match left.is_empty() {
+            true => Poll::Ready(None),
+            false => Poll::Ready(Some(Ok(Frame::data(left)))),
+        }
+    }
+
+    /// Nothing more comes that could be passed on: the client is told, by an event or by a connection that breaks.
+    fn break_off(&mut self, outcome: Outcome, why: &str, blame: Option<Reason>) -> Next {
+        let Some((mut record, held)) = self.work.take() else { return Poll::Ready(None) };
+        let instance = &held.decode.instance;
+        let message = format!("instance {} broke off this answer: {why}", instance.name());
+        if let Some(reason) = blame {
+            record.core().blame_for(&held.live, instance, reason, &format!("decode leg: {why}"));
+        }
+        record.ended(outcome, self.status);
+        record.because(message.clone());
+        drop((record, held));
+        match &self.events {
+            Some(events) => {
+                let kind = if outcome == Outcome::Timeout { "upstream_timeout" } else { "upstream_error" };
+                let code = if outcome == Outcome::Timeout { 504 } else { 502 };
+                let event = [events.gap().as_bytes(), &sse::error_event(&message, kind, code)].concat();
+                Poll::Ready(Some(Ok(Frame::data(event.into()))))
+            }
+            None => Poll::Ready(Some(Err(std::io::Error::other(message)))),
+        }
+    }
+
+    fn poll_time(&mut self, cx: &mut Context<'_>) -> Next {
+        if self.end.as_mut().poll(cx).is_ready() {
+            return self.break_off(Outcome::BrokenOff, "this proxy ends", None);
+        }
+        loop {
+            ready!(self.sleep.as_mut().poll(cx));
+            let now = Instant::now();
+            let until = self.work.as_ref().map_or(now, |(_, held)| held.until);
+            if now >= until {
+                return self.break_off(Outcome::Timeout, "the request has had its time", None);
+            }
+            if now >= self.last + self.idle {
+                let why = format!("nothing came for {:?}", self.idle);
+                return self.break_off(Outcome::Timeout, &why, Some(Reason::Slow));
+            }
+            self.sleep.as_mut().reset((self.last + self.idle).min(until));
+        }
+    }
+}
+
+impl hyper::body::Body for Passing {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Next {
+        let this = self.get_mut();
+        if let Some(first) = this.first.take()
+            && !first.is_empty()
+        {
+            return Poll::Ready(Some(Ok(Frame::data(first))));
+        }
+        loop {
+            let Some((record, held)) = &mut this.work else { return Poll::Ready(None) };
+            let data = match Pin::new(&mut this.rest).poll_frame(cx) {
+                Poll::Pending => return this.poll_time(cx),
+                Poll::Ready(None) => return this.end(),
+                Poll::Ready(Some(Err(error))) => {
+                    return this.break_off(Outcome::BrokenOff, &words(&error), Some(Reason::Errors));
+                }
+                Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
+            };
+            this.last = Instant::now();
+            let ready = match &mut this.events {
+                Some(events) => events.push(data),
+                None => data,
+            };
+            if ready.is_empty() {
+                continue;
+            }
+            if let Some(capture) = &mut held.capture {
+                capture.push(&ready);
+            }
+            record.passed(ready.len(), this.events.as_ref().map_or(0, Events::count));
+            return Poll::Ready(Some(Ok(Frame::data(ready))));
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_none() && self.work.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.events {
+            Some(_) => SizeHint::default(),
+            None => {
+                let first = self.first.as_ref().map_or(0, |first| first.len() as u64);
+                let rest = self.rest.size_hint();
+                let mut hint = SizeHint::new();
+                hint.set_lower(rest.lower() + first);
+                if let Some(upper) = rest.upper() {
+                    hint.set_upper(upper + first);
+                }
+                hint
+            }
+        }
+    }
+}

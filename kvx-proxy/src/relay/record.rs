@@ -1,0 +1,203 @@
+//! What is remembered of a request until it has ended: for metrics, the access log, and its span.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use tracing::{Span, field};
+
+use super::core::Core;
+use crate::metrics::Outcome;
+
+/// A request at work. Whoever drops it before it has an outcome is a client that went away.
+#[derive(Debug)]
+pub(crate) struct Record {
+    core: Arc<Core>,
+    /// While one of these lives, a drain waits.
+    _working: tokio::sync::mpsc::Sender<()>,
+    pub(crate) span: Span,
+    pub(crate) id: String,
+    id_is_known: bool,
+    trace: String,
+    method: String,
+    path: String,
+    pub(crate) model: Option<String>,
+    started: Instant,
+    queued: Duration,
+    route: Option<(&'static str, &'static str)>,
+    prefill: Option<String>,
+    decode: Option<String>,
+    attempts: u32,
+    prefill_time: Option<Duration>,
+    first_byte: Option<Duration>,
+    status: u16,
+    bytes: u64,
+    events: u64,
+    outcome: Outcome,
+    why: Option<String>,
+}
+
+impl Record {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        working: tokio::sync::mpsc::Sender<()>,
+        id: String,
+        trace: String,
+        method: &str,
+        path: &str,
+    ) -> Self {
+        core.metrics.in_flight.fetch_add(1, Relaxed);
+        let span = tracing::info_span!(
+            "request",
+            id,
+            trace,
+            path,
+            model = field::Empty,
+            route = field::Empty,
+            status = field::Empty,
+            outcome = field::Empty,
+        );
+        Record {
+            core,
+            _working: working,
+            span,
+            id,
+            id_is_known: false,
+            trace,
+            method: method.to_owned(),
+            path: path.to_owned(),
+            model: None,
+            started: Instant::now(),
+            queued: Duration::ZERO,
+            route: None,
+            prefill: None,
+            decode: None,
+            attempts: 1,
+            prefill_time: None,
+            first_byte: None,
+            status: 0,
+            bytes: 0,
+            events: 0,
+            outcome: Outcome::ClientGone,
+            why: None,
+        }
+    }
+
+    /// From here on no other request has this id, until this one has ended.
+    pub(crate) fn owns_id(&mut self) {
+        self.id_is_known = true;
+    }
+
+    pub(crate) fn queued(&mut self, time: Duration) {
+        self.queued = time;
+        self.core.metrics.queue.observe(time);
+    }
+
+    pub(crate) fn route(&mut self, route: &'static str, reason: &'static str) {
+        if self.route != Some((route, reason)) {
+            self.route = Some((route, reason));
+            self.core.metrics.route(route, reason);
+            self.span.record("route", route);
+        }
+    }
+
+    /// The value of [`ROUTE`](crate::request::headers::ROUTE).
+    pub(crate) fn route_words(&self) -> String {
+        match self.route {
+            Some(("decode_alone", reason)) => format!("decode-alone; {reason}"),
+            Some((route, _)) => route.to_owned(),
+            None => "none".to_owned(),
+        }
+    }
+
+    pub(crate) fn prefill(&mut self, instance: &str, time: Option<Duration>) {
+        self.prefill = Some(instance.to_owned());
+        self.prefill_time = time;
+    }
+
+    pub(crate) fn decode(&mut self, instance: &str) {
+        self.decode = Some(instance.to_owned());
+    }
+
+    pub(crate) fn attempts(&mut self, made: u32) {
+        self.attempts = made;
+    }
+
+    /// The answer's first byte goes to the client.
+    pub(crate) fn first_byte(&mut self, status: u16) {
+        let time = self.started.elapsed();
+        self.first_byte = Some(time);
+        self.status = status;
+        if status < 400 {
+            self.core.metrics.ttft.observe(time);
+        }
+    }
+
+    pub(crate) fn passed(&mut self, bytes: usize, events: u64) {
+        self.bytes += bytes as u64;
+        self.events = events;
+    }
+
+    /// It has ended, with this status.
+    pub(crate) fn ended(&mut self, outcome: Outcome, status: u16) {
+        self.outcome = outcome;
+        self.status = status;
+    }
+
+    pub(crate) fn because(&mut self, why: impl Into<String>) {
+        self.why = Some(why.into());
+    }
+
+    pub(crate) fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let total = self.started.elapsed();
+        if self.outcome == Outcome::ClientGone && *self.core.end.borrow() {
+            // Nobody went away but this proxy.
+            self.outcome = Outcome::BrokenOff;
+        }
+        let metrics = &self.core.metrics;
+        metrics.in_flight.fetch_sub(1, Relaxed);
+        metrics.request(self.outcome);
+        if let (Some(first), true) = (self.first_byte, self.events > 1) {
+            metrics.per_token.observe(total.saturating_sub(first) / (self.events - 1) as u32);
+        }
+        if self.id_is_known {
+            self.core.forget_id(&self.id);
+        }
+        self.span.record("status", self.status);
+        self.span.record("outcome", self.outcome.as_str());
+        if let Some(model) = &self.model {
+            self.span.record("model", model.as_str());
+        }
+        let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
+        self.core.access.line(metrics, || {
+            serde_json::json!({
+                "time": crate::log::now(),
+                "id": self.id,
+                "trace": self.trace,
+                "method": self.method,
+                "path": self.path,
+                "model": self.model,
+                "status": self.status,
+                "outcome": self.outcome.as_str(),
+                "why": self.why,
+                "route": self.route.map(|(route, _)| route),
+                "reason": self.route.map(|(_, reason)| reason).filter(|reason| !reason.is_empty()),
+                "prefill": self.prefill,
+                "decode": self.decode,
+                "attempts": self.attempts,
+                "queue_ms": millis(self.queued),
+                "prefill_ms": self.prefill_time.map(millis),
+                "ttft_ms": self.first_byte.map(millis),
+                "total_ms": millis(total),
+                "bytes": self.bytes,
+                "events": self.events,
+            })
+        });
+    }
+}

@@ -1,0 +1,92 @@
+//! Answers of the proxy's own.
+
+use axum::body::Body;
+use hyper::header::{CONNECTION, HeaderValue, RETRY_AFTER};
+use hyper::{Response, StatusCode};
+
+use crate::metrics::Outcome;
+use crate::upstream::{Fault, json_headers};
+
+/// An error in OpenAI's form.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    pub(crate) status: StatusCode,
+    pub(crate) kind: &'static str,
+    pub(crate) message: String,
+    pub(crate) outcome: Outcome,
+    later: bool,
+    close: bool,
+}
+
+impl Refusal {
+    fn new(status: StatusCode, kind: &'static str, outcome: Outcome, message: impl Into<String>) -> Self {
+        Refusal { status, kind, message: message.into(), outcome, later: false, close: false }
+    }
+
+    /// The client's mistake.
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", Outcome::ClientError, message)
+    }
+
+    /// A client's mistake with a status of its own.
+    pub(crate) fn client(status: StatusCode, message: impl Into<String>) -> Self {
+        Self::new(status, "invalid_request_error", Outcome::ClientError, message)
+    }
+
+    /// The client has no key, or a wrong one.
+    pub(crate) fn unauthorized() -> Self {
+        Self::new(
+            StatusCode::UNAUTHORIZED,
+            "authentication_error",
+            Outcome::Refused,
+            "this proxy needs a key: send one as Authorization: Bearer KEY",
+        )
+    }
+
+    /// Not now.
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        let refusal =
+            Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", Outcome::Refused, message);
+        Refusal { later: true, ..refusal }
+    }
+
+    /// Never again on this connection.
+    pub(crate) fn draining() -> Self {
+        Refusal { close: true, ..Self::unavailable("this proxy takes no more requests: it is about to end") }
+    }
+
+    /// No time is left.
+    pub(crate) fn timeout(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", Outcome::Timeout, message)
+    }
+
+    /// What an instance did, where its own answer cannot be passed on.
+    pub(crate) fn upstream(instance: &str, fault: &Fault) -> Self {
+        let message = format!("instance {instance} {fault}");
+        match fault {
+            Fault::Late(_) => Self::timeout(message),
+            _ => Self::new(StatusCode::BAD_GATEWAY, "upstream_error", Outcome::UpstreamError, message),
+        }
+    }
+
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::json!({"error": {
+            "message": self.message, "type": self.kind, "param": null, "code": self.status.as_u16(),
+        }})
+    }
+
+    pub(crate) fn response(&self) -> Response<Body> {
+        let body = self.json().to_string();
+        let mut response = Response::new(Body::empty());
+        *response.status_mut() = self.status;
+        json_headers(response.headers_mut(), body.len());
+        if self.later {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        if self.close {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        *response.body_mut() = Body::from(body);
+        response
+    }
+}

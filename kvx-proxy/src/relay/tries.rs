@@ -1,0 +1,99 @@
+//! How often something is tried again: per request, and over all of them.
+
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+
+/// Retries are a share of requests, so that a sick fleet is not stormed: each request pays in, each retry takes out.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    thousandths: AtomicI64,
+}
+
+const START: i64 = 10_000;
+const MOST: i64 = 100_000;
+
+impl Default for Budget {
+    fn default() -> Self {
+        Budget { thousandths: AtomicI64::new(START) }
+    }
+}
+
+impl Budget {
+    /// A request has come.
+    pub(crate) fn deposit(&self, share: f64) {
+        let share = (share * 1000.0) as i64;
+        let _ = self
+            .thousandths
+            .fetch_update(Relaxed, Relaxed, |have| (have < MOST).then_some((have + share).min(MOST)));
+    }
+
+    fn take(&self) -> bool {
+        let taken =
+            self.thousandths.fetch_update(Relaxed, Relaxed, |have| (have >= 1000).then_some(have - 1000));
+        taken.is_ok()
+    }
+}
+
+/// The attempts of one request.
+#[derive(Debug)]
+pub(crate) struct Tries {
+    pub(crate) made: u32,
+    most: u32,
+}
+
+/// Whether there is another attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Again {
+    Yes,
+    /// The request has had its attempts.
+    Enough,
+    /// All requests together have had theirs.
+    Denied,
+}
+
+impl Tries {
+    pub(crate) fn new(attempts: u32) -> Self {
+        Tries { made: 1, most: attempts }
+    }
+
+    pub(crate) fn again(&mut self, budget: &Budget) -> Again {
+        if self.made >= self.most {
+            return Again::Enough;
+        }
+        if !budget.take() {
+            return Again::Denied;
+        }
+        self.made += 1;
+        Again::Yes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_its_attempts() {
+        let budget = Budget::default();
+        let mut tries = Tries::new(3);
+        assert_eq!([tries.again(&budget), tries.again(&budget)], [Again::Yes; 2]);
+        assert_eq!(tries.again(&budget), Again::Enough);
+    }
+
+    #[test]
+    fn all_requests_have_a_share() {
+        let budget = Budget::default();
+        let retries = |count| {
+            (0..count)
+                .filter(|_| {
+                    budget.deposit(0.2);
+                    Tries::new(9).again(&budget) == Again::Yes
+                })
+                .count()
+        };
+        let first = retries(1000);
+        assert!((205..=215).contains(&first), "ten at the start and a fifth: {first}");
+        assert!((199..=201).contains(&retries(1000)));
+        (0..100_000).for_each(|_| budget.deposit(0.2));
+        assert!(budget.thousandths.load(Relaxed) <= MOST, "what was saved is bounded");
+    }
+}

@@ -1,0 +1,207 @@
+//! Which headers travel, and which decide something and do not.
+
+use hyper::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName,
+    HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+};
+use kvx_connector::params::{X_REQUEST_ID, XRequestId};
+
+/// `X-kvx-route` of an answer: what was done.
+pub(crate) const ROUTE: HeaderName = HeaderName::from_static("x-kvx-route");
+/// `X-Request-Id`.
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// `traceparent` of W3C trace context.
+pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+
+const HOP_BY_HOP: [HeaderName; 9] = [
+    CONNECTION,
+    PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION,
+    TE,
+    TRAILER,
+    TRANSFER_ENCODING,
+    UPGRADE,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+];
+
+/// Headers by which other routers and engines are told whom to ask. Clients do not say that here.
+fn names_a_host(name: &str) -> bool {
+    const STARTS: [&str; 8] = [
+        "x-prefill",
+        "x-decode",
+        "x-data-parallel",
+        "x-kv-",
+        "x-remote-",
+        "x-bootstrap",
+        "x-gateway-destination",
+        "x-kvx-",
+    ];
+    STARTS.iter().any(|start| name.starts_with(start))
+}
+
+/// Takes out what is meant for one connection only, also what `Connection` names.
+pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|list| list.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in named.iter().chain(&HOP_BY_HOP) {
+        headers.remove(name);
+    }
+}
+
+/// The client's headers, ready for any leg: without hop-by-hop ones, without those that name hosts, with a key where the
+/// client sent none (or where its key was for this proxy).
+pub(crate) fn for_instances(
+    mut headers: HeaderMap,
+    key: Option<&HeaderValue>,
+    key_was_ours: bool,
+) -> HeaderMap {
+    drop_hop_by_hop(&mut headers);
+    let named: Vec<HeaderName> = headers.keys().filter(|name| names_a_host(name.as_str())).cloned().collect();
+    for name in named.iter().chain(&[HOST, CONTENT_LENGTH, EXPECT]) {
+        headers.remove(name);
+    }
+    match key {
+        Some(key) if key_was_ours || !headers.contains_key(AUTHORIZATION) => {
+            headers.insert(AUTHORIZATION, key.clone());
+        }
+        _ => {}
+    }
+    headers
+}
+
+/// For a leg whose answer is read here: it must not be compressed.
+pub(crate) fn readable(headers: &mut HeaderMap) {
+    headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+}
+
+/// `Bearer KEY` as a value that logs do not show.
+pub(crate) fn bearer(key: &str) -> Option<HeaderValue> {
+    let mut value = HeaderValue::from_str(&format!("Bearer {key}")).ok()?;
+    value.set_sensitive(true);
+    Some(value)
+}
+
+/// The request id that a client sent.
+///
+/// # Errors
+///
+/// One that could not travel; the sentence is for the client.
+pub(crate) fn request_id(headers: &HeaderMap) -> Result<Option<XRequestId>, String> {
+    let Some(value) = headers.get(REQUEST_ID) else { return Ok(None) };
+    let text = value.to_str().map_err(|_| {
+        format!(
+            "{X_REQUEST_ID} has characters that a header cannot carry; send another, or none to have one made"
+        )
+    })?;
+    XRequestId::new(text).map(Some).map_err(|error| error.to_string())
+}
+
+/// The trace that a client's `traceparent` names, if it is one.
+pub(crate) fn trace_id(headers: &HeaderMap) -> Option<&str> {
+    let text = headers.get(TRACEPARENT)?.to_str().ok()?;
+    let mut parts = text.split('-');
+    let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+    let hex = |text: &str, length| {
+        text.len() == length && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+    };
+    let zero = |text: &str| text.bytes().all(|byte| byte == b'0');
+    let whole = hex(version, 2) && hex(trace, 32) && hex(span, 16) && hex(flags, 2);
+    (whole && version != "ff" && !zero(trace) && !zero(span)).then_some(trace)
+}
+
+/// What the fuzz target calls: no panic, and nothing that decides anything is left.
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let mut headers = HeaderMap::new();
+    for line in bytes.split(|byte| *byte == b'\n').take(100) {
+        let Some(colon) = line.iter().position(|byte| *byte == b':') else { continue };
+        let (name, value) = line.split_at(colon);
+        let name = HeaderName::from_bytes(name.trim_ascii());
+        let value = HeaderValue::from_bytes(value[1..].trim_ascii());
+        if let (Ok(name), Ok(value)) = (name, value) {
+            headers.append(name, value);
+        }
+    }
+    if let Ok(Some(id)) = request_id(&headers) {
+        assert!(HeaderValue::from_str(id.as_str()).is_ok() && !id.as_str().contains(','));
+    }
+    if let Some(trace) = trace_id(&headers) {
+        assert_eq!(trace.len(), 32);
+    }
+    let sent = for_instances(headers, bearer("k").as_ref(), false);
+    assert!(sent.contains_key(AUTHORIZATION));
+    for name in sent.keys() {
+        assert!(!HOP_BY_HOP.contains(name) && *name != HOST && !names_a_host(name.as_str()), "{name}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        lines
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)))
+            .collect()
+    }
+
+    #[test]
+    fn what_is_for_one_connection_or_names_a_host_stays_here() {
+        let sent = for_instances(
+            headers(&[
+                ("host", "me"),
+                ("connection", "close, X-Mine"),
+                ("x-mine", "1"),
+                ("keep-alive", "5"),
+                ("te", "trailers"),
+                ("transfer-encoding", "chunked"),
+                ("content-length", "3"),
+                ("x-prefiller-host-port", "evil:80"),
+                ("x-data-parallel-rank", "3"),
+                ("x-kvx-route", "x"),
+                ("authorization", "Bearer c"),
+                ("traceparent", "00-a"),
+                ("x-request-id", "r"),
+                ("openai-organization", "o"),
+            ]),
+            None,
+            false,
+        );
+        let mut names: Vec<&str> = sent.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["authorization", "openai-organization", "traceparent", "x-request-id"]);
+    }
+
+    #[test]
+    fn our_key_goes_where_the_client_sent_none_or_one_for_us() {
+        let ours = bearer("ours").unwrap();
+        let client = headers(&[("authorization", "Bearer c")]);
+        let of = |headers: HeaderMap, was_ours| {
+            for_instances(headers, Some(&ours), was_ours)[AUTHORIZATION].to_str().unwrap().to_owned()
+        };
+        assert_eq!(of(HeaderMap::new(), false), "Bearer ours");
+        assert_eq!(of(client.clone(), false), "Bearer c");
+        assert_eq!(of(client, true), "Bearer ours");
+        assert!(format!("{ours:?}").contains("Sensitive"));
+    }
+
+    #[test]
+    fn traces_are_recognised() {
+        let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert_eq!(trace_id(&headers(&[("traceparent", good)])), Some("4bf92f3577b34da6a3ce929d0e0e4736"));
+        for bad in [
+            "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736",
+        ] {
+            assert_eq!(trace_id(&headers(&[("traceparent", bad)])), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,350 @@
+//! What a client asks: read once, and only as far as it decides anything.
+
+pub(crate) mod headers;
+
+use bytes::Bytes;
+use serde_json::{Map, Value};
+
+use crate::fleet::choice;
+
+/// A byte of text is this many tokens, on average.
+const TOKENS_PER_BYTE: f64 = 0.25;
+/// What a part of a message that is no text is taken for.
+const TOKENS_PER_PART: u64 = 1024;
+/// Tokens that a request without a limit is taken to generate.
+const NEW_TOKENS: u64 = 512;
+
+/// A completion or chat completion.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    /// The body, without what a client may not say.
+    pub(crate) body: Value,
+    pub(crate) model: Option<String>,
+    pub(crate) stream: bool,
+    /// Why one transfer cannot serve it, if it cannot.
+    pub(crate) alone: Option<&'static str>,
+    /// Estimated length of the prompt.
+    pub(crate) prompt_tokens: u64,
+    /// Estimated length of the answer.
+    pub(crate) new_tokens: u64,
+    /// `conversation_id`, if there is one.
+    pub(crate) conversation: Option<String>,
+}
+
+impl Asked {
+    /// Reads a body.
+    ///
+    /// # Errors
+    ///
+    /// A body that is no JSON object; the sentence is for the client.
+    pub(crate) fn new(bytes: &[u8]) -> Result<Self, String> {
+        let body: Value = serde_json::from_slice(bytes)
+            .map_err(|error| format!("the body is no JSON ({error}); send a JSON object"))?;
+        let Value::Object(mut map) = body else {
+            return Err("the body is JSON, but no object; send a JSON object".to_owned());
+        };
+        drop_transfer_params(&mut map);
+        let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
+        let new_tokens = limit(&map).and_then(Value::as_u64).unwrap_or(NEW_TOKENS);
+        Ok(Asked {
+            model: text("model"),
+            stream: map.get("stream") == Some(&Value::Bool(true)),
+            alone: alone(&map),
+            prompt_tokens: Prompt::of(&map).tokens(),
+            new_tokens: new_tokens.min(1 << 20),
+            conversation: text("conversation_id").filter(|id| !id.is_empty() && id.len() <= 256),
+            body: Value::Object(map),
+        })
+    }
+
+    /// A hash of what the first so many tokens of the prompt are made of.
+    pub(crate) fn prefix(&self, tokens: usize) -> u64 {
+        let Value::Object(map) = &self.body else { return 0 };
+        let mut beginning = Vec::new();
+        Prompt::of(map).beginning(tokens, &mut beginning);
+        choice::hash(&beginning)
+    }
+
+    /// The body as bytes.
+    pub(crate) fn bytes(&self) -> Bytes {
+        serde_json::to_vec(&self.body).unwrap_or_default().into()
+    }
+}
+
+/// Takes out `kv_transfer_params`, wherever an engine would look for it: it names hosts to connect to.
+fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
+    let mut dropped = map.remove("kv_transfer_params").is_some();
+    for nested in ["vllm_xargs", "extra_args", "extra_body"] {
+        if let Some(Value::Object(inner)) = map.get_mut(nested) {
+            dropped |= inner.remove("kv_transfer_params").is_some();
+        }
+    }
+    dropped
+}
+
+/// The body of a request that is passed on untouched, but for `kv_transfer_params`; its model, and the response that it
+/// goes on with.
+pub(crate) fn passed(bytes: Bytes) -> (Bytes, Option<String>, Option<String>) {
+    let Ok(Value::Object(mut map)) = serde_json::from_slice(&bytes) else { return (bytes, None, None) };
+    let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
+    let (model, before) = (text("model"), text("previous_response_id"));
+    if drop_transfer_params(&mut map) {
+        return (serde_json::to_vec(&map).unwrap_or_default().into(), model, before);
+    }
+    (bytes, model, before)
+}
+
+fn limit(map: &Map<String, Value>) -> Option<&Value> {
+    let set = |key| map.get(key).filter(|value: &&Value| !value.is_null());
+    set("max_completion_tokens").or_else(|| set("max_tokens"))
+}
+
+/// Requests that go to a decode instance alone: those that an engine makes several of (one transfer serves one answer),
+/// those that need what only a computed prompt has, and those whose mistakes only the decode leg would show, after a
+/// prefill for nothing.
+fn alone(map: &Map<String, Value>) -> Option<&'static str> {
+    let set = |key| map.get(key).filter(|value: &&Value| !value.is_null());
+    let several = |key| set(key).is_some_and(|count| count.as_u64() != Some(1));
+    if several("n") {
+        return Some("n");
+    }
+    if several("best_of") {
+        return Some("best_of");
+    }
+    if set("use_beam_search").is_some_and(|beam| *beam != Value::Bool(false)) {
+        return Some("use_beam_search");
+    }
+    if set("prompt_logprobs").is_some() {
+        return Some("prompt_logprobs");
+    }
+    if set("echo").is_some_and(|echo| *echo != Value::Bool(false))
+        && set("logprobs").is_some_and(|l| *l != Value::Bool(false))
+    {
+        return Some("echo with logprobs");
+    }
+    let limit = limit(map);
+    if limit.is_some_and(|limit| limit.as_u64().is_none_or(|limit| limit == 0)) {
+        return Some("max_tokens");
+    }
+    if let (Some(least), Some(most)) = (set("min_tokens"), limit.and_then(Value::as_u64))
+        && least.as_u64().is_none_or(|least| least > most)
+    {
+        return Some("min_tokens");
+    }
+    if set("stream_options").is_some() && set("stream") != Some(&Value::Bool(true)) {
+        return Some("stream_options");
+    }
+    if set("stream").is_some_and(|stream| !stream.is_boolean()) {
+        return Some("stream");
+    }
+    if set("prompt_embeds").is_some() {
+        return Some("prompt_embeds");
+    }
+    match (set("prompt"), set("messages")) {
+        (None, Some(Value::Array(messages))) if !messages.is_empty() => None,
+        (Some(Value::String(_)), None) => None,
+        (Some(Value::Array(list)), None) => match list.as_slice() {
+            [Value::Number(_), ..] => None,
+            [Value::String(_)] => None,
+            [Value::Array(_)] => None,
+            _ => Some("prompt list"),
+        },
+        _ => Some("no prompt"),
+    }
+}
+
+/// Where the text of a request is.
+enum Prompt<'a> {
+    None,
+    Value(&'a Value),
+    Messages(&'a [Value]),
+}
+
+impl<'a> Prompt<'a> {
+    fn of(map: &'a Map<String, Value>) -> Self {
+        match (map.get("messages"), map.get("prompt")) {
+            (Some(Value::Array(messages)), _) => Prompt::Messages(messages),
+            (_, Some(prompt)) => Prompt::Value(prompt),
+            _ => Prompt::None,
+        }
+    }
+
+    fn tokens(&self) -> u64 {
+        fn of(value: &Value) -> u64 {
+            match value {
+                Value::String(text) => (text.len() as f64 * TOKENS_PER_BYTE).ceil() as u64,
+                Value::Number(_) => 1,
+                Value::Array(list) => list.iter().map(of).sum(),
+                _ => 0,
+            }
+        }
+        let part = |part: &Value| match part.get("text") {
+            Some(text) => of(text),
+            None => TOKENS_PER_PART,
+        };
+        let message = |message: &Value| match message.get("content") {
+            Some(Value::Array(parts)) => parts.iter().map(part).sum(),
+            Some(text) => of(text),
+            None => 0,
+        };
+        match self {
+            Prompt::None => 1,
+            Prompt::Value(value) => of(value).max(1),
+            // Roles and the template's own marks.
+            Prompt::Messages(messages) => messages.iter().map(|one| message(one) + 4).sum::<u64>().max(1),
+        }
+    }
+
+    /// Writes what the first so many tokens are made of; a little more or less does not matter, as long as it is the same
+    /// for the same beginning.
+    fn beginning(&self, tokens: usize, into: &mut Vec<u8>) {
+        let most = (tokens as f64 / TOKENS_PER_BYTE) as usize;
+        fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
+            let left = most.saturating_sub(into.len());
+            match value {
+                Value::String(text) => into.extend_from_slice(&text.as_bytes()[..text.len().min(left)]),
+                Value::Number(id) => into.extend_from_slice(&(id.as_u64().unwrap_or(0) as u32).to_le_bytes()),
+                Value::Array(list) => list.iter().take(most).for_each(|one| {
+                    if into.len() < most {
+                        text(one, most, into);
+                    }
+                }),
+                Value::Object(map) => {
+                    for key in ["role", "content", "text"] {
+                        if let Some(inner) = map.get(key) {
+                            text(inner, most, into);
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        match self {
+            Prompt::None => {}
+            Prompt::Value(value) => text(value, most, into),
+            Prompt::Messages(messages) => {
+                messages.iter().for_each(|one| {
+                    if into.len() < most {
+                        text(one, most, into);
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever goes through two legs is
+/// fit for the recipes.
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let (sent, ..) = passed(Bytes::copy_from_slice(bytes));
+    let clean = |value: &Value| {
+        assert!(value.get("kv_transfer_params").is_none());
+        assert!(value.get("vllm_xargs").is_none_or(|nested| nested.get("kv_transfer_params").is_none()));
+    };
+    if let Ok(value) = serde_json::from_slice::<Value>(&sent) {
+        clean(&value);
+    }
+    let Ok(asked) = Asked::new(bytes) else { return };
+    clean(&asked.body);
+    asked.prefix(16);
+    let again = Asked::new(&asked.bytes()).expect("what was read is written as JSON");
+    assert_eq!((again.alone, again.prompt_tokens), (asked.alone, asked.prompt_tokens));
+    if asked.alone.is_none() {
+        use kvx_connector::params::recipe::sequential;
+        sequential::prefill_leg(&asked.body).expect("one transfer serves it");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(body: Value) -> Asked {
+        Asked::new(body.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn what_one_transfer_cannot_serve_goes_alone() {
+        let cases = [
+            (serde_json::json!({"prompt": "a"}), None),
+            (serde_json::json!({"prompt": ["a"]}), None),
+            (serde_json::json!({"prompt": [1, 2]}), None),
+            (serde_json::json!({"prompt": [[1, 2]]}), None),
+            (serde_json::json!({"messages": [{"role": "user", "content": "a"}], "n": 1}), None),
+            (serde_json::json!({"prompt": "a", "n": null, "echo": true, "logprobs": null}), None),
+            (serde_json::json!({"prompt": "a", "min_tokens": 5, "max_tokens": 5, "logprobs": 3}), None),
+            (serde_json::json!({"prompt": ["a", "b"]}), Some("prompt list")),
+            (serde_json::json!({"prompt": [[1], [2]]}), Some("prompt list")),
+            (serde_json::json!({"prompt": []}), Some("prompt list")),
+            (serde_json::json!({"prompt": "a", "n": 2}), Some("n")),
+            (serde_json::json!({"prompt": "a", "n": "x"}), Some("n")),
+            (serde_json::json!({"prompt": "a", "best_of": 4}), Some("best_of")),
+            (serde_json::json!({"prompt": "a", "use_beam_search": true}), Some("use_beam_search")),
+            (serde_json::json!({"prompt": "a", "prompt_logprobs": 0}), Some("prompt_logprobs")),
+            (serde_json::json!({"prompt": "a", "echo": true, "logprobs": 0}), Some("echo with logprobs")),
+            (serde_json::json!({"prompt": "a", "max_tokens": 0}), Some("max_tokens")),
+            (serde_json::json!({"prompt": "a", "max_tokens": "x"}), Some("max_tokens")),
+            (serde_json::json!({"prompt": "a", "max_tokens": 4, "min_tokens": 5}), Some("min_tokens")),
+            (serde_json::json!({"prompt": "a", "stream_options": {}}), Some("stream_options")),
+            (serde_json::json!({"prompt": "a", "stream": 1}), Some("stream")),
+            (serde_json::json!({"messages": []}), Some("no prompt")),
+            (serde_json::json!({"model": "m"}), Some("no prompt")),
+        ];
+        for (body, alone) in cases {
+            assert_eq!(asked(body.clone()).alone, alone, "{body}");
+        }
+    }
+
+    #[test]
+    fn parameters_of_a_client_are_dropped_however_they_are_written() {
+        let text = br#"{"prompt": "a", "kv_transfer_param\u0073": {"remote_host": "evil"}, "vllm_xargs": {"kv_transfer_params": 1, "x": 2}}"#;
+        let asked = Asked::new(text).unwrap();
+        assert_eq!(asked.body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
+        let (sent, ..) = passed(Bytes::from_static(text));
+        assert!(!String::from_utf8_lossy(&sent).contains("evil"));
+        let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
+        assert_eq!(
+            passed(other.clone()),
+            (other, Some("m".to_owned()), None),
+            "else it is passed on byte for byte"
+        );
+    }
+
+    #[test]
+    fn numbers_travel_as_they_are() {
+        let text =
+            r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
+        let asked = Asked::new(text.as_bytes()).unwrap();
+        assert_eq!(&asked.bytes()[..], text.as_bytes());
+    }
+
+    #[test]
+    fn lengths_are_estimated() {
+        assert_eq!(asked(serde_json::json!({"prompt": "x".repeat(400)})).prompt_tokens, 100);
+        assert_eq!(asked(serde_json::json!({"prompt": [[5, 6, 7]], "max_tokens": 9})).new_tokens, 9);
+        assert_eq!(asked(serde_json::json!({"prompt": [5, 6, 7]})).prompt_tokens, 3);
+        let image = serde_json::json!({"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "x".repeat(9999)}}]}]});
+        assert_eq!(asked(image).prompt_tokens, 4 + 4 + 1024);
+    }
+
+    #[test]
+    fn the_same_beginning_is_the_same_prefix() {
+        let chat = |last: &str| {
+            asked(serde_json::json!({"messages": [
+                {"role": "system", "content": "s".repeat(200)}, {"role": "user", "content": last}]}))
+        };
+        assert_eq!(chat("a").prefix(32), chat("b").prefix(32));
+        assert_ne!(chat("a").prefix(256), chat("b").prefix(256));
+        let ids = |last: u32| asked(serde_json::json!({"prompt": [1, 2, 3, last]}));
+        assert_eq!(ids(4).prefix(3), ids(5).prefix(3));
+        assert_ne!(ids(4).prefix(4), ids(5).prefix(4));
+    }
+
+    #[test]
+    fn a_body_that_is_no_object_is_refused_in_words() {
+        for bytes in [&b""[..], b"[1]", b"{", b"\xff", b"\"a\""] {
+            assert!(Asked::new(bytes).unwrap_err().contains("send a JSON object"));
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! `/instances`: the fleet, for whoever has `ADMIN_API_KEY`.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Limited};
+use hyper::header::HeaderMap;
+use hyper::{Request, Response, StatusCode};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::keys::Keys;
+use super::routes::json as respond;
+use crate::fleet::instance::{Instance, Kind, Role};
+use crate::relay::core::Core;
+use crate::relay::refusal::Refusal;
+use crate::setup::{InstanceSetup, InstanceTable};
+
+type Answer = Result<Response<Body>, Refusal>;
+
+fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), Refusal> {
+    match &core.live().setup.admin_api_key {
+        None => Err(Refusal::client(
+            StatusCode::FORBIDDEN,
+            "/instances is closed: start the proxy with ADMIN_API_KEY in its environment",
+        )),
+        Some(key) if Keys::one(key).admit_admin(headers) => Ok(()),
+        Some(_) => Err(Refusal::client(
+            StatusCode::FORBIDDEN,
+            "/instances needs ADMIN_API_KEY: send it as x-api-key, or as Authorization: Bearer KEY",
+        )),
+    }
+}
+
+fn answer(answer: Answer) -> Response<Body> {
+    answer.unwrap_or_else(|refusal| refusal.response())
+}
+
+/// What there is to say of an instance.
+pub(super) fn describe(one: &Instance) -> Value {
+    let state = &one.state;
+    let standing = match () {
+        () if one.setup.draining => "draining",
+        () if state.is_sound() => "up",
+        () if !state.is_checked() => "not checked yet",
+        () if state.is_down() => "down",
+        () => "left out",
+    };
+    let recipe = match state.kind() {
+        _ if one.role == Role::Decode => None,
+        Kind::Unknown => None,
+        Kind::Nixl => Some("NixlConnector"),
+        Kind::Push(_) => Some("NixlPushConnector"),
+        Kind::Mooncake(_) => Some("MooncakeConnector"),
+    };
+    json!({
+        "pool": one.pool_name,
+        "role": one.role,
+        "url": format!("http://{}", one.name()),
+        "state": standing,
+        "connector": recipe,
+        "weight": one.setup.weight,
+        "draining": one.setup.draining,
+        "compatibility": one.setup.compatibility,
+        "added": one.added,
+        "models": state.models.cards().keys().collect::<Vec<_>>(),
+        "requests": state.requests(),
+        "outstanding_tokens": state.outstanding(),
+        "requests_total": state.requests_total.load(std::sync::atomic::Ordering::Relaxed),
+        "failures_total": state.failures_total.load(std::sync::atomic::Ordering::Relaxed),
+        "last_fault": state.last_fault(),
+    })
+}
+
+fn list_of(core: &Core) -> Value {
+    json!({"instances": core.live().fleet.all().map(|one| describe(one)).collect::<Vec<_>>()})
+}
+
+pub(super) async fn list(State(core): State<Arc<Core>>, headers: HeaderMap) -> Response<Body> {
+    answer(admitted(&core, &headers).map(|()| respond(StatusCode::OK, &list_of(&core))))
+}
+
+/// What a request to change the fleet names, besides the keys of an instance.
+#[derive(Deserialize)]
+struct Where {
+    role: Role,
+    pool: Option<String>,
+}
+
+async fn body_of(core: &Core, request: Request<Body>) -> Result<serde_json::Map<String, Value>, Refusal> {
+    let (parts, body) = request.into_parts();
+    admitted(core, &parts.headers)?;
+    let time = core.live().setup.limits.body_time;
+    let body = tokio::time::timeout(time, Limited::new(body, 64 << 10).collect()).await;
+    let bytes: Bytes = match body {
+        Ok(Ok(collected)) => collected.to_bytes(),
+        _ => return Err(Refusal::bad_request("the body is too long, or did not come")),
+    };
+    serde_json::from_slice(&bytes)
+        .map_err(|error| Refusal::bad_request(format!("the body is no JSON object: {error}")))
+}
+
+/// The pool and role that a body names, and the rest of it as an instance.
+fn read(
+    core: &Core,
+    mut body: serde_json::Map<String, Value>,
+) -> Result<(usize, Role, InstanceTable), Refusal> {
+    let refused = |error: serde_json::Error| Refusal::bad_request(error.to_string());
+    let mut place = serde_json::Map::new();
+    for key in ["role", "pool"] {
+        if let Some(value) = body.remove(key) {
+            place.insert(key.to_owned(), value);
+        }
+    }
+    let place: Where = serde_json::from_value(Value::Object(place)).map_err(refused)?;
+    let table: InstanceTable = serde_json::from_value(Value::Object(body)).map_err(refused)?;
+    let pools = &core.live().fleet.pools;
+    let pool = match &place.pool {
+        Some(name) => pools.iter().position(|pool| pool.name == *name),
+        None => (!pools.is_empty()).then_some(0),
+    };
+    let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
+    let pool =
+        pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))?;
+    Ok((pool, place.role, table))
+}
+
+pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
+    let changed = async {
+        let (pool, role, table) = read(&core, body_of(&core, request).await?)?;
+        let refused = |error: crate::Error| Refusal::bad_request(error.to_string());
+        let name = InstanceSetup::new(&table.url).map_err(refused)?.name().to_owned();
+        core.change_fleet(|fleet| {
+            let before = fleet.find(pool, role, &name).map(|known| &known.setup);
+            Ok(fleet.with(pool, role, table.over(before).map_err(refused)?))
+        })
+        .await?;
+        tracing::info!(instance = name, role = role.as_str(), "added or changed over /instances");
+        Ok(respond(StatusCode::OK, &list_of(&core)))
+    };
+    answer(changed.await)
+}
+
+pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
+    let changed = async {
+        let (pool, role, table) = read(&core, body_of(&core, request).await?)?;
+        let setup =
+            InstanceSetup::new(&table.url).map_err(|error| Refusal::bad_request(error.to_string()))?;
+        let name = setup.name();
+        core.change_fleet(|fleet| match fleet.find(pool, role, name) {
+            Some(_) => Ok(fleet.without(pool, role, name)),
+            None => {
+                let words = format!("there is no {} instance {name} in that pool", role.as_str());
+                Err(Refusal::client(StatusCode::NOT_FOUND, words))
+            }
+        })
+        .await?;
+        tracing::info!(instance = name, role = role.as_str(), "taken out over /instances");
+        Ok(respond(StatusCode::OK, &list_of(&core)))
+    };
+    answer(changed.await)
+}

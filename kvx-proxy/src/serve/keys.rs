@@ -1,0 +1,95 @@
+//! The keys of clients.
+
+use std::path::Path;
+
+use hyper::header::{AUTHORIZATION, HeaderMap};
+use sha2::{Digest as _, Sha256};
+use subtle::{Choice, ConstantTimeEq as _};
+
+use crate::error::{Error, Result};
+
+/// Keys as hashes: equal lengths, compared in a time that tells nothing of them.
+#[derive(Clone)]
+pub(crate) struct Keys(Vec<[u8; 32]>);
+
+impl std::fmt::Debug for Keys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} keys", self.0.len())
+    }
+}
+
+fn hash(key: &[u8]) -> [u8; 32] {
+    Sha256::digest(key).into()
+}
+
+impl Keys {
+    /// Reads a file with a key a line; empty lines and those with `#` in front are none.
+    pub(crate) fn from_file(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Error::io(format_args!("cannot read the keys in {}", path.display()), error))?;
+        let keys = Self::from_text(&text);
+        match keys.len() {
+            0 => Err(Error::new(format!("{} has no key; write one a line", path.display()))),
+            _ => Ok(keys),
+        }
+    }
+
+    fn from_text(text: &str) -> Self {
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        Keys(lines.map(|line| hash(line.as_bytes())).collect())
+    }
+
+    /// One key.
+    pub(crate) fn one(key: &str) -> Self {
+        Keys(vec![hash(key.as_bytes())])
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn has(&self, key: &[u8]) -> bool {
+        let key = hash(key);
+        // All are compared, whichever it is.
+        self.0.iter().fold(Choice::from(0), |found, one| found | one.ct_eq(&key)).into()
+    }
+
+    /// Whether a client shows one of them as a bearer token.
+    pub(crate) fn admit(&self, headers: &HeaderMap) -> bool {
+        bearer(headers).is_some_and(|key| self.has(key))
+    }
+
+    /// As [`admit`](Self::admit), or as `x-api-key`.
+    pub(crate) fn admit_admin(&self, headers: &HeaderMap) -> bool {
+        let named = headers.get("x-api-key").map(|value| value.as_bytes());
+        named.or_else(|| bearer(headers)).is_some_and(|key| self.has(key))
+    }
+}
+
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(AUTHORIZATION)?.as_bytes();
+    let (scheme, key) = value.split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then_some(key.trim_ascii())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_whole_key_opens() {
+        let keys = Keys::from_text("# keys\n\n one \ntwo\n");
+        assert_eq!(keys.len(), 2);
+        let with = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(AUTHORIZATION, value.parse().unwrap());
+            headers
+        };
+        assert!(keys.admit(&with("Bearer one")) && keys.admit(&with("bearer  two")));
+        for wrong in ["Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer # keys"] {
+            assert!(!keys.admit(&with(wrong)), "{wrong}");
+        }
+        assert!(!keys.admit(&HeaderMap::new()));
+        assert!(!format!("{keys:?}").contains("one"));
+    }
+}

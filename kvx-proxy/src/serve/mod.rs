@@ -1,0 +1,334 @@
+//! Listens, serves connections, and ends.
+
+mod admin;
+pub(crate) mod keys;
+mod page;
+mod routes;
+mod stall;
+#[cfg(feature = "tls")]
+mod tls;
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::time::Instant;
+
+use crate::error::{Error, Result};
+use crate::fleet::watch;
+use crate::log::Access;
+use crate::relay::core::{Core, Live};
+use crate::setup::Setup;
+
+/// A proxy that listens and does not serve yet.
+#[derive(Debug)]
+pub struct Proxy {
+    core: Arc<Core>,
+    none_works: mpsc::Receiver<()>,
+    listener: TcpListener,
+    address: SocketAddr,
+    handle: Handle,
+}
+
+/// Changes a proxy while it [runs](Proxy::run).
+#[derive(Clone, Debug)]
+pub struct Handle {
+    core: Arc<Core>,
+    drain: Arc<Notify>,
+    tls: Tls,
+}
+
+/// What serves new connections; nothing without TLS.
+#[cfg(feature = "tls")]
+type Acceptor = Option<tokio_rustls::TlsAcceptor>;
+#[cfg(not(feature = "tls"))]
+type Acceptor = Option<NoTls>;
+
+/// There is none in this build.
+#[cfg(not(feature = "tls"))]
+#[derive(Clone)]
+enum NoTls {}
+
+#[derive(Clone, Default)]
+struct Tls(Arc<Mutex<Acceptor>>);
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Tls")
+    }
+}
+
+impl Tls {
+    fn now(&self) -> Acceptor {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, acceptor: Acceptor) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = acceptor;
+    }
+}
+
+fn acceptor(setup: &Setup) -> Result<Acceptor> {
+    match (&setup.tls_cert, &setup.tls_key) {
+        #[cfg(feature = "tls")]
+        (Some(cert), Some(key)) => Ok(Some(tls::acceptor(cert, key)?)),
+        _ => Ok(None),
+    }
+}
+
+impl Handle {
+    /// Takes another set-up, once its new instances have been asked how they are. Requests at work go on as they began; what instances have to do and how they stand is kept.
+    /// Where to listen, limits of connections and the access log stay as they were.
+    ///
+    /// # Errors
+    ///
+    /// A set-up that cannot be used; the one before stays.
+    pub async fn replace(&self, setup: Setup) -> Result<()> {
+        let acceptor = acceptor(&setup)?;
+        if acceptor.is_some() != self.tls.now().is_some() {
+            return Err(Error::new("TLS is switched on and off by a restart only"));
+        }
+        self.core.replace(setup).await?;
+        self.tls.set(acceptor);
+        Ok(())
+    }
+
+    /// Takes no more requests; [`run`](Proxy::run) ends when those at work have, or at the set-up's deadline.
+    pub fn drain(&self) {
+        self.core.drain();
+        self.drain.notify_one();
+    }
+}
+
+impl Proxy {
+    /// Opens the address of a set-up. The access log goes to this process's standard output if it goes there.
+    ///
+    /// # Errors
+    ///
+    /// A set-up that cannot be used, an address that cannot be opened, a log that cannot be written.
+    pub async fn bind(setup: Setup) -> Result<Self> {
+        Self::bind_with_output(setup, Box::new(std::io::stdout())).await
+    }
+
+    /// As [`bind`](Self::bind), with a standard output of the caller's.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind).
+    pub async fn bind_with_output(setup: Setup, output: Box<dyn Write + Send>) -> Result<Self> {
+        let live = Live::new(setup, None)?;
+        let setup = Arc::clone(&live.setup);
+        let tls = Tls::default();
+        tls.set(acceptor(&setup)?);
+        let host = setup.host.trim_start_matches('[').trim_end_matches(']');
+        let listener = TcpListener::bind((host, setup.port)).await.map_err(|error| {
+            Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error)
+        })?;
+        let address = listener.local_addr().map_err(|error| Error::io("cannot listen", error))?;
+        let access = Access::open(&setup.access_log, output)?;
+        let (core, none_works) = Core::new(live, access);
+        let core = Arc::new(core);
+        let handle = Handle { core: Arc::clone(&core), drain: Arc::default(), tls };
+        Ok(Proxy { core, none_works, listener, address, handle })
+    }
+
+    /// Where it listens.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What changes it while it runs.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// Asks every instance once how it is: after this, requests find those that are up.
+    pub async fn look(&self) {
+        watch::round(&self.core, &self.core.live(), watch::Look::Everything).await;
+    }
+
+    /// Serves until it has been [drained](Handle::drain).
+    ///
+    /// # Errors
+    ///
+    /// None that a client or an instance can cause.
+    pub async fn run(mut self) -> Result<()> {
+        let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
+        let service = TowerToHyperService::new(routes::router(Arc::clone(&self.core)));
+        let limits = self.core.live().setup.limits.clone();
+        let builder = connections(&limits);
+        let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
+        let graceful = Arc::new(GracefulShutdown::new());
+        let accept = async {
+            loop {
+                // Beyond the limit, connections wait in the system's queue.
+                let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+                let stream = match self.listener.accept().await {
+                    Ok((stream, _)) => stream,
+                    Err(error) => {
+                        // Out of descriptors, most likely: some will be given back.
+                        tracing::warn!(%error, "cannot accept a connection");
+                        tokio::time::sleep(Duration::from_millis(100)).await;
+                        continue;
+                    }
+                };
+                let serving = Serving {
+                    core: Arc::clone(&self.core),
+                    builder: builder.clone(),
+                    service: service.clone(),
+                    graceful: Arc::clone(&graceful),
+                    tls: self.handle.tls.now(),
+                    header_time: limits.header_time,
+                    stall: limits.stall,
+                };
+                tokio::spawn(async move {
+                    serving.connection(stream).await;
+                    drop(place);
+                });
+            }
+        };
+        let end = async {
+            self.handle.drain.notified().await;
+            let deadline = Instant::now() + self.core.live().setup.drain;
+            tracing::info!("draining: no more requests are taken");
+            // Ends when no request holds its sender any more.
+            if tokio::time::timeout_at(deadline, self.none_works.recv()).await.is_err() {
+                tracing::warn!("the time to drain is over: what is at work ends now");
+                self.core.end.send_replace(true);
+                let _ = tokio::time::timeout(Duration::from_secs(1), self.none_works.recv()).await;
+            }
+        };
+        tokio::select! {
+            () = accept => {}
+            () = end => {}
+        }
+        watching.abort();
+        drop(self.listener);
+        // Last bytes go out.
+        if let Some(graceful) = Arc::into_inner(graceful) {
+            let _ = tokio::time::timeout(Duration::from_secs(1), graceful.shutdown()).await;
+        }
+        self.core.access.flush(Duration::from_secs(1));
+        Ok(())
+    }
+}
+
+fn connections(limits: &crate::setup::Limits) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.header_time)
+        .max_buf_size(limits.headers)
+        .max_headers(128);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_header_list_size(u32::try_from(limits.headers).unwrap_or(u32::MAX))
+        .max_concurrent_streams(1024)
+        .max_pending_accept_reset_streams(64)
+        .keep_alive_interval(limits.header_time)
+        .keep_alive_timeout(limits.header_time);
+    builder
+}
+
+/// What one connection needs.
+struct Serving {
+    core: Arc<Core>,
+    builder: auto::Builder<TokioExecutor>,
+    service: TowerToHyperService<axum::Router>,
+    graceful: Arc<GracefulShutdown>,
+    tls: Acceptor,
+    #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "for TLS's handshake"))]
+    header_time: Duration,
+    stall: Duration,
+}
+
+impl Serving {
+    async fn connection(self, stream: TcpStream) {
+        let _ = stream.set_nodelay(true);
+        self.core.metrics.connections.fetch_add(1, Relaxed);
+        let core = Arc::clone(&self.core);
+        match &self.tls {
+            #[cfg(feature = "tls")]
+            Some(tls) => {
+                let handshake = tokio::time::timeout(self.header_time, tls.accept(stream));
+                if let Ok(Ok(stream)) = handshake.await {
+                    let is_h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+                    self.http(stream, is_h2).await;
+                }
+            }
+            #[cfg(not(feature = "tls"))]
+            Some(never) => match *never {},
+            None => self.http(stream, false).await,
+        }
+        core.metrics.connections.fetch_sub(1, Relaxed);
+    }
+
+    async fn http(self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, is_h2: bool) {
+        let io = TokioIo::new(stall::Unstalled::new(stream, self.stall));
+        // Told, not found out: whoever sends half a preface would wait without a timer.
+        let builder = if is_h2 { self.builder.http2_only() } else { self.builder.http1_only() };
+        let connection = builder.serve_connection(io, self.service).into_owned();
+        let watched = self.graceful.watch(connection);
+        drop(self.graceful);
+        if let Err(error) = watched.await {
+            tracing::debug!(error = %error, "a connection ended early");
+        }
+    }
+}
+
+/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. `started` is told the address once instances have
+/// been asked for the first time.
+///
+/// # Errors
+///
+/// As [`Proxy::bind`]. A set-up that cannot be reread is a line in the log; the one before stays.
+pub async fn serve(
+    setup: Setup,
+    reread: impl Fn() -> Result<Setup>,
+    output: Box<dyn Write + Send>,
+    started: impl FnOnce(SocketAddr),
+) -> Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let on = |kind| signal(kind).map_err(|error| Error::io("cannot watch for signals", error));
+    let (mut hangup, mut terminate, mut interrupt) =
+        (on(SignalKind::hangup())?, on(SignalKind::terminate())?, on(SignalKind::interrupt())?);
+    let proxy = Proxy::bind_with_output(setup, output).await?;
+    let handle = proxy.handle();
+    let address = proxy.local_addr();
+    proxy.look().await;
+    started(address);
+    let running = proxy.run();
+    tokio::pin!(running);
+    loop {
+        tokio::select! {
+            ended = &mut running => return ended,
+            _ = hangup.recv() => {
+                // Beside the serving: it asks instances.
+                let (setup, handle) = (reread(), handle.clone());
+                tokio::spawn(async move {
+                    let replaced = match setup {
+                        Ok(setup) => handle.replace(setup).await,
+                        Err(error) => Err(error),
+                    };
+                    match replaced {
+                        Ok(()) => tracing::info!("the set-up was read again"),
+                        Err(error) => tracing::error!(%error, "the set-up stays as it was"),
+                    }
+                });
+            }
+            _ = terminate.recv() => handle.drain(),
+            _ = interrupt.recv() => handle.drain(),
+        }
+    }
+}

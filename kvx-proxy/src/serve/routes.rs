@@ -1,0 +1,267 @@
+//! What each path does.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::IntoResponse;
+use axum::routing::{get, post};
+use axum::{Router, middleware};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Limited};
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::{Request, Response, StatusCode};
+
+use super::{admin, page};
+use crate::relay::core::Core;
+use crate::relay::job::{Ended, Job};
+use crate::relay::refusal::Refusal;
+use crate::relay::{alone, disaggregated};
+use crate::request::{Asked, passed};
+
+type Shared = State<Arc<Core>>;
+
+/// All of it.
+pub(crate) fn router(core: Arc<Core>) -> Router {
+    let clients = Router::new()
+        .route("/v1/completions", post(completion))
+        .route("/v1/chat/completions", post(completion))
+        .route("/v1/models", get(models))
+        .fallback(pass)
+        .layer(middleware::from_fn_with_state(Arc::clone(&core), admit));
+    Router::new()
+        .route("/health", get(|| async { StatusCode::OK }))
+        .route("/healthcheck", get(healthcheck))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/instances", get(admin::list).post(admin::add).delete(admin::remove))
+        .route("/", get(page::page))
+        .route("/status", get(page::status))
+        .fallback_service(clients.with_state(Arc::clone(&core)))
+        .with_state(core)
+}
+
+/// A key, where keys are needed.
+async fn admit(State(core): Shared, request: Request<Body>, next: middleware::Next) -> Response<Body> {
+    let keys = core.live().keys.clone();
+    match keys {
+        Some(keys) if !keys.admit(request.headers()) => {
+            let refusal = Refusal::unauthorized();
+            core.metrics.request(refusal.outcome);
+            refusal.response()
+        }
+        _ => next.run(request).await,
+    }
+}
+
+/// A refusal before there is a job to count it.
+fn refuse(core: &Core, refusal: &Refusal) -> Response<Body> {
+    core.metrics.request(refusal.outcome);
+    refusal.response()
+}
+
+fn respond(ended: Ended) -> Response<Body> {
+    match ended {
+        Ok(response) => response,
+        Err(ended) => {
+            let (mut record, refusal) = *ended;
+            record.ended(refusal.outcome, refusal.status.as_u16());
+            record.because(refusal.message.clone());
+            let mut response = refusal.response();
+            if let Ok(id) = HeaderValue::from_str(&record.id) {
+                response.headers_mut().insert(crate::request::headers::REQUEST_ID, id);
+            }
+            response
+        }
+    }
+}
+
+/// The body of a client, of bounded length and in bounded time.
+async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal> {
+    let limits = core.live().setup.limits.clone();
+    let too_long = || {
+        Refusal::client(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("the body is longer than {} bytes, which is this proxy's limit", limits.body),
+        )
+    };
+    let told = headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if told.is_some_and(|told| told > limits.body as u64) {
+        return Err(too_long());
+    }
+    match tokio::time::timeout(limits.body_time, Limited::new(body, limits.body).collect()).await {
+        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+        Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => Err(too_long()),
+        Ok(Err(_)) => Err(Refusal::bad_request("the body broke off")),
+        Err(_) => Err(Refusal::client(
+            StatusCode::REQUEST_TIMEOUT,
+            format!("the body did not come within {:?}", limits.body_time),
+        )),
+    }
+}
+
+/// Works on a request, until this proxy has to end.
+async fn until_the_end(core: &Core, work: impl Future<Output = Ended>) -> Response<Body> {
+    let mut end = core.end.subscribe();
+    tokio::select! {
+        ended = work => respond(ended),
+        _ = end.wait_for(|end| *end) => Refusal::draining().response(),
+    }
+}
+
+async fn completion(State(core): Shared, request: Request<Body>) -> Response<Body> {
+    let (parts, body) = request.into_parts();
+    let job = match Job::begin(&core, &parts) {
+        Ok(job) => job,
+        Err(refusal) => return refuse(&core, &refusal),
+    };
+    let work = async {
+        let is_json = parts.headers.get(CONTENT_TYPE).is_none_or(|value| {
+            value.to_str().is_ok_and(|value| value.to_ascii_lowercase().contains("json"))
+        });
+        if !is_json {
+            let words = "the body's Content-Type is not application/json";
+            return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
+        }
+        let body = match body_of(&core, &parts.headers, body).await {
+            Ok(body) => body,
+            Err(refusal) => return Err(job.refused(refusal)),
+        };
+        let encoded = parts.headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity");
+        if encoded {
+            let words = "the body has a Content-Encoding; send it as it is";
+            return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
+        }
+        let asked = match Asked::new(&body) {
+            Ok(asked) => asked,
+            Err(words) => return Err(job.refused(Refusal::bad_request(words))),
+        };
+        drop(body);
+        let mut job = job.admit().await?;
+        job.record.model.clone_from(&asked.model);
+        disaggregated::completion(job, asked).await
+    };
+    until_the_end(&core, work).await
+}
+
+/// What an OpenAI server has besides, as vLLM has it. What would change one instance of several is not among them.
+fn is_passed(path: &str) -> bool {
+    const VLLM: [&str; 12] = [
+        "/tokenize",
+        "/detokenize",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/rerank",
+        "/v2/rerank",
+        "/version",
+        "/ping",
+        "/invocations",
+        "/tokenizer_info",
+        "/v2/embed",
+    ];
+    let changes = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
+    (path.starts_with("/v1/") && !changes.contains(&path)) || VLLM.contains(&path)
+}
+
+async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
+    let (parts, body) = request.into_parts();
+    let path = parts.uri.path().to_owned();
+    if !is_passed(&path) {
+        let words = format!("{} {path} is nothing that this proxy passes on", parts.method);
+        return refuse(&core, &Refusal::client(StatusCode::NOT_FOUND, words));
+    }
+    if matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions") {
+        return refuse(&core, &Refusal::client(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes POST")));
+    }
+    let job = match Job::begin(&core, &parts) {
+        Ok(job) => job,
+        Err(refusal) => return refuse(&core, &refusal),
+    };
+    let work = async {
+        let body = match body_of(&core, &parts.headers, body).await {
+            Ok(body) => body,
+            Err(refusal) => return Err(job.refused(refusal)),
+        };
+        let (body, model, before) = passed(body);
+        // A stored response is asked of the instance that stored it.
+        let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
+        let stored_by = named.or(before.as_deref()).and_then(|response| core.stored_by(response));
+        let mut job = job.admit().await?;
+        job.record.model.clone_from(&model);
+        alone::passed(job, body, model, stored_by).await
+    };
+    until_the_end(&core, work).await
+}
+
+async fn models(State(core): Shared, request: Request<Body>) -> Response<Body> {
+    let live = core.live();
+    let fleet = &live.fleet;
+    let mut union = std::collections::BTreeMap::new();
+    for decode in &fleet.decode {
+        for (id, card) in decode.state.models.cards().iter() {
+            let bit = fleet.names.bit(id);
+            let mut prefill = fleet.prefill.iter().filter(|one| one.pool == decode.pool).peekable();
+            // A pool without prefill instances serves what its decode instances do.
+            if prefill.peek().is_none() || prefill.any(|one| one.state.models.serve(bit)) {
+                union.entry(id.clone()).or_insert_with(|| card.clone());
+            }
+        }
+    }
+    // Nobody has told us, for want of a key perhaps: an instance tells the client.
+    if union.is_empty() && !fleet.decode.iter().any(|one| !one.state.models.cards().is_empty()) {
+        return pass(State(core), request).await;
+    }
+    let data: Vec<_> = union.into_values().collect();
+    json(StatusCode::OK, &serde_json::json!({"object": "list", "data": data}))
+}
+
+pub(super) fn json(status: StatusCode, value: &serde_json::Value) -> Response<Body> {
+    let body = value.to_string();
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = status;
+    crate::upstream::json_headers(response.headers_mut(), body.len());
+    *response.body_mut() = Body::from(body);
+    response
+}
+
+async fn healthcheck(State(core): Shared) -> Response<Body> {
+    let live = core.live();
+    let (prefill, decode) = (live.fleet.prefill.len(), live.fleet.decode.len());
+    json(
+        StatusCode::OK,
+        &serde_json::json!({"status": "ok", "prefill_instances": prefill, "decode_instances": decode}),
+    )
+}
+
+async fn ready(State(core): Shared) -> Response<Body> {
+    let words = match core.is_draining() {
+        true => "this proxy is about to end",
+        false if !core.live().fleet.is_ready() => "no prefill instance and decode instance are up together",
+        false => return json(StatusCode::OK, &serde_json::json!({"ready": true})),
+    };
+    json(StatusCode::SERVICE_UNAVAILABLE, &serde_json::json!({"ready": false, "why": words}))
+}
+
+async fn metrics(State(core): Shared) -> Response<Body> {
+    let text = core.metrics.text(&core.live().fleet);
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    ([(CONTENT_TYPE, kind)], text).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_paths_of_clients_are_passed() {
+        for path in ["/v1/embeddings", "/tokenize", "/v1/responses/resp_1", "/v1/messages", "/version"] {
+            assert!(is_passed(path), "{path}");
+        }
+        for path in
+            ["/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter", "/v1", "/instances/x", "/server_info"]
+        {
+            assert!(!is_passed(path), "{path}");
+        }
+    }
+}

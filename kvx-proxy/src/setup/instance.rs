@@ -1,0 +1,142 @@
+//! One server of a set-up: a URL, or a table.
+
+use std::fmt;
+
+use hyper::Uri;
+use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+
+use crate::error::{Error, Result};
+
+/// One server.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct InstanceSetup {
+    /// Scheme `http`, host and port.
+    pub url: Uri,
+    /// How much of the load it gets, compared with others.
+    pub weight: f64,
+    /// Gets no new requests.
+    pub draining: bool,
+    /// Its data parallel ranks, if the proxy shall pick one by `X-data-parallel-rank`; 1 leaves that to the instance.
+    pub ranks: u32,
+    /// Where its Mooncake bootstrap server listens.
+    pub bootstrap_port: Option<u16>,
+    /// Whether it is spoken to by HTTP/2 without TLS.
+    pub h2c: bool,
+    /// Only instances of equal ones are paired; one without goes with all.
+    pub compatibility: Option<String>,
+}
+
+impl InstanceSetup {
+    /// An instance at `http://HOST:PORT`.
+    ///
+    /// # Errors
+    ///
+    /// A URL with another scheme, without a host, or with a path.
+    pub fn new(url: &str) -> Result<Self> {
+        let wrong = |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
+        let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
+        if uri.scheme().is_none() {
+            return Err(wrong("is no URL"));
+        }
+        if uri.scheme_str() != Some("http") {
+            return Err(wrong("has another scheme than http"));
+        }
+        let authority = uri.authority().ok_or_else(|| wrong("has no host"))?;
+        if authority.as_str().contains('@') || authority.host().is_empty() {
+            return Err(wrong("has a user, or no host"));
+        }
+        if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+            return Err(wrong("has a path"));
+        }
+        let port = authority.port_u16().unwrap_or(80);
+        let url = format!("http://{}:{port}", authority.host()).parse();
+        Ok(InstanceSetup {
+            url: url.map_err(|_| wrong("has a port that is none"))?,
+            weight: 1.0,
+            draining: false,
+            ranks: 1,
+            bootstrap_port: None,
+            h2c: false,
+            compatibility: None,
+        })
+    }
+
+    /// `HOST:PORT`, by which metrics, logs and errors name it.
+    pub fn name(&self) -> &str {
+        self.url.authority().map_or("", |authority| authority.as_str())
+    }
+}
+
+/// An instance as a table; `url` and the rest are checked together.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InstanceTable {
+    pub(crate) url: String,
+    weight: Option<f64>,
+    draining: Option<bool>,
+    ranks: Option<u32>,
+    bootstrap_port: Option<u16>,
+    http: Option<String>,
+    compatibility: Option<String>,
+}
+
+impl InstanceTable {
+    /// The instance of the table, whose absent keys are as in `before`, or the defaults.
+    pub(crate) fn over(self, before: Option<&InstanceSetup>) -> Result<InstanceSetup> {
+        let mut instance = match before {
+            Some(before) => before.clone(),
+            None => InstanceSetup::new(&self.url)?,
+        };
+        let name = instance.name().to_owned();
+        if let Some(weight) = self.weight {
+            if !(weight > 0.0 && weight <= 1e6) {
+                return Err(Error::new(format!("weight of {name} is {weight}; it takes a number above 0")));
+            }
+            instance.weight = weight;
+        }
+        if let Some(ranks) = self.ranks {
+            if !(1..=65536).contains(&ranks) {
+                return Err(Error::new(format!("ranks of {name} is {ranks}; it takes 1 to 65536")));
+            }
+            instance.ranks = ranks;
+        }
+        match self.http.as_deref() {
+            None => {}
+            Some("1.1") => instance.h2c = false,
+            Some("h2c") => instance.h2c = true,
+            Some(other) => {
+                return Err(Error::new(format!("http of {name} is {other:?}; it takes \"1.1\" or \"h2c\"")));
+            }
+        }
+        instance.draining = self.draining.unwrap_or(instance.draining);
+        instance.bootstrap_port = self.bootstrap_port.or(instance.bootstrap_port);
+        instance.compatibility = self.compatibility.or(instance.compatibility);
+        Ok(instance)
+    }
+}
+
+impl<'de> Deserialize<'de> for InstanceSetup {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct TextOrTable;
+        impl<'de> Visitor<'de> for TextOrTable {
+            type Value = InstanceSetup;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("\"http://HOST:PORT\", or a table with url")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, url: &str) -> std::result::Result<InstanceSetup, E> {
+                InstanceSetup::new(url).map_err(E::custom)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<InstanceSetup, A::Error> {
+                let table = InstanceTable::deserialize(MapAccessDeserializer::new(map))?;
+                table.over(None).map_err(A::Error::custom)
+            }
+        }
+        from.deserialize_any(TextOrTable)
+    }
+}

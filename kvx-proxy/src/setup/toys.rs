@@ -1,0 +1,111 @@
+//! The command lines of vLLM's toy proxies.
+
+use super::{InstanceSetup, Pool};
+use crate::error::{Error, Result};
+
+impl Pool {
+    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its default: `localhost`,
+    /// 8100, 8200.
+    ///
+    /// # Errors
+    ///
+    /// Counts that do not match, and hosts that are none.
+    ///
+    /// ```
+    /// let pool = kvx_proxy::Pool::from_hosts_and_ports(&["10.0.0.1".into(), "::1".into()], &[8100, 8100], &[], &[]).unwrap();
+    /// assert_eq!(pool.prefill[1].url, "http://[::1]:8100");
+    /// assert_eq!(pool.decode[0].url, "http://localhost:8200");
+    /// ```
+    pub fn from_hosts_and_ports(
+        prefill_hosts: &[String],
+        prefill_ports: &[u16],
+        decode_hosts: &[String],
+        decode_ports: &[u16],
+    ) -> Result<Pool> {
+        Ok(Pool {
+            prefill: pairs("prefill", prefill_hosts, prefill_ports, 8100)?,
+            decode: pairs("decode", decode_hosts, decode_ports, 8200)?,
+            ..Pool::default()
+        })
+    }
+
+    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a bootstrap port, and each
+    /// `--decode`.
+    ///
+    /// # Errors
+    ///
+    /// Names what is neither, or stands in the wrong place.
+    ///
+    /// ```
+    /// let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    /// let pool = kvx_proxy::Pool::from_urls(&words("http://a:8010 8998 http://b:8010"), &words("http://c:8020")).unwrap();
+    /// assert_eq!((pool.prefill[0].bootstrap_port, pool.prefill[1].bootstrap_port), (Some(8998), None));
+    /// ```
+    pub fn from_urls(prefill: &[String], decode: &[String]) -> Result<Pool> {
+        let mut pool = Pool::default();
+        for word in prefill {
+            if !word.bytes().all(|byte| byte.is_ascii_digit()) {
+                pool.prefill.push(InstanceSetup::new(word)?);
+                continue;
+            }
+            let last = pool.prefill.last_mut().filter(|last| last.bootstrap_port.is_none());
+            let last = last.ok_or_else(|| {
+                Error::new(format!(
+                    "--prefill {word}: a bootstrap port stands behind the URL of its instance"
+                ))
+            })?;
+            let port = word.parse().ok().filter(|port| *port > 0);
+            last.bootstrap_port = Some(port.ok_or_else(|| {
+                Error::new(format!("bootstrap port {word} of {} is no port from 1 to 65535", last.name()))
+            })?);
+        }
+        pool.decode = decode.iter().map(|url| InstanceSetup::new(url)).collect::<Result<_>>()?;
+        Ok(pool)
+    }
+}
+
+fn pairs(role: &str, hosts: &[String], ports: &[u16], port: u16) -> Result<Vec<InstanceSetup>> {
+    let default_host = ["localhost".to_owned()];
+    let hosts = if hosts.is_empty() { &default_host[..] } else { hosts };
+    let default_port = [port];
+    let ports = if ports.is_empty() { &default_port[..] } else { ports };
+    if hosts.len() != ports.len() {
+        return Err(Error::new(format!(
+            "there are {} {role} hosts and {} {role} ports; give each host its port",
+            hosts.len(),
+            ports.len()
+        )));
+    }
+    let one = |(host, port): (&String, &u16)| {
+        let bare = host.trim_start_matches('[').trim_end_matches(']');
+        match bare.contains(':') {
+            true => InstanceSetup::new(&format!("http://[{bare}]:{port}")),
+            false => InstanceSetup::new(&format!("http://{bare}:{port}")),
+        }
+    };
+    hosts.iter().zip(ports).map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_must_match() {
+        let hosts = ["a".to_owned(), "b".to_owned()];
+        let error = Pool::from_hosts_and_ports(&hosts, &[1], &[], &[]).unwrap_err().to_string();
+        assert!(error.contains("2 prefill hosts and 1 prefill ports"), "{error}");
+        let error = Pool::from_hosts_and_ports(&[], &[], &hosts, &[]).unwrap_err().to_string();
+        assert!(error.contains("2 decode hosts and 1 decode ports"), "{error}");
+    }
+
+    #[test]
+    fn ports_in_the_wrong_place_are_named() {
+        for words in
+            [&["8998"][..], &["http://a:1", "1", "2"], &["http://a:1", "0"], &["http://a:1", "70000"]]
+        {
+            let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+            assert!(Pool::from_urls(&words, &[]).is_err(), "{words:?}");
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Server-sent events as they pass: cut at the ends of events, so that an error can always follow a whole one.
+
+use bytes::{Bytes, BytesMut};
+
+/// More than this without the end of an event is passed on as it is.
+const LONGEST_HELD: usize = 4 << 20;
+
+/// Passes on whole events. An event mostly comes as one piece: then nothing is copied and nothing waits.
+#[derive(Debug, Default)]
+pub(crate) struct Events {
+    held: BytesMut,
+    done: bool,
+    count: u64,
+    errors: bool,
+    split: bool,
+}
+
+impl Events {
+    /// Takes the next bytes; gives those that may be passed on now.
+    pub(crate) fn push(&mut self, bytes: Bytes) -> Bytes {
+        let ready = if self.held.is_empty() {
+            let end = end_of_events(&bytes);
+            self.held.extend_from_slice(&bytes[end..]);
+            bytes.slice(..end)
+        } else {
+            // The end may lie across the seam.
+            let seam = self.held.len().saturating_sub(3);
+            self.held.extend_from_slice(&bytes);
+            match end_of_events(&self.held[seam..]) {
+                0 => Bytes::new(),
+                end => self.held.split_to(seam + end).freeze(),
+            }
+        };
+        self.look(&ready);
+        if self.held.len() > LONGEST_HELD {
+            self.split = true;
+            return [ready, self.held.split().freeze()].concat().into();
+        }
+        ready
+    }
+
+    /// What is left when the stream has ended as it should: an event without the empty line behind it.
+    pub(crate) fn finish(&mut self) -> Bytes {
+        let left = self.held.split().freeze();
+        self.look(&left);
+        left
+    }
+
+    /// Whether `[DONE]` has passed.
+    pub(crate) fn done(&self) -> bool {
+        self.done
+    }
+
+    /// Whether an error of the instance has passed: it has said itself what went wrong.
+    pub(crate) fn has_error(&self) -> bool {
+        self.errors
+    }
+
+    /// How many events with data have passed, `[DONE]` not counted.
+    pub(crate) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// What must stand before an event of ours: an event that was too long to hold is cut.
+    pub(crate) fn gap(&self) -> &'static str {
+        if self.split { "\n\n" } else { "" }
+    }
+
+    fn look(&mut self, events: &[u8]) {
+        for line in events.split(|byte| matches!(byte, b'\n' | b'\r')) {
+            let Some(data) = line.strip_prefix(b"data:") else { continue };
+            match data.trim_ascii() {
+                b"[DONE]" => self.done = true,
+                data => {
+                    self.count += 1;
+                    self.errors |= is_error(data);
+                }
+            }
+        }
+    }
+}
+
+/// Where the last whole event ends: behind an empty line.
+fn end_of_events(bytes: &[u8]) -> usize {
+    // From the end: the last line break that follows another.
+    let mut at = bytes.len();
+    while at >= 2 {
+        let two = &bytes[at - 2..at];
+        if two == b"\n\n" || two == b"\r\r" || (at >= 4 && &bytes[at - 4..at] == b"\r\n\r\n") {
+            return at;
+        }
+        at -= 1;
+    }
+    0
+}
+
+/// Whether an event's data are an error: what vLLM sends in a stream whose request failed.
+fn is_error(data: &[u8]) -> bool {
+    // Chunks start otherwise: do not parse them all.
+    data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\"")
+}
+
+/// Whether the first thing that a stream says is an error: nothing of an answer has been passed on yet.
+pub(crate) fn opens_with_error(bytes: &[u8]) -> bool {
+    let first = bytes.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data:"));
+    first.is_some_and(|data| is_error(data.trim_ascii()))
+}
+
+/// An `error` event, in the words that vLLM and OpenAI's clients use.
+pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
+    let error = serde_json::json!({"error": {"message": message, "type": kind, "param": null, "code": code}});
+    format!("event: error\ndata: {error}\n\n").into()
+}
+
+/// What the fuzz target calls: bytes come out as they went in, in order, cut at ends of events only.
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let Some((step, stream)) = bytes.split_first() else { return };
+    let mut events = Events::default();
+    let mut passed = Vec::new();
+    for piece in stream.chunks(usize::from(*step).max(1)) {
+        let ready = events.push(Bytes::copy_from_slice(piece));
+        passed.extend_from_slice(&ready);
+        assert!(ready.is_empty() || end_of_events(&passed) == passed.len(), "cut inside an event");
+        assert!(stream.starts_with(&passed));
+    }
+    passed.extend_from_slice(&events.finish());
+    assert_eq!(passed, stream);
+    let mut whole = Events::default();
+    whole.push(Bytes::copy_from_slice(stream));
+    whole.finish();
+    assert_eq!(
+        (whole.done, whole.count, whole.errors),
+        (events.done, events.count, events.errors),
+        "pieces change nothing"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_events_pass_at_once_and_parts_wait() {
+        let mut events = Events::default();
+        let event = Bytes::from_static(b"data: {\"a\": 1}\n\n");
+        let passed = events.push(event.clone());
+        assert_eq!(passed.as_ptr(), event.as_ptr(), "without a copy");
+        assert_eq!(events.push(Bytes::from_static(b"data: \xe2\x82")), "");
+        assert_eq!(events.push(Bytes::from_static(b"\xac\n")), "");
+        assert_eq!(events.push(Bytes::from_static(b"\ndata: [DO")), &b"data: \xe2\x82\xac\n\n"[..]);
+        assert!(!events.done());
+        assert_eq!(events.push(Bytes::from_static(b"NE]\r\n\r\n")), &b"data: [DONE]\r\n\r\n"[..]);
+        assert!(events.done() && events.count() == 2);
+    }
+
+    #[test]
+    fn errors_are_seen() {
+        assert!(opens_with_error(b"data: {\"error\": {\"message\": \"x\"}}\n\n"));
+        assert!(opens_with_error(b"event: error\ndata: {\"error\":1}\n\n"));
+        assert!(!opens_with_error(b"data: {\"id\": \"error\"}\n\ndata: {\"error\": 1}\n\n"));
+        let mut events = Events::default();
+        events.push(Bytes::from_static(b"data: {}\n\ndata: {\"error\": 1}\n\n"));
+        assert!(events.has_error());
+    }
+
+    #[test]
+    fn an_error_event_is_one_event_whatever_the_words() {
+        let event = error_event("two\nlines\n\n", "upstream_error", 502);
+        assert_eq!(end_of_events(&event), event.len());
+        assert_eq!(event.iter().filter(|byte| **byte == b'\n').count(), 3);
+    }
+
+    #[test]
+    fn an_event_without_end_is_not_held_for_ever() {
+        let mut events = Events::default();
+        let piece = Bytes::from(vec![b'x'; 1 << 20]);
+        let passed: usize = (0..5).map(|_| events.push(piece.clone()).len()).sum();
+        assert_eq!(passed, 5 << 20);
+        assert_eq!(events.gap(), "\n\n");
+    }
+}

@@ -1,0 +1,201 @@
+//! Connections to instances, and what becomes of a request sent over them.
+
+use std::fmt;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Incoming};
+use hyper::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::http::uri::PathAndQuery;
+use hyper::{Method, Request, Response, StatusCode, Uri};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use tokio::time::{Instant, timeout_at};
+
+use crate::setup::{InstanceSetup, Setup};
+
+/// The longest answer of an instance that is read as a whole: a prefill's, an error's, a list of models.
+pub(crate) const WHOLE: usize = 16 << 20;
+
+/// Why a leg has no answer that could be passed on. The order is that of the request's life.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// No connection: the instance has seen nothing.
+    Refused(String),
+    /// It said that it cannot take the request now.
+    Busy(Box<Response<Bytes>>),
+    /// It took the request and answered with an error of its own.
+    Status(Box<Response<Bytes>>),
+    /// It took the request, and the connection or the answer broke.
+    Broken(String),
+    /// It took the request, and said nothing for too long.
+    Late(String),
+}
+
+impl Fault {
+    /// Whether the instance has done nothing for the request: another may be sent the very same.
+    pub(crate) fn not_accepted(&self) -> bool {
+        matches!(self, Fault::Refused(_) | Fault::Busy(_))
+    }
+
+    pub(crate) fn outcome(&self) -> &'static str {
+        match self {
+            Fault::Refused(_) => "refused",
+            Fault::Busy(_) | Fault::Status(_) => "status",
+            Fault::Broken(_) => "failed",
+            Fault::Late(_) => "timeout",
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::Refused(why) => write!(f, "no connection: {why}"),
+            Fault::Busy(response) | Fault::Status(response) => {
+                write!(f, "answered with status {}", response.status().as_u16())
+            }
+            Fault::Broken(why) => write!(f, "broke off: {why}"),
+            Fault::Late(why) => write!(f, "was silent: {why}"),
+        }
+    }
+}
+
+/// The two kinds of pooled connections, HTTP/1.1 and HTTP/2 without TLS.
+#[derive(Clone, Debug)]
+pub(crate) struct Upstream {
+    http1: Client<HttpConnector, Full<Bytes>>,
+    h2c: Client<HttpConnector, Full<Bytes>>,
+    timeout: Duration,
+}
+
+impl Upstream {
+    pub(crate) fn new(setup: &Setup) -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(setup.timeouts.connect));
+        connector.set_nodelay(true);
+        connector.set_keepalive(Some(Duration::from_secs(30)));
+        let mut builder = Client::builder(TokioExecutor::new());
+        builder
+            .pool_timer(TokioTimer::new())
+            .timer(TokioTimer::new())
+            // vLLM closes idle connections after 5 s: never take one that it is about to close.
+            .pool_idle_timeout(Duration::from_secs(4))
+            .http1_max_buf_size(512 << 10)
+            .http2_keep_alive_interval(Duration::from_secs(20))
+            .http2_initial_stream_window_size(1 << 20)
+            .http2_initial_connection_window_size(16 << 20);
+        let http1 = builder.build(connector.clone());
+        let h2c = builder.http2_only(true).build(connector);
+        Upstream { http1, h2c, timeout: setup.timeouts.connect }
+    }
+
+    /// Sends a request and waits for the head of the answer.
+    pub(crate) async fn send(
+        &self,
+        instance: &InstanceSetup,
+        method: Method,
+        path: &PathAndQuery,
+        headers: HeaderMap,
+        body: Bytes,
+        until: Instant,
+    ) -> Result<Response<Incoming>, Fault> {
+        let mut parts = instance.url.clone().into_parts();
+        parts.path_and_query = Some(path.clone());
+        let uri = Uri::from_parts(parts).map_err(|error| Fault::Refused(error.to_string()))?;
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = method;
+        *request.uri_mut() = uri;
+        *request.headers_mut() = headers;
+        let client = if instance.h2c { &self.h2c } else { &self.http1 };
+        match timeout_at(until, client.request(request)).await {
+            Ok(Ok(response)) => Ok(response),
+            Ok(Err(error)) if error.is_connect() => Err(Fault::Refused(words(&error))),
+            Ok(Err(error)) => Err(Fault::Broken(words(&error))),
+            Err(_) => Err(Fault::Late("no answer in time".to_owned())),
+        }
+    }
+
+    /// `GET`s a small JSON document.
+    pub(crate) async fn get_json(
+        &self,
+        instance: &InstanceSetup,
+        path: &'static str,
+        headers: HeaderMap,
+        within: Duration,
+    ) -> Result<(StatusCode, Option<serde_json::Value>), Fault> {
+        let until = Instant::now() + within;
+        let path = PathAndQuery::from_static(path);
+        let response = self.send(instance, Method::GET, &path, headers, Bytes::new(), until).await?;
+        let status = response.status();
+        let body = whole(response.into_body(), WHOLE, until).await?;
+        Ok((status, serde_json::from_slice(&body).ok()))
+    }
+
+    /// How long a connection may take.
+    pub(crate) fn connect_timeout(&self) -> Duration {
+        self.timeout
+    }
+}
+
+/// An error with what caused it, in one line.
+pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// Reads a whole body of at most `limit` bytes.
+pub(crate) async fn whole(mut body: Incoming, limit: usize, until: Instant) -> Result<Bytes, Fault> {
+    let mut collected = BytesMut::new();
+    loop {
+        let frame = timeout_at(until, body.frame())
+            .await
+            .map_err(|_| Fault::Late("its answer did not end in time".to_owned()))?;
+        let data = match frame {
+            None => return Ok(collected.freeze()),
+            Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
+            Some(Err(error)) => return Err(Fault::Broken(words(&error))),
+        };
+        if collected.is_empty() && body.is_end_stream() {
+            return Ok(data);
+        }
+        if collected.len() + data.len() > limit {
+            return Err(Fault::Broken(format!("its answer is longer than {limit} bytes")));
+        }
+        collected.extend_from_slice(&data);
+    }
+}
+
+/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that nothing was done, other
+/// 5xx that it was tried. Their bodies are read, so that they can be passed on in the end.
+pub(crate) async fn accepted(
+    response: Response<Incoming>,
+    until: Instant,
+) -> Result<Response<Incoming>, Fault> {
+    let status = response.status();
+    let busy = matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
+    if !busy && !status.is_server_error() {
+        return Ok(response);
+    }
+    let (parts, body) = response.into_parts();
+    let body = whole(body, 1 << 20, until).await?;
+    let response = Box::new(Response::from_parts(parts, body));
+    Err(if busy { Fault::Busy(response) } else { Fault::Status(response) })
+}
+
+/// Sets what a JSON body of this proxy's own needs.
+pub(crate) fn json_headers(headers: &mut HeaderMap, length: usize) {
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
+}

@@ -7,6 +7,7 @@ mod child;
 mod config;
 mod demo;
 mod devices;
+mod nixl;
 mod routes;
 mod wheels;
 
@@ -46,6 +47,8 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
+    /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
+    Nixl(nixl::Arguments),
     /// Answer another `kvx bench --beside` as the program beside it.
     BenchBeside(bench::BesideArguments),
     /// The process that owns the other side's memory of `bench`.
@@ -92,6 +95,7 @@ fn main() -> ExitCode {
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args, &registry, out),
         Command::Devices(arguments) => devices::run(&arguments, out),
+        Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
     };

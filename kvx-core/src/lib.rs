@@ -25,6 +25,7 @@ mod registry;
 mod route;
 mod secret;
 mod segments;
+mod spans;
 pub mod sync;
 mod telemetry;
 mod ticket;
@@ -56,6 +57,7 @@ pub use registry::{Known, Placement, Registry, Standing, Unavailable, WithoutALi
 pub use route::{Considered, Route, Verdict};
 pub use secret::Secret;
 pub use segments::{Extent, Extents, Segment, Segments};
+pub use spans::Span;
 pub use telemetry::describe_metrics;
 pub use ticket::{Settle, Ticket};
 pub use transfer::{Report, Transfer};

@@ -10,13 +10,13 @@ use crate::completion::{Completion, Shot};
 use crate::deadline::Reason;
 use crate::grid::{Grid, GridSet};
 use crate::identity::{Identity, RegionId, RegionKey};
-use crate::metadata::RegionInfo;
+use crate::metadata::{RegionInfo, encode_region};
 use crate::plan::{Bindings, PlanInner};
 use crate::quarantine::{self, Held};
 use crate::sync::Mutex;
 use crate::ticket::Settle;
 use crate::transport::{ForeignRange, LocalRegion};
-use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Ticket};
+use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Ticket, fork};
 
 /// Something that grids lie on: a [`Region`] or a [`PeerRegion`].
 pub trait Place: sealed::Sealed {
@@ -119,6 +119,16 @@ impl Region {
         GridSet::one(self.clone(), grid)
     }
 
+    /// What a peer needs to use this region alone, in bytes: for [`Peer::learn`](crate::Peer::learn), at a peer that knows the
+    /// agent already. All of an agent's regions one by one cost as much as its metadata once. Errors: `Revoked`.
+    pub fn metadata(&self) -> Result<Vec<u8>> {
+        fork::check()?;
+        match self.0.agent.region_info(self.id()) {
+            Some(info) => encode_region(&self.0.agent.identity, &info),
+            None => Err(revoked(self.name())),
+        }
+    }
+
     /// The backends that do not serve it, and why.
     pub fn refusals(&self) -> Vec<(&'static str, Error)> {
         let names = self.0.agent.transports.iter().map(|open| open.name);
@@ -152,6 +162,10 @@ impl Region {
     pub(crate) fn is_of(&self, agent: &Arc<AgentInner>) -> bool {
         Arc::ptr_eq(&self.0.agent, agent)
     }
+}
+
+fn revoked(name: &str) -> Error {
+    Error::new(Kind::Revoked, format!("region {name} is revoked: register its memory again to use it"))
 }
 
 fn still_shared() -> Error {
@@ -190,10 +204,7 @@ impl RegionCore {
             return Ok(());
         }
         self.unpin();
-        Err(Error::new(
-            Kind::Revoked,
-            format!("region {} is revoked: register its memory again to use it", self.name),
-        ))
+        Err(revoked(&self.name))
     }
 
     pub(crate) fn unpin(self: &Arc<Self>) {

@@ -158,6 +158,10 @@ impl AgentInner {
         }
     }
 
+    pub(crate) fn region_info(&self, id: RegionId) -> Option<Arc<RegionInfo>> {
+        self.tables.lock().regions.get(&id).cloned()
+    }
+
     fn begin(&self, peer: Arc<PeerInner>) -> Peer {
         let mut tables = self.tables.lock();
         tables.peers.retain(|_, peer| peer.strong_count() > 0);

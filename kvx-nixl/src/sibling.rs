@@ -179,17 +179,26 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, Refusal> {
 /// The order in one plug-in's file.
 ///
 /// # Errors
-/// The file is not a shared library of this machine, or no table in it has each function once.
+/// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function once.
 pub fn order(file: &[u8]) -> Result<Order, Refusal> {
-    let mut why = Refusal("it has no table of a backend's functions".into());
-    for table in tables(file)? {
-        match place(&table) {
-            Ok(order) => return Ok(order),
-            // The base class has no functions of its own in some: the best table's reason is told.
-            Err(reason) => why = reason,
+    let mut found: Option<Order> = None;
+    for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {
+        let order = place(table)?;
+        match &found {
+            Some(first) if !first.agrees(&order) => {
+                return refuse("two of its tables have the functions in different orders");
+            }
+            Some(first) if first.0.len() >= order.0.len() => {}
+            _ => found = Some(order),
         }
     }
-    Err(why)
+    found.ok_or_else(|| Refusal("it has no table of a backend's functions".into()))
+}
+
+/// Whether it has most of the functions. NIXL's base class has the few that need no backend.
+fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
+    let has = |name: &str| table.iter().flatten().any(|symbol| symbol.ends_with(name));
+    NAMES.iter().filter(|(_, name)| has(&name.replace('$', STRING))).count() > FUNCTIONS / 2
 }
 
 /// Which function is in which slot. Errors: one is missing, or in two slots, or a slot is two of them.

@@ -1,5 +1,7 @@
 //! Regions that are made known one by one, plans over lists of spans, and transfers driven by a loop of the caller's.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by it")]
+
 use std::time::{Duration, Instant};
 
 use kvx_core::{

@@ -7,6 +7,7 @@ mod child;
 mod config;
 mod demo;
 mod devices;
+mod nixl;
 #[cfg(feature = "proxy")]
 mod proxy;
 mod routes;
@@ -48,6 +49,8 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
+    /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
+    Nixl(nixl::Arguments),
     /// Stand between clients and a fleet of prefill and decode instances.
     #[cfg(feature = "proxy")]
     Proxy(Box<proxy::Arguments>),
@@ -97,6 +100,7 @@ fn main() -> ExitCode {
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args, &registry, out),
         Command::Devices(arguments) => devices::run(&arguments, out),
+        Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         #[cfg(feature = "proxy")]
         Command::Proxy(arguments) => proxy::run(&arguments, out),

@@ -100,6 +100,38 @@ pub(crate) fn find(environments: &Environments) -> Vec<Found> {
     found
 }
 
+/// Where a wheel has its NIXL, below a folder of packages.
+const NIXL: &str = ".nixl*.mesonpy.libs/libnixl.so";
+/// Where images and builds from source have theirs.
+const PREFIXES: [&str; 5] =
+    ["usr/local/nixl", "usr/local/rixl", "opt/nixl", "opt/rixl", "opt/nvidia/nvda_nixl"];
+#[cfg(target_arch = "aarch64")]
+const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
+#[cfg(not(target_arch = "aarch64"))]
+const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
+
+/// Every NIXL: of the environments' wheels, of the conda environment, and of images; each file once.
+pub(crate) fn nixls(environments: &Environments) -> Vec<PathBuf> {
+    let of_wheels = environments.roots.iter().flat_map(|root| nixls_below(root));
+    let of_conda = environments.conda.iter().flat_map(|root| matches(root, "lib/libnixl.so"));
+    let mut seen = BTreeSet::new();
+    let mut found: Vec<_> = of_wheels.chain(of_conda).chain(nixls_of_images(Path::new("/"))).collect();
+    found.retain(|path| seen.insert(path.canonicalize().unwrap_or_else(|_| path.clone())));
+    found.into_iter().map(|path| std::path::absolute(&path).unwrap_or(path)).collect()
+}
+
+/// Those of the wheels in one environment, or in one folder of packages.
+pub(crate) fn nixls_below(root: &Path) -> Vec<PathBuf> {
+    let mut packages = matches(root, PACKAGES);
+    packages.push(root.to_owned());
+    packages.iter().flat_map(|packages| matches(packages, NIXL)).collect()
+}
+
+fn nixls_of_images(root: &Path) -> Vec<PathBuf> {
+    let folders = PREFIXES.iter().flat_map(|prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
+    folders.map(|folder| folder.join("libnixl.so")).filter(|file| file.exists()).collect()
+}
+
 /// What exists below `root` and fits the pattern, whose parts may hold one `*` each; in order.
 fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
     let mut paths = vec![root.to_owned()];
@@ -195,6 +227,16 @@ mod tests {
         let conda = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
         let names: Vec<_> = found(&conda, &folder.0).into_iter().map(|(backend, ..)| backend).collect();
         assert_eq!(names, ["LIBFABRIC", "UCX"]);
+    }
+
+    #[test]
+    fn nixls_of_wheels_of_conda_and_of_images_are_found() {
+        let wheel = "lib/python3.12/site-packages/.nixl_cu13.mesonpy.libs/libnixl.so";
+        let folder = Folder::new("nixls", &[wheel, "lib/libnixl.so", "usr/local/rixl/lib64/libnixl.so"]);
+        let environments = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
+        let found = nixls(&environments);
+        assert_eq!(found[..2], [folder.0.join(wheel), folder.0.join("lib/libnixl.so")]);
+        assert_eq!(nixls_of_images(&folder.0), [folder.0.join("usr/local/rixl/lib64/libnixl.so")]);
     }
 
     #[test]

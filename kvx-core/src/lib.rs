@@ -9,12 +9,14 @@ mod overlap;
 mod peer;
 mod plan;
 mod region;
+mod spans;
 mod transfer;
 
 pub use agent::{Agent, Builder, NextNotification};
 pub use peer::{Peer, Posting};
 pub use plan::Plan;
 pub use region::{PeerRegion, Region};
+pub use spans::Span;
 pub use transfer::{Report, Transfer};
 
 // Accounts of an agent: transfers in flight, waiting notifications, metrics, memory that nobody may free.

@@ -8,12 +8,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::identity::{Generation, Identity, RegionId, RegionKey};
+use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey};
 use crate::memory::DeviceId;
 use crate::wire::{Reader, Writer};
 use crate::{Error, Kind, MemoryKind, Result};
 
 const MAGIC: [u8; 4] = *b"KVXM";
+const REGION_MAGIC: [u8; 4] = *b"KVXR";
 /// The versions of the format that this release reads and writes.
 const VERSIONS: std::ops::RangeInclusive<u16> = 1..=1;
 const CRITICAL: u16 = 0x8000;
@@ -108,21 +109,7 @@ impl Metadata {
             for (_, export) in &region.exports {
                 limit("bytes of a region's export", export.len(), MAX_EXPORT)?;
             }
-            section(&mut out, REGION, |out| {
-                out.put_region(region.id, &region.key);
-                out.put_name(&region.name);
-                out.put_u64(region.len);
-                out.put_u8(region.kind as u8);
-                if !region.kind.is_host() {
-                    out.put(&region.device.0);
-                }
-                out.put_u8(region.exports.len() as u8);
-                for (position, export) in &region.exports {
-                    out.put_u8(*position);
-                    out.put_u16(export.len() as u16);
-                    out.put(export);
-                }
-            });
+            section(&mut out, REGION, |out| put_region(out, region));
         }
         limit("bytes", out.len(), MAX_BYTES)?;
         let total = out.len() as u32;
@@ -143,18 +130,7 @@ impl Metadata {
                 "this is not kvx metadata; for the blob of a NIXL or Mooncake agent use connect_foreign",
             ));
         }
-        let (oldest, newest) = (reader.u16()?, reader.u16()?);
-        if oldest > *VERSIONS.end() || newest < *VERSIONS.start() {
-            return Err(Error::new(
-                Kind::Incompatible,
-                format!(
-                    "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the \
-                     older",
-                    VERSIONS.start(),
-                    VERSIONS.end()
-                ),
-            ));
-        }
+        check_versions(reader.u16()?, reader.u16()?)?;
         let total = reader.u32()? as usize;
         if total != bytes.len() {
             return Err(reader.malformed(format_args!("{} bytes of {total}", bytes.len())));
@@ -218,6 +194,72 @@ fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
     out[at..at + 4].copy_from_slice(&len.to_le_bytes());
 }
 
+/// One region's metadata: which agent's, and its section.
+pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec<u8>> {
+    if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
+        return Err(Error::new(
+            Kind::Exhausted,
+            format!("{} bytes of a region's export, at most {MAX_EXPORT} are allowed", export.len()),
+        ));
+    }
+    let mut out = Vec::with_capacity(128);
+    out.put(&REGION_MAGIC);
+    out.put_u16(*VERSIONS.start());
+    out.put_u16(*VERSIONS.end());
+    out.put(&owner.incarnation.0);
+    section(&mut out, REGION, |out| put_region(out, region));
+    Ok(out)
+}
+
+/// One region's metadata, and the incarnation of its owner. Errors: `Malformed`, `Incompatible`.
+pub(crate) fn decode_region(bytes: &[u8]) -> Result<(Incarnation, RegionInfo)> {
+    let mut reader = Reader::new("a region's metadata", bytes);
+    if reader.array::<4>()? != REGION_MAGIC {
+        return Err(reader.malformed("this is not what Region::metadata gave"));
+    }
+    check_versions(reader.u16()?, reader.u16()?)?;
+    let incarnation = Incarnation(reader.array()?);
+    let tag = reader.u16()?;
+    if tag != REGION {
+        return Err(reader.malformed(format_args!("section {tag:#x} in the place of a region")));
+    }
+    let mut value = Reader::new("metadata section", reader.block(MAX_BYTES)?);
+    let info = region(&mut value)?;
+    value.end()?;
+    reader.end()?;
+    Ok((incarnation, info))
+}
+
+fn check_versions(oldest: u16, newest: u16) -> Result<()> {
+    if oldest <= *VERSIONS.end() && newest >= *VERSIONS.start() {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Incompatible,
+        format!(
+            "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the older",
+            VERSIONS.start(),
+            VERSIONS.end()
+        ),
+    ))
+}
+
+fn put_region(out: &mut Vec<u8>, region: &RegionInfo) {
+    out.put_region(region.id, &region.key);
+    out.put_name(&region.name);
+    out.put_u64(region.len);
+    out.put_u8(region.kind as u8);
+    if !region.kind.is_host() {
+        out.put(&region.device.0);
+    }
+    out.put_u8(region.exports.len() as u8);
+    for (position, export) in &region.exports {
+        out.put_u8(*position);
+        out.put_u16(export.len() as u16);
+        out.put(export);
+    }
+}
+
 fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let (id, key) = value.region()?;
     let name = value.name()?;
@@ -239,7 +281,6 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::identity::Incarnation;
 
     fn sample(regions: u64) -> Metadata {
         Metadata {
@@ -325,6 +366,25 @@ mod tests {
             flipped[bit / 8] ^= 1 << (bit % 8);
             if let Ok(metadata) = Metadata::decode(&flipped) {
                 metadata.encode().unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn every_truncation_and_bit_flip_of_a_regions_bytes_is_an_error_or_a_region() {
+        let agent = sample(2);
+        let bytes = encode_region(&agent.identity, &agent.regions[1]).unwrap();
+        let (incarnation, back) = decode_region(&bytes).unwrap();
+        assert_eq!(incarnation, agent.identity.incarnation);
+        assert_eq!(encode_region(&agent.identity, &back).unwrap(), bytes);
+        for len in 0..bytes.len() {
+            assert_eq!(decode_region(&bytes[..len]).unwrap_err().kind(), Kind::Malformed);
+        }
+        for bit in 0..bytes.len() * 8 {
+            let mut flipped = bytes.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            if let Ok((_, region)) = decode_region(&flipped) {
+                encode_region(&agent.identity, &region).unwrap();
             }
         }
     }

@@ -31,7 +31,7 @@ impl Destination<'_> {
 pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     let mut seen: Vec<&Indices> = Vec::new();
     for target in targets {
-        if !seen.iter().any(|indices| indices.same_list(target.indices)) {
+        if target.indices.len() > 1 && !seen.iter().any(|indices| indices.same_list(target.indices)) {
             distinct(target.indices)?;
             seen.push(target.indices);
         }

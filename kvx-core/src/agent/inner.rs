@@ -168,6 +168,10 @@ impl AgentInner {
         }
     }
 
+    pub(crate) fn region_info(&self, id: RegionId) -> Option<Arc<RegionInfo>> {
+        self.tables.lock().regions.get(&id).cloned()
+    }
+
     pub(super) fn resume_transports(&self) {
         for open in &self.transports {
             open.transport.resume();

@@ -435,6 +435,13 @@ impl PeerInner {
         Ok(())
     }
 
+    /// Drops what links made of a region.
+    pub(super) fn forget(&self, region: RegionId) {
+        let gone: Vec<_> =
+            self.state.lock().candidates.iter_mut().filter_map(|link| link.imports.remove(&region)).collect();
+        drop(gone); // without the lock: mappings end here
+    }
+
     pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
         if metadata.identity.name != self.identity.name {
             return Err(Error::new(

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
 use crate::identity::Identity;
-use crate::metadata::Metadata;
+use crate::metadata::{Metadata, decode_region};
 use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::route::Route;
@@ -80,6 +80,41 @@ impl Peer {
     pub fn update(&self, metadata: &[u8]) -> Result<bool> {
         crate::fork::check()?;
         self.0.update(Metadata::decode(metadata)?)
+    }
+
+    /// A region of this peer, from what [`Region::metadata`](crate::Region::metadata) gave there: also one that was registered
+    /// after the metadata which this handle knows. The handle keeps nothing of it but what links make of it for plans, until
+    /// [`forget`](Peer::forget).
+    ///
+    /// # Errors
+    /// `Malformed`, `Incompatible`; `PeerRestarted` for a region of another incarnation; `Invalid` for a foreign peer.
+    pub fn learn(&self, metadata: &[u8]) -> Result<PeerRegion> {
+        crate::fork::check()?;
+        let (incarnation, info) = decode_region(metadata)?;
+        let About::Kvx(known) = self.0.about() else {
+            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+        };
+        if incarnation != self.0.identity.incarnation {
+            return Err(Error::new(
+                Kind::PeerRestarted,
+                "the region is of another incarnation of the peer: connect with the metadata that came with it",
+            )
+            .peer(Arc::clone(&self.0.identity.name)));
+        }
+        if info.exports.iter().any(|(at, _)| usize::from(*at) >= known.backends.len()) {
+            return Err(Error::new(
+                Kind::Malformed,
+                format!("region {} names a backend that is not there", info.name),
+            ));
+        }
+        Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::new(info))))
+    }
+
+    /// Lets go of what links made of a region. Plans on it go on and make it anew.
+    pub fn forget(&self, region: &PeerRegion) {
+        if crate::fork::check().is_ok() {
+            self.0.forget(region.id());
+        }
     }
 
     /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer) for more.

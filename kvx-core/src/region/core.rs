@@ -48,6 +48,10 @@ pub(super) fn still_shared() -> Error {
     )
 }
 
+pub(super) fn revoked(name: &str) -> Error {
+    Error::new(Kind::Revoked, format!("region {name} is revoked: register its memory again to use it"))
+}
+
 impl RegionCore {
     pub(crate) fn new(
         id: RegionId,
@@ -76,10 +80,7 @@ impl RegionCore {
             return Ok(());
         }
         self.unpin();
-        Err(Error::new(
-            Kind::Revoked,
-            format!("region {} is revoked: register its memory again to use it", self.name),
-        ))
+        Err(revoked(&self.name))
     }
 
     pub(crate) fn unpin(self: &Arc<Self>) {

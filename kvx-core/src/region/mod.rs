@@ -12,7 +12,8 @@ use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
 use crate::grid::{Grid, GridSet, Place, sealed};
 use crate::identity::RegionId;
-use crate::{Deadline, Error, Memory, MemoryKind, Result};
+use crate::metadata::encode_region;
+use crate::{Deadline, Error, Memory, MemoryKind, Result, fork};
 
 pub(crate) use core::RegionCore;
 pub use remote::PeerRegion;
@@ -67,6 +68,17 @@ impl Region {
     /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
     pub fn grid(&self, grid: Grid) -> Result<GridSet<Region>> {
         GridSet::one(self.clone(), grid)
+    }
+
+    /// What a peer needs to use this region alone, in bytes: for [`Peer::learn`](crate::Peer::learn), at a peer that
+    /// knows the agent already. All of an agent's regions one by one cost as much as its metadata once. Errors:
+    /// `Revoked`.
+    pub fn metadata(&self) -> Result<Vec<u8>> {
+        fork::check()?;
+        match self.0.agent.region_info(self.id()) {
+            Some(info) => encode_region(&self.0.agent.identity, &info),
+            None => Err(core::revoked(self.name())),
+        }
     }
 
     /// The backends that do not serve it, and why.

@@ -80,6 +80,28 @@ impl Transfer {
         }
     }
 
+    /// Makes progress on this thread where the link can, and says what came of the transfer; `None` while it is in
+    /// flight. Waits for nothing. For callers with a loop of their own; one that stops calling it loses nothing but time.
+    pub fn drive(&mut self) -> Option<Result<Report>> {
+        if let Err(error) = crate::fork::check() {
+            return Some(Err(error));
+        }
+        let link = {
+            let mut state = self.0.state.lock();
+            if let Some(result) = self.0.take(&mut state) {
+                return Some(result);
+            }
+            state.on.as_ref().map(|(link, _)| Arc::clone(link))
+        };
+        link?.drive();
+        self.0.take(&mut self.0.state.lock())
+    }
+
+    /// Whether it has settled; see [`settled`](Transfer::settled).
+    pub fn is_settled(&self) -> bool {
+        self.0.state.lock().stage == TicketStage::Settled
+    }
+
     /// Ends when the transfer has settled: nobody will read or write its local memory for it again.
     pub fn settled(&self) -> Completion<()> {
         if let Err(error) = crate::fork::check() {

@@ -327,6 +327,21 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     gate.open();
     until("the waker is called", CUT_OFF, || Ok(calls.0.load(Ordering::SeqCst) > 0))?;
     ensure!(matches!(poll(&mut transfer), Poll::Ready(Ok(_))), "a transfer that woke its task has no result");
+    // By a loop of the caller's own.
+    gate.hold_transfers();
+    let mut transfer = post()?;
+    until("the transport has finished", CUT_OFF, || {
+        ensure!(transfer.drive().is_none(), "a transfer whose ticket is held has a result");
+        Ok(gate.held() == 1)
+    })?;
+    gate.open();
+    let mut result = None;
+    until("a driven transfer has its result", CUT_OFF, || {
+        result = transfer.drive();
+        Ok(result.is_some())
+    })?;
+    ensure!(matches!(result, Some(Ok(_))), "a driven transfer ended with {result:?}");
+    ensure!(transfer.is_settled(), "a transfer that has succeeded has not settled");
     // Without an executor, on a thread of its own, with the wait's own deadline and without.
     std::thread::scope(|scope| {
         scope

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Grid, GridSet, Indices, Op, Peer, Place as _, Plan, Region, Report};
+use kvx_core::{Grid, GridSet, Indices, Op, Peer, Place as _, Plan, Region, Report, Span};
 
 use super::traffic::OPS;
 use super::{Breaker, Clause, Runs, clauses};
@@ -258,6 +258,23 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
         models[1].check("the second local region", &other)?;
         ensure!(pair.far.sum(far)? == models[2].sum(), "{op}: the first remote region differs");
         ensure!(pair.far.sum(further)? == models[3].sum(), "{op}: the second remote region differs");
+        // Neighbours of unequal lengths, and pieces that are no block of any grid with the others.
+        let pieces =
+            [(7, 31, 100), (107, 131, 50), (5000, 2000, 4096), (20_000, 9000, 1), (90_000, 70_001, 33_333)];
+        let spans: Vec<Span> =
+            pieces.iter().map(|&(local, remote, len)| Span { local, remote, len }).collect();
+        let plan = Plan::of_spans(op, [(near.clone(), kv.clone(), spans)])?;
+        peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
+        let [mine, _, theirs_first, _] = &mut models;
+        for (local, remote, length) in pieces {
+            let grid = |base| Grid { base, stride: length, length, count: 1 };
+            match op {
+                Op::Read => mine.apply(grid(local), &[0], theirs_first, grid(remote), &[0]),
+                Op::Write => theirs_first.apply(grid(remote), &[0], mine, grid(local), &[0]),
+            }
+        }
+        models[0].check("the local region of spans", &near)?;
+        ensure!(pair.far.sum(far)? == models[2].sum(), "{op}: the remote region of spans differs");
     }
     Ok(())
 }

@@ -1,0 +1,77 @@
+//! `kvx nixl --check`: two agents of a wheel's NIXL, in two processes, over KVX and over its own UCX.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use super::{Nixl, PLUGIN};
+use crate::Result;
+
+/// Runs in the wheel's Python: `python -c SCRIPT BACKEND`.
+const SCRIPT: &str = include_str!("check.py");
+
+/// A folder that goes when it is dropped.
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+/// The Python of the environment that a wheel's library lies in.
+fn python_of(library: &Path) -> Option<PathBuf> {
+    library.ancestors().map(|folder| folder.join("bin/python3")).find(|python| python.exists())
+}
+
+pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result<()> {
+    let plugins = Folder(std::env::temp_dir().join(format!("kvx-nixl-check-{}", std::process::id())));
+    std::fs::create_dir_all(&plugins.0)?;
+    std::os::unix::fs::symlink(plugin, plugins.0.join(PLUGIN))?;
+    let mut checked = 0;
+    let mut failed = Vec::new();
+    for nixl in found {
+        let Some(name) = &nixl.serves else { continue };
+        let Some(python) = python_of(&nixl.library) else {
+            writeln!(
+                out,
+                "{}: it is in no Python environment, so that nothing can be run",
+                nixl.library.display()
+            )?;
+            continue;
+        };
+        writeln!(out, "{name}, {}", python.display())?;
+        checked += 1;
+        for (backend, folder) in [("KVX", Some(&plugins.0)), ("UCX", None)] {
+            let mut command = Command::new(&python);
+            command
+                .args(["-c", SCRIPT, backend])
+                .stdin(Stdio::null())
+                .stderr(Stdio::piped())
+                .stdout(Stdio::piped());
+            command.env_remove("NIXL_PLUGIN_DIR");
+            if let Some(folder) = folder {
+                command.env("NIXL_PLUGIN_DIR", folder);
+            }
+            let output = command.output()?;
+            if output.status.success() {
+                out.write_all(&output.stdout)?;
+                continue;
+            }
+            let said = String::from_utf8_lossy(&output.stderr);
+            let told = said.lines().filter(|line| line.starts_with("KVX:")).chain(said.lines().last());
+            let why = told.collect::<Vec<_>>().join("\n    ");
+            writeln!(out, "  {backend}: {why}")?;
+            if backend == "KVX" {
+                failed.push(name.clone());
+            }
+        }
+    }
+    match (checked, failed.is_empty()) {
+        (0, _) => {
+            Err("no NIXL in a Python environment was found that KVX can serve; `kvx nixl` says why".into())
+        }
+        (_, true) => Ok(()),
+        (_, false) => Err(format!("KVX did not work in {}", failed.join(", ")).into()),
+    }
+}

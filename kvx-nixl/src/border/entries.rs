@@ -1,0 +1,273 @@
+//! The functions of the table.
+
+use std::ffi::{c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::addr_of;
+
+use kvx::Op;
+
+use super::libstdcxx::{Str, Vector};
+use super::{Blob, Descriptors, Extra, HOST, Object};
+use crate::engine::Engine;
+use crate::handles::Handle;
+use crate::log::warn;
+use crate::sibling::Function;
+use crate::status::{Outcome, Status};
+
+/// The function of a slot.
+pub(super) fn address_of(function: Function) -> *const c_void {
+    match function {
+        Function::SupportsRemote | Function::SupportsLocal | Function::SupportsNotif => yes as *const c_void,
+        Function::SupportedMems => kinds_of as *const c_void,
+        Function::RegisterMem => register as *const c_void,
+        Function::DeregisterMem => deregister as *const c_void,
+        Function::Connect => connect as *const c_void,
+        Function::Disconnect => disconnect as *const c_void,
+        Function::UnloadMd => unload as *const c_void,
+        Function::PrepXfer => prepare as *const c_void,
+        Function::PostXfer => post as *const c_void,
+        Function::CheckXfer => check as *const c_void,
+        Function::ReleaseReq => release as *const c_void,
+        Function::PublicData => public_data as *const c_void,
+        Function::ConnInfo => introduction as *const c_void,
+        Function::LoadRemoteConnInfo => load_peer as *const c_void,
+        Function::LoadRemoteMd => load_remote as *const c_void,
+        Function::LoadLocalMd => load_local as *const c_void,
+        Function::GetNotifs => notifications as *const c_void,
+        Function::GenNotif => notify as *const c_void,
+    }
+}
+
+/// Runs the body of a function on the engine: what it answers, in NIXL's numbers.
+///
+/// # Safety
+/// `this` is an object that `create` made and nobody has destroyed.
+unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> Outcome<Status>) -> c_int {
+    let whole = catch_unwind(AssertUnwindSafe(|| {
+        if let Err(error) = kvx_core::fork::check() {
+            warn(error);
+            return Err(Status::Backend);
+        }
+        // SAFETY: the caller's promise; the engine is shared by all threads.
+        body(unsafe { &*addr_of!((*this).ours) })
+    }));
+    match whole {
+        Ok(Ok(status) | Err(status)) => status as c_int,
+        Err(_) => {
+            warn("a call panicked: report this as a bug of kvx");
+            Status::Backend as c_int
+        }
+    }
+}
+
+fn done(outcome: Outcome) -> Outcome<Status> {
+    outcome.map(|()| Status::Success)
+}
+
+/// Hands a handle out.
+///
+/// # Safety
+/// `out` is writable.
+unsafe fn give(handle: Outcome<Handle>, out: *mut Handle) -> Outcome<Status> {
+    // SAFETY: the caller's promise.
+    handle.map(|handle| unsafe {
+        out.write(handle);
+        Status::Success
+    })
+}
+
+extern "C" fn yes(_: *const Object) -> bool {
+    true
+}
+
+pub(super) extern "C" fn kinds() -> Vector<c_int> {
+    let mut kinds = Vector::<c_int>::EMPTY;
+    // SAFETY: it is empty, and its one element is written.
+    unsafe { Vector::grow(&mut kinds, 1).write(HOST) };
+    kinds
+}
+
+extern "C" fn kinds_of(_: *const Object) -> Vector<c_int> {
+    kinds()
+}
+
+/// Of slots that are not KVX's: `NIXL_ERR_NOT_SUPPORTED`.
+pub(super) extern "C" fn unsupported(_: *const Object) -> c_int {
+    Status::NotSupported as c_int
+}
+
+/// The destructor that leaves the memory: NIXL has no use for it.
+pub(super) extern "C" fn end(_: *mut Object) {}
+
+// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with strings, lists and places for
+// results that are good for the call.
+
+unsafe extern "C" fn register(
+    this: *mut Object,
+    blob: *const Blob,
+    kind: *const c_int,
+    out: *mut Handle,
+) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| match *kind {
+            HOST => give(engine.register((*blob).address, (*blob).len), out),
+            _ => Err(Status::NotSupported),
+        })
+    }
+}
+
+unsafe extern "C" fn deregister(this: *mut Object, memory: Handle) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| done(engine.deregister(memory))) }
+}
+
+/// Links come up by themselves: when a peer introduces itself, or this agent first names itself.
+unsafe extern "C" fn connect(_: *mut Object, _: *const Str) -> c_int {
+    Status::Success as c_int
+}
+
+unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            engine.forget_peer(&Str::text(agent));
+            Ok(Status::Success)
+        })
+    }
+}
+
+unsafe extern "C" fn unload(this: *mut Object, memory: Handle) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            engine.unload(memory);
+            Ok(Status::Success)
+        })
+    }
+}
+
+unsafe extern "C" fn prepare(
+    this: *const Object,
+    op: *const c_int,
+    local: *const Descriptors,
+    remote: *const Descriptors,
+    agent: *const Str,
+    out: *mut Handle,
+    _: *const Extra,
+) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            let op = if *op == 0 { Op::Read } else { Op::Write };
+            let (local, remote) = (addr_of!((*local).list), addr_of!((*remote).list));
+            let (local, remote) = (Vector::slice(local), Vector::slice(remote));
+            give(engine.prepare(op, local, remote, &Str::text(agent)), out)
+        })
+    }
+}
+
+unsafe extern "C" fn post(
+    this: *const Object,
+    _: *const c_int,
+    _: *const Descriptors,
+    _: *const Descriptors,
+    _: *const Str,
+    request: *const Handle,
+    extra: *const Extra,
+) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            let has_note = !extra.is_null() && (*extra).has_note;
+            let note = has_note.then(|| Str::bytes(addr_of!((*extra).note)));
+            engine.post(*request, note)
+        })
+    }
+}
+
+unsafe extern "C" fn check(this: *const Object, request: Handle) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| engine.check(request)) }
+}
+
+unsafe extern "C" fn release(this: *const Object, request: Handle) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| done(engine.release(request))) }
+}
+
+unsafe extern "C" fn public_data(this: *const Object, memory: Handle, out: *mut Str) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            Str::set(out, &engine.public_data(memory)?);
+            Ok(Status::Success)
+        })
+    }
+}
+
+unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            Str::set(out, engine.introduction());
+            Ok(Status::Success)
+        })
+    }
+}
+
+unsafe extern "C" fn load_peer(this: *mut Object, agent: *const Str, introduction: *const Str) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction)))) }
+}
+
+unsafe extern "C" fn load_remote(
+    this: *mut Object,
+    blob: *const Blob,
+    kind: *const c_int,
+    agent: *const Str,
+    out: *mut Handle,
+) -> c_int {
+    // SAFETY: as above.
+    unsafe {
+        on(this, |engine| {
+            let (address, len, data) =
+                ((*blob).address, (*blob).len as u64, Str::bytes(addr_of!((*blob).data)));
+            match *kind {
+                HOST => give(engine.load_remote(address, len, data, &Str::text(agent)), out),
+                _ => Err(Status::NotSupported),
+            }
+        })
+    }
+}
+
+unsafe extern "C" fn load_local(this: *mut Object, memory: Handle, out: *mut Handle) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
+}
+
+unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>) -> c_int {
+    // SAFETY: as above; NIXL hands over an empty list, and each of its strings is made.
+    unsafe {
+        on(this, |engine| {
+            if !Vector::slice(out).is_empty() {
+                return Err(Status::InvalidParam);
+            }
+            let got = engine.notifications();
+            if got.is_empty() {
+                return Ok(Status::Success);
+            }
+            let first = Vector::grow(out, got.len()).cast::<Str>();
+            for (at, (agent, note)) in got.iter().enumerate() {
+                Str::make(first.add(2 * at), agent.as_bytes());
+                Str::make(first.add(2 * at + 1), note);
+            }
+            Ok(Status::Success)
+        })
+    }
+}
+
+unsafe extern "C" fn notify(this: *const Object, agent: *const Str, note: *const Str) -> c_int {
+    // SAFETY: as above.
+    unsafe { on(this, |engine| done(engine.notify(&Str::text(agent), Str::bytes(note)))) }
+}

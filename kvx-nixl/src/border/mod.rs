@@ -1,0 +1,219 @@
+//! The border to NIXL: its C++ objects laid out by hand, the table of virtual functions, and the functions in it.
+//!
+//! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no panic leaves it.
+
+mod entries;
+mod libstdcxx;
+
+use std::ffi::{c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{addr_of, addr_of_mut, null, null_mut};
+use std::sync::OnceLock;
+
+use crate::engine::{Descriptor, Engine};
+use crate::installed::Installed;
+use crate::log::warn;
+use crate::sibling::Refusal;
+use libstdcxx::{Map, Str, Vector};
+
+/// `nixlBlobDesc`.
+#[repr(C)]
+struct Blob {
+    address: u64,
+    len: usize,
+    device: u64,
+    data: Str,
+}
+
+/// `nixl_meta_dlist_t`.
+#[repr(C)]
+struct Descriptors {
+    table: *const c_void,
+    kind: c_int,
+    list: Vector<Descriptor>,
+}
+
+/// `nixl_opt_b_args_t`.
+#[repr(C)]
+struct Extra {
+    note: Str,
+    has_note: bool,
+    custom: Str,
+}
+
+/// `nixlBackendInitParams`.
+#[repr(C)]
+struct Setup {
+    agent: Str,
+    kind: Str,
+    parameters: *const Map,
+    progress_thread: bool,
+    delay: u64,
+    sync: c_int,
+    telemetry: bool,
+}
+
+/// `std::mutex`.
+#[cfg(target_arch = "aarch64")]
+type Lock = [u64; 6];
+#[cfg(not(target_arch = "aarch64"))]
+type Lock = [u64; 5];
+
+/// `nixlBackendEngine`, and what is ours behind it.
+#[repr(C)]
+struct Object {
+    table: *const *const c_void,
+    kind: Str,
+    parameters: Map,
+    events: Vector<u64>,
+    lock: Lock,
+    failed: bool,
+    agent: Str,
+    telemetry: bool,
+    ours: Engine,
+}
+
+/// `nixlBackendPlugin`.
+#[repr(C)]
+struct Plugin {
+    interface: c_int,
+    create: unsafe extern "C" fn(*const Setup) -> *mut Object,
+    destroy: unsafe extern "C" fn(*mut Object),
+    name: extern "C" fn() -> *const c_char,
+    version: extern "C" fn() -> *const c_char,
+    options: extern "C" fn() -> Map,
+    kinds: extern "C" fn() -> Vector<c_int>,
+}
+
+const _: () =
+    assert!(size_of::<Blob>() == 56 && size_of::<Descriptor>() == 32 && size_of::<Descriptors>() == 40);
+const _: () = assert!(size_of::<Extra>() == 72 && size_of::<Setup>() == 96 && size_of::<Plugin>() == 56);
+const _: () =
+    assert!(std::mem::offset_of!(Object, lock) == 120 && std::mem::offset_of!(Object, events) == 96);
+#[cfg(target_arch = "x86_64")]
+const _: () =
+    assert!(std::mem::offset_of!(Object, failed) == 160 && std::mem::offset_of!(Object, agent) == 168);
+
+/// `DRAM_SEG`.
+const HOST: c_int = 0;
+const NAME: &std::ffi::CStr = c"KVX";
+/// A kvx agent's name has at most so many bytes.
+const LONGEST_NAME: usize = kvx::MAX_NAME;
+
+/// The table of all engines, for the life of the process, and the NIXL that it is for.
+struct Table {
+    functions: Vec<*const c_void>,
+    nixl: String,
+}
+// SAFETY: addresses of functions.
+unsafe impl Send for Table {}
+// SAFETY: as above; never changed.
+unsafe impl Sync for Table {}
+
+static TABLE: OnceLock<Table> = OnceLock::new();
+
+static PLUGIN: Plugin =
+    Plugin { interface: 1, create, destroy, name, version, options, kinds: entries::kinds };
+
+fn table() -> Result<&'static Table, Refusal> {
+    if let Some(table) = TABLE.get() {
+        return Ok(table);
+    }
+    let Installed { order, name } = Installed::of_process()?;
+    libstdcxx::find_heap().map_err(Refusal)?;
+    // Offset to the top, no type information, and the two destructors: of the object, and with its memory.
+    let mut functions = vec![null(), null()];
+    functions.extend(order.slots().iter().enumerate().map(|(at, slot)| match (at, slot) {
+        (0, _) => entries::end as *const c_void,
+        (1, _) => destroy as *const c_void,
+        (_, None) => entries::unsupported as *const c_void,
+        (_, Some(function)) => entries::address_of(*function),
+    }));
+    Ok(TABLE.get_or_init(|| Table { functions, nixl: name }))
+}
+
+/// What NIXL calls after it has opened the library. Null is a refusal, which is told.
+#[unsafe(no_mangle)]
+#[allow(unreachable_pub, reason = "the linker reaches it")]
+pub extern "C" fn nixl_plugin_init() -> *const c_void {
+    let found = catch_unwind(|| table().map(|_| ()));
+    match found.unwrap_or_else(|_| Err(Refusal("its plug-ins could not be read".into()))) {
+        Ok(()) => addr_of!(PLUGIN).cast(),
+        Err(why) => {
+            warn(format_args!("this backend is refused: {why}"));
+            null()
+        }
+    }
+}
+
+/// What NIXL calls before it closes the library, which stays.
+#[unsafe(no_mangle)]
+#[allow(unreachable_pub, reason = "the linker reaches it")]
+pub extern "C" fn nixl_plugin_fini() {}
+
+extern "C" fn name() -> *const c_char {
+    NAME.as_ptr()
+}
+
+extern "C" fn version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+extern "C" fn options() -> Map {
+    Map::empty()
+}
+
+/// Makes an engine. Null is a refusal, which is told.
+unsafe extern "C" fn create(setup: *const Setup) -> *mut Object {
+    // SAFETY: NIXL's parameters are good for the call.
+    let made = catch_unwind(AssertUnwindSafe(|| unsafe { make(setup) }));
+    made.ok().flatten().unwrap_or(null_mut())
+}
+
+unsafe fn make(setup: *const Setup) -> Option<*mut Object> {
+    let table = TABLE.get()?;
+    // SAFETY: NIXL's parameters are readable; their strings are only followed once they look like strings.
+    unsafe {
+        let (kind, agent) = (addr_of!((*setup).kind), addr_of!((*setup).agent));
+        let plausible = Str::is_plausible(kind, 15) && Str::bytes(kind) == NAME.to_bytes();
+        if !plausible || !Str::is_plausible(agent, 1 << 20) || (*setup).parameters.is_null() {
+            warn(format_args!("{} hands over its parameters in a way that KVX does not know", table.nixl));
+            return None;
+        }
+        let (kind, agent) = (Str::bytes(kind), Str::bytes(agent));
+        if agent.is_empty() || agent.len() > LONGEST_NAME {
+            warn(format_args!("an agent's name has 1 to {LONGEST_NAME} bytes, this one has {}", agent.len()));
+            return None;
+        }
+        let parameters = Map::pairs((*setup).parameters);
+        let engine = Engine::new(&String::from_utf8_lossy(agent), &parameters, &table.nixl).ok()?;
+        let object: *mut Object = Box::into_raw(Box::<Object>::new_uninit()).cast();
+        addr_of_mut!((*object).table).write(table.functions.as_ptr().add(2));
+        Str::make(addr_of_mut!((*object).kind), kind);
+        addr_of_mut!((*object).parameters).write(Map::empty());
+        addr_of_mut!((*object).events).write(Vector::EMPTY);
+        addr_of_mut!((*object).lock).write(Lock::default());
+        addr_of_mut!((*object).failed).write(false);
+        Str::make(addr_of_mut!((*object).agent), agent);
+        addr_of_mut!((*object).telemetry).write((*setup).telemetry);
+        addr_of_mut!((*object).ours).write(engine);
+        Some(object)
+    }
+}
+
+/// Ends an engine and gives its memory back.
+unsafe extern "C" fn destroy(object: *mut Object) {
+    if object.is_null() || kvx_core::fork::check().is_err() {
+        return; // in a fork nothing of a transport is dropped
+    }
+    // SAFETY: NIXL destroys what `create` gave it once, when no call is under way.
+    let engine = unsafe {
+        Str::end(addr_of_mut!((*object).kind));
+        Str::end(addr_of_mut!((*object).agent));
+        Map::end_empty(addr_of_mut!((*object).parameters));
+        let engine = addr_of!((*object).ours).read();
+        drop(Box::from_raw(object.cast::<std::mem::MaybeUninit<Object>>()));
+        engine
+    };
+    drop(catch_unwind(AssertUnwindSafe(|| engine.end())));
+}

@@ -1,0 +1,426 @@
+//! What stands behind a NIXL backend: one agent of kvx, and what NIXL's user holds of it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use kvx::{Agent, Completion, Kind, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
+use kvx_core::sync::Mutex;
+
+use crate::frames::{self, Assembly, Got};
+use crate::handles::{Handle, Handles};
+use crate::log::{info, warn};
+use crate::memory::{self, Range, What};
+use crate::request::{Release, Request};
+use crate::settings::Settings;
+use crate::status::{Outcome, Status};
+
+/// A silent peer counts as lost after this, or after the deadline if that is shorter.
+const PEER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest that the end of an engine may take.
+const END: Duration = Duration::from_secs(10);
+
+/// An entry of NIXL's lists: a range, and the handle of the memory that it lies in.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Descriptor {
+    pub(crate) address: u64,
+    pub(crate) len: u64,
+    pub(crate) device: u64,
+    pub(crate) memory: Handle,
+}
+
+/// One backend KVX of one NIXL agent.
+pub(crate) struct Engine {
+    agent: Agent,
+    settings: Settings,
+    /// How peers reach this agent; the same for its life, as NIXL wants it.
+    introduction: Vec<u8>,
+    memory: Handles<Range>,
+    requests: Handles<Request>,
+    /// Requests that were released in flight.
+    leftovers: AtomicBool,
+    peers: Mutex<HashMap<String, Remote>>,
+    assembly: Mutex<Assembly>,
+    /// Notifications on their way, to tell of those that fail.
+    sent: Mutex<Vec<(String, Completion<()>)>>,
+    /// Numbers of regions and of long notifications.
+    numbers: AtomicU64,
+}
+
+/// A peer, and how it introduced itself.
+struct Remote {
+    introduction: Box<[u8]>,
+    peer: Peer,
+    /// Its route was told.
+    told: bool,
+}
+
+/// Says what went wrong, and gives NIXL's number for it.
+fn told(what: &str, error: &kvx::Error) -> Status {
+    warn(format_args!("{what}: {error}"));
+    Status::from(error)
+}
+
+impl Engine {
+    /// Errors: told in a line.
+    pub(crate) fn new(name: &str, parameters: &[(String, String)], nixl: &str) -> Outcome<Engine> {
+        Self::build(name, parameters, nixl).map_err(|error| told("no backend KVX", &error))
+    }
+
+    fn build(name: &str, parameters: &[(String, String)], nixl: &str) -> kvx::Result<Engine> {
+        let settings = Settings::read(parameters, |variable| std::env::var(variable).ok())?;
+        let mut builder = Agent::builder(name)
+            .options(settings.options.clone())
+            .peer_timeout(PEER_TIMEOUT.min(settings.deadline));
+        if let Some(backends) = &settings.backends {
+            builder = builder.backends(backends.iter().cloned());
+        }
+        if let Some(file) = &settings.secret_file {
+            builder = builder.secret(Secret::from_file(file)?);
+        }
+        let agent = builder.build(&kvx::registry())?;
+        info(format_args!(
+            "agent {name} in {nixl}: kvx {}, backends {}, {settings}",
+            env!("CARGO_PKG_VERSION"),
+            agent.backends().join(", ")
+        ));
+        for (backend, why) in agent.not_open() {
+            warn(format_args!("{backend} is not used: {why}"));
+        }
+        let introduction = agent.metadata()?;
+        Ok(Engine {
+            agent,
+            settings,
+            introduction,
+            memory: Handles::default(),
+            requests: Handles::default(),
+            leftovers: AtomicBool::new(false),
+            peers: Mutex::new(HashMap::new()),
+            assembly: Mutex::new(Assembly::default()),
+            sent: Mutex::new(Vec::new()),
+            numbers: AtomicU64::new(0),
+        })
+    }
+
+    fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed)
+    }
+
+    // Memory.
+
+    pub(crate) fn register(&self, address: u64, len: usize) -> Outcome<Handle> {
+        let name = format!("{address:x}.{}", self.number());
+        let region = self.agent.register(&name, memory::adopt(address, len));
+        let region = region.map_err(|error| told("memory is not registered", &error))?;
+        Ok(self.memory.add(Range { base: address, len: len as u64, what: What::Ours(region) }))
+    }
+
+    /// Blocks until nobody can touch the memory any more, by the deadline.
+    pub(crate) fn deregister(&self, handle: Handle) -> Outcome {
+        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
+        let What::Ours(region) = &range.what else { return Err(Status::InvalidParam) };
+        match region.revoke(self.settings.deadline).wait(self.settings.deadline + Duration::from_secs(1)) {
+            Ok(_) => {
+                self.memory.remove(handle);
+                Ok(())
+            }
+            Err(error) => {
+                let Range { base, len, .. } = &*range;
+                warn(format_args!(
+                    "do not free the {len} bytes at {base:#x}, a peer may still touch them, which it could not be asked by \
+                     the deadline: {error}"
+                ));
+                Err(Status::Backend)
+            }
+        }
+    }
+
+    /// What peers need to use the memory.
+    pub(crate) fn public_data(&self, handle: Handle) -> Outcome<Vec<u8>> {
+        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
+        let What::Ours(region) = &range.what else { return Err(Status::InvalidParam) };
+        region.metadata().map_err(|error| told("memory has no metadata", &error))
+    }
+
+    pub(crate) fn load_remote(&self, address: u64, len: u64, data: &[u8], agent: &str) -> Outcome<Handle> {
+        let peer = self.peer(agent)?;
+        let region = peer.learn(data).map_err(|error| told(agent, &error))?;
+        if kvx::Place::len(&region) != len {
+            warn(format_args!(
+                "agent {agent}: memory of {len} bytes whose metadata is of {}",
+                kvx::Place::len(&region)
+            ));
+            return Err(Status::Mismatch);
+        }
+        Ok(self.memory.add(Range { base: address, len, what: What::Theirs(peer, region) }))
+    }
+
+    pub(crate) fn load_local(&self, handle: Handle) -> Outcome<Handle> {
+        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
+        let (base, len) = (range.base, range.len);
+        Ok(self.memory.add(Range { base, len, what: What::Mirror(range, OnceLock::new()) }))
+    }
+
+    pub(crate) fn unload(&self, handle: Handle) {
+        let Some(range) = self.memory.remove(handle) else { return };
+        match &range.what {
+            What::Theirs(peer, region) => peer.forget(region),
+            What::Mirror(_, learnt) => {
+                let itself =
+                    self.peers.lock().get(&*self.agent.identity().name).map(|remote| remote.peer.clone());
+                if let (Some(region), Some(peer)) = (learnt.get(), itself) {
+                    peer.forget(region);
+                }
+            }
+            What::Ours(_) => {}
+        }
+    }
+
+    // Peers.
+
+    pub(crate) fn introduction(&self) -> &[u8] {
+        &self.introduction
+    }
+
+    pub(crate) fn load_peer(&self, agent: &str, introduction: &[u8]) -> Outcome {
+        let peer = self.agent.connect(introduction).map_err(|error| told(agent, &error))?;
+        if *peer.identity().name != *agent {
+            warn(format_args!("agent {agent} introduces itself as {}", peer.identity().name));
+            return Err(Status::Mismatch);
+        }
+        let remote = Remote { introduction: introduction.into(), peer, told: false };
+        let before = self.peers.lock().insert(agent.to_owned(), remote);
+        drop(before); // without the lock: links may close here
+        Ok(())
+    }
+
+    pub(crate) fn forget_peer(&self, agent: &str) {
+        let gone = self.peers.lock().remove(agent);
+        drop(gone);
+    }
+
+    /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself needs no introduction.
+    fn peer(&self, agent: &str) -> Outcome<Peer> {
+        let known =
+            self.peers.lock().get(agent).map(|remote| (remote.peer.clone(), remote.introduction.clone()));
+        match known {
+            Some((peer, _)) if peer.lost().is_none_or(|error| error.kind() != Kind::PeerLost) => Ok(peer),
+            Some((_, introduction)) => {
+                self.load_peer(agent, &introduction)?;
+                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(Status::NotFound)
+            }
+            None if *self.agent.identity().name == *agent => {
+                self.load_peer(agent, &self.introduction)?;
+                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(Status::NotFound)
+            }
+            None => Err(Status::NotFound),
+        }
+    }
+
+    /// Tells how a peer is reached, once for each life of its handle.
+    fn tell_route(&self, agent: &str) {
+        let route = match self.peers.lock().get_mut(agent) {
+            Some(remote) if !remote.told => {
+                remote.told = true;
+                remote.peer.route()
+            }
+            _ => return,
+        };
+        info(format_args!("agent {} reaches {agent} by {route}", self.agent.identity().name));
+    }
+
+    // Transfers.
+
+    pub(crate) fn prepare(
+        &self,
+        op: Op,
+        local: &[Descriptor],
+        remote: &[Descriptor],
+        agent: &str,
+    ) -> Outcome<Handle> {
+        if self.leftovers.swap(false, Ordering::Relaxed) {
+            drop(self.requests.extract(Request::is_over));
+        }
+        let peer = self.peer(agent)?;
+        let lists = self.pair_up(local, remote, &peer)?;
+        let plan = Plan::of_spans(op, lists).map_err(|error| told(agent, &error))?;
+        Ok(self.requests.add(Request::new(agent.to_owned(), plan)))
+    }
+
+    /// The ranges of two lists, by the memory that they lie in.
+    fn pair_up(
+        &self,
+        local: &[Descriptor],
+        remote: &[Descriptor],
+        peer: &Peer,
+    ) -> Outcome<Vec<(Region, PeerRegion, Vec<Span>)>> {
+        if local.len() != remote.len() || local.is_empty() {
+            return Err(Status::InvalidParam);
+        }
+        type Key = (Handle, Handle);
+        let mut lists: Vec<(Key, Arc<Range>, Arc<Range>, Vec<Span>)> = Vec::new();
+        let mut places: HashMap<Key, usize> = HashMap::new();
+        let mut last: Option<(Key, usize)> = None;
+        for (ours, theirs) in local.iter().zip(remote) {
+            let key = (ours.memory, theirs.memory);
+            let at = match (last, places.get(&key)) {
+                (Some((same, at)), _) if same == key => at,
+                (_, Some(at)) => *at,
+                (_, None) => {
+                    let range = |handle| self.memory.get(handle).ok_or(Status::NotFound);
+                    let room = Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
+                    lists.push((key, range(key.0)?, range(key.1)?, room));
+                    places.insert(key, lists.len() - 1);
+                    lists.len() - 1
+                }
+            };
+            last = Some((key, at));
+            if ours.len != theirs.len {
+                return Err(Status::InvalidParam);
+            }
+            let (_, our, their, spans) = &mut lists[at];
+            let (local, remote) =
+                (our.offset(ours.address, ours.len)?, their.offset(theirs.address, theirs.len)?);
+            spans.push(Span { local, remote, len: ours.len });
+        }
+        lists
+            .into_iter()
+            .map(|(_, ours, theirs, spans)| {
+                let What::Ours(local) = &ours.what else { return Err(Status::InvalidParam) };
+                Ok((local.clone(), self.region_of(&theirs, peer)?, spans))
+            })
+            .collect()
+    }
+
+    fn region_of(&self, range: &Range, peer: &Peer) -> Outcome<PeerRegion> {
+        match &range.what {
+            What::Theirs(_, region) => Ok(region.clone()),
+            What::Ours(_) => Err(Status::InvalidParam),
+            What::Mirror(mirrored, learnt) => {
+                if let Some(region) = learnt.get() {
+                    return Ok(region.clone());
+                }
+                let What::Ours(region) = &mirrored.what else { return Err(Status::InvalidParam) };
+                let region = region.metadata().and_then(|bytes| peer.learn(&bytes));
+                let region = region.map_err(|error| told("memory of this agent", &error))?;
+                Ok(learnt.get_or_init(|| region).clone())
+            }
+        }
+    }
+
+    pub(crate) fn post(&self, handle: Handle, note: Option<&[u8]>) -> Outcome<Status> {
+        let request = self.requests.get(handle).ok_or(Status::NotFound)?;
+        let peer = self.peer(&request.peer)?;
+        let mut frames = self.frames(note)?;
+        let status = request.post(&peer, frames.pop(), self.settings.deadline, self.settings.cure())?;
+        for frame in frames {
+            self.send(&request.peer, &peer, &frame);
+        }
+        if status != Status::InProgress {
+            self.tell_route(&request.peer);
+        }
+        Ok(status)
+    }
+
+    pub(crate) fn check(&self, handle: Handle) -> Outcome<Status> {
+        let request = self.requests.get(handle).ok_or(Status::NotFound)?;
+        let status = request.check(self.settings.cure());
+        if status != Status::InProgress {
+            self.tell_route(&request.peer);
+        }
+        Ok(status)
+    }
+
+    /// What NIXL has forgotten is gone: one that is released once more, or was never there.
+    pub(crate) fn release(&self, handle: Handle) -> Outcome {
+        let Some(request) = self.requests.get(handle) else { return Ok(()) };
+        match request.release(self.settings.deadline) {
+            Release::Gone => {
+                self.requests.remove(handle);
+                Ok(())
+            }
+            Release::Active => {
+                self.leftovers.store(true, Ordering::Relaxed);
+                Err(Status::Active)
+            }
+            Release::Stuck => {
+                warn(format_args!(
+                    "agent {}: a released transfer has not ended in {:?}: do not free its local memory",
+                    request.peer, self.settings.deadline
+                ));
+                self.leftovers.store(true, Ordering::Relaxed);
+                Err(Status::Backend)
+            }
+        }
+    }
+
+    // Notifications.
+
+    fn frames(&self, note: Option<&[u8]>) -> Outcome<Vec<Box<[u8]>>> {
+        let Some(bytes) = note else { return Ok(Vec::new()) };
+        frames::frames(self.number(), bytes).ok_or_else(|| {
+            warn(format_args!("a notification of {} bytes, at most {} are sent", bytes.len(), frames::MAX));
+            Status::InvalidParam
+        })
+    }
+
+    /// Sends it, while nobody polls; a failure is told at a later call.
+    pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> Outcome {
+        let peer = self.peer(agent)?;
+        for frame in self.frames(Some(note))? {
+            self.send(agent, &peer, &frame);
+        }
+        Ok(())
+    }
+
+    fn send(&self, agent: &str, peer: &Peer, frame: &[u8]) {
+        let sending = peer.notify(frame, self.settings.deadline);
+        let mut sent = self.sent.lock();
+        sent.push((agent.to_owned(), sending));
+        if sent.len() == sent.capacity() {
+            prune(&mut sent);
+        }
+    }
+
+    /// What has come since the last call.
+    pub(crate) fn notifications(&self) -> Vec<(String, Box<[u8]>)> {
+        prune(&mut self.sent.lock());
+        let mut assembly = self.assembly.lock();
+        let mut got = Vec::new();
+        while let Some(next) = self.agent.try_notification() {
+            match assembly.take(next.from.incarnation, &next.bytes) {
+                Got::Notification(bytes) => got.push((next.from.name.to_string(), bytes)),
+                Got::Part => {}
+                Got::Nonsense => {
+                    warn(format_args!("agent {}: a notification that makes no sense", next.from.name))
+                }
+            }
+        }
+        got
+    }
+
+    /// Ends everything, by a deadline.
+    pub(crate) fn end(self) {
+        let peers = std::mem::take(&mut *self.peers.lock());
+        drop(peers);
+        drop(self.requests.extract(|_| true));
+        let longest = END.min(self.settings.deadline);
+        if let Err(error) = self.agent.shutdown(longest).wait(longest + Duration::from_secs(1)) {
+            warn(format_args!("agent {} ends: {error}", self.agent.identity().name));
+        }
+    }
+}
+
+/// Forgets the notifications that have arrived, and tells of those that have not.
+fn prune(sent: &mut Vec<(String, Completion<()>)>) {
+    sent.retain_mut(|(agent, sending)| match crate::request::now(sending) {
+        None => true,
+        Some(Ok(())) => false,
+        Some(Err(error)) => {
+            warn(format_args!("agent {agent} did not take a notification: {error}"));
+            false
+        }
+    });
+}

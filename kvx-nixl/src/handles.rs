@@ -1,0 +1,45 @@
+//! Numbers in the place of pointers: what NIXL hands back twice, or after its end, is found to be gone.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvx_core::sync::Mutex;
+
+/// What an opaque pointer of NIXL's stands for. Never zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub(crate) struct Handle(pub(crate) u64);
+
+/// Things that NIXL holds by their handles.
+pub(crate) struct Handles<T> {
+    held: Mutex<HashMap<Handle, Arc<T>>>,
+    last: AtomicU64,
+}
+
+impl<T> Default for Handles<T> {
+    fn default() -> Self {
+        Handles { held: Mutex::new(HashMap::new()), last: AtomicU64::new(0) }
+    }
+}
+
+impl<T> Handles<T> {
+    pub(crate) fn add(&self, thing: T) -> Handle {
+        let handle = Handle(self.last.fetch_add(1, Ordering::Relaxed) + 1);
+        self.held.lock().insert(handle, Arc::new(thing));
+        handle
+    }
+
+    pub(crate) fn get(&self, handle: Handle) -> Option<Arc<T>> {
+        self.held.lock().get(&handle).cloned()
+    }
+
+    pub(crate) fn remove(&self, handle: Handle) -> Option<Arc<T>> {
+        self.held.lock().remove(&handle)
+    }
+
+    /// Takes out those that `gone` says.
+    pub(crate) fn extract(&self, gone: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
+        self.held.lock().extract_if(|_, thing| gone(thing)).map(|(_, thing)| thing).collect()
+    }
+}

@@ -1,0 +1,94 @@
+//! The NIXL that has loaded this library: its folder, its version, and whether its border is known.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use crate::log::warn;
+use crate::sibling::{self, Order, Refusal};
+use crate::version::{self, ANY, Version};
+
+/// A NIXL whose border is known.
+pub(crate) struct Installed {
+    pub(crate) order: Order,
+    /// Its name for people.
+    pub(crate) name: String,
+}
+
+impl Installed {
+    /// The one in this process.
+    ///
+    /// # Errors
+    /// No library, several that differ, a version that was not tried, or a table that is not whole.
+    pub(crate) fn of_process() -> Result<Installed, Refusal> {
+        let maps = std::fs::read_to_string("/proc/self/maps").map_err(|error| Refusal(error.to_string()))?;
+        let any = std::env::var_os(ANY).is_some_and(|value| value == "1");
+        let mut found: Option<Installed> = None;
+        for library in libraries(&maps) {
+            let installed = Installed::at(library, any)?;
+            match &found {
+                Some(first) if !first.order.agrees(&installed.order) => {
+                    return Err(Refusal(format!(
+                        "two NIXLs are in this process, {} and {}, and their backends differ",
+                        first.name, installed.name
+                    )));
+                }
+                _ => found = Some(installed),
+            }
+        }
+        found.ok_or_else(|| Refusal("there is no libnixl.so in this process".into()))
+    }
+
+    fn at(library: &Path, any: bool) -> Result<Installed, Refusal> {
+        let version = Version::beside(library);
+        let name = match version {
+            Some(version) => format!("NIXL {version}"),
+            None => format!("the NIXL of {}", library.display()),
+        };
+        if let Some(version) = version
+            && !version.is_tried()
+            && !any
+        {
+            return Err(Refusal(format!(
+                "NIXL {version} was not tried with KVX, {} were: install one of them, or set {ANY}=1 at your own risk",
+                version::tried()
+            )));
+        }
+        let folder = library.parent().unwrap_or(Path::new("/")).join("plugins");
+        let order = sibling::order_in(&folder, any)
+            .map_err(|why| Refusal(format!("{name} is not one that KVX can serve: {why}")))?;
+        if version.is_none() {
+            warn(format_args!("{name} does not tell its version: KVX goes by the tables of its plug-ins"));
+        }
+        Ok(Installed { order, name })
+    }
+}
+
+/// The files called `libnixl.so` in the list of what a process has mapped.
+fn libraries(maps: &str) -> BTreeSet<&Path> {
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
+    paths.filter(|path| path.file_name().is_some_and(|name| name == "libnixl.so")).collect()
+}
+
+/// Says what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
+pub fn verdict(library: &Path) -> Result<String, Refusal> {
+    Installed::at(library, false).map(|installed| installed.name)
+}
+
+/// The folder of plug-ins that belongs to a `libnixl.so`.
+pub fn plugins_of(library: &Path) -> PathBuf {
+    library.parent().unwrap_or(Path::new("/")).join("plugins")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_libraries_of_a_process_are_found_once_each() {
+        let maps = "7f00-7f01 r-xp 00000000 fe:00 12  /a b/.nixl_cu12.mesonpy.libs/libnixl.so\n\
+            7f01-7f02 rw-p 00000000 fe:00 12  /a b/.nixl_cu12.mesonpy.libs/libnixl.so\n\
+            7f02-7f03 rw-p 00000000 00:00 0 \n7f03-7f04 r--p 00000000 fe:00 13 /a/libnixl_capi.so\n";
+        let found: Vec<_> = libraries(maps).into_iter().collect();
+        assert_eq!(found, [Path::new("/a b/.nixl_cu12.mesonpy.libs/libnixl.so")]);
+    }
+}

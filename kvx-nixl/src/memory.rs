@@ -1,0 +1,42 @@
+//! Memory that NIXL's user registers: ours, and what we know of a peer's.
+
+use std::sync::{Arc, OnceLock};
+
+use kvx::{Memory, Peer, PeerRegion, Region};
+
+use crate::status::{Outcome, Status};
+
+/// A registered range, as prepared lists name it.
+pub(crate) struct Range {
+    pub(crate) base: u64,
+    pub(crate) len: u64,
+    pub(crate) what: What,
+}
+
+/// Whose memory it is.
+pub(crate) enum What {
+    /// This agent's.
+    Ours(Region),
+    /// A peer's.
+    Theirs(Peer, PeerRegion),
+    /// This agent's, as the other end of transfers to itself.
+    Mirror(Arc<Range>, OnceLock<PeerRegion>),
+}
+
+impl Range {
+    /// Where an address lies in it.
+    pub(crate) fn offset(&self, address: u64, len: u64) -> Outcome<u64> {
+        let offset = address.checked_sub(self.base).ok_or(Status::InvalidParam)?;
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(offset),
+            _ => Err(Status::InvalidParam),
+        }
+    }
+}
+
+/// Host memory at an address of NIXL's.
+pub(crate) fn adopt(address: u64, len: usize) -> Memory {
+    // SAFETY: NIXL's contract of `registerMem`: its user keeps the range mapped until `deregisterMem` has returned without an
+    // error, and expects peers to write to it meanwhile. Nothing is owned here, so that quarantine frees nothing.
+    unsafe { Memory::adopt(address as *mut u8, len, ()) }
+}

@@ -1,0 +1,149 @@
+//! A transfer request of NIXL's: prepared once, posted again and again, released at last.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use kvx::{Peer, Plan, Report, Transfer};
+use kvx_core::sync::Mutex;
+
+use crate::log::warn;
+use crate::status::{Outcome, Status};
+
+/// How long a release waits for a transfer that it has cancelled, before it answers that it is active.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// A prepared transfer.
+pub(crate) struct Request {
+    pub(crate) peer: String,
+    pub(crate) plan: Plan,
+    flight: Mutex<Flight>,
+}
+
+struct Flight {
+    /// What may still touch memory.
+    transfer: Option<Transfer>,
+    status: Status,
+    /// Released while it was in flight.
+    released: bool,
+}
+
+impl Flight {
+    /// What has come of it, found by `look`.
+    fn ask(
+        &mut self,
+        look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
+        peer: &str,
+        cure: &str,
+    ) -> Status {
+        if let Some(transfer) = self.transfer.as_mut().filter(|_| self.status == Status::InProgress) {
+            match look(transfer) {
+                None => {}
+                Some(Ok(_)) => (self.transfer, self.status) = (None, Status::Success),
+                Some(Err(error)) => {
+                    self.status = Status::from(&error);
+                    if self.status != Status::Cancelled {
+                        warn(format_args!(
+                            "agent {peer}: {error}{}",
+                            if is_of_the_way(&error) { cure } else { "" }
+                        ));
+                    }
+                }
+            }
+        }
+        self.transfer.take_if(|transfer| self.status != Status::InProgress && transfer.is_settled());
+        self.status
+    }
+}
+
+/// The result of what it is, if it is there. Waits for nothing and wakes nobody.
+pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    match Pin::new(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(result) => Some(result),
+        Poll::Pending => None,
+    }
+}
+
+/// Whether where TCP listens may be the reason.
+fn is_of_the_way(error: &kvx::Error) -> bool {
+    matches!(error.kind(), kvx::Kind::NoRoute | kvx::Kind::PeerLost)
+}
+
+/// What came of a release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Release {
+    /// Nobody touches its memory: it may go.
+    Gone,
+    /// It cannot end yet.
+    Active,
+    /// It has not ended by the deadline either: its memory must stay.
+    Stuck,
+}
+
+impl Request {
+    pub(crate) fn new(peer: String, plan: Plan) -> Self {
+        let flight = Flight { transfer: None, status: Status::NotPosted, released: false };
+        Request { peer, plan, flight: Mutex::new(flight) }
+    }
+
+    /// Posts it. `Active` while an earlier post may still touch its memory.
+    pub(crate) fn post(
+        &self,
+        peer: &Peer,
+        note: Option<Box<[u8]>>,
+        deadline: Duration,
+        cure: &str,
+    ) -> Outcome<Status> {
+        let mut flight = self.flight.lock();
+        flight.ask(now, &self.peer, cure);
+        if flight.transfer.is_some() {
+            return Err(Status::Active);
+        }
+        let mut posting = peer.transfer(&self.plan).deadline(deadline);
+        if let Some(note) = note {
+            posting = posting.notify(note);
+        }
+        match posting.post() {
+            Ok(transfer) => {
+                (flight.transfer, flight.status) = (Some(transfer), Status::InProgress);
+                Ok(flight.ask(now, &self.peer, cure))
+            }
+            Err(error) => {
+                warn(format_args!("agent {}: {error}", self.peer));
+                flight.status = Status::from(&error);
+                Err(flight.status)
+            }
+        }
+    }
+
+    /// What has come of it; lends the link a hand.
+    pub(crate) fn check(&self, cure: &str) -> Status {
+        self.flight.lock().ask(Transfer::drive, &self.peer, cure)
+    }
+
+    /// Cancels what is in flight and says whether that has ended; the second time it waits by the deadline.
+    pub(crate) fn release(&self, deadline: Duration) -> Release {
+        let (settled, again) = {
+            let mut flight = self.flight.lock();
+            let Some(transfer) = &flight.transfer else { return Release::Gone };
+            transfer.cancel();
+            let settled = transfer.settled();
+            (settled, std::mem::replace(&mut flight.released, true))
+        };
+        match settled.wait(if again { deadline } else { PATIENCE }) {
+            Ok(()) => {
+                self.flight.lock().transfer = None;
+                Release::Gone
+            }
+            Err(_) if again => Release::Stuck,
+            Err(_) => Release::Active,
+        }
+    }
+
+    /// Whether it was released in flight, and has ended since.
+    pub(crate) fn is_over(&self) -> bool {
+        let flight = self.flight.lock();
+        flight.released && flight.transfer.as_ref().is_none_or(Transfer::is_settled)
+    }
+}

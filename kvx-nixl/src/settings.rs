@@ -1,0 +1,180 @@
+//! What an operator sets: NIXL's parameters, `KVX_…` variables, and where vLLM's side channel listens.
+
+use std::fmt;
+use std::net::{IpAddr, TcpListener};
+use std::time::Duration;
+
+use kvx::{Error, Kind, Options, Result, nearest};
+
+/// Parameters and their variables.
+const KNOWN: [(&str, &str); 6] = [
+    ("backends", "KVX_BACKENDS"),
+    ("deadline", "KVX_DEADLINE"),
+    ("secret_file", "KVX_SECRET_FILE"),
+    ("tcp.bind", "KVX_TCP_BIND"),
+    ("tcp.advertise", "KVX_TCP_ADVERTISE"),
+    ("tcp.ports", "KVX_TCP_PORTS"),
+];
+/// Where vLLM's connector listens: it passes no parameters, and TCP listens there too.
+const SIDE_CHANNEL: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
+const DEADLINE: Duration = Duration::from_secs(30);
+const LONGEST: f64 = 86_400.0;
+
+/// What was set.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Settings {
+    /// The only backends, if some were named.
+    pub(crate) backends: Option<Vec<String>>,
+    /// For a transfer, and for taking memory back.
+    pub(crate) deadline: Duration,
+    /// The file of the fleet's secret; core reads the variable itself.
+    pub(crate) secret_file: Option<String>,
+    pub(crate) options: Options,
+    /// Where TCP listens, and who said so.
+    bind: (String, &'static str),
+}
+
+impl Settings {
+    /// From NIXL's parameters, then the environment.
+    ///
+    /// # Errors
+    /// `Invalid` for a parameter that is none and for a value that makes no sense; the sentence names it.
+    pub(crate) fn read(
+        parameters: &[(String, String)],
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self> {
+        for (name, _) in parameters {
+            if !KNOWN.iter().any(|(known, _)| known == name) {
+                let known = KNOWN.map(|(known, _)| known);
+                let hint =
+                    nearest(name, known).map_or_else(String::new, |near| format!("did you mean {near:?}? "));
+                return Err(invalid(format!(
+                    "parameter {name:?} of KVX is unknown; {hint}known: {}",
+                    known.join(", ")
+                )));
+            }
+        }
+        let told = |which: &str| {
+            let given = parameters.iter().find(|(name, _)| name == which);
+            let (_, named) = KNOWN.iter().find(|(known, _)| *known == which)?;
+            let value = given.map(|(_, value)| value.clone()).or_else(|| variable(named))?;
+            let value = value.trim();
+            (!value.is_empty())
+                .then(|| (value.to_owned(), if given.is_some() { "its parameter" } else { *named }))
+        };
+        let list = |value: String| value.split(',').map(|part| part.trim().to_owned()).collect::<Vec<_>>();
+        let mut options = Options::new();
+        let bind = match told("tcp.bind") {
+            Some(told) => told,
+            None => match variable(SIDE_CHANNEL).filter(|host| is_of_this_machine(host.trim())) {
+                Some(host) => (host.trim().to_owned(), SIDE_CHANNEL),
+                None => ("127.0.0.1".into(), "the default"),
+            },
+        };
+        options.set("tcp", "bind", bind.0.clone());
+        if let Some((ports, _)) = told("tcp.ports") {
+            options.set("tcp", "ports", ports);
+        }
+        if let Some((addresses, _)) = told("tcp.advertise") {
+            options.set("tcp", "advertise", list(addresses));
+        }
+        Ok(Settings {
+            backends: told("backends").map(|(names, _)| list(names)),
+            deadline: told("deadline").map_or(Ok(DEADLINE), |(value, by)| seconds(&value, by))?,
+            secret_file: parameters
+                .iter()
+                .find(|(name, _)| name == "secret_file")
+                .map(|(_, file)| file.clone()),
+            options,
+            bind,
+        })
+    }
+
+    /// What to do when no peer can be reached, if TCP is the reason.
+    pub(crate) fn cure(&self) -> &'static str {
+        let loopback = self.bind.0.parse().is_ok_and(|bind: IpAddr| bind.is_loopback());
+        if loopback {
+            "; for peers on other hosts set KVX_TCP_BIND to an address of this one, on both ends"
+        } else {
+            ""
+        }
+    }
+}
+
+impl fmt::Display for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (bind, by) = &self.bind;
+        write!(f, "deadline {:?}, tcp.bind {bind} ({by})", self.deadline)
+    }
+}
+
+fn invalid(sentence: String) -> Error {
+    Error::new(Kind::Invalid, sentence)
+}
+
+fn seconds(value: &str, by: &str) -> Result<Duration> {
+    let seconds = value.parse().ok().filter(|seconds: &f64| *seconds >= 0.1 && *seconds <= LONGEST);
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| invalid(format!("the deadline is {value:?} ({by}): write seconds, 0.1 to {LONGEST}")))
+}
+
+/// Whether it is an address, not of all interfaces, that can be listened on.
+fn is_of_this_machine(host: &str) -> bool {
+    host.parse().is_ok_and(|ip: IpAddr| !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(parameters: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<Settings> {
+        let owned: Vec<_> =
+            parameters.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        Settings::read(&owned, |wanted| {
+            variables.iter().find(|(name, _)| *name == wanted).map(|(_, value)| value.to_string())
+        })
+    }
+
+    #[test]
+    fn nothing_said_is_loopback_and_thirty_seconds() {
+        let settings = read(&[], &[]).unwrap();
+        assert_eq!((settings.deadline, &settings.backends), (DEADLINE, &None));
+        assert_eq!(settings.to_string(), "deadline 30s, tcp.bind 127.0.0.1 (the default)");
+        assert!(settings.cure().contains("KVX_TCP_BIND"));
+    }
+
+    #[test]
+    fn parameters_come_before_variables() {
+        let variables =
+            [("KVX_BACKENDS", "shm, tcp"), ("KVX_DEADLINE", "2.5"), ("KVX_TCP_PORTS", "7000-7010")];
+        let settings = read(&[], &variables).unwrap();
+        assert_eq!(settings.backends, Some(vec!["shm".into(), "tcp".into()]));
+        assert_eq!(settings.deadline, Duration::from_millis(2500));
+        let tcp = settings.options.table("tcp", &["bind", "ports"]).unwrap();
+        assert_eq!(tcp.text("ports").unwrap(), Some("7000-7010"));
+        let settings = read(&[("backends", "TCP"), ("tcp.bind", "::1")], &variables).unwrap();
+        assert_eq!(settings.backends, Some(vec!["TCP".into()]));
+        assert!(settings.to_string().ends_with("tcp.bind ::1 (its parameter)"), "{settings}");
+    }
+
+    #[test]
+    fn tcp_listens_where_vllm_does_if_that_is_here() {
+        let of = |host| read(&[], &[(SIDE_CHANNEL, host)]).unwrap().bind.0;
+        assert_eq!(of("127.0.0.2"), "127.0.0.2");
+        // Of documentation; all interfaces; no address.
+        for other in ["192.0.2.1", "0.0.0.0", "localhost", ""] {
+            assert_eq!(of(other), "127.0.0.1", "{other}");
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        let error = read(&[("backend", "SHM")], &[]).unwrap_err();
+        assert!(error.sentence().contains("did you mean \"backends\""), "{error}");
+        for bad in ["0", "-1", "soon", "1e9", "nan", "inf"] {
+            let error = read(&[], &[("KVX_DEADLINE", bad)]).unwrap_err();
+            assert!(error.sentence().contains("KVX_DEADLINE"), "{error}");
+        }
+    }
+}

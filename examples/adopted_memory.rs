@@ -1,8 +1,8 @@
 //! The KV cache that an inference engine has allocated itself: kvx adopts it, moves blocks of all its layers in one
 //! transfer, and gives it back.
 //!
-//! Adopted host memory works over every backend. Between processes of one host a pool of kvx's own ([`Memory::pool`]) is
-//! about twice as fast, because peers read it without the kernel.
+//! Adopted host memory works over every backend. Between processes of one host a pool of kvx's own ([`Memory::pool`])
+//! is about twice as fast, because peers read it without the kernel.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

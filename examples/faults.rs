@@ -1,7 +1,8 @@
-//! What goes wrong between servers, and what the program does about it: a peer that stops, dies, or comes back as another.
+//! What goes wrong between servers, and what the program does about it: a peer that stops, dies, or comes back as
+//! another.
 //!
-//! Errors are one type, and `kind()` is what to branch on. Whatever happened, local memory is not touched after a transfer
-//! has settled, and [`Transfer::settled`](kvx::Transfer::settled) says when that is.
+//! Errors are one type, and `kind()` is what to branch on. Whatever happened, local memory is not touched after a
+//! transfer has settled, and [`Transfer::settled`](kvx::Transfer::settled) says when that is.
 
 use std::io::{Read as _, Write as _};
 use std::process::{Child, Command, Stdio};
@@ -82,7 +83,8 @@ fn serve() -> Result {
     Ok(())
 }
 
-/// Reads a block and says what came of it. When this returns, nobody touches the cache any more, or the transfer is kept by kvx.
+/// Reads a block and says what came of it. When this returns, nobody touches the cache any more, or the transfer is
+/// kept by kvx.
 fn fetch(peer: &Peer, cache: &Region, deadline: Duration) -> std::result::Result<u64, Error> {
     let plan = Plan::read(cache.grid(BLOCKS)?.blocks([0]), peer.region("kv")?.grid(BLOCKS)?.blocks([5]))?;
     let transfer = peer.transfer(&plan).deadline(deadline).post()?;

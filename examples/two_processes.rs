@@ -1,7 +1,7 @@
 //! Two processes with tokio: a prefill server that owns the KV pool, and a decode server that reads two blocks of it.
 //!
-//! `cargo run --example two_processes` starts the second process itself. The metadata, some hundred bytes, travels through
-//! a pipe here; in a fleet it goes over HTTP, through etcd, or in a file.
+//! `cargo run --example two_processes` starts the second process itself. The metadata, some hundred bytes, travels
+//! through a pipe here; in a fleet it goes over HTTP, through etcd, or in a file.
 
 use std::process::Stdio;
 use std::time::Duration;

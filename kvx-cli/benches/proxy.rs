@@ -1,8 +1,8 @@
 //! What `kvx proxy` costs a request, beside a bare program that makes the same two calls, and what it costs when idle.
 //!
-//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one and then the other, in
-//! turn: latency and requests a second are those of a saturated machine. `cargo bench -p kvx-cli --bench proxy -- --bars`
-//! prints a JSON object a line.
+//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one and then the other,
+//! in turn: latency and requests a second are those of a saturated machine. `cargo bench -p kvx-cli --bench proxy --
+//! --bars` prints a JSON object a line.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};

@@ -23,8 +23,8 @@ pub(crate) struct Arguments {
     /// One JSON object per NIXL.
     #[arg(long, conflicts_with_all = ["install", "remove", "check"])]
     json: bool,
-    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, a folder with libnixl.so; or make this folder
-    /// for NIXL_PLUGIN_DIR.
+    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, a folder with libnixl.so; or
+    /// make this folder for NIXL_PLUGIN_DIR.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with_all = ["remove", "check"])]
     install: Option<PathBuf>,
     /// Take back what --install has linked there.
@@ -109,7 +109,8 @@ fn plugin() -> Result<PathBuf> {
     let found = named.into_iter().chain(beside).find(|file| file.is_file());
     let found = found.ok_or_else(|| {
         format!(
-            "{PLUGIN} does not lie beside this program: build it with `cargo build --release -p kvx-nixl`, or set {VARIABLE}"
+            "{PLUGIN} does not lie beside this program: build it with `cargo build --release -p kvx-nixl`, or set \
+             {VARIABLE}"
         )
     })?;
     Ok(found.canonicalize()?)

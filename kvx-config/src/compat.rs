@@ -12,7 +12,8 @@ use kvx_core::{Error, Kind, Result};
 /// `kv_connector_extra_config`. Versions that none of these stands for are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Compat {
-    /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only: kvx does not speak with a vLLM of that age.
+    /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only: kvx does not speak with a vLLM of that
+    /// age.
     V0_9,
     /// vLLM 0.11.0, likewise.
     V0_11,

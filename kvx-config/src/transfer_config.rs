@@ -223,7 +223,8 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat to \"0.31\"",
+                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat \
+                     to \"0.31\"",
                     removed.join(", ")
                 ),
             );
@@ -240,7 +241,8 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "kv_compat {}: kvx takes the defaults and ports of {compat}, for peers that are kvx too; it does not \
+                    "kv_compat {}: kvx takes the defaults and ports of {compat}, for peers that are kvx too; it \
+                     does not \
                      speak with a vLLM before 0.16",
                     compat.as_str()
                 ),
@@ -259,8 +261,10 @@ impl KvTransferConfig {
         if self.kv_load_failure_policy == LoadFailurePolicy::Recompute && active("kv_load_failure_policy") {
             warn(
                 Concern::Recompute,
-                "kv_load_failure_policy recompute: after a failed load the decode instance does prefill work, for which \
-                 it is not set up, and the decodes beside it are delayed (vLLM's guide: jitter and higher tail latency); \
+                "kv_load_failure_policy recompute: after a failed load the decode instance does prefill work, for \
+                 which \
+                 it is not set up, and the decodes beside it are delayed (vLLM's guide: jitter and higher tail \
+                 latency); \
                  write fail unless that is better than an error"
                     .into(),
             );

@@ -107,7 +107,8 @@ fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
     assert_eq!(
         error,
         "kv_compat is \"0.25.1\"; write the vLLM whose defaults kvx shall take: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
-         \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" stands for that one"
+         \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" stands \
+         for that one"
     );
     assert!(refused(r#"{"kv_connector_extra_config": {"kv_compat": "new"}}"#).ends_with("\"0.33\""));
     refused(r#"{"kv_connector_extra_config": {"kv_compat": true}}"#);

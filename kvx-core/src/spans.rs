@@ -23,8 +23,9 @@ pub struct Span {
 const FEW: usize = 16;
 
 impl Plan {
-    /// A plan of spans of any lengths, in lists that pair a local region with one of the peer's. Equal lengths at offsets that
-    /// are multiples of one distance become blocks of one grid; spans that follow each other on both sides move as one.
+    /// A plan of spans of any lengths, in lists that pair a local region with one of the peer's. Equal lengths at
+    /// offsets that are multiples of one distance become blocks of one grid; spans that follow each other on both
+    /// sides move as one.
     ///
     /// # Errors
     /// As [`of`](Plan::of); `OutOfBounds` for a span beyond its region.

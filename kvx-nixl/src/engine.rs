@@ -129,7 +129,8 @@ impl Engine {
             Err(error) => {
                 let Range { base, len, .. } = &*range;
                 warn(format_args!(
-                    "do not free the {len} bytes at {base:#x}, a peer may still touch them, which it could not be asked by \
+                    "do not free the {len} bytes at {base:#x}, a peer may still touch them, which it could not be \
+                     asked by \
                      the deadline: {error}"
                 ));
                 Err(Status::Backend)

@@ -18,8 +18,8 @@ const MAX_UNFINISHED: usize = 64;
 /// Bytes of unfinished ones that are kept.
 const MAX_KEPT: usize = 4 * MAX;
 
-/// The frames of a notification; `None` when it is longer than [`MAX`]. The receiver gives it out when it has all of them, so
-/// that one of them has to follow the data, whichever it is.
+/// The frames of a notification; `None` when it is longer than [`MAX`]. The receiver gives it out when it has all of
+/// them, so that one of them has to follow the data, whichever it is.
 pub(crate) fn frames(number: u64, bytes: &[u8]) -> Option<Vec<Box<[u8]>>> {
     if bytes.len() < MAX_NOTIFICATION {
         return Some(vec![[&[WHOLE], bytes].concat().into()]);

@@ -1,8 +1,9 @@
 //! The order of a NIXL's table of virtual functions, read from the file of a plug-in that came with it.
 //!
-//! NIXL's number for its plug-in interface has been 1 in all releases, while functions came and went in the middle of the table: 28
-//! of them until 0.9, 31 in 0.10, 27 since 1.0. The dynamic symbols of a plug-in name the function of each slot, with the types of
-//! its parameters. The file is only read, and nothing of it is believed: each number is checked before it is used.
+//! NIXL's number for its plug-in interface has been 1 in all releases, while functions came and went in the middle of
+//! the table: 28 of them until 0.9, 31 in 0.10, 27 since 1.0. The dynamic symbols of a plug-in name the function of
+//! each slot, with the types of its parameters. The file is only read, and nothing of it is believed: each number is
+//! checked before it is used.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -115,8 +116,8 @@ impl Order {
         self.0[..ours] == other.0[..theirs]
     }
 
-    /// Whether the functions come in the order that all tried releases have, with strangers only where they had them: the
-    /// destructors, between `releaseReqH` and `getPublicData`, and at the end.
+    /// Whether the functions come in the order that all tried releases have, with strangers only where they had them:
+    /// the destructors, between `releaseReqH` and `getPublicData`, and at the end.
     fn is_known(&self) -> bool {
         let is_stranger = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
@@ -179,7 +180,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, Refusal> {
 /// The order in one plug-in's file.
 ///
 /// # Errors
-/// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function once.
+/// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function
+/// once.
 pub fn order(file: &[u8]) -> Result<Order, Refusal> {
     let mut found: Option<Order> = None;
     for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {

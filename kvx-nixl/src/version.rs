@@ -20,8 +20,8 @@ impl fmt::Display for Version {
     }
 }
 
-/// The releases that the tests of this crate have run on; 1.1.0 and 1.5.1 each time, the others by hand (`PYTHONPATH`). Data that cross the border could lie elsewhere in others, which no
-/// table of functions tells.
+/// The releases that the tests of this crate have run on; 1.1.0 and 1.5.1 each time, the others by hand
+/// (`PYTHONPATH`). Data that cross the border could lie elsewhere in others, which no table of functions tells.
 pub const TRIED: &[Version] = &[
     Version { major: 0, minor: 10, patch: 1 },
     Version { major: 1, minor: 1, patch: 0 },

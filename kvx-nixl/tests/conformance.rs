@@ -1,4 +1,5 @@
-//! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over each wheel and each route.
+//! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over each wheel and each
+//! route.
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
@@ -6,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 use std::time::Duration;
 
-use kvx_testkit::skip;
+use kvx_testkit::{Tier, skip};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/conformance.py");
 const CUT_OFF: Duration = Duration::from_secs(60);
-/// Environments of wheels, as `cargo xtask test --install` names them: the newest, and one whose table is of the first 1.x.
+/// Environments of wheels, as `cargo xtask test --install` names them: the newest, and one whose table is of the
+/// first 1.x.
 const RELEASES: [&str; 2] = ["nixl", "nixl-1.1"];
 const ROUTES: [&str; 2] = ["SHM", "TCP"];
 
@@ -202,6 +204,9 @@ fn main() -> ExitCode {
     }
     let mut trials = Vec::new();
     for release in RELEASES {
+        if release != RELEASES[0] && !Tier::Whole.runs_or_says(&format!("NIXL of {release}")) {
+            continue;
+        }
         let Some(wheel) = Wheel::find(release).filter(|_| newest.is_some()) else {
             skip(
                 &format!("conformance in {release}"),

@@ -33,8 +33,8 @@ impl Compared {
 const WORDS: &str = "import os sys def class return yield lambda self args kwargs for while try except finally raise assert \
                      with open as file print range len str int list dict set tuple";
 
-/// The prompts: short and long texts, lengths around the edges of blocks of 16 and 128 tokens, and beginnings that others
-/// have had before.
+/// The prompts: short and long texts, lengths around the edges of blocks of 16 and 128 tokens, and beginnings that
+/// others have had before.
 fn prompts() -> Vec<Value> {
     let words: Vec<&str> = WORDS.split_ascii_whitespace().collect();
     let mut prompts: Vec<Value> = vec!["Hello".into(), "def main():".into()];

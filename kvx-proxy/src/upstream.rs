@@ -177,8 +177,8 @@ pub(crate) async fn whole(mut body: Incoming, limit: usize, until: Instant) -> R
     }
 }
 
-/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that nothing was done, other
-/// 5xx that it was tried. Their bodies are read, so that they can be passed on in the end.
+/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that nothing was done,
+/// other 5xx that it was tried. Their bodies are read, so that they can be passed on in the end.
 pub(crate) async fn accepted(
     response: Response<Incoming>,
     until: Instant,

@@ -77,7 +77,8 @@ impl Sleeps {
         (self.last_came.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
-    /// How long to go on looking before that, and until when at most: not at all when idle, since each look has its price.
+    /// How long to go on looking before that, and until when at most: not at all when idle, since each look has its
+    /// price.
     pub(crate) fn looks(&self) -> (Duration, Option<Instant>) {
         (Duration::from_micros(20), Some(self.last_came + BUSY))
     }

@@ -66,7 +66,8 @@ mod tests {
     use super::*;
 
     const LANES: &str = "#\n# UCP endpoint \n#\n#               peer: <no debug data>\n\
-        #                 lane[0]:  3:sysv/memory.0 md[2]           -> md[2]/sysv/sysdev[255] seg 4294967295 am keepalive\n\
+        #                 lane[0]:  3:sysv/memory.0 md[2]           -> md[2]/sysv/sysdev[255] seg 4294967295 am \
+        keepalive\n\
         #                 lane[1]:  4:posix/memory.0 md[3]          -> md[3]/posix/sysdev[255] seg 4294967295\n\
         #                 lane[2]:  5:cma/memory.0 md[4]            -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0\n\
         #\n\
@@ -82,7 +83,8 @@ mod tests {
 
     fn table(configuration: &str, title: &str, row: &str) -> String {
         format!(
-            "# +--+--+--+\n# | {configuration} |\n# | {title} |\n# +--+--+--+\n# | Range | Description | Config |\n{row}\n"
+            "# +--+--+--+\n# | {configuration} |\n# | {title} |\n# +--+--+--+\n# | Range | Description | Config \
+             |\n{row}\n"
         )
     }
 

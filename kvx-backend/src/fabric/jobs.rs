@@ -60,14 +60,14 @@ impl<F: Fabric> Job<'_, F> {
         self.running.all_posted = false;
     }
 
-    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with pieces after some lists,
-    /// it passes over those that the lists have posted.
+    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with
+    /// pieces after some lists, it passes over those that the lists have posted.
     pub fn all_posted(&mut self) {
         self.running.all_posted = true;
     }
 
-    /// So many pieces were posted, and each is to be reported by [`Happened::Moved`](super::Happened::Moved). Those that have
-    /// ended within the call are neither counted nor reported.
+    /// So many pieces were posted, and each is to be reported by [`Happened::Moved`](super::Happened::Moved). Those
+    /// that have ended within the call are neither counted nor reported.
     #[inline]
     pub fn posted(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);
@@ -354,8 +354,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// What failed, when the peer's process is ending: some libraries only say that something did, and before the end of
-    /// the process can be seen.
+    /// What failed, when the peer's process is ending: some libraries only say that something did, and before the end
+    /// of the process can be seen.
     fn judged(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
         if why.kind() == Kind::Native && process.is_some_and(Watched::ending) {

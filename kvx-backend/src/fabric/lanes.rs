@@ -1,6 +1,6 @@
-//! Several machines behind one transport: each has its own thread and its own part of the library, and a link leads over
-//! all of them. A large transfer is cut into stripes, one for each lane; a small one goes over the lane of the thread that
-//! posts it, which is the lane that this thread drives while it waits.
+//! Several machines behind one transport: each has its own thread and its own part of the library, and a link leads
+//! over all of them. A large transfer is cut into stripes, one for each lane; a small one goes over the lane of the
+//! thread that posts it, which is the lane that this thread drives while it waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

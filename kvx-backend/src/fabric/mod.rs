@@ -1,15 +1,15 @@
 //! A whole transport around a native library that reads and writes remote memory by itself.
 //!
-//! UCX, libfabric, NIXL and Mooncake differ in how an endpoint is made, a piece is posted and its end is reported. What
-//! kvx promises beyond them is the same for all: who is at the other end and in which life, which region was granted to
-//! whom, that a revoked region is let go of, notifications that arrive once and after their data, silence that is noticed,
-//! tickets that settle when nothing touches their memory. A backend writes a [`Fabric`] and a [`Registrar`];
-//! [`open`] makes a [`Transport`] of them.
+//! UCX, libfabric, NIXL and Mooncake differ in how an endpoint is made, a piece is posted and its end is reported.
+//! What kvx promises beyond them is the same for all: who is at the other end and in which life, which region was
+//! granted to whom, that a revoked region is let go of, notifications that arrive once and after their data, silence
+//! that is noticed, tickets that settle when nothing touches their memory. A backend writes a [`Fabric`] and a
+//! [`Registrar`]; [`open`] makes a [`Transport`] of them.
 //!
 //! Who calls what, and when:
 //! - every method of [`Fabric`] is called by one thread at a time, under the lock of the transport's
-//!   [`Reactor`](crate::reactor::Reactor), not always by the same thread; none may block. What blocks in the library goes
-//!   to a thread of the fabric's own, which wakes the machine through a descriptor of [`Fabric::fds`];
+//!   [`Reactor`](crate::reactor::Reactor), not always by the same thread; none may block. What blocks in the library
+//!   goes to a thread of the fabric's own, which wakes the machine through a descriptor of [`Fabric::fds`];
 //! - [`Registrar`] is called on the threads of the program, and may block.
 
 mod ending;
@@ -76,8 +76,8 @@ impl JobId {
 pub unsafe trait Fabric: Send + 'static {
     /// What the library made of a region of ours. Dropped when it is no longer registered with kvx, on any thread.
     type Local: Send + Sync + 'static;
-    /// What an endpoint made of a region of its peer: its keys. Dropped on a thread that has the machine, after the last
-    /// piece that used it and before [`disconnect`](Fabric::disconnect).
+    /// What an endpoint made of a region of its peer: its keys. Dropped on a thread that has the machine, after the
+    /// last piece that used it and before [`disconnect`](Fabric::disconnect).
     type Remote: Send + Sync + 'static;
     /// What it keeps for each [`Job`].
     type State: Default + Send + 'static;
@@ -87,13 +87,15 @@ pub unsafe trait Fabric: Send + 'static {
     /// sense, `PeerLost` where nobody is there.
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
-    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over it, and nothing is posted.
+    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over it, and nothing is
+    /// posted.
     fn accept(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()> {
         self.connect(endpoint, peer, address)
     }
 
-    /// How long the two sides may be busy with a connection before the handshake can be answered: the peer makes its end
-    /// of it when it is greeted, which is no silence. The handshake may take so much longer than the `peer_timeout`.
+    /// How long the two sides may be busy with a connection before the handshake can be answered: the peer makes its
+    /// end of it when it is greeted, which is no silence. The handshake may take so much longer than the
+    /// `peer_timeout`.
     fn sets_up_within(&self) -> Duration {
         Duration::ZERO
     }
@@ -103,8 +105,8 @@ pub unsafe trait Fabric: Send + 'static {
         Ok(())
     }
 
-    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It may overtake others and
-    /// must not be lost while the endpoint lives. Errors break the endpoint.
+    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It may overtake
+    /// others and must not be lost while the endpoint lives. Errors break the endpoint.
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent>;
 
     /// The longest message that [`send`](Fabric::send) takes; at least 256 bytes.
@@ -125,19 +127,21 @@ pub unsafe trait Fabric: Send + 'static {
     where
         Self: Sized;
 
-    /// No more pieces of a write are posted: all of them were, or it has failed. [`Flushed::Later`]: [`Happened::Flushed`]
-    /// tells when all that was posted is visible at the target.
+    /// No more pieces of a write are posted: all of them were, or it has failed. [`Flushed::Later`]:
+    /// [`Happened::Flushed`] tells when all that was posted is visible at the target.
     fn flush(&mut self, _endpoint: EndpointId, _job: JobId) -> Result<Flushed> {
         Ok(Flushed::WithItsPieces)
     }
 
-    /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it can: the peer is lost.
+    /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it can: the peer is
+    /// lost.
     fn sever(&mut self, endpoint: EndpointId);
 
     /// Nothing is posted on this endpoint any more: it can go.
     fn disconnect(&mut self, endpoint: EndpointId);
 
-    /// Lets the library work, and takes what has happened. Says how much it did, and how the machine is to be scheduled.
+    /// Lets the library work, and takes what has happened. Says how much it did, and how the machine is to be
+    /// scheduled.
     fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn;
 
     /// Before sleeping; `waiting`: something is in flight. As [`Progress::arm`](crate::reactor::Progress::arm).
@@ -146,26 +150,26 @@ pub unsafe trait Fabric: Send + 'static {
     /// As [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
-    /// A notification for the program has come with the last [`poll`](Fabric::poll), also if it has to wait for room: the next may be
-    /// near. Once for each, on whichever thread has the turn.
+    /// A notification for the program has come with the last [`poll`](Fabric::poll), also if it has to wait for room:
+    /// the next may be near. Once for each, on whichever thread has the turn.
     fn notified(&mut self) {}
 
     /// What is known of an endpoint once its handshake is done: what the route says, and what it promises.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);
 
-    /// Why an endpoint whose handshake is done is not to be used all the same: by its error core goes to the next backend.
+    /// Why an endpoint whose handshake is done is not to be used all the same: by its error core goes to the next
+    /// backend.
     fn refuses(&mut self, _endpoint: EndpointId) -> Option<Error> {
         None
     }
 
-    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done. After
-    /// [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine when asking
-    /// is worth it.
-    /// Errors: it cannot be known that no peer reaches it, and it stays quarantined.
+    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done.
+    /// After [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine
+    /// when asking is worth it. Errors: it cannot be known that no peer reaches it, and it stays quarantined.
     fn unregister(&mut self, local: &Self::Local) -> Result<LetGo>;
 
-    /// The last call. Says whether it is certain that the library touches no memory of ours any more, and that peers do not
-    /// through it; false quarantines what was in flight and registered.
+    /// The last call. Says whether it is certain that the library touches no memory of ours any more, and that peers
+    /// do not through it; false quarantines what was in flight and registered.
     fn stop(&mut self) -> bool;
 
     /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It is up when
@@ -190,12 +194,12 @@ pub unsafe trait Fabric: Send + 'static {
 /// # Safety
 /// What is registered is reached by peers from then on: `Local` keeps whatever that needs.
 pub unsafe trait Registrar<L>: Send + Sync + 'static {
-    /// Registers memory, and says what peers need to reach it beside number and key. May block. Errors: `Unsupported`, with
-    /// the reason, for memory that the library cannot serve.
+    /// Registers memory, and says what peers need to reach it beside number and key. May block. Errors:
+    /// `Unsupported`, with the reason, for memory that the library cannot serve.
     fn register(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(L, Vec<u8>)>;
 
-    /// What an agent that is not kvx needs to reach this one and what is registered now, in its own protocol's form. What
-    /// was told so cannot be taken back. May block.
+    /// What an agent that is not kvx needs to reach this one and what is registered now, in its own protocol's form.
+    /// What was told so cannot be taken back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
@@ -233,10 +237,11 @@ pub enum Flushed {
 pub enum Happened {
     /// A message came, from whomever.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what waited can be tried again.
+    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what waited can be tried
+    /// again.
     Ready(EndpointId),
-    /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory of ours any more. What
-    /// was posted is still reported, when it has ended.
+    /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory of ours any more.
+    /// What was posted is still reported, when it has ended.
     Broken {
         /// Which.
         endpoint: EndpointId,
@@ -294,15 +299,16 @@ pub struct Lane<F: Fabric> {
     pub fabric: F,
 }
 
-/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a thread or a descriptor for
-/// it.
+/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a thread or a descriptor
+/// for it.
 pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
     handle::open(context, parts, Vec::new())
 }
 
-/// As [`open`], with several parts of the library that work at the same time. Each serves every region, is linked with a
-/// part of the peer's, and may be given some of a [`Job`]'s pieces: they are to be taken from [`Job::next_piece`].
-/// [`unregister`](Fabric::unregister) of a region is called by one of them, when all have let go.
+/// As [`open`], with several parts of the library that work at the same time. Each serves every region, is linked
+/// with a part of the peer's, and may be given some of a [`Job`]'s pieces: they are to be taken from
+/// [`Job::next_piece`]. [`unregister`](Fabric::unregister) of a region is called by one of them, when all have let
+/// go.
 pub fn open_lanes<F: Fabric>(
     context: Context,
     first: Parts<F>,

@@ -130,8 +130,8 @@ impl<F: Fabric> Session<F> {
 
     /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
-        // A region that was asked for is work when a transfer waits for it: of several lanes, those that the transfers do
-        // not take may be answered later than those end.
+        // A region that was asked for is work when a transfer waits for it: of several lanes, those that the
+        // transfers do not take may be answered later than those end.
         let in_flight = !self.waiting.is_empty() || self.to_peer.await_answer() || self.jobs > 0;
         self.silence.note(!self.foreign && in_flight, Instant::now)
     }

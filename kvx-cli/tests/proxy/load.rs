@@ -29,7 +29,8 @@ struct Ends {
     cut_short: AtomicU64,
 }
 
-/// Requests, one after the other, until it is over; each ends in one of the ways that a client can tell, or this panics.
+/// Requests, one after the other, until it is over; each ends in one of the ways that a client can tell, or this
+/// panics.
 async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>) {
     for count in 0.. {
         if over.load(Ordering::Relaxed) {

@@ -1,5 +1,5 @@
-//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium` for example: it is too
-//! large to install for every run.
+//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium` for example: it is
+//! too large to install for every run.
 
 use std::ffi::OsString;
 use std::process::Command;

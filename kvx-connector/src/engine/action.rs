@@ -26,8 +26,8 @@ pub struct Part {
     pub memory: (MemoryType, MemoryType),
 }
 
-/// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are shared by
-/// all layers, ranks and parts.
+/// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are
+/// shared by all layers, ranks and parts.
 #[derive(Clone, Debug)]
 pub struct GroupMove {
     /// Which group.
@@ -82,8 +82,8 @@ pub enum Action {
         /// Which of its workers.
         ranks: Vec<WorkerRank>,
     },
-    /// Read the remote blocks into the local ones. Answers: [`move_resolved`](super::Worker::move_resolved), and, if that
-    /// was not the end of it, [`move_settled`](super::Worker::move_settled) or
+    /// Read the remote blocks into the local ones. Answers: [`move_resolved`](super::Worker::move_resolved), and, if
+    /// that was not the end of it, [`move_settled`](super::Worker::move_settled) or
     /// [`move_forgotten`](super::Worker::move_forgotten).
     Read(Move),
     /// Write the local blocks into the remote ones. Answers as for a read.

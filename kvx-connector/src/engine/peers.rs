@@ -1,5 +1,5 @@
-//! Whom a worker is connected to: one handshake per engine whoever asks, and what becomes of engines that are replaced, come
-//! back, or are not heard of again.
+//! Whom a worker is connected to: one handshake per engine whoever asks, and what becomes of engines that are
+//! replaced, come back, or are not heard of again.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -43,7 +43,8 @@ struct Engine {
     renewals: Renewals,
 }
 
-/// When an engine may be asked anew, because it has registered anew or its data turned out wrong: at once the first time.
+/// When an engine may be asked anew, because it has registered anew or its data turned out wrong: at once the first
+/// time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Renewals {
     last: Option<Time>,
@@ -257,7 +258,8 @@ impl Peers {
         self.links.get(&connection).map(|link| &link.plan)
     }
 
-    /// Forgets all engines; connections in use go with their last use. Nothing is remembered, so this may be called again.
+    /// Forgets all engines; connections in use go with their last use. Nothing is remembered, so this may be called
+    /// again.
     pub(super) fn forget_all(&mut self, actions: &mut VecDeque<Action>) {
         self.engines.clear();
         let connections: Vec<_> = self.links.keys().copied().collect();

@@ -81,8 +81,8 @@ impl PoolBlocks {
     }
 }
 
-/// How one worker of this engine and those of a peer fit together. The grids that go with it stay with whoever posts the
-/// moves.
+/// How one worker of this engine and those of a peer fit together. The grids that go with it stay with whoever posts
+/// the moves.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PeerPlan {
     /// Workers that blocks move from, or to in push.
@@ -133,8 +133,8 @@ impl PeerPlan {
 }
 
 impl PeerPlan {
-    /// From the map that a handshake has yielded, and the geometries of this worker and of any of the peer's. `generations`
-    /// and `clock` are what the handshake says beside that.
+    /// From the map that a handshake has yielded, and the geometries of this worker and of any of the peer's.
+    /// `generations` and `clock` are what the handshake says beside that.
     pub fn of(map: &PeerMap, local: &Geometry, remote: &Geometry) -> Self {
         let each = |geometry: &Geometry| geometry.kernel_per_logical().max(1);
         let (consumer, producer) = match map.op() {

@@ -40,7 +40,8 @@ impl ConsumerRule {
     }
 }
 
-/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up to 0.21.
+/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up
+/// to 0.21.
 pub fn release_of(dialect: Dialect) -> BlockRelease {
     match dialect.leases() {
         true => BlockRelease::Lease(Lease { duration: Duration::from_secs(30) }),
@@ -96,8 +97,8 @@ pub struct Settings {
     pub policy: LoadFailurePolicy,
     /// A load that reads has an outcome so long after its order, where the request has no earlier deadline.
     pub load_timeout: Duration,
-    /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what speculation looks
-    /// ahead, less one.
+    /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what
+    /// speculation looks ahead, less one.
     pub prefill_backoff: u32,
 }
 
@@ -137,7 +138,8 @@ impl SideChannels {
 }
 
 impl Settings {
-    /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16 tokens.
+    /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16
+    /// tokens.
     pub fn new(engine: impl Into<EngineId>, address: Address) -> Self {
         let dialect = Dialect::default();
         Settings {
@@ -170,8 +172,8 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// `Unsupported` for a connector that does not speak NixlConnector's protocol, and for push under a `kv_compat` that
-    /// had none.
+    /// `Unsupported` for a connector that does not speak NixlConnector's protocol, and for push under a `kv_compat`
+    /// that had none.
     pub fn from_config(config: &KvTransferConfig, dp: u32, address: Address) -> kvx_core::Result<Self> {
         let dialect = Dialect::from(config.compat());
         let nixl = config.nixl();
@@ -188,7 +190,8 @@ impl Settings {
                 return Err(Error::new(
                     Kind::Unsupported,
                     format!(
-                        "{} does not speak NixlConnector's protocol, which these settings are for; write NixlConnector or \
+                        "{} does not speak NixlConnector's protocol, which these settings are for; write \
+                         NixlConnector or \
                          NixlPushConnector, or take the children of a MultiConnector one by one",
                         config.kv_connector().unwrap_or("this connector")
                     ),

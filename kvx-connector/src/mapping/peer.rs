@@ -159,8 +159,8 @@ impl PeerMap {
         &self.sources
     }
 
-    /// What a [`Move`](crate::engine::Move) is with: its source, and the positions in [`Source::sets`] of what it moves.
-    /// `None`: nothing moves between these.
+    /// What a [`Move`](crate::engine::Move) is with: its source, and the positions in [`Source::sets`] of what it
+    /// moves. `None`: nothing moves between these.
     pub fn part(&self, part: Part) -> Option<(&Source, Vec<usize>)> {
         let WorkerRank { pp, tp } = part.rank;
         let source = self.sources.iter().find(|source| source.rank() == RemoteRank { pp, tp })?;

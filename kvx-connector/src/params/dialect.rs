@@ -4,8 +4,8 @@ use std::fmt;
 
 /// The vLLM version whose forms are written, and expected of peers.
 ///
-/// A dialect stands for the versions that its documentation names. Others, such as 0.12 to 0.15 and 0.18 to 0.19, are not
-/// spoken.
+/// A dialect stands for the versions that its documentation names. Others, such as 0.12 to 0.15 and 0.18 to 0.19, are
+/// not spoken.
 ///
 /// ```
 /// use kvx_connector::Dialect;
@@ -95,20 +95,20 @@ impl Dialect {
         self >= Dialect::V0_20
     }
 
-    /// Whether a prefill leases its blocks and reads heartbeats. Older ones keep blocks a fixed time, and a heartbeat ends
-    /// their engine.
+    /// Whether a prefill leases its blocks and reads heartbeats. Older ones keep blocks a fixed time, and a heartbeat
+    /// ends their engine.
     pub fn leases(self) -> bool {
         self >= Dialect::V0_22
     }
 
-    /// Whether a handshake asks for a pipeline rank and a tensor rank, and the reply carries the server's clock. An older
-    /// listener does not survive such a request, nor a newer one the older request.
+    /// Whether a handshake asks for a pipeline rank and a tensor rank, and the reply carries the server's clock. An
+    /// older listener does not survive such a request, nor a newer one the older request.
     pub fn asks_for_pipeline_rank(self) -> bool {
         self >= Dialect::V0_26
     }
 
-    /// Whether the number in a completion counts the readers of the prefill rank that is told. Older ones write the tensor
-    /// parallel size of the decode side.
+    /// Whether the number in a completion counts the readers of the prefill rank that is told. Older ones write the
+    /// tensor parallel size of the decode side.
     pub fn counts_readers(self) -> bool {
         self >= Dialect::V0_29
     }
@@ -122,8 +122,9 @@ impl fmt::Display for Dialect {
 
 #[cfg(feature = "protocol")]
 impl From<kvx_config::Compat> for Dialect {
-    /// The dialect of a configuration's `kv_compat`. vLLM 0.9 to 0.11 had no handshake that kvx speaks: under their defaults
-    /// kvx engines speak the newest dialect to each other, on the ports of that time, and refuse a vLLM by name.
+    /// The dialect of a configuration's `kv_compat`. vLLM 0.9 to 0.11 had no handshake that kvx speaks: under their
+    /// defaults kvx engines speak the newest dialect to each other, on the ports of that time, and refuse a vLLM by
+    /// name.
     fn from(compat: kvx_config::Compat) -> Self {
         use kvx_config::Compat;
         match compat {

@@ -122,9 +122,9 @@ impl CompatibilityFactors {
         }
     }
 
-    /// As [`new`](Self::new), for a configuration: its version and mode, and what
-    /// `kv_connector_extra_config.factors` writes over any factor. Operators cannot change what their vLLM hashes, so they
-    /// write it there: `model` as it was given to `vllm serve`, `vllm_version` with its suffix, and so on.
+    /// As [`new`](Self::new), for a configuration: its version and mode, and what `kv_connector_extra_config.factors`
+    /// writes over any factor. Operators cannot change what their vLLM hashes, so they write it there: `model` as it
+    /// was given to `vllm serve`, `vllm_version` with its suffix, and so on.
     pub fn from_config(config: &KvTransferConfig, model: impl Into<String>) -> Self {
         CompatibilityFactors {
             cross_layers_blocks: config.nixl().enable_cross_layers_blocks,

@@ -23,8 +23,8 @@ pub enum Notification {
     Done {
         /// The request, by the id of the engine that is told.
         request_id: String,
-        /// Pull: how many workers read from the worker that is told (vLLM 0.28 and older: the reader's tensor parallel size).
-        /// Push: the writer's tensor parallel size.
+        /// Pull: how many workers read from the worker that is told (vLLM 0.28 and older: the reader's tensor
+        /// parallel size). Push: the writer's tensor parallel size.
         count: u32,
     },
     /// These requests are still waited for. Made by [`heartbeat`](Self::heartbeat).
@@ -73,8 +73,8 @@ impl Notification {
         }
     }
 
-    /// As [`heartbeat`](Self::heartbeat), in as many notifications of at most [`MAX_HEARTBEAT`](Self::MAX_HEARTBEAT) bytes as
-    /// it takes.
+    /// As [`heartbeat`](Self::heartbeat), in as many notifications of at most [`MAX_HEARTBEAT`](Self::MAX_HEARTBEAT)
+    /// bytes as it takes.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Prefill and decode engines, a network and clients in virtual time: what one seed does, it does again.
 //!
-//! Blocks are real: a pool with owners, and contents that say whose tokens they are and which writing of the block they come
-//! from. A read takes time and copies what is there while it runs. Engines restart, the network is cut, notifications get lost
-//! and repeat, clients go away at any moment. Whatever happens:
+//! Blocks are real: a pool with owners, and contents that say whose tokens they are and which writing of the block
+//! they come from. A read takes time and copies what is there while it runs. Engines restart, the network is cut,
+//! notifications get lost and repeat, clients go away at any moment. Whatever happens:
 //!
 //! - no block is leaked, and none is freed or given to another request while a transfer may touch it;
 //! - no block with other contents than the request's own is taken for loaded;
@@ -10,7 +10,8 @@
 //!
 //! Engines speak one dialect, or each one of its own.
 //!
-//! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs that many.
+//! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs
+//! that many.
 
 #![allow(clippy::unwrap_used)]
 

@@ -82,9 +82,9 @@ impl Peer {
         self.0.update(Metadata::decode(metadata)?)
     }
 
-    /// A region of this peer, from what [`Region::metadata`](crate::Region::metadata) gave there: also one that was registered
-    /// after the metadata which this handle knows. The handle keeps nothing of it but what links make of it for plans, until
-    /// [`forget`](Peer::forget).
+    /// A region of this peer, from what [`Region::metadata`](crate::Region::metadata) gave there: also one that was
+    /// registered after the metadata which this handle knows. The handle keeps nothing of it but what links make of
+    /// it for plans, until [`forget`](Peer::forget).
     ///
     /// # Errors
     /// `Malformed`, `Incompatible`; `PeerRestarted` for a region of another incarnation; `Invalid` for a foreign peer.

@@ -81,7 +81,8 @@ impl Transfer {
     }
 
     /// Makes progress on this thread where the link can, and says what came of the transfer; `None` while it is in
-    /// flight. Waits for nothing. For callers with a loop of their own; one that stops calling it loses nothing but time.
+    /// flight. Waits for nothing. For callers with a loop of their own; one that stops calling it loses nothing but
+    /// time.
     pub fn drive(&mut self) -> Option<Result<Report>> {
         if let Err(error) = crate::fork::check() {
             return Some(Err(error));

@@ -133,5 +133,6 @@ pub const INLINE_SEGMENTS: u64 = 16;
 /// The largest notification, in bytes.
 pub const MAX_NOTIFICATION: usize = 64 << 10;
 
-/// The largest notification that is taken from a foreign agent, in bytes. vLLM names all requests that wait for a peer in one.
+/// The largest notification that is taken from a foreign agent, in bytes. vLLM names all requests that wait for a
+/// peer in one.
 pub const MAX_FOREIGN_NOTIFICATION: usize = 16 << 20;

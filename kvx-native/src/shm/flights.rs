@@ -1,9 +1,9 @@
 //! Copies that a device makes: reads and pulls with device memory on either side.
 //!
-//! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for the
-//! next. While one is under way the device may touch the memory of both sides, so whatever ends a flight early only stops
-//! it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until the last batch has landed.
-//! A batch whose ticket the device loses never lands.
+//! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for
+//! the next. While one is under way the device may touch the memory of both sides, so whatever ends a flight early
+//! only stops it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until the last
+//! batch has landed. A batch whose ticket the device loses never lands.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

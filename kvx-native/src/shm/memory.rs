@@ -214,8 +214,8 @@ impl Mapping {
         self.base.as_ptr() as u64
     }
 
-    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for that. The offset to go on from;
-    /// `None`: done, or not possible here.
+    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for that. The offset to
+    /// go on from; `None`: done, or not possible here.
     pub(crate) fn populate(&self, from: usize, step: usize) -> Option<usize> {
         if !self.filled || from >= self.mapped {
             return None;
@@ -350,7 +350,8 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
         if let Err(Errno::FAULT) = super::copy::read_exactly(us, memory.address() + offset, &mut byte) {
             return Err(error(
                 Kind::Unsupported,
-                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, or use TCP",
+                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
+                 or use TCP",
             ));
         }
     }

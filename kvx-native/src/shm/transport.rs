@@ -23,10 +23,10 @@ use super::progress::{Command, Machine};
 
 /// Makes SHM transports: between processes of one user on one host.
 ///
-/// SHM trusts the processes of the same user, and refuses all others by the credentials that the kernel gives. Among its
-/// own it relies on each reader to read only what it was granted, and to let go of it when the region is revoked: reads
-/// are [`Isolation::Cooperative`]. Nobody writes into memory that it does not own, whatever a peer says: the target's own
-/// thread checks key and bounds of each write, [`Isolation::Owner`].
+/// SHM trusts the processes of the same user, and refuses all others by the credentials that the kernel gives. Among
+/// its own it relies on each reader to read only what it was granted, and to let go of it when the region is revoked:
+/// reads are [`Isolation::Cooperative`]. Nobody writes into memory that it does not own, whatever a peer says: the
+/// target's own thread checks key and bounds of each write, [`Isolation::Owner`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shm;
 

@@ -33,11 +33,11 @@
 //! [`Lost`](Copies::Lost) its ticket must be dropped: the device may still touch the memory. Dropping a stream frees
 //! nothing early: each copy keeps its buffer and its memory.
 //!
-//! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read from each other could
-//! fill theirs with bytes to be sent and have none left to receive the other's. Streams that wait for a buffer get it
-//! in the order in which they asked. A receiving stream whose socket is dry gives its buffer back when others wait
-//! ([`Store::pause`]), and a sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no peer can
-//! keep the buffers from the others.
+//! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read from each other
+//! could fill theirs with bytes to be sent and have none left to receive the other's. Streams that wait for a buffer
+//! get it in the order in which they asked. A receiving stream whose socket is dry gives its buffer back when others
+//! wait ([`Store::pause`]), and a sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no
+//! peer can keep the buffers from the others.
 
 mod ends;
 mod pool;

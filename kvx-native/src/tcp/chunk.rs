@@ -93,8 +93,8 @@ impl Chunk {
         copy.clear();
         copy.reserve_exact(self.left);
         for piece in &self.pieces[self.at..] {
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read; `copy`
-            // is a vector of the connection's, which no region overlaps.
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read;
+            // `copy` is a vector of the connection's, which no region overlaps.
             copy.extend_from_slice(unsafe {
                 std::slice::from_raw_parts(piece.iov_base.cast_const().cast(), piece.iov_len)
             });

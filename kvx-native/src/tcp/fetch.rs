@@ -436,7 +436,10 @@ impl LaneEnd for RequestLane {
     }
 
     fn has_streams(&self) -> bool {
-        let is_one = |request: &Request| matches!(&request.local, Some(Local::From(source)) if source.token().is_some());
+        let is_one = |request: &Request| match &request.local {
+            Some(Local::From(source)) => source.token().is_some(),
+            _ => false,
+        };
         self.requests.iter().any(|(_, request)| is_one(request))
     }
 

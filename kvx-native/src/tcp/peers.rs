@@ -264,7 +264,8 @@ impl Peer {
         Some(begun + Silence::step(timeout))
     }
 
-    /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of life.
+    /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of
+    /// life.
     pub(super) fn look(
         &mut self,
         now: Instant,

@@ -99,8 +99,8 @@ pub(super) extern "C" fn unsupported(_: *const Object) -> c_int {
 /// The destructor that leaves the memory: NIXL has no use for it.
 pub(super) extern "C" fn end(_: *mut Object) {}
 
-// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with strings, lists and places for
-// results that are good for the call.
+// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with strings, lists and
+// places for results that are good for the call.
 
 unsafe extern "C" fn register(
     this: *mut Object,

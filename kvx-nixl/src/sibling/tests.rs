@@ -6,7 +6,8 @@ use super::*;
 
 const TABLE: u64 = 0x8000;
 
-/// The names of a whole table as NIXL 1.x has it: destructors, three strangers in the middle, and one function of its own at the end.
+/// The names of a whole table as NIXL 1.x has it: destructors, three strangers in the middle, and one function of its
+/// own at the end.
 fn whole() -> Vec<String> {
     let mangled = |name: &str| format!("_ZN10nixlMyImpl{}", name.replace('$', STRING));
     let mut names = vec!["_ZN10nixlMyImplD1Ev".to_owned(), "_ZN10nixlMyImplD0Ev".to_owned()];
@@ -167,7 +168,9 @@ proptest! {
 
     /// Damaged anywhere: an order or a refusal, in no time and no memory to speak of.
     #[test]
-    fn damage_is_an_order_or_a_refusal(places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+    fn damage_is_an_order_or_a_refusal(
+        places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
         let mut file = file(&whole());
         for (place, byte) in places {
             let at = place.index(file.len());
@@ -180,9 +183,11 @@ proptest! {
 
     /// Numbers that lead out of the file, or to the limits.
     #[test]
-    fn wild_numbers_are_an_order_or_a_refusal(words in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(vec![
-        0u64, 1, 7, 24, u64::from(u32::MAX), u64::MAX, u64::MAX - 23, i64::MAX as u64, 1 << 40, TABLE, TABLE + 8,
-    ])), 1..4)) {
+    fn wild_numbers_are_an_order_or_a_refusal(
+        words in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(vec![
+            0u64, 1, 7, 24, u64::from(u32::MAX), u64::MAX, u64::MAX - 23, i64::MAX as u64, 1 << 40, TABLE, TABLE + 8,
+        ])), 1..4),
+    ) {
         let mut file = file(&whole());
         for (place, word) in words {
             let at = place.index(file.len() / 8) * 8;

@@ -204,7 +204,8 @@ impl State {
         }
     }
 
-    /// A request failed. `alone` says that nobody else of its pool and role is open. Returns whether it is left out now.
+    /// A request failed. `alone` says that nobody else of its pool and role is open. Returns whether it is left out
+    /// now.
     pub(crate) fn failed(
         &self,
         reason: Reason,

@@ -35,8 +35,8 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    /// The fleet of a set-up. Instances that were there `before` keep their state, and those that came over `/instances`
-    /// stay as long as their pool does.
+    /// The fleet of a set-up. Instances that were there `before` keep their state, and those that came over
+    /// `/instances` stay as long as their pool does.
     pub(crate) fn new(setup: &Setup, before: Option<&Fleet>) -> Self {
         let mut fleet = Fleet {
             pools: Vec::new(),

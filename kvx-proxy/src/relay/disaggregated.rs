@@ -298,7 +298,9 @@ async fn race(job: &Job, decode: &InFlight, sent: Sent, beside: &mut Option<(Pre
     if let Some((task, told)) = beside {
         tokio::select! {
             opened = &mut answer => return opened.map_or_else(Raced::Decode, Raced::Opened),
-            ended = task.ended() => if let Err(missed) = ended.map_err(missed).and_then(|prefilled| told.is_so(&prefilled.answer)) {
+            ended = task.ended() => if let Err(missed) =
+                ended.map_err(missed).and_then(|prefilled| told.is_so(&prefilled.answer))
+            {
                 return Raced::Prefill(missed);
             }
         }

@@ -185,7 +185,8 @@ impl Drop for PrefillTask {
     }
 }
 
-/// Sends a leg whose answer is the client's, and waits for its beginning. Says of the instance what it has shown so far.
+/// Sends a leg whose answer is the client's, and waits for its beginning. Says of the instance what it has shown so
+/// far.
 pub(crate) async fn answer(
     core: &Core,
     live: &Live,

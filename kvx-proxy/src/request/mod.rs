@@ -195,8 +195,8 @@ impl<'a> Prompt<'a> {
         }
     }
 
-    /// Writes what the first so many tokens are made of; a little more or less does not matter, as long as it is the same
-    /// for the same beginning.
+    /// Writes what the first so many tokens are made of; a little more or less does not matter, as long as it is the
+    /// same for the same beginning.
     fn beginning(&self, tokens: usize, into: &mut Vec<u8>) {
         let most = (tokens as f64 / TOKENS_PER_BYTE) as usize;
         fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
@@ -233,8 +233,8 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever goes through two legs is
-/// fit for the recipes.
+/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever goes through two
+/// legs is fit for the recipes.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let (sent, ..) = passed(Bytes::copy_from_slice(bytes));
     let clean = |value: &Value| {

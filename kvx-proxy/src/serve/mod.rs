@@ -86,8 +86,9 @@ fn acceptor(setup: &Setup) -> Result<Acceptor> {
 }
 
 impl Handle {
-    /// Takes another set-up, once its new instances have been asked how they are. Requests at work go on as they began; what instances have to do and how they stand is kept.
-    /// Where to listen, limits of connections and the access log stay as they were.
+    /// Takes another set-up, once its new instances have been asked how they are. Requests at work go on as they
+    /// began; what instances have to do and how they stand is kept. Where to listen, limits of connections and the
+    /// access log stay as they were.
     ///
     /// # Errors
     ///

@@ -70,7 +70,8 @@ pub struct Setup {
 /// Which recipe a pool's instances need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum Connector {
-    /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or push by its answers.
+    /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or push by its
+    /// answers.
     #[default]
     #[serde(rename = "auto")]
     Auto,

@@ -4,8 +4,8 @@ use super::{InstanceSetup, Pool};
 use crate::error::{Error, Result};
 
 impl Pool {
-    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its default: `localhost`,
-    /// 8100, 8200.
+    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its default:
+    /// `localhost`, 8100, 8200.
     ///
     /// # Errors
     ///

@@ -297,7 +297,10 @@ fn ended_with_the_peer() {
     }
     drop(far);
     let happened = until(&mut near, |near, _| near.flights.is_empty());
-    let lost = |happened: &&Happened| matches!(happened, Happened::Moved { result: Err(why), .. } if why.kind() == Kind::PeerLost);
+    let lost = |happened: &&Happened| match happened {
+        Happened::Moved { result: Err(why), .. } => why.kind() == Kind::PeerLost,
+        _ => false,
+    };
     assert_eq!(happened.iter().filter(lost).count(), 3, "{happened:?}");
     assert!(near.stop(), "nothing is in progress");
     std::mem::forget(ours);

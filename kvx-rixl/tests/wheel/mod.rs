@@ -80,8 +80,8 @@ pub(crate) fn is_for(release: &str) -> bool {
     std::env::var(RELEASE).is_ok_and(|chosen| chosen == release)
 }
 
-/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that hangs is
-/// killed after `limit`.
+/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that
+/// hangs is killed after `limit`.
 pub(crate) fn on_each(program: &str, limit: Duration) -> ExitCode {
     let mut all = ExitCode::SUCCESS;
     for release in of_this_run() {

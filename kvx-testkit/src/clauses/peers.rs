@@ -17,7 +17,8 @@ pub(super) const CLAUSES: &[Clause] = clauses!(peers:
     P1 a_stopped_peer_costs_at_most_the_deadline, TwoProcesses, [Breaker::Core("deadline")];
     P2 a_silent_peer_is_lost_after_peer_timeout, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
     P3 a_peer_killed_before_a_post_is_reported, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
-    P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses, [Breaker::Chaos(Fault::Lie), Breaker::Chaos(Fault::DropPeerLoss)];
+    P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses,
+        [Breaker::Chaos(Fault::Lie), Breaker::Chaos(Fault::DropPeerLoss)];
     P5 a_lost_peer_stays_lost, TwoProcesses, [Breaker::Core("lost-again")];
     P6 a_restarted_peer_is_recognised, TwoProcesses, [Breaker::Chaos(Fault::AnyIncarnation)];
     P7 a_stopped_peer_keeps_no_other_waiting, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];

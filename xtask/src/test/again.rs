@@ -1,10 +1,10 @@
 //! Second looks: whether a test that failed beside others fails alone too.
 //!
 //! The suites start thousands of processes, several tests at a time, on machines that others use as well. A test that
-//! fails there once and never alone is a defect, of kvx, of a library or of the test, but one that no repetition of the
-//! whole run finds: what finds it is its name and its words, each time. So they are written into the ledger
-//! ([`super::ledger`]), and a few of them do not hide what the other thousands say. One that fails alone, if only once in
-//! [`TIMES`], has failed; and so has one of a clause that nothing excuses.
+//! fails there once and never alone is a defect, of kvx, of a library or of the test, but one that no repetition of
+//! the whole run finds: what finds it is its name and its words, each time. So they are written into the ledger
+//! ([`super::ledger`]), and a few of them do not hide what the other thousands say. One that fails alone, if only
+//! once in [`TIMES`], has failed; and so has one of a clause that nothing excuses.
 
 use std::path::Path;
 use std::time::Duration;
@@ -22,8 +22,9 @@ pub(crate) const TIMES: usize = 3;
 /// How long each time may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Clauses of kvx-core/CONTRACT.md that a second look excuses no more than a list of gaps does: memory that is touched or
-/// freed too early, and a notification that arrives twice. The security clauses, which begin with S, are not excused either.
+/// Clauses of kvx-core/CONTRACT.md that a second look excuses no more than a list of gaps does: memory that is
+/// touched or freed too early, and a notification that arrives twice. The security clauses, which begin with S, are
+/// not excused either.
 const NEVER_EXCUSED: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 /// Whether a test is one of such a clause: its name holds the clause's id as a word.
@@ -35,8 +36,8 @@ fn is_excusable(test: &str) -> bool {
     !test.split(|c: char| !c.is_alphanumeric()).any(|word| NEVER_EXCUSED.contains(&word) || is_security(word))
 }
 
-/// Runs the failed tests of `tally` again by `passes`, if all of them can be excused and no more than `left` failed, and
-/// takes those that pass each time out of the failures.
+/// Runs the failed tests of `tally` again by `passes`, if all of them can be excused and no more than `left` failed,
+/// and takes those that pass each time out of the failures.
 pub(crate) fn look(tally: &mut Tally, left: &mut usize, passes: impl Fn(&Test) -> bool) {
     let failures = &tally.failures;
     let can_pass = |failure: &Failure| failure.test.as_ref().is_some_and(|test| is_excusable(&test.name));

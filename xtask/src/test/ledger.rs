@@ -1,9 +1,9 @@
 //! The ledger of tests that failed beside others and passed alone: `xtask/unsteady.txt`.
 //!
-//! A second look excuses a test in this run and no longer: it stands in the ledger from then on, with what it said, until
-//! somebody has found why. Paragraphs of lines `key: value`, an empty line between them; lines that begin with `#` are
-//! for people. A run adds what is new. `mended` becomes the day and what mended it; a test that is seen again after that
-//! has failed.
+//! A second look excuses a test in this run and no longer: it stands in the ledger from then on, with what it said,
+//! until somebody has found why. Paragraphs of lines `key: value`, an empty line between them; lines that begin with
+//! `#` are for people. A run adds what is new. `mended` becomes the day and what mended it; a test that is seen again
+//! after that has failed.
 
 use std::path::PathBuf;
 

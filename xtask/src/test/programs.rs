@@ -14,8 +14,8 @@ use crate::process::{self, Output};
 /// How long the build of all of them may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 
-/// What a crate's manifest may say of its test programs, below `[package.metadata.kvx]`: lists of targets' names. Those of
-/// the first run while nothing else does, those of the second are part of the fast tier.
+/// What a crate's manifest may say of its test programs, below `[package.metadata.kvx]`: lists of targets' names.
+/// Those of the first run while nothing else does, those of the second are part of the fast tier.
 const LISTS: [&str; 2] = ["alone", "fast"];
 
 /// A program of tests.

@@ -85,7 +85,8 @@ impl fmt::Display for Summary {
         list(f, "failed", &self.failures)?;
         list(
             f,
-            "failed beside other tests and passed alone (each is a defect to be found, and stands in xtask/unsteady.txt)",
+            "failed beside other tests and passed alone (each is a defect to be found, and stands in \
+             xtask/unsteady.txt)",
             &self.unsteady,
         )?;
         list(f, "skipped", &self.skips)?;

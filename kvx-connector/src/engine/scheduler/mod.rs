@@ -71,7 +71,8 @@ pub struct Matched {
 /// Blocks that the engine has given to a request.
 #[derive(Clone, Debug)]
 pub struct Allocation {
-    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix cache.
+    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix
+    /// cache.
     pub fill: BlockLists,
     /// Tokens that the engine has already.
     pub computed: u32,
@@ -141,8 +142,8 @@ struct Entry {
 
 /// The scheduler's half of a connector, for an engine with a step loop.
 ///
-/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded always
-/// gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
+/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded
+/// always gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
 /// [`next_deadline`](Self::next_deadline) has come, and once a step.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -287,8 +288,8 @@ impl Scheduler {
         Ok(Load { source, remote, end, held_there, deadline, stage: Stage::Arrived })
     }
 
-    /// Tokens at the end of a prefill leg's prompt that are left to the decode: the engine computes and publishes the prompt
-    /// without them.
+    /// Tokens at the end of a prefill leg's prompt that are left to the decode: the engine computes and publishes the
+    /// prompt without them.
     pub fn prompt_tokens_to_cut(&self, request: &RequestId) -> u32 {
         match self.requests.get(request) {
             Some(entry) if entry.publishes == Publishes::ForDecode => {
@@ -418,8 +419,8 @@ impl Scheduler {
 }
 
 impl Load {
-    /// The order to tell the peer that it may free its blocks, until `by`. In push there is nothing to be told: a prefill that
-    /// nobody has registered with waits for its lease to end.
+    /// The order to tell the peer that it may free its blocks, until `by`. In push there is nothing to be told: a
+    /// prefill that nobody has registered with waits for its lease to end.
     fn release(&self, request: &RequestId, by: Time) -> Option<ReceiveOrder> {
         (self.source != Source::Push).then(|| release_order(request, self.remote.clone(), by))
     }

@@ -27,7 +27,8 @@ pub enum Then {
 /// What the engine is told.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// All blocks of a load are there. The last token of a prompt that was loaded whole is computed again, for its output.
+    /// All blocks of a load are there. The last token of a prompt that was loaded whole is computed again, for its
+    /// output.
     Loaded {
         /// Which request.
         request: RequestId,
@@ -44,8 +45,8 @@ pub enum Outcome {
         then: Then,
         /// Blocks without the right contents: never to be found in a prefix cache.
         invalid: Vec<u32>,
-        /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes on, and
-        /// keeps these until [`Outcome::Free`] or [`Outcome::Lost`] names the request.
+        /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes
+        /// on, and keeps these until [`Outcome::Free`] or [`Outcome::Lost`] names the request.
         held: BlockLists,
     },
     /// Blocks may be freed: those of a request that has ended and was kept, or those that a failed load held.
@@ -55,8 +56,8 @@ pub enum Outcome {
         /// Which of its blocks.
         kept: Kept,
     },
-    /// In place of [`Free`](Outcome::Free): it will never be proven that nobody touches these blocks. No request gets one of
-    /// them again, as long as the process lives.
+    /// In place of [`Free`](Outcome::Free): it will never be proven that nobody touches these blocks. No request gets
+    /// one of them again, as long as the process lives.
     Lost {
         /// Which request.
         request: RequestId,

@@ -30,8 +30,8 @@ pub struct HandshakeFailure {
 pub struct MoveFailure {
     /// Which step.
     pub kind: FailureKind,
-    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later, or [`Worker::move_forgotten`] that
-    /// nobody ever will.
+    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later, or
+    /// [`Worker::move_forgotten`] that nobody ever will.
     pub settled: bool,
     /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
     pub peer_is_gone: bool,
@@ -147,8 +147,8 @@ impl Worker {
         if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
     }
 
-    /// Nobody will ever say that a failed move has settled: its transport has forgotten it. What waits for it is over, and
-    /// its blocks are lost.
+    /// Nobody will ever say that a failed move has settled: its transport has forgotten it. What waits for it is
+    /// over, and its blocks are lost.
     pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
         let why = "it was forgotten: its blocks may be touched as long as the process lives, and are lost";
         if self.moves.get(&id).is_some_and(MoveState::is_running) {

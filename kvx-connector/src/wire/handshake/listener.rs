@@ -64,14 +64,14 @@ impl Listener {
         self.registration_generation += u64::from(old.is_some_and(|old| *old != *payload));
     }
 
-    /// How often what was published has changed: what [`Scheduler::registered`](crate::engine::Scheduler::registered) is to
-    /// be told, and the only count of it.
+    /// How often what was published has changed: what [`Scheduler::registered`](crate::engine::Scheduler::registered)
+    /// is to be told, and the only count of it.
     pub fn registration_generation(&self) -> u64 {
         self.registration_generation
     }
 
-    /// Answers one message. `now` is on the clock of the engine's [`Scheduler`](crate::engine::Scheduler): the expiry times
-    /// that it publishes are on that clock, and a peer compares it with its own by the answer.
+    /// Answers one message. `now` is on the clock of the engine's [`Scheduler`](crate::engine::Scheduler): the expiry
+    /// times that it publishes are on that clock, and a peer compares it with its own by the answer.
     ///
     /// # Errors
     ///

@@ -9,7 +9,9 @@ mod virtual_memory;
 /// Exports each function under its name in CUDA and under its name in HIP. `|current|` gives the device of the calling
 /// thread, as that maker's driver knows it; `|current, maker|` says whose driver that is, too.
 macro_rules! both {
-    ($($cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?) |$current:pat_param $(, $maker:pat_param)?| $body:block)*) => {$(
+    ($(
+        $cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?) |$current:pat_param $(, $maker:pat_param)?| $body:block
+    )*) => {$(
         #[unsafe(no_mangle)]
         extern "C" fn $cuda($($argument: $type),*) -> std::ffi::c_int {
             let $current = crate::cuda::current;

@@ -10,7 +10,8 @@ mod virtual_memory;
 /// thread, as that maker's driver knows it; `|current, maker|` says whose driver that is, too.
 macro_rules! both {
     ($(
-        $cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?) |$current:pat_param $(, $maker:pat_param)?| $body:block
+        $cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?)
+        |$current:pat_param $(, $maker:pat_param)?| $body:block
     )*) => {$(
         #[unsafe(no_mangle)]
         extern "C" fn $cuda($($argument: $type),*) -> std::ffi::c_int {

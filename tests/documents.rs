@@ -18,6 +18,36 @@ const RUN: &[(&str, &str, &str)] = &[
         "kvx-backend/Cargo.toml",
         "name = \"smallest_backend\"\ntest = true",
     ),
+    ("cargo build --release -p kvx-cli", "xtask/src/test/steps.rs", "run --release -- demo"),
+    ("cargo build --release -p kvx-nixl", "kvx-cli/tests/program.rs", "libplugin_KVX.so"),
+    ("target/release/kvx nixl", "kvx-cli/tests/program.rs", "&[\"nixl\"]"),
+    (
+        "target/release/kvx nixl --install \"$VIRTUAL_ENV\"",
+        "kvx-cli/tests/program.rs",
+        "&[\"nixl\", \"--install\", place]",
+    ),
+    ("target/release/kvx nixl --check", "kvx-cli/tests/program.rs", "&[\"nixl\", \"--check\"]"),
+    (
+        "kvx proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 8100 --decoder-hosts 10.0.0.3 --decoder-ports 8200",
+        "kvx-cli/tests/proxy/commands.rs",
+        "\"--prefiller-hosts\"",
+    ),
+    (
+        "kvx proxy --prefill http://10.0.0.1:8010 8998 --decode http://10.0.0.2:8020",
+        "kvx-cli/tests/proxy/commands.rs",
+        "\"--prefill\"",
+    ),
+    ("kvx proxy --config fleet.toml", "kvx-cli/tests/proxy/choice.rs", "&[\"--config\", file.path()]"),
+    (
+        "kvx proxy --config fleet.toml --check",
+        "kvx-cli/tests/proxy/commands.rs",
+        "&[\"--config\", file.path(), \"--check\"]",
+    ),
+    (
+        "kvx proxy --compare http://10.0.0.9:8000 http://10.0.0.1:8100",
+        "kvx-cli/tests/proxy/commands.rs",
+        "&[\"--compare\", &first, &second]",
+    ),
     // The rehearsal packs, unpacks and runs.
     ("cargo xtask gpu --pack", "xtask/src/test/steps.rs", "xtask gpu --rehearse"),
     (

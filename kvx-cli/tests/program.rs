@@ -237,3 +237,46 @@ fn the_owner_of_the_demo_ends_with_its_reader() {
     let status = owner.wait().unwrap();
     assert!(status.success(), "the owner outlived its reader, or failed: {status}");
 }
+
+#[test]
+fn nixls_are_listed_and_a_folder_for_the_plug_in_is_made_and_taken_back() {
+    assert!(kvx(&["nixl"]).status.success());
+    let listed = kvx(&["nixl", "--json"]);
+    assert!(listed.status.success());
+    for line in text(&listed.stdout).lines() {
+        let nixl: Value = serde_json::from_str(line).unwrap();
+        assert!(
+            nixl["library"].is_string() && nixl["serves"].is_null() != nixl["refused"].is_null(),
+            "{nixl}"
+        );
+    }
+    let folder = std::env::temp_dir().join(format!("kvx-nixl-{}", std::process::id()));
+    let place = folder.to_str().unwrap();
+    let installed = kvx(&["nixl", "--install", place]);
+    assert!(installed.status.success(), "{}", text(&installed.stderr));
+    assert!(text(&installed.stdout).contains("export NIXL_PLUGIN_DIR="));
+    assert!(folder.join("libplugin_KVX.so").exists(), "the link leads somewhere");
+    assert!(kvx(&["nixl", "--remove", place]).status.success());
+    assert!(!kvx(&["nixl", "--remove", place]).status.success(), "it is gone");
+    std::fs::remove_dir(folder).unwrap();
+}
+
+#[test]
+fn two_agents_of_a_nixl_are_checked_over_kvx() {
+    let Some(environment) = peers("nixl") else {
+        return kvx_testkit::skip(
+            "two_agents_of_a_nixl_are_checked_over_kvx",
+            "a wheel of nixl-cu12 is not installed",
+            "cargo xtask test --install",
+        );
+    };
+    let output = output(program(&["nixl", "--check"]).env("VIRTUAL_ENV", &environment), LIMIT);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("KVX"), "{}", text(&output.stdout));
+}
+
+/// The environment of a peer, if `cargo xtask test --install` has made it.
+fn peers(name: &str) -> Option<PathBuf> {
+    let target = Path::new(env!("CARGO_BIN_EXE_kvx")).ancestors().nth(2)?;
+    Some(target.join("peers").join(name).join("venv")).filter(|environment| environment.exists())
+}

@@ -116,58 +116,70 @@ fn plugin() -> Result<PathBuf> {
     Ok(found.canonicalize()?)
 }
 
-/// The folder of plug-ins that somebody means: a NIXL's own, which is told, or any other.
-fn folder_at(place: &Path) -> (PathBuf, Option<PathBuf>) {
+/// The folders of plug-ins that somebody means: those of the NIXLs that lie there, which are told, or any other.
+fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     let library = |folder: &Path| Some(folder.join("libnixl.so")).filter(|file| file.exists());
     let above = place.file_name().is_some_and(|name| name == "plugins").then(|| place.parent()).flatten();
-    let own = library(place)
-        .or_else(|| above.and_then(library))
-        .or_else(|| wheels::nixls_below(place).into_iter().next());
-    match own {
-        Some(library) => (installed::plugins_of(&library), Some(library)),
-        None => (place.to_owned(), None),
+    let own = library(place).or_else(|| above.and_then(library));
+    let libraries = own.map_or_else(|| wheels::nixls_below(place), |library| vec![library]);
+    if libraries.is_empty() {
+        return vec![(place.to_owned(), None)];
     }
+    libraries.into_iter().map(|library| (installed::plugins_of(&library), Some(library))).collect()
+}
+
+/// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole path.
+fn is_ours(link: &Path) -> bool {
+    std::fs::read_link(link)
+        .is_ok_and(|target| target.is_absolute() && target.file_name().is_some_and(|name| name == PLUGIN))
 }
 
 fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
-    let (folder, nixl) = folder_at(place);
-    if let Some(library) = &nixl {
-        installed::verdict(library).map_err(|why| why.to_string())?;
+    if plugin.file_name().is_none_or(|name| name != PLUGIN) {
+        return Err(format!("{} is not named {PLUGIN}, by which NIXL opens it", plugin.display()).into());
     }
-    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let link = folder.join(PLUGIN);
-    match link.symlink_metadata() {
-        Ok(there) if there.is_symlink() => std::fs::remove_file(&link)?,
-        Ok(_) => {
-            return Err(
-                format!("{} is a file that kvx has not linked: remove it first", link.display()).into()
-            );
+    for (folder, nixl) in folders_at(place) {
+        if let Some(library) = &nixl {
+            installed::verdict(library).map_err(|why| why.to_string())?;
         }
-        Err(_) => {}
-    }
-    symlink(plugin, &link).map_err(|error| format!("{}: {error}", link.display()))?;
-    writeln!(out, "{} is {}", link.display(), plugin.display())?;
-    if nixl.is_none() {
-        let folder = std::path::absolute(&folder)?;
-        writeln!(out, "no NIXL lies there: export NIXL_PLUGIN_DIR={}", folder.display())?;
-        writeln!(out, "it takes the place of NIXL's own folder: such a process has the backend KVX alone")?;
+        std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        let link = folder.join(PLUGIN);
+        if link.symlink_metadata().is_ok() && !is_ours(&link) {
+            return Err(format!("{} is not of kvx: remove it first", link.display()).into());
+        }
+        // Under another name first: at no time is there none.
+        let new = folder.join(format!(".{PLUGIN}.{}", std::process::id()));
+        symlink(plugin, &new).map_err(|error| format!("{}: {error}", new.display()))?;
+        std::fs::rename(&new, &link).inspect_err(|_| drop(std::fs::remove_file(&new)))?;
+        writeln!(out, "{} is {}", link.display(), plugin.display())?;
+        if nixl.is_none() {
+            let folder = std::path::absolute(&folder)?;
+            writeln!(out, "no NIXL lies there: export NIXL_PLUGIN_DIR={}", folder.display())?;
+            writeln!(
+                out,
+                "it takes the place of NIXL's own folder: such a process has the backend KVX alone"
+            )?;
+        }
     }
     writeln!(out, "vLLM takes it by \"kv_connector_extra_config\": {{\"backends\": [\"KVX\"]}}")?;
     Ok(())
 }
 
 fn remove(place: &Path, out: &mut impl Write) -> Result<()> {
-    let (folder, _) = folder_at(place);
-    let link = folder.join(PLUGIN);
-    match link.symlink_metadata() {
-        Ok(there) if there.is_symlink() => {
-            std::fs::remove_file(&link)?;
-            writeln!(out, "{} is gone", link.display())?;
-            Ok(())
-        }
-        Ok(_) => Err(format!("{} is a file that kvx has not linked: it stays", link.display()).into()),
-        Err(_) => Err(format!("{} is not there", link.display()).into()),
+    let links: Vec<_> = folders_at(place).into_iter().map(|(folder, _)| folder.join(PLUGIN)).collect();
+    let there: Vec<_> = links.iter().filter(|link| link.symlink_metadata().is_ok()).collect();
+    if let Some(strange) = there.iter().find(|link| !is_ours(link)) {
+        return Err(format!("{} is not of kvx: it stays", strange.display()).into());
     }
+    if there.is_empty() {
+        let links: Vec<_> = links.iter().map(|link| link.display().to_string()).collect();
+        return Err(format!("{} is not there", links.join(", ")).into());
+    }
+    for link in there {
+        std::fs::remove_file(link)?;
+        writeln!(out, "{} is gone", link.display())?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -192,7 +204,8 @@ mod tests {
     #[test]
     fn a_folder_for_the_variable_is_made_and_taken_back() {
         let root = folder("install");
-        let (plugin, place) = (root.0.join("built.so"), root.0.join("new/plugins"));
+        let (plugin, place) = (root.0.join("built").join(PLUGIN), root.0.join("new/plugins"));
+        std::fs::create_dir_all(root.0.join("built")).unwrap();
         std::fs::write(&plugin, "").unwrap();
         for _ in 0..2 {
             let mut said = Vec::new();
@@ -202,11 +215,16 @@ mod tests {
         assert_eq!(std::fs::read_link(place.join(PLUGIN)).unwrap(), plugin);
         remove(&place, &mut Vec::new()).unwrap();
         assert!(remove(&place, &mut Vec::new()).unwrap_err().to_string().contains("is not there"));
+        let stays = |place: &Path| {
+            let refused = install(place, &plugin, &mut Vec::new()).unwrap_err().to_string();
+            assert!(refused.contains("is not of kvx"), "{refused}");
+            assert!(remove(place, &mut Vec::new()).unwrap_err().to_string().contains("it stays"));
+            std::fs::remove_file(place.join(PLUGIN)).unwrap();
+        };
         std::fs::write(place.join(PLUGIN), "somebody's").unwrap();
-        assert!(
-            install(&place, &plugin, &mut Vec::new()).unwrap_err().to_string().contains("has not linked")
-        );
-        assert!(remove(&place, &mut Vec::new()).unwrap_err().to_string().contains("it stays"));
+        stays(&place);
+        symlink("libplugin_KVX.so.1", place.join(PLUGIN)).unwrap();
+        stays(&place);
     }
 
     #[test]
@@ -218,10 +236,10 @@ mod tests {
         std::fs::create_dir_all(packages.join("nixl_cu12-0.2.0.dist-info")).unwrap();
         std::fs::write(libraries.join("libnixl.so"), "").unwrap();
         for place in [&root.0, &packages, &libraries, &libraries.join("plugins")] {
-            let (plugins, library) = folder_at(place);
-            assert_eq!(plugins, libraries.join("plugins"), "{}", place.display());
-            assert_eq!(library, Some(libraries.join("libnixl.so")));
-            let why = install(place, Path::new("/nonexistent"), &mut Vec::new()).unwrap_err().to_string();
+            let expected = (libraries.join("plugins"), Some(libraries.join("libnixl.so")));
+            assert_eq!(folders_at(place), [expected], "{}", place.display());
+            let plugin = Path::new("/nonexistent").join(PLUGIN);
+            let why = install(place, &plugin, &mut Vec::new()).unwrap_err().to_string();
             assert!(why.contains("NIXL 0.2.0 was not tried"), "{why}");
         }
         let nixl = Nixl::of(&libraries.join("libnixl.so"));

@@ -10,14 +10,14 @@ use kvx_core::sync::Mutex;
 
 use crate::frames::{self, Assembly, Got};
 use crate::handles::{Handle, Handles};
-use crate::log::{info, warn};
+use crate::log::{always, info, warn};
 use crate::memory::{self, Range, What};
 use crate::request::{Release, Request};
 use crate::settings::Settings;
 use crate::status::{Outcome, Status};
 
-/// A silent peer counts as lost after this, or after the deadline if that is shorter.
-const PEER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most notifications that one call hands over, and the bytes of them.
+const MOST_AT_ONCE: (usize, usize) = (4096, 64 << 20);
 /// The longest that the end of an engine may take.
 const END: Duration = Duration::from_secs(10);
 
@@ -71,9 +71,8 @@ impl Engine {
 
     fn build(name: &str, parameters: &[(String, String)], nixl: &str) -> kvx::Result<Engine> {
         let settings = Settings::read(parameters, |variable| std::env::var(variable).ok())?;
-        let mut builder = Agent::builder(name)
-            .options(settings.options.clone())
-            .peer_timeout(PEER_TIMEOUT.min(settings.deadline));
+        let mut builder =
+            Agent::builder(name).options(settings.options.clone()).peer_timeout(settings.deadline);
         if let Some(backends) = &settings.backends {
             builder = builder.backends(backends.iter().cloned());
         }
@@ -128,9 +127,9 @@ impl Engine {
             }
             Err(error) => {
                 let Range { base, len, .. } = &*range;
-                warn(format_args!(
-                    "do not free the {len} bytes at {base:#x}, a peer may still touch them, which it could not be \
-                     asked by \
+                // NIXL drops the error that follows.
+                always(format_args!(
+                    "do not free the {len} bytes at {base:#x}: a peer may still touch them, and could not be asked by \
                      the deadline: {error}"
                 ));
                 Err(Status::Backend)
@@ -243,6 +242,7 @@ impl Engine {
     ) -> Outcome<Handle> {
         if self.leftovers.swap(false, Ordering::Relaxed) {
             drop(self.requests.extract(Request::is_over));
+            self.leftovers.fetch_or(self.requests.any(Request::is_released), Ordering::Relaxed);
         }
         let peer = self.peer(agent)?;
         let lists = self.pair_up(local, remote, &peer)?;
@@ -390,7 +390,13 @@ impl Engine {
         prune(&mut self.sent.lock());
         let mut assembly = self.assembly.lock();
         let mut got = Vec::new();
-        while let Some(next) = self.agent.try_notification() {
+        let mut bytes = 0;
+        // What comes while this looks is for the next call: senders must not keep a caller for ever.
+        while got.len() < MOST_AT_ONCE.0
+            && bytes < MOST_AT_ONCE.1
+            && let Some(next) = self.agent.try_notification()
+        {
+            bytes += next.bytes.len();
             match assembly.take(next.from.incarnation, &next.bytes) {
                 Got::Notification(bytes) => got.push((next.from.name.to_string(), bytes)),
                 Got::Part => {}

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::log::warn;
 use kvx::Incarnation;
 use kvx_core::transport::MAX_NOTIFICATION;
 
@@ -15,6 +16,8 @@ const ROOM: usize = MAX_NOTIFICATION - HEADER;
 const MAX_PARTS: usize = MAX.div_ceil(ROOM);
 /// Unfinished ones that are kept, over all senders: their parts are never all there if a transfer failed between them.
 const MAX_UNFINISHED: usize = 64;
+/// Of those, how many one sender may have before its own make room.
+const MAX_UNFINISHED_OF_ONE: usize = 8;
 /// Bytes of unfinished ones that are kept.
 const MAX_KEPT: usize = 4 * MAX;
 
@@ -101,8 +104,15 @@ impl Assembly {
             ));
         }
         while self.unfinished.len() > MAX_UNFINISHED || self.kept > MAX_KEPT {
-            let oldest = self.unfinished.pop_front()?;
+            // The sender's own first: nobody's long messages push out those of others while his fit.
+            let own = self.unfinished.iter().filter(|it| it.from == from).count() > MAX_UNFINISHED_OF_ONE;
+            let at = if own { self.unfinished.iter().position(|it| it.from == from)? } else { 0 };
+            let oldest = self.unfinished.remove(at)?;
             self.kept -= oldest.bytes;
+            warn(format_args!(
+                "a notification of which {} bytes have come is dropped: too many are unfinished, and this is the oldest",
+                oldest.bytes
+            ));
         }
         Some(Got::Part)
     }

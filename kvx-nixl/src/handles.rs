@@ -38,6 +38,11 @@ impl<T> Handles<T> {
         self.held.lock().remove(&handle)
     }
 
+    /// Whether there is one that `is` says.
+    pub(crate) fn any(&self, is: impl Fn(&T) -> bool) -> bool {
+        self.held.lock().values().any(|thing| is(thing))
+    }
+
     /// Takes out those that `gone` says.
     pub(crate) fn extract(&self, gone: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         self.held.lock().extract_if(|_, thing| gone(thing)).map(|(_, thing)| thing).collect()

@@ -1,6 +1,7 @@
 //! Lines for the operator, on standard error beside NIXL's own, which `NIXL_LOG_LEVEL` holds back alike.
 
 use std::fmt::Display;
+use std::io::Write as _;
 use std::sync::OnceLock;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,13 +26,18 @@ fn level() -> Level {
 /// Something to know once.
 pub(crate) fn info(line: impl Display) {
     if level() <= Level::Info {
-        eprintln!("KVX: {line}");
+        always(line);
     }
 }
 
 /// Something that went wrong.
 pub(crate) fn warn(line: impl Display) {
     if level() <= Level::Warning {
-        eprintln!("KVX: {line}");
+        always(line);
     }
+}
+
+/// Something that must be known, as nothing else tells it. A line that cannot be written is lost: nobody reads there.
+pub(crate) fn always(line: impl Display) {
+    let _ = writeln!(std::io::stderr(), "KVX: {line}");
 }

@@ -107,6 +107,7 @@ impl Request {
         match posting.post() {
             Ok(transfer) => {
                 (flight.transfer, flight.status) = (Some(transfer), Status::InProgress);
+                flight.released = false;
                 Ok(flight.ask(now, &self.peer, cure))
             }
             Err(error) => {
@@ -122,14 +123,17 @@ impl Request {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
-    /// Cancels what is in flight and says whether that has ended; the second time it waits by the deadline.
+    /// Cancels what is in flight and says whether that has ended. The second time, and once its result was told, it waits
+    /// by the deadline.
     pub(crate) fn release(&self, deadline: Duration) -> Release {
         let (settled, again) = {
             let mut flight = self.flight.lock();
             let Some(transfer) = &flight.transfer else { return Release::Gone };
             transfer.cancel();
             let settled = transfer.settled();
-            (settled, std::mem::replace(&mut flight.released, true))
+            // NIXL listens to the answer only while it knows of no result: after one, this call is the last.
+            let last = flight.status != Status::InProgress;
+            (settled, std::mem::replace(&mut flight.released, true) || last)
         };
         match settled.wait(if again { deadline } else { PATIENCE }) {
             Ok(()) => {
@@ -139,6 +143,11 @@ impl Request {
             Err(_) if again => Release::Stuck,
             Err(_) => Release::Active,
         }
+    }
+
+    /// Whether it was released in flight, ended or not.
+    pub(crate) fn is_released(&self) -> bool {
+        self.flight.lock().released
     }
 
     /// Whether it was released in flight, and has ended since.

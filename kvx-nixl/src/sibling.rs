@@ -81,6 +81,8 @@ const MAX_FILE: u64 = 256 << 20;
 const MAX_SECTIONS: usize = 4096;
 const MAX_SYMBOLS: usize = 1 << 20;
 const MAX_RELOCATIONS: usize = 1 << 22;
+/// The most names of one function that are looked at.
+const MAX_NAMES: usize = 64;
 
 /// Why a table is not taken, in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -344,17 +346,27 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
     for symbol in symbols.iter().filter(|symbol| symbol.value != 0) {
         by_value.entry(symbol.value).or_default().push(symbol.name);
     }
+    let mut looked_at = 0;
     for section in sections.iter().filter(|section| section.kind == RELOCATIONS) {
         for at in elf.entries(section, MAX_RELOCATIONS)? {
+            looked_at += 1;
+            if looked_at > MAX_RELOCATIONS {
+                return None; // sections that overlap: no linker writes them
+            }
             let (offset, kind, index) = (elf.u64(at)?, elf.u32(at + 8)?, elf.u32(at + 12)?);
             let slot = engines.iter().zip(&mut tables).find_map(|(engine, table)| {
                 let into = offset.checked_sub(engine.value).filter(|into| into % 8 == 0)?;
                 table.get_mut((into / 8) as usize)
             });
             let Some(slot) = slot else { continue };
+            if !slot.is_empty() {
+                return None; // a slot is relocated once
+            }
             match kind {
                 machine::ABSOLUTE if index != 0 => slot.push(symbols.get(index as usize)?.name),
-                machine::RELATIVE => slot.extend(by_value.get(&elf.u64(at + 16)?).into_iter().flatten()),
+                machine::RELATIVE => {
+                    slot.extend(by_value.get(&elf.u64(at + 16)?).into_iter().flatten().take(MAX_NAMES))
+                }
                 _ => {}
             }
         }

@@ -1,48 +1,63 @@
 //! Which regions a peer may use: what its owner keeps of that, and what its reader does.
 
-use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
 
 use kvx_core::{Error, Kind, RegionId, RegionKey, Result};
 
 use super::reasons::{malformed, revoked};
 
-/// Regions of ours that peers may ask for. Numbers are never used twice, so a revoked region is known as one for ever.
+/// The most regions that are known as revoked; of older ones it is said that there is no such region.
+const REMEMBERED: usize = 4096;
+
+/// Regions of ours that peers may ask for. Numbers are never used twice.
 #[derive(Debug)]
-pub struct RegionTable<R>(HashMap<RegionId, Option<(RegionKey, R)>>);
+pub struct RegionTable<R> {
+    open: HashMap<RegionId, (RegionKey, R)>,
+    revoked: HashSet<RegionId>,
+    /// The same, the oldest first.
+    order: VecDeque<RegionId>,
+}
 
 impl<R> Default for RegionTable<R> {
     fn default() -> Self {
-        RegionTable(HashMap::new())
+        RegionTable { open: HashMap::new(), revoked: HashSet::new(), order: VecDeque::new() }
     }
 }
 
 impl<R> RegionTable<R> {
     /// Peers that show `key` may use it from now on.
     pub fn open(&mut self, id: RegionId, key: RegionKey, region: R) {
-        self.0.insert(id, Some((key, region)));
+        self.open.insert(id, (key, region));
     }
 
     /// Nobody is granted it from now on. `None`: it was revoked before.
     pub fn revoke(&mut self, id: RegionId) -> Option<R> {
-        self.0.insert(id, None).flatten().map(|(_, region)| region)
+        if self.revoked.insert(id) {
+            self.order.push_back(id);
+        }
+        if self.order.len() > REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.revoked.remove(&oldest);
+        }
+        self.open.remove(&id).map(|(_, region)| region)
     }
 
     /// What is open under this number.
     pub fn get(&self, id: RegionId) -> Option<&R> {
-        self.0.get(&id)?.as_ref().map(|(_, region)| region)
+        self.open.get(&id).map(|(_, region)| region)
     }
 
     /// The region, if who shows this key may use it. Errors: `Unregistered`, `WrongKey`, `Revoked`.
     pub fn check(&self, id: RegionId, shown: &RegionKey) -> Result<&R> {
-        match self.0.get(&id) {
-            Some(Some((key, region))) if key.matches(shown) => Ok(region),
-            Some(Some(_)) => Err(Error::new(
+        match self.open.get(&id) {
+            Some((key, region)) if key.matches(shown) => Ok(region),
+            Some(_) => Err(Error::new(
                 Kind::WrongKey,
                 format!("the key shown for region {id} is not its key: take the peer's metadata again"),
             )),
-            Some(None) => Err(revoked(id)),
+            None if self.revoked.contains(&id) => Err(revoked(id)),
             None => Err(Error::new(
                 Kind::Unregistered,
                 format!("region {id} is not registered with this agent: take the peer's metadata again"),
@@ -52,21 +67,17 @@ impl<R> RegionTable<R> {
 
     /// All that are open.
     pub fn iter(&self) -> impl Iterator<Item = &R> {
-        self.0.values().flatten().map(|(_, region)| region)
+        self.open.values().map(|(_, region)| region)
     }
 
     /// Takes one out that is open, as if it had never been.
     pub fn take(&mut self, id: RegionId) -> Option<R> {
-        match self.0.entry(id) {
-            Entry::Occupied(entry) if entry.get().is_some() => entry.remove().map(|(_, region)| region),
-            _ => None,
-        }
+        self.open.remove(&id).map(|(_, region)| region)
     }
 
     /// Takes out all that are open.
     pub fn drain(&mut self) -> Vec<R> {
-        let open = self.0.extract_if(|_, region| region.is_some());
-        open.filter_map(|(_, region)| region).map(|(_, region)| region).collect()
+        self.open.drain().map(|(_, (_, region))| region).collect()
     }
 }
 
@@ -246,7 +257,12 @@ mod tests {
         assert!(table.take(one).is_none() && table.get(one).is_none() && table.drain().is_empty());
         table.open(two, KEY, "more");
         assert_eq!((table.iter().count(), table.drain()), (1, vec!["more"]));
-        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked), "it is known for ever");
+        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked), "it stays known");
+        for id in 0..2 * REMEMBERED as u64 {
+            table.revoke(RegionId(100 + id));
+            assert!(table.order.len() <= REMEMBERED && table.revoked.len() == table.order.len());
+        }
+        assert_eq!(check(&table, one, &KEY), Err(Kind::Unregistered), "so many are not kept");
     }
 
     #[test]

@@ -128,7 +128,7 @@ impl<F: Fabric> Machine<F> {
         let why = revoked(id).backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else { return };
         session.imports.recall(|(_, held)| *held == id, &why);
-        session.recalled.push(id);
+        session.recalled.insert(id);
         self.fail_jobs(|running| running.session == number && running.uses(id), &why, out);
         self.let_go_of_recalled(number, out);
     }
@@ -141,7 +141,7 @@ impl<F: Fabric> Machine<F> {
         }
         let jobs = &self.jobs;
         let used = |id: RegionId| jobs.iter().any(|(_, job)| job.session == number && job.uses(id));
-        let released: Vec<RegionId> = session.recalled.extract_if(.., |id| !used(*id)).collect();
+        let released: Vec<RegionId> = session.recalled.extract_if(|id| !used(*id)).collect();
         for id in released {
             self.send(number, &Message::Released { id }, out);
         }

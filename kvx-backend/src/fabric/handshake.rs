@@ -250,6 +250,9 @@ impl<F: Fabric> Machine<F> {
                 }
                 Err(why) => self.send(number, &Message::Deny { import, why: Refusal::from(&why) }, out),
             },
+            Message::Grant { rest, .. } if !rest.is_empty() => {
+                return Err(crate::control::reasons::malformed("a grant with more than its number"));
+            }
             Message::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             Message::Deny { import, why } => {
                 self.take_grant(number, import, Err(why.into_error()), out)?;

@@ -37,6 +37,10 @@ impl ForeignNotices {
         Ok(())
     }
 
+    fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
     /// Hands over as many as `deliver` takes.
     fn deliver(&mut self, mut deliver: impl FnMut(&str, &[u8]) -> Result<(), Full>) {
         while let Some((from, bytes)) = self.queue.front()
@@ -123,6 +127,7 @@ impl<F: Fabric> Machine<F> {
 
     /// A foreign agent sent a notification.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
+        let is_first = self.foreign_notices.is_empty();
         match self.foreign_notices.add(Arc::clone(&from), bytes) {
             Ok(()) => self.fabric.notified(),
             Err(why) => tracing::error!(
@@ -131,7 +136,10 @@ impl<F: Fabric> Machine<F> {
                 "a foreign agent's notification is dropped: {why}"
             ),
         }
-        self.deliver_held();
+        // Behind others it waits for room: that of the first was refused, and room is told.
+        if is_first {
+            self.deliver_held();
+        }
     }
 
     fn deliver_held(&mut self) {

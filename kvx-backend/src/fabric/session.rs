@@ -1,5 +1,6 @@
 //! One side of a link: what is known of the peer, what waits for it, what it holds of ours.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -54,7 +55,7 @@ pub(super) struct Session<F: Fabric> {
     /// Transfers under way.
     pub(super) jobs: usize,
     /// Regions that the peer wants back and transfers still use.
-    pub(super) recalled: Vec<RegionId>,
+    pub(super) recalled: HashSet<RegionId>,
     pub(super) to_peer: NoticesToPeer,
 
     pub(super) granted: Granted,
@@ -78,7 +79,7 @@ impl<F: Fabric> Session<F> {
             imports: Imports::default(),
             waiting: Vec::new(),
             jobs: 0,
-            recalled: Vec::new(),
+            recalled: HashSet::new(),
             to_peer: NoticesToPeer::default(),
             granted: Granted::default(),
             from_peer: NoticesFromPeer::default(),

@@ -1,6 +1,7 @@
 //! `kvx nixl --check`: two agents of a wheel's NIXL, in two processes, over KVX and over its own UCX.
 
 use std::io::Write;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -25,8 +26,12 @@ fn python_of(library: &Path) -> Option<PathBuf> {
 }
 
 pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result<()> {
-    let plugins = Folder(std::env::temp_dir().join(format!("kvx-nixl-check-{}", std::process::id())));
-    std::fs::create_dir_all(&plugins.0)?;
+    // Made anew and for this user alone: NIXL loads what lies there.
+    let name =
+        format!("kvx-nixl-check-{}-{:x}", std::process::id(), std::time::UNIX_EPOCH.elapsed()?.as_nanos());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
+    let plugins = Folder(folder);
     std::os::unix::fs::symlink(plugin, plugins.0.join(PLUGIN))?;
     let mut checked = 0;
     let mut failed = Vec::new();

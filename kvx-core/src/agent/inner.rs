@@ -1,6 +1,6 @@
 //! The state that an agent shares with its regions, its peers and its transports.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -53,6 +53,8 @@ pub(crate) struct Open {
 pub(super) struct Tables {
     pub(super) generation: u64,
     pub(super) regions: BTreeMap<RegionId, Arc<RegionInfo>>,
+    /// The names of the regions.
+    pub(super) names: HashSet<Arc<str>>,
     /// To be revoked at shutdown.
     pub(super) handles: Vec<Weak<RegionCore>>,
     /// Whom to tell what happens to a link.
@@ -163,7 +165,8 @@ impl AgentInner {
 
     pub(crate) fn forget_region(&self, id: RegionId) {
         let mut tables = self.tables.lock();
-        if tables.regions.remove(&id).is_some() {
+        if let Some(region) = tables.regions.remove(&id) {
+            tables.names.remove(&region.name);
             tables.generation += 1;
         }
     }

@@ -165,7 +165,7 @@ impl Agent {
                 format!("region {name:?} has no bytes: register at least one"),
             ));
         }
-        let taken = |tables: &Tables| tables.regions.values().any(|region| region.name == name);
+        let taken = |tables: &Tables| tables.names.contains(&name);
         let name_is_taken = || {
             Error::new(
                 Kind::Invalid,
@@ -222,8 +222,11 @@ impl Agent {
             return Err(name_is_taken()); // another thread was faster; the region's drop revokes it
         }
         tables.regions.insert(id, Arc::new(info));
+        tables.names.insert(name);
         tables.generation += 1;
-        tables.handles.retain(|handle| handle.strong_count() > 0);
+        if tables.handles.len() == tables.handles.capacity() {
+            tables.handles.retain(|handle| handle.strong_count() > 0); // seldom: many regions are linear
+        }
         tables.handles.push(Arc::downgrade(region.core()));
         drop(tables);
         Ok(region)

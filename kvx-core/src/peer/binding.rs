@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use super::links::{About, PeerInner};
+use super::links::{About, Imported, PeerInner};
 use crate::bound::{Bound, KeepsBound, LocalSide, RemoteSide};
 use crate::grid::Place;
 use crate::plan::Plan;
@@ -76,7 +76,14 @@ impl PeerInner {
             let state = self.state.lock();
             let candidate = &state.candidates[at];
             if let Some(known) = candidate.imports.get(&info.id) {
-                return Ok(Arc::clone(known));
+                // The length counts: what a backend mapped is as long as it was said to be then.
+                if known.len == info.len && known.key.matches(&info.key) {
+                    return Ok(Arc::clone(&known.region));
+                }
+                return Err(Error::new(
+                    Kind::Malformed,
+                    format!("the peer describes its region {} in two ways: connect anew", info.name),
+                ));
             }
             let About::Kvx(metadata) = &state.about else {
                 return Err(Error::new(
@@ -95,6 +102,7 @@ impl PeerInner {
         let spec = RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
         let imported = link.import(spec)?;
         let mut state = self.state.lock();
-        Ok(Arc::clone(state.candidates[at].imports.entry(info.id).or_insert(imported)))
+        let imported = Imported { key: info.key, len: info.len, region: imported };
+        Ok(Arc::clone(&state.candidates[at].imports.entry(info.id).or_insert(imported).region))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::agent::inner::{AgentInner, OwnsLinks};
 use crate::bound::{Bindings, Bound};
 use crate::breaks::broken;
-use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId};
+use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId, RegionKey};
 use crate::metadata::Metadata;
 use crate::plan::Plan;
 use crate::route::{Considered, Route, Verdict};
@@ -58,8 +58,15 @@ pub(super) struct Candidate {
     pub(super) stage: LinkStage,
     /// The generation of the metadata that the link was last told.
     told: Generation,
-    pub(super) imports: HashMap<RegionId, Arc<dyn RemoteRegion>>,
+    pub(super) imports: HashMap<RegionId, Imported>,
     pub(super) bindings: Bindings,
+}
+
+/// What a link made of a region, as its owner described it then.
+pub(super) struct Imported {
+    pub(super) key: RegionKey,
+    pub(super) len: u64,
+    pub(super) region: Arc<dyn RemoteRegion>,
 }
 
 pub(super) enum LinkStage {

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::links::{LinkRequest, LinkStage, PeerInner, PeerState};
+use super::links::{Imported, LinkRequest, LinkStage, PeerInner, PeerState};
 use crate::agent::inner::AgentInner;
 use crate::bound::Released;
 use crate::deadline::Reason;
 use crate::identity::{Incarnation, LinkId, RegionId};
-use crate::transport::{Link, RemoteRegion};
+use crate::transport::Link;
 use crate::{Error, Kind};
 
 impl PeerInner {
@@ -98,7 +98,7 @@ impl PeerInner {
 #[derive(Default)]
 struct Closed {
     links: Vec<(LinkId, Arc<dyn Link>)>,
-    _imports: Vec<HashMap<RegionId, Arc<dyn RemoteRegion>>>,
+    _imports: Vec<HashMap<RegionId, Imported>>,
     _bindings: Vec<Released>,
 }
 

@@ -301,6 +301,10 @@ pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
 /// What a REFUSE says.
 pub(super) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
+        // That it is another incarnation is believed only of who has proven to know the secret, in an answer.
+        Ok(Err(error)) if error.kind() == Kind::PeerRestarted => {
+            Error::new(Kind::PeerLost, error.sentence().to_owned())
+        }
         Ok(Err(error)) => error,
         Ok(Ok(())) => Error::new(Kind::Denied, "the peer refused the connection without a reason"),
         Err(error) => error,

@@ -12,10 +12,16 @@ use crate::setup::Limits;
 #[derive(Debug)]
 pub(crate) struct Admission {
     places: Arc<Semaphore>,
+    /// For bodies, a permit a KiB.
+    bodies: Arc<Semaphore>,
     waiting: AtomicUsize,
     queue: usize,
     wait: Duration,
 }
+
+/// What a body takes of the room for all bodies; free again when this is dropped.
+#[derive(Debug, Default)]
+pub(crate) struct Room(Option<OwnedSemaphorePermit>);
 
 /// Why a request is not let in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +44,7 @@ impl Admission {
     pub(crate) fn new(limits: &Limits) -> Self {
         Admission {
             places: Arc::new(Semaphore::new(limits.in_flight.min(Semaphore::MAX_PERMITS))),
+            bodies: Arc::new(Semaphore::new(limits.bodies.div_ceil(1024).min(Semaphore::MAX_PERMITS))),
             waiting: AtomicUsize::new(0),
             queue: limits.queue,
             wait: limits.queue_wait,
@@ -56,6 +63,21 @@ impl Admission {
         }
         let place = tokio::time::timeout(self.wait, Arc::clone(&self.places).acquire_owned()).await;
         place.map_err(|_| Denied::Waited)?.map_err(|_| Denied::Full)
+    }
+
+    /// Has a body take so many bytes in all; whether there was room. Nobody waits: each would hold what the others need.
+    pub(crate) fn widen(&self, room: &mut Room, bytes: usize) -> bool {
+        let have = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else { return false };
+        if more == 0 {
+            return true;
+        }
+        let Ok(taken) = Arc::clone(&self.bodies).try_acquire_many_owned(more) else { return false };
+        match &mut room.0 {
+            Some(held) => held.merge(taken),
+            none => *none = Some(taken),
+        }
+        true
     }
 
     pub(crate) fn waiting(&self) -> usize {
@@ -88,6 +110,17 @@ mod tests {
         drop(first);
         assert_eq!(second.await.unwrap(), Ok(()));
         assert_eq!(admission.waiting(), 0);
+    }
+
+    #[test]
+    fn bodies_share_a_room_and_give_it_back() {
+        let limits = Limits { bodies: 4096, ..Limits::default() };
+        let admission = Admission::new(&limits);
+        let (mut one, mut other) = (Room::default(), Room::default());
+        assert!(admission.widen(&mut one, 1) && admission.widen(&mut one, 3000));
+        assert!(admission.widen(&mut other, 1024) && !admission.widen(&mut other, 1025));
+        drop(one);
+        assert!(admission.widen(&mut other, 4096));
     }
 
     #[tokio::test]

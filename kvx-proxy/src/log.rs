@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{BufWriter, Write};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,7 +13,7 @@ use crate::setup::AccessLog;
 
 /// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines, not requests.
 #[derive(Clone, Debug)]
-pub(crate) struct Access(Option<SyncSender<Line>>);
+pub(crate) struct Access(Option<(SyncSender<Line>, Arc<AtomicUsize>)>);
 
 #[derive(Debug)]
 enum Line {
@@ -22,6 +23,8 @@ enum Line {
 }
 
 const LINES: usize = 8192;
+/// Of lines that wait, in all.
+const BYTES: usize = 8 << 20;
 
 impl Access {
     /// Opens the log; `stdout` is what [`AccessLog::Stdout`] means.
@@ -36,29 +39,38 @@ impl Access {
             }
         };
         let (sender, receiver) = sync_channel(LINES);
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let bytes = Arc::clone(&waiting);
         std::thread::Builder::new()
             .name("kvx-access-log".to_owned())
-            .spawn(move || write(&receiver, BufWriter::new(writer)))
+            .spawn(move || write(&receiver, &bytes, BufWriter::new(writer)))
             .map_err(|error| Error::io("cannot start the access log's thread", error))?;
-        Ok(Access(Some(sender)))
+        Ok(Access(Some((sender, waiting))))
     }
 
     pub(crate) fn line(&self, metrics: &Metrics, line: impl FnOnce() -> serde_json::Value) {
-        let Some(sender) = &self.0 else { return };
-        if sender.try_send(Line::Text(format!("{}\n", line()))).is_err() {
-            metrics.log_lines_dropped.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let Some((sender, waiting)) = &self.0 else { return };
+        let text = format!("{}\n", line());
+        let length = text.len();
+        let fits = waiting.fetch_add(length, Relaxed) + length <= BYTES;
+        if !fits || sender.try_send(Line::Text(text)).is_err() {
+            waiting.fetch_sub(length, Relaxed);
+            metrics.log_lines_dropped.fetch_add(1, Relaxed);
         }
     }
 }
 
 /// Until nobody can write any more, or the log cannot be written.
-fn write(lines: &Receiver<Line>, mut to: BufWriter<Box<dyn Write + Send>>) {
+fn write(lines: &Receiver<Line>, bytes: &AtomicUsize, mut to: BufWriter<Box<dyn Write + Send>>) {
     while let Ok(first) = lines.recv() {
         let mut waiting = Vec::new();
         let mut failed = false;
         for line in std::iter::once(first).chain(std::iter::from_fn(|| lines.try_recv().ok())) {
             match line {
-                Line::Text(text) => failed |= to.write_all(text.as_bytes()).is_err(),
+                Line::Text(text) => {
+                    failed |= to.write_all(text.as_bytes()).is_err();
+                    bytes.fetch_sub(text.len(), Relaxed);
+                }
                 Line::Flush(done) => waiting.push(done),
             }
         }
@@ -72,7 +84,7 @@ fn write(lines: &Receiver<Line>, mut to: BufWriter<Box<dyn Write + Send>>) {
 impl Access {
     /// Waits until what was logged is written, but not long: nobody may read it.
     pub(crate) fn flush(&self, within: std::time::Duration) {
-        let Some(sender) = &self.0 else { return };
+        let Some((sender, _)) = &self.0 else { return };
         let (done, written) = sync_channel(1);
         if sender.try_send(Line::Flush(done)).is_ok() {
             let _ = written.recv_timeout(within);
@@ -107,5 +119,40 @@ impl LastErrors {
 
     pub(crate) fn list(&self) -> Vec<serde_json::Value> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes nothing until it is let.
+    struct Stuck(std::sync::mpsc::Receiver<()>);
+
+    impl Write for Stuck {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let _ = self.0.recv_timeout(std::time::Duration::from_secs(10)); // an error: let
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_that_wait_are_bounded_in_bytes() {
+        let (let_go, stuck) = std::sync::mpsc::channel();
+        let access = Access::open(&AccessLog::Stdout, Box::new(Stuck(stuck))).unwrap();
+        let metrics = Metrics::default();
+        for _ in 0..20 {
+            access.line(&metrics, || "x".repeat(1 << 20).into());
+        }
+        let dropped = metrics.log_lines_dropped.load(Relaxed);
+        assert!((12..=13).contains(&dropped), "{dropped} of twenty lines of a MiB");
+        drop(let_go);
+        access.flush(std::time::Duration::from_secs(5));
+        access.line(&metrics, || "x".into());
+        assert_eq!(metrics.log_lines_dropped.load(Relaxed), dropped, "there is room again");
     }
 }

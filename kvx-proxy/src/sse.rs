@@ -11,7 +11,8 @@ pub(crate) struct Events {
     held: BytesMut,
     done: bool,
     count: u64,
-    errors: bool,
+    /// The status that the last error named.
+    error: Option<u16>,
     split: bool,
 }
 
@@ -53,7 +54,12 @@ impl Events {
 
     /// Whether an error of the instance has passed: it has said itself what went wrong.
     pub(crate) fn has_error(&self) -> bool {
-        self.errors
+        self.error.is_some()
+    }
+
+    /// Whether an error of the instance's own has passed, none that is the client's.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.error.is_some_and(|code| code >= 500)
     }
 
     /// How many events with data have passed, `[DONE]` not counted.
@@ -73,7 +79,7 @@ impl Events {
                 b"[DONE]" => self.done = true,
                 data => {
                     self.count += 1;
-                    self.errors |= is_error(data);
+                    self.error = error_code(data).or(self.error);
                 }
             }
         }
@@ -94,16 +100,22 @@ fn end_of_events(bytes: &[u8]) -> usize {
     0
 }
 
-/// Whether an event's data are an error: what vLLM sends in a stream whose request failed.
-fn is_error(data: &[u8]) -> bool {
+/// The status that an event's data name if they are an error: what vLLM sends in a stream whose request failed.
+fn error_code(data: &[u8]) -> Option<u16> {
     // Chunks start otherwise: do not parse them all.
-    data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\"")
+    if !(data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\"")) {
+        return None;
+    }
+    let error: serde_json::Value = serde_json::from_slice(data).unwrap_or_default();
+    let code = error.pointer("/error/code").and_then(serde_json::Value::as_u64);
+    Some(code.and_then(|code| u16::try_from(code).ok()).unwrap_or(500))
 }
 
-/// Whether the first thing that a stream says is an error: nothing of an answer has been passed on yet.
-pub(crate) fn opens_with_error(bytes: &[u8]) -> bool {
+/// Whether the first thing that a stream says is an error that is not the client's: nothing of an answer has been
+/// passed on yet.
+pub(crate) fn opens_with_failure(bytes: &[u8]) -> bool {
     let first = bytes.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data:"));
-    first.is_some_and(|data| is_error(data.trim_ascii()))
+    first.and_then(|data| error_code(data.trim_ascii())).is_some_and(|code| code >= 500)
 }
 
 /// An `error` event, in the words that vLLM and OpenAI's clients use.
@@ -129,8 +141,8 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     whole.push(Bytes::copy_from_slice(stream));
     whole.finish();
     assert_eq!(
-        (whole.done, whole.count, whole.errors),
-        (events.done, events.count, events.errors),
+        (whole.done, whole.count, whole.error),
+        (events.done, events.count, events.error),
         "pieces change nothing"
     );
 }
@@ -155,12 +167,17 @@ mod tests {
 
     #[test]
     fn errors_are_seen() {
-        assert!(opens_with_error(b"data: {\"error\": {\"message\": \"x\"}}\n\n"));
-        assert!(opens_with_error(b"event: error\ndata: {\"error\":1}\n\n"));
-        assert!(!opens_with_error(b"data: {\"id\": \"error\"}\n\ndata: {\"error\": 1}\n\n"));
+        assert!(opens_with_failure(b"data: {\"error\": {\"message\": \"x\"}}\n\n"));
+        assert!(opens_with_failure(b"event: error\ndata: {\"error\":1}\n\n"));
+        assert!(!opens_with_failure(b"data: {\"id\": \"error\"}\n\ndata: {\"error\": 1}\n\n"));
+        let clients = Bytes::from_static(b"data: {\"error\": {\"message\": \"x\", \"code\": 400}}\n\n");
+        assert!(!opens_with_failure(&clients));
+        let mut events = Events::default();
+        events.push(clients);
+        assert!(events.has_error() && !events.has_failed());
         let mut events = Events::default();
         events.push(Bytes::from_static(b"data: {}\n\ndata: {\"error\": 1}\n\n"));
-        assert!(events.has_error());
+        assert!(events.has_error() && events.has_failed());
     }
 
     #[test]

@@ -185,7 +185,8 @@ pub(crate) async fn accepted(
 ) -> Result<Response<Incoming>, Fault> {
     let status = response.status();
     let busy = matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
-    if !busy && !status.is_server_error() {
+    // 501 would be every instance's answer.
+    if !busy && (!status.is_server_error() || status == StatusCode::NOT_IMPLEMENTED) {
         return Ok(response);
     }
     let (parts, body) = response.into_parts();

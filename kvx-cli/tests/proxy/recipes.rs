@@ -219,8 +219,23 @@ pub(crate) async fn what_a_client_says_of_hosts_is_dropped() {
         let answer = call.send().await;
         assert!(answer.status == 200 || answer.status == 400, "{}", answer.text());
     }
+    // What only an engine would read, or would read as another path.
+    let text = "{\"x\": NaN, \"kv_transfer_params\": {\"remote_host\": \"evil\"}}";
+    for (path, coding, status) in [
+        ("/v1/embeddings", "identity", 400),
+        ("/v1/embeddings", "gzip", 415),
+        (COMPLETIONS, "gzip", 415),
+        ("/v1/%63hat/completions", "identity", 400),
+        ("/v1/%6coad_lora_adapter", "identity", 400),
+        ("/v1//completions", "identity", 400),
+    ] {
+        let call = Call::new(fleet.port(), Method::POST, path).header("content-type", "application/json");
+        let answer = call.header("content-encoding", coding).body(text).send().await;
+        assert_eq!(answer.status, status, "{path}: {}", answer.text());
+    }
     for instance in fleet.prefill.iter_mut().chain(&mut fleet.decode) {
         for seen in instance.report().seen {
+            assert!(!seen.path.contains('%') && !seen.path.contains("//"), "{}", seen.path);
             let all = format!("{:?} {}", seen.headers, seen.body);
             assert!(!all.contains("evil"), "{}: {all}", seen.path);
         }

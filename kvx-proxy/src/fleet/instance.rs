@@ -30,6 +30,7 @@ impl Role {
 /// Why an instance is left out for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
+    Refused,
     Errors,
     Slow,
     Health,
@@ -38,6 +39,7 @@ pub(crate) enum Reason {
 impl Reason {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
+            Reason::Refused => "refused",
             Reason::Errors => "errors",
             Reason::Slow => "slow",
             Reason::Health => "health",
@@ -98,6 +100,8 @@ pub(crate) struct State {
     trying: AtomicBool,
     faults: Mutex<Faults>,
     kind: Mutex<Kind>,
+    /// Whether it has ever answered as Mooncake's.
+    mooncake: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -125,6 +129,7 @@ impl Default for State {
             trying: AtomicBool::new(false),
             faults: Mutex::default(),
             kind: Mutex::default(),
+            mooncake: AtomicBool::new(false),
         }
     }
 }
@@ -221,7 +226,8 @@ impl State {
         if self.is_down() || (faults.requests < health.eject_after && faults.ejected == 0) {
             return false;
         }
-        if alone && reason == Reason::Slow {
+        // Better a sick one than none: only one that takes no connection is left out then.
+        if alone && reason != Reason::Refused {
             return false;
         }
         // Whatever else was at work there when it was left out fails too, and says nothing new.
@@ -248,13 +254,14 @@ impl State {
         true
     }
 
-    /// A health check failed. Returns whether the instance is down for it now.
-    pub(crate) fn unhealthy(&self, words: &str, health: &Health) -> bool {
+    /// A health check failed. `spared` says that it stays up all the same. Returns whether the instance is down for it
+    /// now.
+    pub(crate) fn unhealthy(&self, words: &str, health: &Health, spared: bool) -> bool {
         let first = !self.checked.swap(true, Relaxed);
         let mut faults = lock(&self.faults);
         faults.health += 1;
         faults.last = Some(words.to_owned());
-        if first || self.is_down() || faults.health < health.down_after {
+        if first || spared || self.is_down() || faults.health < health.down_after {
             return false;
         }
         self.closed_until.store(DOWN, Relaxed);
@@ -268,7 +275,14 @@ impl State {
     }
 
     pub(crate) fn set_kind(&self, kind: Kind) {
+        if matches!(kind, Kind::Mooncake(_)) {
+            self.mooncake.store(true, Relaxed);
+        }
         *lock(&self.kind) = kind;
+    }
+
+    pub(crate) fn was_mooncake(&self) -> bool {
+        self.mooncake.load(Relaxed)
     }
 
     /// Forgets who its ranks are: it may have been restarted.
@@ -371,7 +385,7 @@ mod tests {
         let state = State::default();
         let now = Instant::now();
         assert!(!state.is_open(now));
-        assert!(!state.unhealthy("refused", &health()), "it was never up");
+        assert!(!state.unhealthy("refused", &health(), false), "it was never up");
         assert!(state.healthy());
         assert!(state.is_open(now) && state.is_sound());
     }
@@ -398,11 +412,11 @@ mod tests {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
-        state.failed(Reason::Errors, "x", &health(), true, now);
-        state.failed(Reason::Errors, "x", &health(), true, now);
+        state.failed(Reason::Errors, "x", &health(), false, now);
+        state.failed(Reason::Errors, "x", &health(), false, now);
         let later = now + Duration::from_secs(11);
         assert!(state.enter(later, health().eject_for));
-        assert!(state.failed(Reason::Errors, "x", &health(), true, later));
+        assert!(state.failed(Reason::Errors, "x", &health(), false, later));
         assert!(!state.is_open(later + Duration::from_secs(19)));
         assert!(state.is_open(later + Duration::from_secs(21)));
     }
@@ -412,29 +426,35 @@ mod tests {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
-        let ejections = (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), true, now)).count();
+        let ejections = (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), false, now)).count();
         assert_eq!(ejections, 1);
         assert!(state.is_open(now + Duration::from_secs(11)), "the time out was not doubled");
     }
 
     #[test]
-    fn the_last_instance_is_not_ejected_for_being_slow() {
+    fn the_last_instance_is_ejected_for_refused_connections_only() {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
         for _ in 0..10 {
             assert!(!state.failed(Reason::Slow, "late", &health(), true, now));
+            assert!(!state.failed(Reason::Errors, "500", &health(), true, now));
+            assert!(!state.unhealthy("late", &health(), true));
         }
         assert!(state.is_sound());
-        assert!(state.failed(Reason::Slow, "late", &health(), false, now), "another could take over");
+        assert!(state.failed(Reason::Refused, "refused", &health(), true, now));
+        let state = State::default();
+        state.healthy();
+        let failed = || state.failed(Reason::Slow, "late", &health(), false, now);
+        assert!(!failed() && failed(), "another could take over");
     }
 
     #[test]
     fn health_takes_it_down_and_brings_it_back() {
         let state = State::default();
         state.healthy();
-        assert!(!state.unhealthy("refused", &health()));
-        assert!(state.unhealthy("refused", &health()));
+        assert!(!state.unhealthy("refused", &health(), false));
+        assert!(state.unhealthy("refused", &health(), false));
         assert!(!state.is_open(Instant::now() + Duration::from_secs(3600)), "only a check brings it back");
         state.succeeded();
         assert!(state.is_down(), "a request of old does not");

@@ -264,8 +264,8 @@ mod tests {
     #[test]
     fn round_robin_keeps_to_the_weights_and_floods_nobody_that_was_away() {
         let fleet = decodes("round-robin", &[1.0, 2.0, 1.0]);
-        fleet.decode[2].state.unhealthy("x", &Default::default());
-        fleet.decode[2].state.unhealthy("x", &Default::default());
+        fleet.decode[2].state.unhealthy("x", &Default::default(), false);
+        fleet.decode[2].state.unhealthy("x", &Default::default(), false);
         let _held: Vec<_> = (0..30).map(|_| fleet.choose_alone(&wanted(1, 0)).unwrap()).collect();
         assert_eq!(counts(&fleet), [10, 20, 0]);
         fleet.decode[2].state.healthy();
@@ -363,7 +363,7 @@ mod tests {
         }
         let last = fleet.decode.iter().find(|one| one.name() == "d1:1").unwrap();
         assert!(fleet.is_last(last) && fleet.is_ready());
-        (0..2).for_each(|_| _ = last.state.unhealthy("x", &Default::default()));
+        (0..2).for_each(|_| _ = last.state.unhealthy("x", &Default::default(), false));
         assert!(fleet.choose_alone(&wanted(1, 0)).is_none() && !fleet.is_ready());
     }
 

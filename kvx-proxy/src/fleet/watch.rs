@@ -65,8 +65,8 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
     let timeout = live.setup.health.timeout;
     let well = match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
         Ok((status, _)) if !status.is_server_error() => Ok(()),
-        Ok((status, _)) => Err(format!("GET /health answered {}", status.as_u16())),
-        Err(fault) => Err(format!("GET /health: {fault}")),
+        Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
+        Err(fault) => Err((format!("GET /health: {fault}"), matches!(fault, Fault::Late(_)))),
     };
     let well = match well {
         Ok(()) => {
@@ -78,7 +78,10 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
             let mooncake = matches!(instance.state.kind(), Kind::Mooncake(_));
             let asks = instance.role == Role::Prefill && (fresh || models || mooncake);
             match asks {
-                true => learn_kind(live, instance).await.map(drop).map_err(|fault| fault.to_string()),
+                true => {
+                    let told = learn_kind(live, instance).await;
+                    told.map(drop).map_err(|fault| (fault.to_string(), matches!(fault, Fault::Late(_))))
+                }
                 false => Ok(()),
             }
         }
@@ -90,9 +93,11 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
                 tracing::info!(instance = instance.name(), role = instance.role.as_str(), "is up");
             }
         }
-        Err(words) => {
+        Err((words, late)) => {
+            // One that is too busy to say how it is is better than none.
+            let spared = late && live.fleet.is_last(instance);
             core.errors.add(instance.name(), &words);
-            if instance.state.unhealthy(&words, &live.setup.health) {
+            if instance.state.unhealthy(&words, &live.setup.health, spared) {
                 core.metrics.ejection(Reason::Health.as_str());
                 tracing::warn!(instance = instance.name(), role = instance.role.as_str(), words, "is down");
             }
@@ -124,6 +129,10 @@ pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Kind,
         Connector::Mooncake => Kind::Mooncake(query(live, instance).await?),
         Connector::Auto => match query(live, instance).await {
             Ok(targets) => Kind::Mooncake(targets),
+            // One that is known for Mooncake's has only failed to answer.
+            Err(fault) if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() => {
+                return Err(fault);
+            }
             Err(_) => Kind::Nixl,
         },
     };

@@ -1,6 +1,5 @@
 //! Requests that one decode instance serves by itself.
 
-use bytes::Bytes;
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
 
@@ -9,12 +8,13 @@ use super::legs::Sent;
 use super::opening::Kind;
 use super::refusal::Refusal;
 use crate::fleet::instance::InFlight;
-use crate::request::Asked;
+use crate::request::{Asked, Passed};
 use crate::upstream::Fault;
 
 /// A completion by a decode instance alone.
 pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str) -> Ended {
     job.record.route("decode_alone", reason);
+    job.streamed = asked.stream;
     let sent = Sent::json(&job.path, &job.headers, &asked.body);
     let tokens = asked.prompt_tokens + asked.new_tokens;
     let prefix = asked.prefix(job.live.setup.prefix_tokens);
@@ -26,11 +26,12 @@ pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str
 /// Anything else, as it came.
 pub(crate) async fn passed(
     mut job: Job,
-    body: Bytes,
-    model: Option<String>,
+    asked: Passed,
     stored_by: Option<String>,
 ) -> Ended {
     job.record.route("passed", "");
+    job.streamed = asked.stream;
+    let Passed { body, model, .. } = asked;
     let mut headers = job.headers.clone();
     if !body.is_empty() || job.method == Method::POST {
         headers.insert(CONTENT_LENGTH, HeaderValue::from(body.len()));
@@ -80,13 +81,13 @@ async fn run(mut job: Job, sent: Sent, kind: Kind, to: &To<'_>, may_repeat: bool
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {
             Ok(opened) if opened.is_error && may_repeat => {
+                if !job.again("decode") {
+                    return Ok(job.pass(opened, decode, None, None));
+                }
                 let fault = Fault::Broken("its stream begins with an error".to_owned());
                 job.core.blame(&job.live, &decode.instance, &fault);
                 avoid.push(std::sync::Arc::clone(&decode.instance));
-                if job.again("decode") {
-                    continue;
-                }
-                return Ok(job.pass(opened, decode, None, None));
+                continue;
             }
             Ok(opened) => {
                 if job.path.path() == "/v1/responses"
@@ -101,6 +102,7 @@ async fn run(mut job: Job, sent: Sent, kind: Kind, to: &To<'_>, may_repeat: bool
         avoid.push(std::sync::Arc::clone(&decode.instance));
         let name = decode.instance.name().to_owned();
         drop(decode);
+        let may_repeat = may_repeat && !job.has_had_its_time(&fault);
         if !(fault.not_accepted() || may_repeat) || !job.again("decode") {
             return job.fail(&name, fault);
         }

@@ -204,6 +204,7 @@ impl Core {
         let reason = match fault {
             // One that is busy does what it can.
             Fault::Late(_) | Fault::Busy(_) => Reason::Slow,
+            Fault::Refused(_) => Reason::Refused,
             _ => Reason::Errors,
         };
         self.blame_for(live, instance, reason, &what);

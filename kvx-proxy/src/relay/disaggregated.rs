@@ -68,6 +68,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         return alone::completion(job, &asked, reason).await;
     }
     job.record.route("disaggregated", "");
+    job.streamed = asked.stream;
     let prefix = asked.prefix(live.setup.prefix_tokens);
     let mut avoid_prefill: Vec<Arc<Instance>> = Vec::new();
     let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
@@ -115,13 +116,13 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
             match race(&job, &decode, sent.clone(), &mut beside).await {
                 Raced::Opened(opened) if opened.is_error => {
                     // Nothing of an answer has come: as if it had failed before its first byte.
-                    let fault = Fault::Broken("its stream begins with an error".to_owned());
-                    job.core.blame(&live, &decode.instance, &fault);
                     prefill_instance.state.forget_ranks();
-                    avoid_decode.push(Arc::clone(&decode.instance));
                     if !job.again("decode") {
                         return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), None));
                     }
+                    let fault = Fault::Broken("its stream begins with an error".to_owned());
+                    job.core.blame(&live, &decode.instance, &fault);
+                    avoid_decode.push(Arc::clone(&decode.instance));
                     last = Some((decode.instance.name().to_owned(), fault));
                     break;
                 }
@@ -137,7 +138,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
                     if !same_parameters {
                         prefill_instance.state.forget_ranks();
                     }
-                    if !job.again("decode") {
+                    if job.has_had_its_time(&fault) || !job.again("decode") {
                         return job.fail(&name, fault);
                     }
                     last = Some((name, fault));
@@ -221,16 +222,18 @@ fn push(
     rank: Option<usize>,
     target: PushTarget,
 ) -> Result<Handover, Missed> {
-    // The sides find each other by the id: what is left of an attempt before must not be taken for this one.
-    let id = match job.attempt() {
-        1 => job.id.clone(),
-        attempt => XRequestId::new(format!("{}-{attempt}", job.id))
-            .unwrap_or_else(|_| XRequestId::from_random(random_id())),
-    };
+    let id = own_id(&job.id);
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
     let legs = concurrent::push_legs(body, &id, &target)?;
     Ok(both(job, prefill, legs, rank, Told::Engine(target.engine_id)))
+}
+
+/// The sides find each other by the id: what is left of an attempt, or of a client's request of the same id, must not be
+/// taken for this one. vLLM strips an end of eight hexadecimal digits; this has eleven characters.
+fn own_id(id: &XRequestId) -> XRequestId {
+    let random: String = random_id()[..5].iter().map(|byte| format!("{byte:02x}")).collect();
+    XRequestId::new(format!("{id}-k{random}")).unwrap_or_else(|_| XRequestId::from_random(random_id()))
 }
 
 fn both(job: &Job, prefill: InFlight, legs: Legs, rank: Option<usize>, told: Told) -> Handover {
@@ -388,6 +391,15 @@ mod tests {
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
         assert!(matches!(Told::Rank.is_so(&stopped), Err(Missed::Stopped)));
+    }
+
+    #[test]
+    fn a_repeated_id_is_another_one_for_the_instances() {
+        let asked = XRequestId::new("again").unwrap();
+        let (one, other) = (own_id(&asked), own_id(&asked));
+        assert_ne!(one, other);
+        assert!(one.as_str().starts_with("again-k"), "{one}");
+        assert_ne!(one.as_str().rsplit('-').next().unwrap().len(), 8, "vLLM would strip it");
     }
 
     #[test]

@@ -36,6 +36,8 @@ pub(crate) struct Job {
     pub(crate) headers: HeaderMap,
     pub(crate) id: XRequestId,
     pub(crate) until: Instant,
+    /// Whether its answer is to be streamed. Any other comes whole at its end, whenever that is.
+    pub(crate) streamed: bool,
     tries: Tries,
     place: Option<OwnedSemaphorePermit>,
 }
@@ -99,6 +101,7 @@ impl Job {
         core.budget.deposit(live.setup.retries.budget);
         Ok(Job {
             until: Instant::now() + live.setup.timeouts.request,
+            streamed: false,
             tries: Tries::new(live.setup.retries.attempts),
             core: Arc::clone(core),
             live,
@@ -175,12 +178,7 @@ impl Job {
         }
     }
 
-    /// How many attempts have been made, the running one included.
-    pub(crate) fn attempt(&self) -> u32 {
-        self.tries.made
-    }
-
-    /// Sends a leg whose answer is the client's.
+    /// Sends a leg whose answer is the client's, and blames the instance for what it did wrong.
     pub(crate) async fn answer(
         &self,
         instance: &InFlight,
@@ -188,13 +186,30 @@ impl Job {
         kind: Kind,
         until: Instant,
     ) -> Result<Opened, Fault> {
-        legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until.min(self.until))
-            .await
+        let until = until.min(self.until);
+        let answered =
+            legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until).await;
+        if let Err(fault) = &answered {
+            let said = matches!(fault, Fault::Busy(_) | Fault::Status(_));
+            // What is only passed on may be unknown to every instance.
+            if !self.has_had_its_time(fault) && !(said && kind == Kind::Any) {
+                self.core.blame(&self.live, &instance.instance, fault);
+            }
+        }
+        answered
     }
 
     /// When an answer must have begun that is asked for now.
     pub(crate) fn first_byte(&self) -> Instant {
-        self.until.min(Instant::now() + self.live.setup.timeouts.first_byte)
+        match self.streamed {
+            true => self.until.min(Instant::now() + self.live.setup.timeouts.first_byte),
+            false => self.until,
+        }
+    }
+
+    /// Whether nothing but the time of the request was too short: no instance's fault, and nothing to try again.
+    pub(crate) fn has_had_its_time(&self, fault: &Fault) -> bool {
+        !self.streamed && matches!(fault, Fault::Late(_))
     }
 
     /// Passes an answer on.

@@ -185,8 +185,7 @@ impl Drop for PrefillTask {
     }
 }
 
-/// Sends a leg whose answer is the client's, and waits for its beginning. Says of the instance what it has shown so
-/// far.
+/// Sends a leg whose answer is the client's, and waits for its beginning.
 pub(crate) async fn answer(
     core: &Core,
     live: &Live,
@@ -212,7 +211,6 @@ pub(crate) async fn answer(
         }
         Err(fault) => {
             timed.ended(fault.outcome());
-            core.blame(live, instance, &fault);
             Err(fault)
         }
     }

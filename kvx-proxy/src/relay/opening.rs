@@ -35,7 +35,7 @@ pub(crate) struct Opened {
     pub(crate) events: Option<Events>,
     /// Whether events must end with `[DONE]`.
     pub(crate) wants_done: bool,
-    /// Whether it begins with an error: nothing of a real answer has come.
+    /// Whether it begins with an error of the instance's own: nothing of a real answer has come.
     pub(crate) is_error: bool,
 }
 
@@ -105,6 +105,6 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
             _ => {}
         }
     }
-    let is_error = events.is_some() && sse::opens_with_error(&first);
+    let is_error = events.is_some() && sse::opens_with_failure(&first);
     Ok(Opened { parts, first, rest, events, wants_done, is_error })
 }

@@ -61,9 +61,13 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
         400..=499 => Outcome::ClientError,
         _ => Outcome::UpstreamError,
     };
+    if !status.is_success() {
+        // Nobody fetches its blocks: it ends, and frees them.
+        held.prefill = None;
+        held.capture = None;
+    }
     let Some(rest) = rest else {
-        record.ended(outcome, status.as_u16());
-        held.end_well();
+        held.end(record, outcome, status.as_u16(), events.as_ref());
         return Response::from_parts(parts, Body::from(first));
     };
     let idle = held.live.setup.timeouts.idle;
@@ -86,14 +90,24 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
 }
 
 impl Held {
-    /// The answer has ended as it should.
-    fn end_well(mut self) {
-        self.decode.instance.state.succeeded();
+    /// The answer has ended, with what its events have said.
+    fn end(mut self, mut record: Record, outcome: Outcome, status: u16, events: Option<&Events>) {
+        let instance = &self.decode.instance;
+        if events.is_some_and(Events::has_failed) {
+            record.core().blame_for(&self.live, instance, Reason::Errors, "decode leg: its stream said an error");
+        } else {
+            instance.state.succeeded();
+        }
+        if events.is_some_and(Events::has_error) {
+            record.ended(Outcome::UpstreamError, status);
+            return;
+        }
+        record.ended(outcome, status);
         if let Some(prefill) = self.prefill.take() {
             prefill.detach();
         }
         if let Some(capture) = self.capture.take() {
-            capture.keep(self.decode.instance.name());
+            capture.keep(instance.name());
         }
     }
 }
@@ -138,9 +152,7 @@ impl Passing {
             capture.push(&left);
         }
         record.passed(left.len(), self.events.as_ref().map_or(0, Events::count));
-        let said_error = self.events.as_ref().is_some_and(Events::has_error);
-        record.ended(if said_error { Outcome::UpstreamError } else { self.outcome }, self.status);
-        held.end_well();
+        held.end(record, self.outcome, self.status, self.events.as_ref());
         match left.is_empty() {
             true => Poll::Ready(None),
             false => Poll::Ready(Some(Ok(Frame::data(left)))),

@@ -21,7 +21,7 @@ pub(crate) struct Record {
     trace: String,
     method: String,
     path: String,
-    pub(crate) model: Option<String>,
+    model: Option<String>,
     started: Instant,
     queued: Duration,
     route: Option<(&'static str, &'static str)>,
@@ -47,6 +47,7 @@ impl Record {
         path: &str,
     ) -> Self {
         core.metrics.in_flight.fetch_add(1, Relaxed);
+        let path = cut(path);
         let span = tracing::info_span!(
             "request",
             id,
@@ -144,6 +145,10 @@ impl Record {
         self.status = status;
     }
 
+    pub(crate) fn model(&mut self, model: Option<&str>) {
+        self.model = model.map(|model| cut(model).to_owned());
+    }
+
     pub(crate) fn because(&mut self, why: impl Into<String>) {
         self.why = Some(why.into());
     }
@@ -151,6 +156,11 @@ impl Record {
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.core
     }
+}
+
+/// What logs keep of a text of the client's.
+fn cut(text: &str) -> &str {
+    &text[..text.floor_char_boundary(256)]
 }
 
 impl Drop for Record {
@@ -199,5 +209,15 @@ impl Drop for Record {
                 "events": self.events,
             })
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn logs_keep_the_beginning_of_a_text() {
+        assert_eq!(super::cut(&"ä".repeat(1000)).len(), 256);
+        assert_eq!(super::cut(&format!("x{}", "ä".repeat(1000))).len(), 255);
+        assert_eq!(super::cut("short"), "short");
     }
 }

@@ -70,6 +70,8 @@ pub(crate) fn for_instances(
         Some(key) if key_was_ours || !headers.contains_key(AUTHORIZATION) => {
             headers.insert(AUTHORIZATION, key.clone());
         }
+        // Instances learn no key that opens this proxy.
+        None if key_was_ours => drop(headers.remove(AUTHORIZATION)),
         _ => {}
     }
     headers
@@ -187,7 +189,8 @@ mod tests {
         };
         assert_eq!(of(HeaderMap::new(), false), "Bearer ours");
         assert_eq!(of(client.clone(), false), "Bearer c");
-        assert_eq!(of(client, true), "Bearer ours");
+        assert_eq!(of(client.clone(), true), "Bearer ours");
+        assert!(!for_instances(client, None, true).contains_key(AUTHORIZATION), "it opens this proxy");
         assert!(format!("{ours:?}").contains("Sensitive"));
     }
 

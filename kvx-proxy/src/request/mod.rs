@@ -82,16 +82,55 @@ fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
     dropped
 }
 
-/// The body of a request that is passed on untouched, but for `kv_transfer_params`; its model, and the response that it
-/// goes on with.
-pub(crate) fn passed(bytes: Bytes) -> (Bytes, Option<String>, Option<String>) {
-    let Ok(Value::Object(mut map)) = serde_json::from_slice(&bytes) else { return (bytes, None, None) };
-    let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
-    let (model, before) = (text("model"), text("previous_response_id"));
-    if drop_transfer_params(&mut map) {
-        return (serde_json::to_vec(&map).unwrap_or_default().into(), model, before);
+/// A request that is passed on untouched, but for `kv_transfer_params`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Passed {
+    pub(crate) body: Bytes,
+    pub(crate) model: Option<String>,
+    /// The response that it goes on with.
+    pub(crate) before: Option<String>,
+    pub(crate) stream: bool,
+}
+
+impl Passed {
+    /// Reads a body. A form is not read: no engine looks for parameters in it.
+    ///
+    /// # Errors
+    ///
+    /// A body that is neither JSON nor a form: an engine may read more than we can. The sentence is for the client.
+    pub(crate) fn new(body: Bytes, is_form: bool) -> Result<Self, String> {
+        if body.is_empty() || is_form {
+            return Ok(Passed { body, ..Passed::default() });
+        }
+        let value = serde_json::from_slice(&body)
+            .map_err(|error| format!("the body is no JSON ({error}); send JSON or multipart/form-data"))?;
+        let Value::Object(mut map) = value else { return Ok(Passed { body, ..Passed::default() }) };
+        let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
+        let (model, before) = (text("model"), text("previous_response_id"));
+        let stream = map.get("stream") == Some(&Value::Bool(true));
+        let body = match drop_transfer_params(&mut map) {
+            true => serde_json::to_vec(&map).unwrap_or_default().into(),
+            false => body,
+        };
+        Ok(Passed { body, model, before, stream })
     }
-    (bytes, model, before)
+}
+
+/// Whether every server reads this path as it is written: routes are told apart by it.
+///
+/// # Errors
+///
+/// One that a server may read as another path; the sentence is for the client.
+pub(crate) fn plain_path(path: &str) -> Result<(), String> {
+    let escaped = path.split('%').skip(1).any(|rest| {
+        let code = rest.get(..2).and_then(|two| u8::from_str_radix(two, 16).ok());
+        code.is_none_or(|byte| byte.is_ascii_alphanumeric() || b"-._~/\\%".contains(&byte))
+    });
+    let dots = path.split('/').any(|part| matches!(part, "." | ".."));
+    match escaped || dots || path.contains("//") {
+        true => Err(format!("{path} can be read as another path; write it without escapes, // and ..")),
+        false => Ok(()),
+    }
 }
 
 fn limit(map: &Map<String, Value>) -> Option<&Value> {
@@ -236,7 +275,7 @@ impl<'a> Prompt<'a> {
 /// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever goes through two
 /// legs is fit for the recipes.
 pub(crate) fn fuzz(bytes: &[u8]) {
-    let (sent, ..) = passed(Bytes::copy_from_slice(bytes));
+    let sent = Passed::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
     let clean = |value: &Value| {
         assert!(value.get("kv_transfer_params").is_none());
         assert!(value.get("vllm_xargs").is_none_or(|nested| nested.get("kv_transfer_params").is_none()));
@@ -300,14 +339,45 @@ mod tests {
         let text = br#"{"prompt": "a", "kv_transfer_param\u0073": {"remote_host": "evil"}, "vllm_xargs": {"kv_transfer_params": 1, "x": 2}}"#;
         let asked = Asked::new(text).unwrap();
         assert_eq!(asked.body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
-        let (sent, ..) = passed(Bytes::from_static(text));
-        assert!(!String::from_utf8_lossy(&sent).contains("evil"));
+        let sent = Passed::new(Bytes::from_static(text), false).unwrap();
+        assert!(!String::from_utf8_lossy(&sent.body).contains("evil"));
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
-        assert_eq!(
-            passed(other.clone()),
-            (other, Some("m".to_owned()), None),
-            "else it is passed on byte for byte"
-        );
+        let sent = Passed::new(other.clone(), false).unwrap();
+        assert_eq!(sent.model.as_deref(), Some("m"));
+        assert_eq!(sent.body, other, "else it is passed on byte for byte");
+    }
+
+    #[test]
+    fn what_only_an_engine_can_read_is_not_passed_on() {
+        let deep = [&b"{\"x\": "[..], &[b'['; 200], &[b']'; 200], b", \"kv_transfer_params\": 1}"].concat();
+        let utf16: Vec<u8> = r#"{"kv_transfer_params": 1}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
+        let lone = br#"{"x": "\ud800", "kv_transfer_params": 1}"#;
+        let nan = br#"{"x": NaN, "kv_transfer_params": 1}"#;
+        for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep] {
+            let body = Bytes::copy_from_slice(body);
+            assert!(Passed::new(body.clone(), false).is_err(), "{}", body.escape_ascii());
+            assert_eq!(Passed::new(body.clone(), true).unwrap().body, body);
+        }
+        assert!(Passed::new(Bytes::new(), false).is_ok(), "nothing at all");
+    }
+
+    #[test]
+    fn a_path_that_reads_as_another_is_refused() {
+        for path in ["/v1/responses/resp_1", "/v1/files/a%20b", "/v1/x..y", "/v1/x%C3%A4"] {
+            assert_eq!(plain_path(path), Ok(()), "{path}");
+        }
+        for path in [
+            "/v1/%63hat/completions",
+            "/v1/%6coad_lora_adapter",
+            "/v1/x%2F..%2Fy",
+            "/v1//chat",
+            "/v1/../sleep",
+            "/v1/%2e%2e/sleep",
+            "/v1/x%2",
+            "/v1/%2563hat",
+        ] {
+            assert!(plain_path(path).is_err(), "{path}");
+        }
     }
 
     #[test]

@@ -7,17 +7,18 @@ use axum::extract::State;
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
 use axum::{Router, middleware};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Limited};
 use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 
 use super::{admin, page};
+use crate::admission::Room;
 use crate::relay::core::Core;
 use crate::relay::job::{Ended, Job};
 use crate::relay::refusal::Refusal;
 use crate::relay::{alone, disaggregated};
-use crate::request::{Asked, passed};
+use crate::request::{Asked, Passed, plain_path};
 
 type Shared = State<Arc<Core>>;
 
@@ -76,8 +77,13 @@ fn respond(ended: Ended) -> Response<Body> {
     }
 }
 
-/// The body of a client, of bounded length and in bounded time.
-async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal> {
+/// The body of a client, of bounded length and in bounded time, as it is; and its share of what all bodies may take.
+async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<(Bytes, Room), Refusal> {
+    if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
+        let words = "the body has a Content-Encoding; send it as it is";
+        return Err(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
+    }
+    let admission = Arc::clone(&core.live().admission);
     let limits = core.live().setup.limits.clone();
     let too_long = || {
         Refusal::client(
@@ -89,10 +95,23 @@ async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<Bytes, 
     if told.is_some_and(|told| told > limits.body as u64) {
         return Err(too_long());
     }
-    match tokio::time::timeout(limits.body_time, Limited::new(body, limits.body).collect()).await {
-        Ok(Ok(collected)) => Ok(collected.to_bytes()),
-        Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => Err(too_long()),
-        Ok(Err(_)) => Err(Refusal::bad_request("the body broke off")),
+    let read = async {
+        let (mut body, mut read, mut room) = (Limited::new(body, limits.body), BytesMut::new(), Room::default());
+        while let Some(frame) = body.frame().await {
+            let data = match frame {
+                Ok(frame) => frame.into_data().unwrap_or_default(),
+                Err(error) if error.is::<http_body_util::LengthLimitError>() => return Err(too_long()),
+                Err(_) => return Err(Refusal::bad_request("the body broke off")),
+            };
+            if !admission.widen(&mut room, read.len() + data.len()) {
+                return Err(Refusal::unavailable("too many long requests are at work: try again later"));
+            }
+            read.extend_from_slice(&data);
+        }
+        Ok((read.freeze(), room))
+    };
+    match tokio::time::timeout(limits.body_time, read).await {
+        Ok(read) => read,
         Err(_) => Err(Refusal::client(
             StatusCode::REQUEST_TIMEOUT,
             format!("the body did not come within {:?}", limits.body_time),
@@ -123,22 +142,17 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             let words = "the body's Content-Type is not application/json";
             return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
         }
-        let body = match body_of(&core, &parts.headers, body).await {
+        let (body, _room) = match body_of(&core, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
-        let encoded = parts.headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity");
-        if encoded {
-            let words = "the body has a Content-Encoding; send it as it is";
-            return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
-        }
         let asked = match Asked::new(&body) {
             Ok(asked) => asked,
             Err(words) => return Err(job.refused(Refusal::bad_request(words))),
         };
         drop(body);
         let mut job = job.admit().await?;
-        job.record.model.clone_from(&asked.model);
+        job.record.model(asked.model.as_deref());
         disaggregated::completion(job, asked).await
     };
     until_the_end(&core, work).await
@@ -167,6 +181,9 @@ fn is_passed(path: &str) -> bool {
 async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
     let (parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
+    if let Err(words) = plain_path(&path) {
+        return refuse(&core, &Refusal::bad_request(words));
+    }
     if !is_passed(&path) {
         let words = format!("{} {path} is nothing that this proxy passes on", parts.method);
         return refuse(&core, &Refusal::client(StatusCode::NOT_FOUND, words));
@@ -179,17 +196,22 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         Err(refusal) => return refuse(&core, &refusal),
     };
     let work = async {
-        let body = match body_of(&core, &parts.headers, body).await {
+        let (body, _room) = match body_of(&core, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
-        let (body, model, before) = passed(body);
+        let form = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let is_form = form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
+        let asked = match Passed::new(body, is_form) {
+            Ok(asked) => asked,
+            Err(words) => return Err(job.refused(Refusal::bad_request(words))),
+        };
         // A stored response is asked of the instance that stored it.
         let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
-        let stored_by = named.or(before.as_deref()).and_then(|response| core.stored_by(response));
+        let stored_by = named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
         let mut job = job.admit().await?;
-        job.record.model.clone_from(&model);
-        alone::passed(job, body, model, stored_by).await
+        job.record.model(asked.model.as_deref());
+        alone::passed(job, asked, stored_by).await
     };
     until_the_end(&core, work).await
 }

@@ -215,6 +215,8 @@ pub struct Limits {
     pub headers: usize,
     #[serde(deserialize_with = "units::read_size")]
     pub body: usize,
+    #[serde(deserialize_with = "units::read_size")]
+    pub bodies: usize,
     #[serde(deserialize_with = "units::read_duration")]
     pub header_time: Duration,
     #[serde(deserialize_with = "units::read_duration")]
@@ -306,6 +308,7 @@ impl Default for Limits {
             queue_wait: Duration::from_secs(30),
             headers: 64 << 10,
             body: 32 << 20,
+            bodies: 1 << 30,
             header_time: Duration::from_secs(30),
             body_time: Duration::from_secs(30),
             stall: Duration::from_secs(60),

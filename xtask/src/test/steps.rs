@@ -138,7 +138,7 @@ mod tests {
             let steps = STEPS.iter().filter(move |step| step.is_part_of(tier, package));
             steps.map(|step| step.name).collect::<Vec<_>>()
         };
-        assert_eq!(of(Tier::Fast, None), ["format", "lints", "tests"]);
+        assert_eq!(of(Tier::Fast, None), ["format", "width", "lints", "tests"]);
         assert_eq!(of(Tier::Whole, None), names().collect::<Vec<_>>());
         assert!(of(Tier::Usual, Some("kvx-ucx")).contains(&"bindings"));
         assert!(!of(Tier::Usual, Some("kvx-ucx")).contains(&"demo"));

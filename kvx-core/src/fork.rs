@@ -26,6 +26,7 @@ mod imp {
 
 #[cfg(any(not(target_os = "linux"), kvx_portable))]
 mod imp {
+    /// Other systems are not watched.
     pub fn count() -> u64 {
         0
     }

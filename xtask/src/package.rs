@@ -18,11 +18,16 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30 * 60);
 const LICENCES: &[&str] = &[
     "(MIT OR Apache-2.0) AND Unicode-3.0",
     "Apache-2.0",
+    "Apache-2.0 / MIT",
+    "Apache-2.0 AND ISC",
+    "Apache-2.0 OR ISC OR MIT",
     "Apache-2.0 OR MIT",
     "Apache-2.0 WITH LLVM-exception OR Apache-2.0 OR MIT",
     "BSD-2-Clause OR Apache-2.0 OR MIT",
+    "BSD-3-Clause",
     "ISC",
     "MIT",
+    "MIT AND BSD-3-Clause",
     "MIT OR Apache-2.0",
     "MIT/Apache-2.0",
     "Unlicense OR MIT",
@@ -30,8 +35,10 @@ const LICENCES: &[&str] = &[
 ];
 
 /// Crates that are there in several versions, and why nothing of ours can change that.
-const DUPLICATES: &[(&str, &str)] =
-    &[("syn", "derive macros of serde and of others, while they move from 2 to 3")];
+const DUPLICATES: &[(&str, &str)] = &[
+    ("getrandom", "ring, which the feature `tls` of kvx-proxy brings, is behind the others"),
+    ("syn", "derive macros of serde and of others, while they move from 2 to 3"),
+];
 
 /// What would let a build script compile or look for a native library; set to a program that fails.
 const NATIVE_TOOLS: &[&str] = &["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];

@@ -9,7 +9,7 @@ use kvx_proxy::{AccessLog, Choice, Connector, Finding, Pool, Setup};
 use crate::Result;
 
 /// The command lines of vLLM's proxies, and a file for everything.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct Arguments {
     /// A TOML file with everything; flags win over it. It is read again on SIGHUP.
     #[arg(long, value_name = "FILE")]
@@ -136,7 +136,8 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
         .init();
     let scheme = if setup.tls_cert.is_some() { "https" } else { "http" };
     let output = Box::new(out.get_ref().try_clone()?);
-    let reread = || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
+    let arguments = arguments.clone();
+    let reread = move || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
     let started = |address| eprintln!("kvx: listening on {scheme}://{address}");
     let served = runtime.block_on(kvx_proxy::serve(setup, reread, output, started));
     // A name may still be looked up, or a log be read by nobody.

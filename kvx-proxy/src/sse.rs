@@ -118,6 +118,27 @@ pub(crate) fn opens_with_failure(bytes: &[u8]) -> bool {
     first.and_then(|data| error_code(data.trim_ascii())).is_some_and(|code| code >= 500)
 }
 
+/// The same events without `kv_transfer_params`, which name hosts.
+pub(crate) fn without_transfer_params(events: Bytes) -> Bytes {
+    if !crate::request::names_transfer_params(&events) {
+        return events;
+    }
+    let mut rest = Vec::with_capacity(events.len());
+    for line in events.split_inclusive(|byte| *byte == b'\n') {
+        let chunk = line.strip_prefix(b"data:").and_then(|data| serde_json::from_slice(data).ok());
+        match chunk {
+            Some(serde_json::Value::Object(mut chunk)) if chunk.contains_key("kv_transfer_params") => {
+                chunk.remove("kv_transfer_params");
+                let end = &line[line.trim_ascii_end().len()..];
+                let chunk = serde_json::Value::Object(chunk).to_string();
+                rest.extend_from_slice(&[b"data: ", chunk.as_bytes(), end].concat());
+            }
+            _ => rest.extend_from_slice(line),
+        }
+    }
+    rest.into()
+}
+
 /// An `error` event, in the words that vLLM and OpenAI's clients use.
 pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
     let error = serde_json::json!({"error": {"message": message, "type": kind, "param": null, "code": code}});
@@ -178,6 +199,17 @@ mod tests {
         let mut events = Events::default();
         events.push(Bytes::from_static(b"data: {}\n\ndata: {\"error\": 1}\n\n"));
         assert!(events.has_error() && events.has_failed());
+    }
+
+    #[test]
+    fn transfer_params_leave_the_one_chunk_that_has_them() {
+        let plain = Bytes::from_static(b"data: {\"text\": \"a\"}\n\n");
+        assert_eq!(without_transfer_params(plain.clone()).as_ptr(), plain.as_ptr(), "without a copy");
+        let said = b"data: {\"text\": \"\\\"kv_transfer_params\\\": 1\"}\r\n\r\n";
+        let last = b"data: {\"kv_transfer_params\": {\"remote_host\": \"h\"}, \"text\": \"b\"}\r\n\r\ndata: [DONE]\n\n";
+        let passed = without_transfer_params([&said[..], last].concat().into());
+        let expected = [&said[..], b"data: {\"text\":\"b\"}\r\n\r\ndata: [DONE]\n\n"].concat();
+        assert_eq!(passed, expected, "{}", passed.escape_ascii());
     }
 
     #[test]

@@ -89,7 +89,6 @@ pub(crate) async fn a_decode_that_took_nothing_is_replaced_with_the_same_blocks(
 pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_prefill() {
     for (fault, streams) in [
         (Fault::CloseFirst, false),
-        (Fault::HangFirst, false),
         (Fault::CloseFirst, true),
         (Fault::HangFirst, true),
         (Fault::CloseAfter(0), true),
@@ -118,6 +117,61 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
         let report = fleet.prefill[0].report();
         assert_eq!((report.prefills, report.read, report.pinned), (4, 4, 0), "{fault:?}");
     }
+}
+
+pub(crate) async fn an_answer_that_is_not_streamed_has_the_time_of_its_request() {
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
+    fleet.decode[0].pace(Pace { prefill_ms: 0, token_ms: 400 });
+    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("a long answer", 4)).send().await;
+    assert_eq!(answer.texts(), [answer_to("a long answer", 4)]);
+    let several = serde_json::json!({"model": "m", "prompt": ["one", "two"], "max_tokens": 4});
+    let answer = Call::post(fleet.port(), COMPLETIONS, &several).send().await;
+    assert_eq!((answer.status, answer.header("x-kvx-route")), (200, "decode-alone; prompt list"));
+    let mut fleet = Plan::of(1, 2, &Settings::default())
+        .setup(&PATIENT.replace("idle", "request = \"2s\"\nidle"))
+        .start()
+        .await;
+    for decode in &mut fleet.decode {
+        decode.script(Script { leg: Some(Leg::Decode), times: 9, fault: Fault::HangFirst });
+    }
+    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("never", 4)).send().await;
+    assert_eq!(answer.status, 504, "{}", answer.text());
+    let failures = Call::get(fleet.port(), "/status").send().await.text();
+    assert_eq!(fleet.proxy.metric("kvx_proxy_retries_total", "").await, 0.0, "{failures}");
+    assert_eq!(sum(&mut fleet.prefill, |report| report.prefills), 1, "generated once");
+}
+
+pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
+    let setup = PATIENT.replace("eject_after = 1000", "eject_after = 1");
+    let mut fleet = Plan::of(1, 2, &Settings::default()).setup(&setup).start().await;
+    for decode in &mut fleet.decode {
+        decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::Status(501) });
+    }
+    for _ in 0..2 {
+        let answer = Call::post(fleet.port(), COMPLETIONS, &completion("not implemented", 4)).send().await;
+        assert_eq!(answer.status, 501, "{}", answer.text());
+    }
+    assert_eq!(fleet.proxy.metric("kvx_proxy_retries_total", "").await, 0.0);
+    assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
+    // A stream that ends in an error of its own is a failure.
+    for decode in &mut fleet.decode {
+        decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::ErrorAfter(2) });
+    }
+    let stream =
+        Call::post(fleet.port(), COMPLETIONS, &streamed("an error", 4)).open().await.read_out().await;
+    assert!(stream.error.is_some(), "{stream:?}");
+    assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await, 1.0);
+}
+
+pub(crate) async fn a_decode_that_refuses_ends_the_prefill_beside_it() {
+    let settings = Settings { connector: Connector::Mooncake, ..Settings::default() };
+    let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
+    fleet.prefill[0].pace(Pace { prefill_ms: 30_000, token_ms: 0 });
+    fleet.decode[0].script(once(Leg::Decode, Fault::Status(404)));
+    let setup = Call::post(fleet.port(), COMPLETIONS, &completion("refused, refused", 4)).send().await;
+    assert_eq!(setup.status, 404, "{}", setup.text());
+    let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
+    assert_eq!((report.prefills, report.pinned), (0, 0), "{report:?}");
 }
 
 pub(crate) async fn both_legs_at_once_fail_together() {

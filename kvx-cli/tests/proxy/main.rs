@@ -76,6 +76,8 @@ fn main() {
             what_would_stop_a_decode_instance_never_reaches_it,
             a_decode_that_took_nothing_is_replaced_with_the_same_blocks,
             a_decode_that_failed_before_its_first_byte_gets_a_fresh_prefill,
+            an_answer_that_is_not_streamed_has_the_time_of_its_request,
+            an_error_that_is_not_the_instances_is_no_blame, a_decode_that_refuses_ends_the_prefill_beside_it,
             both_legs_at_once_fail_together, retries_have_a_budget,
             an_instance_that_fails_is_ejected_and_tried_again,
             the_last_instance_of_a_pool_is_not_ejected_for_its_latency,

@@ -110,9 +110,12 @@ pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
             let text = if stream {
                 let stream = call.open().await.read_out().await;
                 assert!(stream.is_whole(), "{stream:?}");
+                assert!(stream.chunks.iter().all(|chunk| chunk.get("kv_transfer_params").is_none()));
                 stream.text
             } else {
-                call.send().await.texts().remove(0)
+                let answer = call.send().await;
+                assert!(answer.json()["kv_transfer_params"].is_null(), "{}", answer.text());
+                answer.texts().remove(0)
             };
             messages.push(json!({"role": "assistant", "content": text}));
         }

@@ -24,11 +24,7 @@ pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str
 }
 
 /// Anything else, as it came.
-pub(crate) async fn passed(
-    mut job: Job,
-    asked: Passed,
-    stored_by: Option<String>,
-) -> Ended {
+pub(crate) async fn passed(mut job: Job, asked: Passed, stored_by: Option<String>) -> Ended {
     job.record.route("passed", "");
     job.streamed = asked.stream;
     let Passed { body, model, .. } = asked;

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hyper::header::{AUTHORIZATION, HeaderMap};
+use hyper::header::HeaderValue;
 use kvx_connector::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
@@ -22,9 +22,10 @@ type Hash = [u8; 32];
 pub(crate) struct Key(Hash);
 
 impl Key {
-    pub(crate) fn new(conversation: &str, headers: &HeaderMap) -> Self {
+    /// `authorization` is the client's own, as it came.
+    pub(crate) fn new(conversation: &str, authorization: Option<&HeaderValue>) -> Self {
         let mut hash = Sha256::new();
-        hash.update(headers.get(AUTHORIZATION).map(|key| key.as_bytes()).unwrap_or_default());
+        hash.update(authorization.map(HeaderValue::as_bytes).unwrap_or_default());
         hash.update([0]);
         hash.update(conversation);
         Key(hash.finalize().into())
@@ -37,6 +38,7 @@ struct Turn {
     answer: Answer,
     decode: String,
     said: Said,
+    rest: Hash,
     text: String,
     until: Instant,
 }
@@ -47,6 +49,45 @@ struct Turn {
 enum Said {
     Messages(usize, Hash),
     Prompt(usize, Hash),
+}
+
+/// Keys that change what is generated, or how it is told, and never what a prompt's blocks hold.
+const OF_THE_ANSWER: [&str; 22] = [
+    "conversation_id",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+    "user",
+];
+
+/// All else that a body says: another model, tools, a template's arguments, a salt make other blocks of the same words.
+fn hash_of_rest(body: &Value) -> Hash {
+    let mut hash = Sha256::new();
+    for (key, value) in body.as_object().into_iter().flatten() {
+        let is_text = matches!(key.as_str(), "messages" | "prompt");
+        if !is_text && !OF_THE_ANSWER.contains(&key.as_str()) {
+            hash.update(Value::from(key.as_str()).to_string());
+            hash.update(value.to_string());
+        }
+    }
+    hash.finalize().into()
 }
 
 fn hash_of(messages: &[Value]) -> Hash {
@@ -98,8 +139,12 @@ impl Conversations {
     /// The answer of the turn before this one, and who holds it: if this body goes on with it, and in time.
     pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let turn = kept.turns.remove(key)?;
-        (turn.until > now && turn.said.goes_on(&turn.text, body)).then_some((turn.answer, turn.decode))
+        // Whoever only has its name does not end it.
+        let turn = kept.turns.get(key)?;
+        let goes_on =
+            turn.until > now && turn.rest == hash_of_rest(body) && turn.said.goes_on(&turn.text, body);
+        let turn = goes_on.then(|| kept.turns.remove(key))??;
+        Some((turn.answer, turn.decode))
     }
 
     fn keep(&self, key: Key, turn: Turn) {
@@ -124,6 +169,7 @@ pub(crate) struct Capture {
     conversations: Conversations,
     key: Key,
     said: Said,
+    rest: Hash,
     streamed: bool,
     answer: Answer,
     text: String,
@@ -137,6 +183,7 @@ impl Capture {
             conversations: conversations.clone(),
             key,
             said: Said::of(body)?,
+            rest: hash_of_rest(body),
             streamed,
             answer: Answer::default(),
             text: String::new(),
@@ -198,6 +245,7 @@ impl Capture {
             answer: self.answer,
             decode: decode.to_owned(),
             said: self.said,
+            rest: self.rest,
             text: self.text,
             until: Instant::now() + HELD_FOR,
         };
@@ -213,9 +261,7 @@ mod tests {
         "remote_engine_id": "d", "remote_request_id": "r", "remote_host": "h", "remote_port": 5600}"#;
 
     fn key(who: &str) -> Key {
-        let mut headers = HeaderMap::new();
-        headers.insert(AUTHORIZATION, who.parse().unwrap());
-        Key::new("c", &headers)
+        Key::new("c", Some(&who.parse().unwrap()))
     }
 
     fn first() -> Value {
@@ -254,10 +300,19 @@ mod tests {
     fn another_text_is_not_continued() {
         let mut other = next("good day");
         other["messages"][0]["content"] = "hullo".into();
-        let bodies = [next("good night"), first(), other, serde_json::json!({"prompt": "hello"})];
-        for body in bodies {
-            assert!(after_one_turn().take(&key("a"), &body, Instant::now()).is_none(), "{body}");
+        let mut bodies = vec![next("good night"), first(), other, serde_json::json!({"prompt": "hello"})];
+        for key in ["model", "tools", "chat_template_kwargs", "cache_salt", "mm_processor_kwargs"] {
+            let mut other = next("good day");
+            other[key] = "another".into();
+            bodies.push(other);
         }
+        let conversations = after_one_turn();
+        for body in bodies {
+            assert!(conversations.take(&key("a"), &body, Instant::now()).is_none(), "{body}");
+        }
+        let mut same = next("good day");
+        (same["temperature"], same["max_tokens"], same["stream"]) = (0.5.into(), 9.into(), true.into());
+        assert!(conversations.take(&key("a"), &same, Instant::now()).is_some(), "the others ended nothing");
         let late = Instant::now() + HELD_FOR + Duration::from_secs(10);
         assert!(after_one_turn().take(&key("a"), &next("good day"), late).is_none());
     }

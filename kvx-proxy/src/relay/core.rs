@@ -127,15 +127,22 @@ impl Core {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes another set-up, once new instances have been asked how they are.
+    /// Takes another set-up, once new instances have been asked how they are. It is read when its turn has come: the last
+    /// one to be asked for is the last one read.
     ///
     /// # Errors
     ///
-    /// As [`Live::new`]; then everything stays as it is.
-    pub(crate) async fn replace(self: &Arc<Self>, setup: Setup) -> Result<()> {
+    /// As `read` and [`Live::new`]; then everything stays as it is.
+    pub(crate) async fn replace(
+        self: &Arc<Self>,
+        read: impl FnOnce() -> Result<Setup>,
+        then: impl FnOnce(),
+    ) -> Result<()> {
         let _one_at_a_time = self.changes.lock().await;
+        let setup = read()?;
         let live = Live::new(setup, Some(&self.live()))?;
         self.swap(live).await;
+        then();
         Ok(())
     }
 

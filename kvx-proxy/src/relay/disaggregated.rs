@@ -292,11 +292,23 @@ enum Raced {
     Prefill(Missed),
 }
 
-async fn race(job: &Job, decode: &InFlight, sent: Sent, beside: &mut Option<(PrefillTask, Told)>) -> Raced {
+async fn race(
+    job: &Job,
+    decode: &InFlight,
+    mut sent: Sent,
+    beside: &mut Option<(PrefillTask, Told)>,
+) -> Raced {
     // A decode leg beside its prefill waits for both.
     let extra = if beside.is_some() { job.live.setup.timeouts.prefill } else { Duration::ZERO };
     let until = (job.first_byte() + extra).min(job.until);
-    let answer = job.answer(decode, sent, AnswerKind::Completion, until);
+    let kind = match job.live.fleet.pools[decode.instance.pool].bidirectional {
+        true => AnswerKind::Turn,
+        false => AnswerKind::Completion,
+    };
+    if kind == AnswerKind::Turn {
+        crate::request::headers::readable(&mut sent.headers);
+    }
+    let answer = job.answer(decode, sent, kind, until);
     tokio::pin!(answer);
     if let Some((task, told)) = beside {
         tokio::select! {
@@ -351,7 +363,7 @@ impl Turn {
         if let Value::Object(body) = body {
             body.remove("conversation_id");
         }
-        let key = Key::new(id, &job.headers);
+        let key = Key::new(id, job.authorization.as_ref());
         if let Some((answer, decode)) = job.core.conversations.take(&key, body, std::time::Instant::now()) {
             turn.earlier = Some((answer, Dialect::default()));
             turn.decode = Some(decode);

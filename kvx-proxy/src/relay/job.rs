@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use hyper::header::HeaderMap;
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Response};
@@ -35,6 +35,8 @@ pub(crate) struct Job {
     /// The client's, ready for any leg.
     pub(crate) headers: HeaderMap,
     pub(crate) id: XRequestId,
+    /// The client's own, as it came.
+    pub(crate) authorization: Option<HeaderValue>,
     pub(crate) until: Instant,
     /// Whether its answer is to be streamed. Any other comes whole at its end, whenever that is.
     pub(crate) streamed: bool,
@@ -110,6 +112,7 @@ impl Job {
             path,
             headers: sent,
             id,
+            authorization: parts.headers.get(AUTHORIZATION).cloned(),
             place: None,
         })
     }

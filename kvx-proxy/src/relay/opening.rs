@@ -9,7 +9,7 @@ use hyper::{Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
 use crate::sse::{self, Events};
-use crate::upstream::{Fault, accepted, words};
+use crate::upstream::{Fault, WHOLE, accepted, words};
 
 /// How much of an answer that is not streamed is held back: until its end, or this much.
 const HELD: usize = 1 << 20;
@@ -19,6 +19,8 @@ const HELD: usize = 1 << 20;
 pub(crate) enum Kind {
     /// A completion: a JSON object, or events that end with `[DONE]`.
     Completion,
+    /// A completion of an instance that says what it holds for the next turn: what it is passed on without.
+    Turn,
     /// Whatever the instance says.
     Any,
 }
@@ -35,6 +37,8 @@ pub(crate) struct Opened {
     pub(crate) events: Option<Events>,
     /// Whether events must end with `[DONE]`.
     pub(crate) wants_done: bool,
+    /// Whether `kv_transfer_params` stay here.
+    pub(crate) is_turn: bool,
     /// Whether it begins with an error of the instance's own: nothing of a real answer has come.
     pub(crate) is_error: bool,
 }
@@ -52,7 +56,7 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
     let (parts, mut body) = response.into_parts();
     let plain = !parts.headers.contains_key(CONTENT_ENCODING);
     let mut events = (plain && content_type_is(&parts.headers, "text/event-stream")).then(Events::default);
-    let good = parts.status == StatusCode::OK && kind == Kind::Completion;
+    let good = parts.status == StatusCode::OK && kind != Kind::Any;
     let wants_done = good && events.is_some();
     let mut first = BytesMut::new();
     let mut rest = None;
@@ -78,7 +82,11 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
             }
             None => first.extend_from_slice(&data),
         }
+        if kind == Kind::Turn && events.is_none() && first.len() > WHOLE {
+            return Err(Fault::Broken(format!("its answer is longer than {WHOLE} bytes")));
+        }
         let enough = match kind {
+            Kind::Turn if events.is_none() => usize::MAX,
             Kind::Completion if plain && events.is_none() => HELD,
             _ => 1,
         };
@@ -106,5 +114,5 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
         }
     }
     let is_error = events.is_some() && sse::opens_with_failure(&first);
-    Ok(Opened { parts, first, rest, events, wants_done, is_error })
+    Ok(Opened { parts, first, rest, events, wants_done, is_turn: kind == Kind::Turn, is_error })
 }

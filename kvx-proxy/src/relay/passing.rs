@@ -19,7 +19,7 @@ use super::opening::Opened;
 use super::record::Record;
 use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::Outcome;
-use crate::request::headers;
+use crate::request::{headers, without_transfer_params};
 use crate::sse::{self, Events};
 use crate::upstream::words;
 
@@ -38,7 +38,7 @@ pub(crate) struct Held {
 
 /// Makes the client's response of an answer that has begun.
 pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Response<Body> {
-    let Opened { mut parts, first, rest, events, wants_done, .. } = opened;
+    let Opened { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
     headers::drop_hop_by_hop(&mut parts.headers);
     if events.is_some() {
         // An error event may have to follow.
@@ -54,6 +54,13 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
     record.first_byte(status.as_u16());
     if let Some(capture) = &mut held.capture {
         capture.push(&first);
+    }
+    if is_turn {
+        first = match events {
+            Some(_) => sse::without_transfer_params(first),
+            None => without_transfer_params(first),
+        };
+        parts.headers.remove(CONTENT_LENGTH);
     }
     record.passed(first.len(), events.as_ref().map_or(0, Events::count));
     let outcome = match status.as_u16() {
@@ -77,6 +84,7 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
         rest,
         events,
         wants_done,
+        is_turn,
         idle,
         last: Instant::now(),
         sleep: Box::pin(tokio::time::sleep_until((Instant::now() + idle).min(held.until))),
@@ -94,7 +102,12 @@ impl Held {
     fn end(mut self, mut record: Record, outcome: Outcome, status: u16, events: Option<&Events>) {
         let instance = &self.decode.instance;
         if events.is_some_and(Events::has_failed) {
-            record.core().blame_for(&self.live, instance, Reason::Errors, "decode leg: its stream said an error");
+            record.core().blame_for(
+                &self.live,
+                instance,
+                Reason::Errors,
+                "decode leg: its stream said an error",
+            );
         } else {
             instance.state.succeeded();
         }
@@ -118,6 +131,7 @@ struct Passing {
     rest: Incoming,
     events: Option<Events>,
     wants_done: bool,
+    is_turn: bool,
     idle: Duration,
     last: Instant,
     sleep: Pin<Box<Sleep>>,
@@ -151,6 +165,7 @@ impl Passing {
         if let Some(capture) = &mut held.capture {
             capture.push(&left);
         }
+        let left = if self.is_turn { sse::without_transfer_params(left) } else { left };
         record.passed(left.len(), self.events.as_ref().map_or(0, Events::count));
         held.end(record, self.outcome, self.status, self.events.as_ref());
         match left.is_empty() {
@@ -233,6 +248,7 @@ impl hyper::body::Body for Passing {
             if let Some(capture) = &mut held.capture {
                 capture.push(&ready);
             }
+            let ready = if this.is_turn { sse::without_transfer_params(ready) } else { ready };
             record.passed(ready.len(), this.events.as_ref().map_or(0, Events::count));
             return Poll::Ready(Some(Ok(Frame::data(ready))));
         }

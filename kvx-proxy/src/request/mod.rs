@@ -71,6 +71,27 @@ impl Asked {
     }
 }
 
+/// Whether these bytes may have `kv_transfer_params` as a key: a search, before anything is parsed.
+pub(crate) fn names_transfer_params(bytes: &[u8]) -> bool {
+    const KEY: &[u8] = b"kv_transfer_params";
+    bytes.windows(KEY.len()).any(|some| some == KEY)
+}
+
+/// An instance's whole answer without what it says for the next turn.
+pub(crate) fn without_transfer_params(body: Bytes) -> Bytes {
+    if !names_transfer_params(&body) {
+        return body;
+    }
+    let Ok(Value::Object(mut map)) = serde_json::from_slice(&body) else { return body };
+    match map.get_mut("kv_transfer_params") {
+        None | Some(Value::Null) => body,
+        Some(params) => {
+            *params = Value::Null;
+            serde_json::to_vec(&map).unwrap_or_default().into()
+        }
+    }
+}
+
 /// Takes out `kv_transfer_params`, wherever an engine would look for it: it names hosts to connect to.
 fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
     let mut dropped = map.remove("kv_transfer_params").is_some();
@@ -350,7 +371,8 @@ mod tests {
     #[test]
     fn what_only_an_engine_can_read_is_not_passed_on() {
         let deep = [&b"{\"x\": "[..], &[b'['; 200], &[b']'; 200], b", \"kv_transfer_params\": 1}"].concat();
-        let utf16: Vec<u8> = r#"{"kv_transfer_params": 1}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
+        let utf16: Vec<u8> =
+            r#"{"kv_transfer_params": 1}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
         let lone = br#"{"x": "\ud800", "kv_transfer_params": 1}"#;
         let nan = br#"{"x": NaN, "kv_transfer_params": 1}"#;
         for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep] {

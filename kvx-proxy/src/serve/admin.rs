@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use super::keys::Keys;
 use super::routes::json as respond;
+use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, Kind, Role};
 use crate::relay::core::Core;
 use crate::relay::refusal::Refusal;
@@ -102,11 +103,8 @@ async fn body_of(core: &Core, request: Request<Body>) -> Result<serde_json::Map<
         .map_err(|error| Refusal::bad_request(format!("the body is no JSON object: {error}")))
 }
 
-/// The pool and role that a body names, and the rest of it as an instance.
-fn read(
-    core: &Core,
-    mut body: serde_json::Map<String, Value>,
-) -> Result<(usize, Role, InstanceTable), Refusal> {
+/// Where a body says, and the rest of it as an instance.
+fn read(mut body: serde_json::Map<String, Value>) -> Result<(Where, InstanceTable), Refusal> {
     let refused = |error: serde_json::Error| Refusal::bad_request(error.to_string());
     let mut place = serde_json::Map::new();
     for key in ["role", "pool"] {
@@ -116,23 +114,30 @@ fn read(
     }
     let place: Where = serde_json::from_value(Value::Object(place)).map_err(refused)?;
     let table: InstanceTable = serde_json::from_value(Value::Object(body)).map_err(refused)?;
-    let pools = &core.live().fleet.pools;
-    let pool = match &place.pool {
-        Some(name) => pools.iter().position(|pool| pool.name == *name),
-        None => (!pools.is_empty()).then_some(0),
-    };
-    let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
-    let pool =
-        pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))?;
-    Ok((pool, place.role, table))
+    Ok((place, table))
+}
+
+impl Where {
+    /// The place of its pool in this fleet; another fleet has others.
+    fn pool_in(&self, fleet: &Fleet) -> Result<usize, Refusal> {
+        let pools = &fleet.pools;
+        let pool = match &self.pool {
+            Some(name) => pools.iter().position(|pool| pool.name == *name),
+            None => (!pools.is_empty()).then_some(0),
+        };
+        let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
+        pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))
+    }
 }
 
 pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
     let changed = async {
-        let (pool, role, table) = read(&core, body_of(&core, request).await?)?;
+        let (place, table) = read(body_of(&core, request).await?)?;
+        let role = place.role;
         let refused = |error: crate::Error| Refusal::bad_request(error.to_string());
         let name = InstanceSetup::new(&table.url).map_err(refused)?.name().to_owned();
         core.change_fleet(|fleet| {
+            let pool = place.pool_in(fleet)?;
             let before = fleet.find(pool, role, &name).map(|known| &known.setup);
             Ok(fleet.with(pool, role, table.over(before).map_err(refused)?))
         })
@@ -145,15 +150,19 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
 
 pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
     let changed = async {
-        let (pool, role, table) = read(&core, body_of(&core, request).await?)?;
+        let (place, table) = read(body_of(&core, request).await?)?;
+        let role = place.role;
         let setup =
             InstanceSetup::new(&table.url).map_err(|error| Refusal::bad_request(error.to_string()))?;
         let name = setup.name();
-        core.change_fleet(|fleet| match fleet.find(pool, role, name) {
-            Some(_) => Ok(fleet.without(pool, role, name)),
-            None => {
-                let words = format!("there is no {} instance {name} in that pool", role.as_str());
-                Err(Refusal::client(StatusCode::NOT_FOUND, words))
+        core.change_fleet(|fleet| {
+            let pool = place.pool_in(fleet)?;
+            match fleet.find(pool, role, name) {
+                Some(_) => Ok(fleet.without(pool, role, name)),
+                None => {
+                    let words = format!("there is no {} instance {name} in that pool", role.as_str());
+                    Err(Refusal::client(StatusCode::NOT_FOUND, words))
+                }
             }
         })
         .await?;
@@ -161,4 +170,19 @@ pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>
         Ok(respond(StatusCode::OK, &list_of(&core)))
     };
     answer(changed.await)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_is_found_in_the_fleet_that_is_changed() {
+        let fleet = |text: &str| Fleet::new(&crate::Setup::from_toml(text).unwrap(), None);
+        let place = Where { role: Role::Decode, pool: Some("b".to_owned()) };
+        let pool = |name: &str| format!("[[pool]]\nname = '{name}'\ndecode = ['http://{name}:1']\n");
+        assert_eq!(place.pool_in(&fleet(&(pool("a") + &pool("b")))).unwrap(), 1);
+        assert_eq!(place.pool_in(&fleet(&pool("b"))).unwrap(), 0);
+        assert!(place.pool_in(&fleet(&pool("a"))).is_err());
+    }
 }

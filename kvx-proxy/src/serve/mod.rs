@@ -94,13 +94,21 @@ impl Handle {
     ///
     /// A set-up that cannot be used; the one before stays.
     pub async fn replace(&self, setup: Setup) -> Result<()> {
-        let acceptor = acceptor(&setup)?;
-        if acceptor.is_some() != self.tls.now().is_some() {
-            return Err(Error::new("TLS is switched on and off by a restart only"));
-        }
-        self.core.replace(setup).await?;
-        self.tls.set(acceptor);
-        Ok(())
+        self.reread(|| Ok(setup)).await
+    }
+
+    async fn reread(&self, read: impl FnOnce() -> Result<Setup>) -> Result<()> {
+        let next = Tls::default();
+        let read = || {
+            let setup = read()?;
+            let acceptor = acceptor(&setup)?;
+            if acceptor.is_some() != self.tls.now().is_some() {
+                return Err(Error::new("TLS is switched on and off by a restart only"));
+            }
+            next.set(acceptor);
+            Ok(setup)
+        };
+        self.core.replace(read, || self.tls.set(next.now())).await
     }
 
     /// Takes no more requests; [`run`](Proxy::run) ends when those at work have, or at the set-up's deadline.
@@ -296,12 +304,13 @@ impl Serving {
 /// As [`Proxy::bind`]. A set-up that cannot be reread is a line in the log; the one before stays.
 pub async fn serve(
     setup: Setup,
-    reread: impl Fn() -> Result<Setup>,
+    reread: impl Fn() -> Result<Setup> + Send + Sync + 'static,
     output: Box<dyn Write + Send>,
     started: impl FnOnce(SocketAddr),
 ) -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let on = |kind| signal(kind).map_err(|error| Error::io("cannot watch for signals", error));
+    let reread = Arc::new(reread);
     let (mut hangup, mut terminate, mut interrupt) =
         (on(SignalKind::hangup())?, on(SignalKind::terminate())?, on(SignalKind::interrupt())?);
     let proxy = Proxy::bind_with_output(setup, output).await?;
@@ -316,13 +325,9 @@ pub async fn serve(
             ended = &mut running => return ended,
             _ = hangup.recv() => {
                 // Beside the serving: it asks instances.
-                let (setup, handle) = (reread(), handle.clone());
+                let (reread, handle) = (Arc::clone(&reread), handle.clone());
                 tokio::spawn(async move {
-                    let replaced = match setup {
-                        Ok(setup) => handle.replace(setup).await,
-                        Err(error) => Err(error),
-                    };
-                    match replaced {
+                    match handle.reread(|| reread()).await {
                         Ok(()) => tracing::info!("the set-up was read again"),
                         Err(error) => tracing::error!(%error, "the set-up stays as it was"),
                     }

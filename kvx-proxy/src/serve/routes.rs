@@ -96,7 +96,8 @@ async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<(Bytes,
         return Err(too_long());
     }
     let read = async {
-        let (mut body, mut read, mut room) = (Limited::new(body, limits.body), BytesMut::new(), Room::default());
+        let (mut body, mut read, mut room) =
+            (Limited::new(body, limits.body), BytesMut::new(), Room::default());
         while let Some(frame) = body.frame().await {
             let data = match frame {
                 Ok(frame) => frame.into_data().unwrap_or_default(),

@@ -327,7 +327,11 @@ mod tests {
         assert_eq!(licences(&metadata), ["dep 1.0.0 has the licence \"GPL-3.0\": is it compatible?"]);
         assert_eq!(
             duplicates(&metadata),
-            ["dep is there in 2 versions", "syn is there once: remove its row"]
+            [
+                "dep is there in 2 versions",
+                "getrandom is there once: remove its row",
+                "syn is there once: remove its row"
+            ]
         );
     }
 

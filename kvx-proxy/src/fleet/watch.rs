@@ -169,3 +169,21 @@ pub(crate) async fn query(live: &Live, instance: &Instance) -> Result<Vec<Moonca
         false => Ok(targets),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn who_is_known_for_mooncakes_stays_it() {
+        // Nobody listens there.
+        let text = "[[pool]]\nprefill = [{ url = 'http://127.77.0.1:1', bootstrap_port = 2 }, 'http://127.77.0.2:1']";
+        let live = Live::new(crate::Setup::from_toml(text).unwrap(), None).unwrap();
+        let [told, open] = &live.fleet.prefill[..] else { panic!("two instances") };
+        assert!(learn_kind(&live, told).await.is_err());
+        assert_eq!(learn_kind(&live, open).await.unwrap(), Kind::Nixl);
+        open.state.set_kind(Kind::Mooncake(Vec::new()));
+        open.state.forget_ranks();
+        assert!(learn_kind(&live, open).await.is_err());
+    }
+}

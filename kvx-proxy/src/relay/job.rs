@@ -193,9 +193,9 @@ impl Job {
         let answered =
             legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until).await;
         if let Err(fault) = &answered {
-            let said = matches!(fault, Fault::Busy(_) | Fault::Status(_));
             // What is only passed on may be unknown to every instance.
-            if !self.has_had_its_time(fault) && !(said && kind == Kind::Any) {
+            let is_answer = kind == Kind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
+            if !is_answer && !self.has_had_its_time(fault) {
                 self.core.blame(&self.live, &instance.instance, fault);
             }
         }

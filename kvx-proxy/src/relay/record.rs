@@ -160,7 +160,8 @@ impl Record {
 
 /// What logs keep of a text of the client's.
 fn cut(text: &str) -> &str {
-    &text[..text.floor_char_boundary(256)]
+    let end = (0..=256.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or(0)]
 }
 
 impl Drop for Record {

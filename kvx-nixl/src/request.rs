@@ -123,8 +123,8 @@ impl Request {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
-    /// Cancels what is in flight and says whether that has ended. The second time, and once its result was told, it waits
-    /// by the deadline.
+    /// Cancels what is in flight and says whether that has ended. The second time, and once its result was told, it
+    /// waits by the deadline.
     pub(crate) fn release(&self, deadline: Duration) -> Release {
         let (settled, again) = {
             let mut flight = self.flight.lock();

@@ -127,8 +127,8 @@ impl Core {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes another set-up, once new instances have been asked how they are. It is read when its turn has come: the last
-    /// one to be asked for is the last one read.
+    /// Takes another set-up, once new instances have been asked how they are. It is read when its turn has come: the
+    /// last one to be asked for is the last one read.
     ///
     /// # Errors
     ///

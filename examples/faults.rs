@@ -61,6 +61,22 @@ impl Prefill {
         let status = Command::new("kill").args([signal, &self.process.id().to_string()]).status()?;
         if status.success() { Ok(()) } else { Err(format!("kill {signal}: {status}").into()) }
     }
+
+    /// Stops it, and waits until it stands still: the signal is only sent when `kill` returns.
+    fn stop(&self) -> Result {
+        self.signal("-STOP")?;
+        let until = std::time::Instant::now() + SOON;
+        while std::time::Instant::now() < until {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", self.process.id()))?;
+            let stats = threads.map(|thread| std::fs::read_to_string(thread?.path().join("stat")));
+            let stats = stats.collect::<std::io::Result<Vec<_>>>()?;
+            if stats.iter().all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))) {
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        Err("the process does not stop".into())
+    }
 }
 
 impl Drop for Prefill {
@@ -115,7 +131,7 @@ fn main() -> Result {
     assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10);
 
     // It hangs: the deadline ends the wait, not the peer's health.
-    prefill.signal("-STOP")?;
+    prefill.stop()?;
     let error = fetch(&peer, &cache, Duration::from_millis(300)).expect_err("nobody serves the block");
     println!("stopped: {error}");
     assert_eq!((error.kind(), then(&error)), (Kind::TimedOut, Then::RetryOnce));

@@ -78,7 +78,7 @@ impl Ends {
         let grid = Grid::packed(LENGTH, BLOCKS);
         let register = |agent: &Agent| agent.register("blocks", sparse()).expect("any memory will do");
         let (local, _theirs) = (register(&agent), register(&owner));
-        let peer = agent.connect(&owner.metadata().expect("it has metadata")).expect("its own format");
+        let peer = agent.connect(owner.metadata().expect("it has metadata")).expect("its own format");
         let remote = peer.region("blocks").expect("it was registered").grid(grid).expect("it fits");
         Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner }
     }
@@ -99,7 +99,7 @@ impl Ends {
 
     fn end(self) {
         for agent in [self.agent, self.owner] {
-            agent.shutdown(PATIENCE).wait(PATIENCE).expect("nothing is in flight");
+            agent.shutdown(PATIENCE).join().expect("nothing is in flight");
         }
     }
 }
@@ -209,7 +209,7 @@ fn criterion(mut criterion: Criterion) {
     group.bench_function("encode", |bencher| bencher.iter(|| agent.metadata()));
     group.bench_function("decode", |bencher| bencher.iter(|| Metadata::decode(&bytes)));
     group.finish();
-    agent.shutdown(PATIENCE).wait(PATIENCE).expect("nobody has connected");
+    agent.shutdown(PATIENCE).join().expect("nobody has connected");
     criterion.final_summary();
 }
 
@@ -266,7 +266,7 @@ fn bars() {
 
     let agent = with_regions();
     say("metadata_bytes", agent.metadata().expect("it has metadata").len() as f64);
-    agent.shutdown(PATIENCE).wait(PATIENCE).expect("nobody has connected");
+    agent.shutdown(PATIENCE).join().expect("nobody has connected");
 }
 
 fn main() {

@@ -33,7 +33,7 @@ fn own(backend: &str) {
     println!("{metadata}");
     std::io::stdout().flush().expect("somebody reads it");
     std::io::stdin().lock().lines().for_each(drop);
-    agent.shutdown(PATIENCE).wait(PATIENCE).ok(); // the process ends in any case
+    agent.shutdown(PATIENCE).join().ok(); // the process ends in any case
 }
 
 /// One backend's agent, connected with the owner's.
@@ -57,7 +57,7 @@ impl Reader {
             .register("pool", Memory::pool(POOL as usize).build().expect("64 MiB"))
             .expect("host memory");
         let peer = agent.connect(&metadata).expect("metadata of this release");
-        peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+        peer.ready(PATIENCE).join().expect("a link");
         Reader { agent, peer, pool, _owner: owner }
     }
 
@@ -105,7 +105,7 @@ fn main() {
         }
         group.finish();
         drop(reader.pool);
-        reader.agent.shutdown(PATIENCE).wait(PATIENCE).ok(); // the owner is about to end
+        reader.agent.shutdown(PATIENCE).join().ok(); // the owner is about to end
     }
     criterion.final_summary();
 }

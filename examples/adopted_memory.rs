@@ -95,9 +95,9 @@ fn main() -> Result<()> {
     assert_eq!(&got, b"values of block 11");
 
     // The engine wants its memory back: first the proof that no peer reaches it, then the last reference.
-    let memory = cache.revoke(SOON).wait(SOON)?;
+    let memory = cache.revoke(SOON).join()?;
     drop((cache, memory));
-    prefill.shutdown(SOON).wait(SOON)?;
+    prefill.shutdown(SOON).join()?;
     assert!(freed.load(Ordering::SeqCst), "the allocation is the engine's again, and it is freed");
-    decode.shutdown(SOON).wait(SOON)
+    decode.shutdown(SOON).join()
 }

@@ -29,6 +29,8 @@ enum Then {
     Report,
 }
 
+/// For reads without a notification. With one, look at [`Error::report`] first: the data may be there, and the peer
+/// told.
 fn then(error: &Error) -> Then {
     match error.kind() {
         Kind::TimedOut | Kind::Cancelled => Then::RetryOnce,
@@ -153,6 +155,6 @@ fn main() -> Result {
     let error = peer.region("kw").err().ok_or("there is no such region")?;
     println!("wrong: {error}");
     assert_eq!(then(&error), Then::Reconnect, "it may be registered later: newer metadata says so");
-    decode.shutdown(SOON).wait(SOON)?;
+    decode.shutdown(SOON).join()?;
     Ok(())
 }

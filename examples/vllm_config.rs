@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     assert_eq!(decode.backends(), ["TCP"]);
     let _pool = prefill.register("kv", Memory::pool(1 << 20).build()?)?;
     let peer = decode.connect(&prefill.metadata()?)?;
-    peer.ready(SOON).wait(SOON)?;
+    peer.ready(SOON).join()?;
     println!("{}", peer.route());
     assert_eq!(peer.route().chosen(), Some("TCP"));
 
@@ -35,6 +35,6 @@ fn main() -> Result<()> {
     let error = agent(&misspelled).expect_err("there is no such backend");
     assert_eq!(error.kind(), Kind::UnknownBackend);
     println!("{error}");
-    decode.shutdown(SOON).wait(SOON)?;
-    prefill.shutdown(SOON).wait(SOON)
+    decode.shutdown(SOON).join()?;
+    prefill.shutdown(SOON).join()
 }

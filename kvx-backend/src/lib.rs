@@ -3,7 +3,11 @@
 
 pub mod control;
 pub mod fabric;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod loader;
 pub mod process;
 pub mod reactor;
 pub mod sealed;
+pub mod seldom;
+pub mod wheel;

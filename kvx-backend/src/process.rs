@@ -1,12 +1,15 @@
 //! Names the process of a peer on this host and watches for its end, which proves that it holds nothing any more.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use kvx_core::Result;
 use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result};
 
 /// A process, as it says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,11 +26,8 @@ pub struct ProcessId {
 impl ProcessId {
     /// This process.
     pub fn this() -> Self {
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes();
-        let number = std::process::id();
-        let namespace = rustix::fs::stat("/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
-        ProcessId { boot, namespace, number, began: began(number).unwrap_or(0) }
+        let ((boot, namespace), number) = (here().unwrap_or_default(), std::process::id());
+        ProcessId { boot, namespace, number, began: began(number).ok().flatten().unwrap_or(0) }
     }
 
     /// Appends what [`decode`](ProcessId::decode) reads.
@@ -50,33 +50,70 @@ impl ProcessId {
 
     /// True if it is, or was, a process of this system and namespace.
     pub fn is_near(&self) -> bool {
-        let this = ProcessId::this();
-        let known = self.boot != [0; 16] && self.namespace != 0 && self.began != 0;
-        known && (self.boot, self.namespace) == (this.boot, this.namespace)
+        here().is_ok_and(|here| self.is_of(here))
     }
 
-    /// Watches for its end; `None` if it is no process of this host or has ended.
-    pub fn watch(&self) -> Option<Watched> {
-        if !self.is_near() {
-            return None;
+    fn is_of(&self, here: ([u8; 16], u64)) -> bool {
+        let known = self.boot != [0; 16] && self.namespace != 0 && self.began != 0;
+        known && (self.boot, self.namespace) == here
+    }
+
+    /// Watches for its end; `None` if it is no process of this host or has ended. Errors: `Exhausted`: this process
+    /// has no descriptor to look with.
+    pub fn watch(&self) -> Result<Option<Watched>> {
+        let short = |cause: io::Error| {
+            let why = "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
+            Error::os(why, cause).kind_is(Kind::Exhausted)
+        };
+        if !here().map(|here| self.is_of(here)).map_err(short)? {
+            return Ok(None);
         }
-        let pid = Pid::from_raw(i32::try_from(self.number).ok()?)?;
-        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(pidfd) => pidfd,
+            Err(full @ (Errno::MFILE | Errno::NFILE)) => return Err(short(full.into())),
+            Err(_) => return Ok(None),
+        };
         // Opened first: if the number was given to another process, that one began later.
-        (began(self.number)? == self.began).then_some(Watched { pidfd, number: self.number })
+        let same = began(self.number).map_err(short)? == Some(self.began);
+        Ok(same.then_some(Watched { pidfd, number: self.number }))
+    }
+}
+
+/// The kernel's run and the namespace of this process's number. Errors: no descriptor to read it with.
+fn here() -> io::Result<([u8; 16], u64)> {
+    static HERE: OnceLock<([u8; 16], u64)> = OnceLock::new();
+    if let Some(here) = HERE.get() {
+        return Ok(*here);
+    }
+    let boot = kernel_says("/proc/sys/kernel/random/boot_id")?.unwrap_or_default();
+    let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes();
+    let namespace = rustix::fs::stat("/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
+    Ok(*HERE.get_or_init(|| (boot, namespace)))
+}
+
+/// What a file of the kernel says; `None`: it says nothing. Errors: no descriptor to read it with.
+fn kernel_says(file: &str) -> io::Result<Option<String>> {
+    match std::fs::read_to_string(file) {
+        Ok(text) => Ok(Some(text)),
+        Err(cause) => match Errno::from_io_error(&cause) {
+            Some(Errno::MFILE | Errno::NFILE) => Err(cause),
+            _ => Ok(None),
+        },
     }
 }
 
 /// The start of a process.
-fn began(number: u32) -> Option<u64> {
+fn began(number: u32) -> io::Result<Option<u64>> {
     field(number, 19)
 }
 
-/// A field of what the kernel tells of a process, counted from its state.
-fn field(number: u32, at: usize) -> Option<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+/// A field of what the kernel tells of a process, counted from its state. Errors: no descriptor to read it with.
+fn field(number: u32, at: usize) -> io::Result<Option<u64>> {
+    let Some(stat) = kernel_says(&format!("/proc/{number}/stat"))? else { return Ok(None) };
     // The name, in parentheses, may hold anything.
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(at)?.parse().ok()
+    let after = stat.rsplit_once(')').map(|(_, after)| after);
+    Ok(after.and_then(|after| after.split_ascii_whitespace().nth(at)?.parse().ok()))
 }
 
 /// The kernel's flag for a process whose end has begun.
@@ -103,9 +140,10 @@ impl Watched {
     }
 
     /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is
-    /// seen.
+    /// seen. Who cannot look sees the end only.
     pub fn ending(&self) -> bool {
-        self.ended() || field(self.number, 6).is_none_or(|flags| flags & EXITING != 0)
+        let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
+        self.ended() || field(self.number, 6).is_ok_and(exits)
     }
 }
 
@@ -116,14 +154,15 @@ mod tests {
     #[test]
     fn a_process_is_seen_to_end_and_another_of_its_number_is_not_it() {
         let mut child = std::process::Command::new("sleep").arg("10").spawn().unwrap();
-        let id = ProcessId { number: child.id(), began: began(child.id()).unwrap(), ..ProcessId::this() };
-        let watched = id.watch().unwrap();
+        let id =
+            ProcessId { number: child.id(), began: began(child.id()).unwrap().unwrap(), ..ProcessId::this() };
+        let watched = id.watch().unwrap().unwrap();
         assert!(!watched.ended() && !watched.ending());
-        assert!(ProcessId { began: id.began + 1, ..id }.watch().is_none());
-        assert!(ProcessId { boot: [1; 16], ..id }.watch().is_none());
+        assert!(ProcessId { began: id.began + 1, ..id }.watch().unwrap().is_none());
+        assert!(ProcessId { boot: [1; 16], ..id }.watch().unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(watched.ended() && watched.ending());
-        assert!(id.watch().is_none());
+        assert!(id.watch().unwrap().is_none());
     }
 }

@@ -3,6 +3,9 @@
 //! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one and then the other,
 //! in turn: latency and requests a second are those of a saturated machine. `cargo bench -p kvx-cli --bench proxy --
 //! --bars` prints a JSON object a line.
+//!
+//! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` measures beside that program instead, which lies in vLLM's repository
+//! (tests/v1/kv_connector/nixl_integration) and needs fastapi, httpx and uvicorn: requests a second of processor time.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -32,6 +35,10 @@ const ROUND: Duration = Duration::from_secs(3);
 const QUIET: Duration = Duration::from_secs(20);
 /// The variable that makes this the bare program: the URLs of the prefill and the decode instance.
 const BARE: &str = "KVX_BARE_PROXY";
+/// The variable that says how vLLM's toy proxy is started.
+const TOY: &str = "KVX_TOY_PROXY";
+/// How many times as many requests as the toy a core must do.
+const TIMES_THE_TOY: f64 = 10.0;
 
 fn main() -> Result<(), Failure> {
     kvx_instance::run_if_asked();
@@ -41,20 +48,30 @@ fn main() -> Result<(), Failure> {
     }
     let settings = Settings { fetches: false, keeps: 0, ..Settings::default() };
     let (prefill, decode) = (Instance::start(settings.clone()), Instance::start(settings.clone()));
-    let kvx = Program::start(Command::new(env!("CARGO_BIN_EXE_kvx")).args(["proxy", "--port", "0"]).args([
-        "--connector",
-        "NixlConnector",
+    let toys = [
+        "--port",
+        "0",
         "--prefiller-hosts",
         "127.0.0.1",
-        "--prefiller-ports",
-        &prefill.port().to_string(),
         "--decoder-hosts",
         "127.0.0.1",
-        "--decoder-ports",
-        &decode.port().to_string(),
-    ]))?;
+        "--prefiller-ports",
+    ];
+    let (prefill_port, decode_port) = (prefill.port().to_string(), decode.port().to_string());
+    let instances = |command: &mut Command| {
+        let command = command.args(toys).args([&prefill_port, "--decoder-ports", &decode_port]);
+        Program::start(command)
+    };
+    let kvx =
+        instances(Command::new(env!("CARGO_BIN_EXE_kvx")).args(["proxy", "--connector", "NixlConnector"]))?;
     let urls = format!("{} {}", prefill.url(), decode.url());
     let bare = Program::start(Command::new(std::env::current_exe()?).env(BARE, urls))?;
+    if let Ok(line) = std::env::var(TOY) {
+        let mut words = line.split_ascii_whitespace();
+        let program = words.next().ok_or_else(|| format!("{TOY} is empty"))?;
+        let toy = instances(Command::new(program).args(words))?;
+        return beside_the_toy(&runtime, &kvx, &bare, &toy);
+    }
     let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
         let of_bare = runtime.block_on(load(bare.port))?;
@@ -94,6 +111,39 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
+/// Requests that each does in a second of a processor's time; the bare program shows what there is to be had.
+fn beside_the_toy(
+    runtime: &tokio::runtime::Runtime,
+    kvx: &Program,
+    bare: &Program,
+    toy: &Program,
+) -> Result<(), Failure> {
+    let (mut times, mut times_of_bare) = (Vec::new(), Vec::new());
+    for round in 0..=ROUNDS {
+        let per_core = |program: &Program| -> Result<f64, Failure> {
+            let before = program.cpu()?;
+            let figures = runtime.block_on(load(program.port))?;
+            Ok(figures.requests as f64 / (program.cpu()? - before).as_secs_f64())
+        };
+        let (of_toy, of_kvx, of_bare) = (per_core(toy)?, per_core(kvx)?, per_core(bare)?);
+        if round == 0 {
+            continue; // everything is warm from here on
+        }
+        eprintln!(
+            "round {round}: requests a second and core: toy {of_toy:.1}; kvx {of_kvx:.1}; bare {of_bare:.1}"
+        );
+        times.push(of_kvx / of_toy);
+        times_of_bare.push(of_bare / of_toy);
+    }
+    let times = median(times);
+    cost("proxy_per_core_of_toy", times);
+    cost("bare_per_core_of_toy", median(times_of_bare));
+    match times >= TIMES_THE_TOY {
+        true => Ok(()),
+        false => Err(format!("{times:.1} times the toy's requests, and {TIMES_THE_TOY} are asked").into()),
+    }
+}
+
 fn cost(name: &str, value: f64) {
     println!("{}", json!({"cost": name, "value": value}));
 }
@@ -119,9 +169,14 @@ impl Program {
         let line = lines
             .by_ref()
             .map_while(Result::ok)
-            .find_map(|line| Some(line.split_once("listening on ")?.1.to_owned()))
+            // The second are uvicorn's words.
+            .find_map(|line| {
+                let says = ["listening on ", "running on "].iter().find_map(|says| line.split_once(says))?;
+                Some(says.1.to_owned())
+            })
             .ok_or("it ended without listening")?;
-        program.port = line.trim().trim_end_matches('/').rsplit_once(':').ok_or("no port")?.1.parse()?;
+        let port = line.split(' ').next().and_then(|address| address.trim_end_matches('/').rsplit_once(':'));
+        program.port = port.ok_or("no port")?.1.parse()?;
         std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop)); // it must not wait for a reader
         Ok(program)
     }
@@ -147,6 +202,7 @@ impl Drop for Program {
 /// What a program did in a round: milliseconds, and requests a second.
 #[derive(Debug)]
 struct Figures {
+    requests: usize,
     p50: f64,
     p99: f64,
     rate: f64,
@@ -164,7 +220,7 @@ async fn load(port: u16) -> Result<Figures, Failure> {
     let rate = times.len() as f64 / start.elapsed().as_secs_f64();
     times.sort_unstable();
     let at = |part: f64| times[((times.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e3;
-    Ok(Figures { p50: at(0.5), p99: at(0.99), rate })
+    Ok(Figures { requests: times.len(), p50: at(0.5), p99: at(0.99), rate })
 }
 
 async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration>, Failure> {

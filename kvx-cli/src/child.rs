@@ -1,12 +1,15 @@
 //! A process that is asked in lines and answers in lines.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use crate::Result;
+
+/// Lines that wait to be heard. Whoever answers waits when there are more; of lines of standard error more are dropped.
+const UNHEARD: usize = 1024;
 
 /// Such a process. It is killed when this is dropped, and by the kernel when this process dies.
 pub(crate) struct Child {
@@ -19,8 +22,20 @@ pub(crate) struct Child {
 impl Child {
     /// Starts it. Call this on a thread that lives as long as the program: the kernel watches that thread.
     pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
+        command.stdout(Stdio::piped());
+        Self::spawn(name, command)
+    }
+
+    /// As [`start`](Self::start), of a program whose answers stand on standard error.
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    pub(crate) fn start_hearing_errors(name: &str, mut command: Command) -> Result<Self> {
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        Self::spawn(name, command)
+    }
+
+    fn spawn(name: &str, mut command: Command) -> Result<Self> {
         let us = std::process::id().cast_signed();
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
+        command.stdin(Stdio::piped()).process_group(0);
         let die_with_us = move || {
             // SAFETY: plain system calls, which may be made between fork and exec.
             let watched = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0 };
@@ -34,15 +49,26 @@ impl Child {
         // SAFETY: the closure makes system calls and allocates nothing.
         unsafe { command.pre_exec(die_with_us) };
         let mut process = command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
-        let (asked, output) = (process.stdin.take(), process.stdout.take());
-        let (send, answers) = mpsc::channel();
-        if let Some(output) = output {
+        let asked = process.stdin.take();
+        let (send, answers) = mpsc::sync_channel(UNHEARD);
+        let lines = |output| BufReader::new(output).lines().map_while(std::result::Result::ok);
+        if let Some(output) = process.stdout.take() {
+            let lines = lines(Box::new(output) as Box<dyn Read + Send>);
             std::thread::spawn(move || {
-                let lines = BufReader::new(output).lines().map_while(std::result::Result::ok);
                 lines.map(|line| send.send(line)).take_while(std::result::Result::is_ok).for_each(drop);
             });
+        } else if let Some(errors) = process.stderr.take() {
+            let lines = lines(Box::new(errors) as Box<dyn Read + Send>);
+            // They are read to the end, so that the process never waits to be heard.
+            std::thread::spawn(move || lines.for_each(|line| drop(send.try_send(line))));
         }
         Ok(Child { name: name.to_owned(), process, asked, answers })
+    }
+
+    /// What it was started as.
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    pub(crate) fn name(&self) -> &str {
+        &self.name
     }
 
     /// Its process.
@@ -72,6 +98,16 @@ impl Child {
                     .map_or_else(String::new, |status| format!(": {status}"));
                 Err(format!("{} ended{status}", self.name).into())
             }
+        }
+    }
+
+    /// Stops it where it is, until it is killed.
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    pub(crate) fn stop(&self) -> Result<()> {
+        // SAFETY: plain system call. The process is not reaped, so the number is its own.
+        match unsafe { libc::kill(self.process.id().cast_signed(), libc::SIGSTOP) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error().into()),
         }
     }
 

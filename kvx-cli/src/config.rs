@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 use kvx::Factory;
 use kvx::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
-use kvx::{Options, Registry, Result, Standing, WithoutAList};
+use kvx::connector::nixl::BACKEND;
+use kvx::{Options, Registry, Result, Secret, Standing, WithoutAList};
 
 const USAGE: &str = "\
 Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
@@ -15,7 +16,8 @@ Usage: kvx config [--json] ARGS...
 
 ARGS are those of `vllm serve`, as they are: --kv-transfer-config JSON, --kv-transfer-config.KEY VALUE,
 --kv-transfer-config.KEY+ ITEM; the parallel sizes are read too, all others are listed as ignored.
-Prints the merged JSON, every value and where it came from, the backends it would open, and the warnings.
+Prints the merged JSON, every value and where it came from, what follows from them (without a list of backends also
+whether vLLM peers can reach this engine), the backends it would open, and the warnings.
 
   --json    print it as JSON
   --help    print this
@@ -51,8 +53,21 @@ fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registr
         args.remove(0);
     }
     let (config, rest) = KvTransferConfig::from_arguments(args, surroundings)?;
-    let report = Report::new(&config, &rest).openings(openings(&config, registry)?);
+    let report = Report::new(&config, &rest).openings(openings(&config, registry)?).also("secret", secret());
     Ok(if json { format!("{:#}", report.to_json()) } else { report.to_string() })
+}
+
+/// Whom an engine lets in here; never the secret itself.
+fn secret() -> String {
+    match Secret::from_environment() {
+        Ok(Some(_)) => {
+            "KVX_SECRET_FILE names one: SHM, TCP, UCX and LIBFABRIC refuse whoever does not have it".into()
+        }
+        Ok(None) => "none: whoever has this engine's metadata is served; `kvx secret FILE` makes one, and \
+                     KVX_SECRET_FILE names it"
+            .into(),
+        Err(error) => error.to_string(),
+    }
 }
 
 /// The kernel drivers' control nodes; which memory they can transfer is the business of the GPU crates.
@@ -82,6 +97,10 @@ fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Openin
 }
 
 fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options: &Options) -> Opening {
+    if written.eq_ignore_ascii_case(BACKEND) {
+        let note = "kvx in the NIXL of vLLM peers: they load from here over the other ones named, or kvx's own order";
+        return Opening { name: BACKEND.to_owned(), note: note.to_owned() };
+    }
     let (name, standing) = match registry.standing(written, options) {
         Ok(found) => found,
         Err(error) => return Opening { name: written.to_owned(), note: error.to_string() },
@@ -119,19 +138,31 @@ mod tests {
 
     #[test]
     fn each_named_backend_says_how_it_stands() {
-        let text = lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC"]).unwrap();
+        let text =
+            lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC,kvx"]).unwrap();
         assert!(
             text.contains("\n  UCX: backend UCX is not in this build: enable feature \"ucx\"\n"),
             "{text}"
         );
         assert!(text.contains("\n  RIXL: written as nixl; backend RIXL is not in this release"), "{text}");
         assert!(text.contains("\n  UXC: backend \"UXC\" is unknown; did you mean UCX?"), "{text}");
+        assert!(text.contains("\n  KVX: kvx in the NIXL of vLLM peers"), "{text}");
     }
 
     #[test]
     fn json_is_printed_on_request() {
         let text = lines(&["--json", "--kv-transfer-config.kv_role=kv_both"]).unwrap();
         assert!(text.starts_with("{\n") && text.contains("\"kv_role\": \"kv_both\""), "{text}");
+    }
+
+    /// What is said of vLLM peers without a list holds for the backends of this build.
+    #[test]
+    fn without_a_list_rixl_is_not_opened() {
+        let line =
+            ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_both"];
+        let (config, _) = KvTransferConfig::from_arguments(line, &Surroundings::default()).unwrap();
+        let opened = openings(&config, &kvx::registry()).unwrap();
+        assert!(opened.iter().all(|opening| opening.name != "RIXL"), "{opened:?}");
     }
 
     #[test]

@@ -7,10 +7,17 @@ mod child;
 mod config;
 mod demo;
 mod devices;
+#[cfg(feature = "serve")]
+mod make_model;
 mod nixl;
+#[cfg(feature = "connector")]
+mod probe;
 #[cfg(feature = "proxy")]
 mod proxy;
 mod routes;
+mod secret;
+#[cfg(feature = "serve")]
+mod serve;
 mod wheels;
 
 use std::fs::File;
@@ -45,15 +52,32 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Move scattered blocks between two processes, and show what it cost and what happens when one is killed.
+    /// Show that answers made on moved KV cache are those of one server, what moving costs, and what a client is told
+    /// whose prefill is killed.
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
     /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
     Nixl(nixl::Arguments),
+    /// Ask a prefill's side channel for its handshake, and say what of an engine would not fit it.
+    #[cfg(feature = "connector")]
+    Probe(probe::Arguments),
+    /// Make the secret of a fleet: a file with a random key, which only its owner can read.
+    Secret(secret::Arguments),
     /// Stand between clients and a fleet of prefill and decode instances.
     #[cfg(feature = "proxy")]
     Proxy(Box<proxy::Arguments>),
+    /// Serve a model as `vllm serve` does, with KV cache from and to other servers.
+    #[cfg(feature = "serve")]
+    #[command(disable_help_flag = true)]
+    Serve {
+        /// The arguments of `vllm serve`, as they are; `--help` says more.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Write a model of random weights, for what needs a model and not its words.
+    #[cfg(feature = "serve")]
+    MakeModel(Box<make_model::Arguments>),
     /// Answer another `kvx bench --beside` as the program beside it.
     BenchBeside(bench::BesideArguments),
     /// The process that owns the other side's memory of `bench`.
@@ -100,10 +124,20 @@ fn main() -> ExitCode {
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args, &registry, out),
         Command::Devices(arguments) => devices::run(&arguments, out),
+        #[cfg(feature = "serve")]
+        Command::MakeModel(arguments) => make_model::run(&arguments, out),
+        #[cfg(feature = "serve")]
+        Command::Serve { args } => serve::run(args, out),
         Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
+        #[cfg(feature = "connector")]
+        Command::Probe(arguments) => match probe::run(&arguments, out) {
+            Ok(status) => return status,
+            Err(error) => Err(error),
+        },
         #[cfg(feature = "proxy")]
         Command::Proxy(arguments) => proxy::run(&arguments, out),
+        Command::Secret(arguments) => secret::run(&arguments, out),
         Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
     };
     match done.and_then(|()| Ok(out.flush()?)) {

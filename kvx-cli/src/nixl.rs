@@ -242,6 +242,9 @@ mod tests {
             let why = install(place, &plugin, &mut Vec::new()).unwrap_err().to_string();
             assert!(why.contains("NIXL 0.2.0 was not tried"), "{why}");
         }
+        // As `python -m venv` links it.
+        symlink("lib", root.0.join("lib64")).unwrap();
+        assert_eq!(folders_at(&root.0).len(), 1);
         let nixl = Nixl::of(&libraries.join("libnixl.so"));
         assert!(nixl.serves.is_none() && nixl.refused.is_some() && nixl.installed.is_none());
     }

@@ -32,7 +32,7 @@ pub(crate) struct Arguments {
     /// Their ports, one for each [default: 8200].
     #[arg(long, alias = "decoder-port", num_args = 1.., value_name = "PORT")]
     decoder_ports: Vec<u16>,
-    /// A prefill instance, and where its Mooncake bootstrap server listens.
+    /// A prefill instance, and the port of its Mooncake bootstrap server, or `none`.
     #[arg(long, num_args = 1..=2, value_names = ["URL", "BOOTSTRAP_PORT"])]
     prefill: Vec<String>,
     /// A decode instance.
@@ -62,7 +62,8 @@ pub(crate) struct Arguments {
     /// Say what this means and what would not work now; serve nothing. Exit status 1 if something would not.
     #[arg(long)]
     check: bool,
-    /// Send the same prompts to two endpoints. Exit status 1 if an answer differs.
+    /// Send the same prompts to two endpoints, `http://HOST:PORT` or `http://HOST:PORT/BASE` of one that answers at
+    /// `BASE/v1`; no https. Exit status 1 if an answer differs or does not come.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
     /// The model of `--compare` [default: the first endpoint's first].
@@ -249,12 +250,57 @@ mod tests {
     #[test]
     fn the_command_line_of_mooncakes_proxy_works() {
         let line = "--prefill http://10.0.0.1:8010 8998 --prefill http://10.0.0.2:8010 --decode http://10.0.0.3:8020 \
-                    --decode http://10.0.0.4:8020 --port 9000";
+                    --decode http://10.0.0.4:8020 --prefill http://10.0.0.5:8010 none \
+                    --prefill http://10.0.0.6:8010 None --port 9000";
         let setup = setup(line).unwrap();
-        let instances = (vec!["10.0.0.1:8010", "10.0.0.2:8010"], vec!["10.0.0.3:8020", "10.0.0.4:8020"]);
+        let instances = (
+            vec!["10.0.0.1:8010", "10.0.0.2:8010", "10.0.0.5:8010", "10.0.0.6:8010"],
+            vec!["10.0.0.3:8020", "10.0.0.4:8020"],
+        );
         assert_eq!(names(&setup), instances);
         let ports: Vec<_> = setup.pools[0].prefill.iter().map(|one| one.bootstrap_port).collect();
-        assert_eq!(ports, [Some(8998), None]);
+        assert_eq!(ports, [Some(8998), None, None, None]);
+    }
+
+    #[test]
+    fn flags_reach_the_set_up_and_win_over_the_file() {
+        let flags = "--local-below 300 --connector MooncakeConnector --choice prefix --api-key-file keys \
+                     --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
+        let file = std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
+        let text = "local_below = 1\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
+                    access_log = 'a'\nhost = 'h'\nport = 1\n[[pool]]\ndecode = ['http://d:1']\n";
+        std::fs::write(&file, text).unwrap();
+        let config = format!("--config {}", file.display());
+        let (alone, over, untouched) =
+            (setup(flags).unwrap(), setup(&format!("{config} {flags}")).unwrap(), setup(&config).unwrap());
+        std::fs::remove_file(&file).unwrap();
+        for setup in [&alone, &over] {
+            assert_eq!(
+                (setup.local_below, setup.connector, setup.choice),
+                (300, Connector::Mooncake, Choice::Prefix)
+            );
+            assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
+            assert_eq!(setup.access_log, AccessLog::Off);
+            assert_eq!((&setup.tls_cert, &setup.tls_key), (&Some("cert".into()), &Some("key".into())));
+            assert_eq!((&*setup.host, setup.port), ("::1", 9));
+        }
+        assert_eq!(over.pools[0].decode[0].name(), "d:1", "what no flag names is the file's");
+        assert_eq!(
+            (untouched.local_below, untouched.connector, untouched.choice),
+            (1, Connector::Nixl, Choice::RoundRobin)
+        );
+        assert_eq!(
+            (untouched.api_key_file, untouched.access_log),
+            (Some("k".into()), AccessLog::File("a".into()))
+        );
+        let logs = [
+            ("stdout", AccessLog::Stdout),
+            ("off", AccessLog::Off),
+            ("a/log", AccessLog::File("a/log".into())),
+        ];
+        for (name, log) in logs {
+            assert_eq!(setup(&format!("--access-log {name}")).unwrap().access_log, log);
+        }
     }
 
     #[test]
@@ -265,6 +311,8 @@ mod tests {
             ("--connector Nixl", "NixlConnector"),
             ("--choice best", "least-tokens"),
             ("--prefill a:1", "http://HOST:PORT"),
+            ("--prefill http://a:1 some", "http://HOST:PORT"),
+            ("--prefill none", "behind the URL"),
         ];
         for (line, words) in cases {
             let error = setup(line).unwrap_err().to_string();

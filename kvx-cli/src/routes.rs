@@ -21,7 +21,7 @@ pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let owner = Owner::start(&[backend], STEP, PATIENCE)?;
     let route = through(&agent, &owner.metadata);
     // The link goes before the process that it leads to. How it ends says nothing of the route.
-    agent.shutdown(PATIENCE).wait(PATIENCE).ok();
+    agent.shutdown(PATIENCE).join().ok();
     owner.end();
     route
 }
@@ -30,7 +30,7 @@ fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
     let grid = Grid::packed(BLOCK, 1);
     let room = agent.register("room", Memory::pool(BLOCK as usize).build()?)?;
     let peer = agent.connect(metadata)?;
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).join()?;
     let (ours, theirs) = (room.grid(grid)?, peer.region("pool")?.grid(grid)?);
     for plan in [
         Plan::read(ours.blocks([0]), theirs.blocks([0]))?,

@@ -114,17 +114,22 @@ const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
 pub(crate) fn nixls(environments: &Environments) -> Vec<PathBuf> {
     let of_wheels = environments.roots.iter().flat_map(|root| nixls_below(root));
     let of_conda = environments.conda.iter().flat_map(|root| matches(root, "lib/libnixl.so"));
-    let mut seen = BTreeSet::new();
-    let mut found: Vec<_> = of_wheels.chain(of_conda).chain(nixls_of_images(Path::new("/"))).collect();
-    found.retain(|path| seen.insert(path.canonicalize().unwrap_or_else(|_| path.clone())));
+    let found = once_each(of_wheels.chain(of_conda).chain(nixls_of_images(Path::new("/"))));
     found.into_iter().map(|path| std::path::absolute(&path).unwrap_or(path)).collect()
 }
 
-/// Those of the wheels in one environment, or in one folder of packages.
+/// Without those that are another one by a link.
+fn once_each(paths: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
+    let mut seen = BTreeSet::new();
+    let paths = paths.into_iter();
+    paths.filter(|path| seen.insert(path.canonicalize().unwrap_or_else(|_| path.clone()))).collect()
+}
+
+/// Those of the wheels in one environment, or in one folder of packages; each file once.
 pub(crate) fn nixls_below(root: &Path) -> Vec<PathBuf> {
     let mut packages = matches(root, PACKAGES);
     packages.push(root.to_owned());
-    packages.iter().flat_map(|packages| matches(packages, NIXL)).collect()
+    once_each(packages.iter().flat_map(|packages| matches(packages, NIXL)))
 }
 
 fn nixls_of_images(root: &Path) -> Vec<PathBuf> {
@@ -230,13 +235,23 @@ mod tests {
     }
 
     #[test]
-    fn nixls_of_wheels_of_conda_and_of_images_are_found() {
+    fn nixls_of_wheels_and_of_conda_are_found() {
         let wheel = "lib/python3.12/site-packages/.nixl_cu13.mesonpy.libs/libnixl.so";
-        let folder = Folder::new("nixls", &[wheel, "lib/libnixl.so", "usr/local/rixl/lib64/libnixl.so"]);
+        let folder = Folder::new("nixls", &[wheel, "lib/libnixl.so"]);
         let environments = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
         let found = nixls(&environments);
         assert_eq!(found[..2], [folder.0.join(wheel), folder.0.join("lib/libnixl.so")]);
-        assert_eq!(nixls_of_images(&folder.0), [folder.0.join("usr/local/rixl/lib64/libnixl.so")]);
+    }
+
+    #[test]
+    fn nixls_of_images_and_source_builds_are_found_in_each_of_their_places() {
+        for prefix in ["usr/local/nixl", "usr/local/rixl", "opt/nixl", "opt/rixl", "opt/nvidia/nvda_nixl"] {
+            for libraries in FOLDERS {
+                let file = format!("{prefix}/{libraries}/libnixl.so");
+                let folder = Folder::new("images", &[&file]);
+                assert_eq!(nixls_of_images(&folder.0), [folder.0.join(&file)]);
+            }
+        }
     }
 
     #[test]

@@ -131,7 +131,7 @@ fn a_backend_that_reaches_no_second_process_says_why() {
 #[test]
 fn every_command_that_takes_a_backend_says_the_same() {
     for list in ["UXC", "SHM,UXC"] {
-        let output = kvx(&["demo", "--backend", list]);
+        let output = kvx(&["demo", "--transfer", "--backend", list]);
         assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN), "{list}");
     }
 }
@@ -150,12 +150,14 @@ fn find_prints_the_variable_of_what_a_python_environment_has() {
 
 #[test]
 fn arguments_that_make_no_sense_exit_with_2() {
-    for arguments in [&["no-such-command"][..], &["backends", "--no-such"], &["demo", "--size", "big"], &[]] {
+    for arguments in
+        [&["no-such-command"][..], &["backends", "--no-such"], &["demo", "--transfer", "--size", "big"], &[]]
+    {
         let output = kvx(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert!(!output.stderr.is_empty());
     }
-    let output = kvx(&["demo", "--size", "1000"]);
+    let output = kvx(&["demo", "--transfer", "--size", "1000"]);
     let sentence = "kvx: --size 1000 bytes: write a multiple of 1 MiB\n";
     assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), sentence));
 }
@@ -182,7 +184,7 @@ fn config_gets_what_stands_behind_it_as_it_is() {
 
 #[test]
 fn the_demo_holds_and_leaves_no_process_behind() {
-    let output = kvx(&["demo", "--size", "4M"]);
+    let output = kvx(&["demo", "--transfer", "--size", "4M"]);
     let story = text(&output.stdout);
     assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
     assert_eq!(story.lines().last(), Some("All of it held."));
@@ -198,7 +200,7 @@ fn the_demo_holds_and_leaves_no_process_behind() {
 
 #[test]
 fn the_demo_runs_over_one_backend_too() {
-    let output = kvx(&["demo", "--size", "1M", "--backend", "tcp,TCP"]);
+    let output = kvx(&["demo", "--transfer", "--size", "1M", "--backend", "tcp,TCP"]);
     let story = text(&output.stdout);
     assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
     assert_eq!(story.matches("Route: ").count(), 1, "{story}");
@@ -207,8 +209,10 @@ fn the_demo_runs_over_one_backend_too() {
 #[test]
 fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
     // Nobody reads its output, so it ends at its first line, when its owner has just been started.
-    let mut demo =
-        program(&["demo", "--backend", "TCP", "--size", "3M"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut demo = program(&["demo", "--transfer", "--backend", "TCP", "--size", "3M"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     kill_after(&demo, LIMIT);
     drop(demo.stdout.take());
     let status = demo.wait().unwrap();
@@ -236,6 +240,59 @@ fn the_owner_of_the_demo_ends_with_its_reader() {
     drop(owner.stdin.take()); // what the kernel does when the reader dies
     let status = owner.wait().unwrap();
     assert!(status.success(), "the owner outlived its reader, or failed: {status}");
+}
+
+#[test]
+fn a_model_is_made_and_never_over_another() {
+    let folder = std::env::temp_dir().join(format!("kvx-model-{}", std::process::id()));
+    let place = folder.to_str().unwrap();
+    let arguments =
+        ["make-model", place, "--arch", "qwen3", "--layers", "1", "--dtype", "bfloat16", "--shards", "2"];
+    let made = kvx(&arguments);
+    assert!(made.status.success() && text(&made.stdout).contains("random weights"), "{made:?}");
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+    assert_eq!((&config["model_type"], &config["num_hidden_layers"]), (&"qwen3".into(), &1.into()));
+    let again = kvx(&arguments);
+    assert!(text(&again.stderr).contains("holds a model already"), "{again:?}");
+    let wrong = kvx(&["make-model", place, "--arch", "mamba"]);
+    assert!(text(&wrong.stderr).contains("--arch is llama, qwen2 or qwen3"), "{wrong:?}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = std::env::temp_dir().join(format!("kvx-secret-made-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("fleet.secret");
+    let file = file.to_str().unwrap();
+    let made = kvx(&["secret", file]);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    assert!(text(&made.stdout).contains(&format!("\nKVX_SECRET_FILE={file}\n")), "{}", text(&made.stdout));
+    assert_eq!(std::fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
+    let line = std::fs::read_to_string(file).unwrap();
+    let key = line.strip_prefix("kvx-secret-1:").and_then(|rest| rest.split(':').next()).unwrap();
+    assert!(!text(&made.stdout).contains(key), "the key is printed");
+    let again = kvx(&["secret", file]);
+    assert_eq!((again.status.code(), std::fs::read_to_string(file).unwrap()), (Some(1), line.clone()));
+    assert!(text(&again.stderr).contains("never overwritten"), "{}", text(&again.stderr));
+    kvx::Secret::from_file(file).unwrap();
+    // `kvx config` says whether there is one, and never what it is.
+    let config = |variable: &str, value: &str| {
+        let mut config = program(&["config", "--kv-transfer-config.kv_role", "kv_both"]);
+        config.env_remove("KVX_SECRET_FILE").env(variable, value);
+        let said = output(&mut config, LIMIT);
+        assert!(said.status.success(), "{}", text(&said.stderr));
+        let said = text(&said.stdout).to_owned();
+        assert!(!said.contains(key), "the key is printed");
+        said.lines().find(|line| line.trim_start().starts_with("secret")).expect("a line about it").to_owned()
+    };
+    assert!(config("KVX_SECRET_FILE", file).contains("KVX_SECRET_FILE names one"));
+    assert!(config("KVX_NOTHING", "").contains("none: whoever has this engine's metadata is served"));
+    assert!(config("KVX_SECRET_FILE", "/nowhere").contains("/nowhere"));
+    assert!(config("KVX_SECRET", "word").contains("unset KVX_SECRET"));
+    std::fs::remove_dir_all(folder).unwrap();
 }
 
 #[test]

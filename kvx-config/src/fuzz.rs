@@ -3,6 +3,9 @@
 
 use super::{Given, KvTransferConfig, Report, Surroundings, dotted_arguments};
 
+/// The targets, by the names of their corpora.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[("config_json", json_text), ("config_dotted", dotted)];
+
 /// JSON text.
 pub fn json_text(bytes: &[u8]) {
     if let Ok(given) = Given::from_json(&String::from_utf8_lossy(bytes)) {

@@ -57,7 +57,8 @@ impl Lease {
 
 impl KvTransferConfig {
     /// The port on which this rank's side channel listens. After vLLM 0.11.0 all workers of an engine share one, base +
-    /// dp rank; before, each worker has its own, base + dp rank × tp size + tp rank.
+    /// dp rank; before, each worker has its own, base + dp rank × tp size + tp rank. A base of 0 means a
+    /// free one for all.
     ///
     /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.
     pub fn side_channel_port(&self, rank: Rank) -> Result<u16> {
@@ -89,6 +90,9 @@ fn port(base: u16, rank: Rank, rule: PortRule, variable: &str) -> Result<u16> {
     if tp >= tp_size {
         let sentence = format!("tp rank {tp} of {tp_size} does not exist; ranks count from 0");
         return Err(Error::new(Kind::Invalid, sentence));
+    }
+    if base == 0 {
+        return Ok(0);
     }
     let offset = match rule {
         PortRule::PerEngine => u64::from(dp),

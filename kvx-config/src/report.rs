@@ -84,6 +84,13 @@ impl Report {
         self
     }
 
+    /// With one more thing that follows for a program, beside those that follow from the configuration alone.
+    #[must_use]
+    pub fn also(mut self, name: &'static str, text: String) -> Self {
+        self.derived.push((name, text));
+        self
+    }
+
     /// The same as JSON.
     pub fn to_json(&self) -> Value {
         let line = |line: &Line| {
@@ -235,6 +242,7 @@ fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
         out.push(("kv_recompute_threshold", json!(settings.kv_recompute_threshold)));
     }
     out.push(("load_timeout", seconds(settings.load_timeout)));
+    out.push(("kvx_digest", json!(settings.kvx_digest)));
     out
 }
 
@@ -273,6 +281,16 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
             ),
         };
         out.push(("blocks that nobody fetches are freed", release));
+    }
+    // RIXL is opened only by name. A list says of each backend which peers it reaches.
+    let nixl = matches!(connector, None | Some(Connector::NixlPull | Connector::NixlPush));
+    if nixl && matches!(config.backends(), Ok(None)) {
+        out.push((
+            "vLLM peers",
+            "they cannot load from this engine, and it loads only from those with KVX in their NIXL: name RIXL in \
+             kv_connector_extra_config.backends, or KVX if their NIXL has it"
+                .into(),
+        ));
     }
     if connector == Some(&Connector::Mooncake) {
         let external = config.mooncake().bootstrap_server_address.as_deref();

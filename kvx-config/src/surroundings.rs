@@ -87,7 +87,8 @@ impl Surroundings {
 pub struct Environment {
     /// `VLLM_NIXL_SIDE_CHANNEL_HOST`: where a prefill listens for handshakes, `localhost`.
     pub side_channel_host: String,
-    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 up to vLLM 0.11.0).
+    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 up to vLLM 0.11.0). 0, which vLLM does not know: ports
+    /// that are free.
     pub side_channel_port: u16,
     /// `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`, if set.
     pub abort_request_timeout: Option<Duration>,
@@ -118,7 +119,9 @@ impl Environment {
             side_channel_host: variables
                 .read(HOST, |_, text| Ok(text.to_owned()))?
                 .unwrap_or("localhost".into()),
-            side_channel_port: variables.read(PORT, port)?.unwrap_or(compat.defaults().side_channel_port),
+            side_channel_port: variables
+                .read(PORT, port_or_any)?
+                .unwrap_or(compat.defaults().side_channel_port),
             abort_request_timeout: variables.read(ABORT, whole_seconds)?,
             mooncake_bootstrap_port: variables.read(BOOTSTRAP_PORT, port)?.unwrap_or(8998),
             mooncake_abort_request_timeout: variables
@@ -208,6 +211,11 @@ impl Variables<'_> {
 fn port(name: &str, text: &str) -> Result<u16> {
     let port = text.parse::<u16>().ok().filter(|port| *port > 0);
     port.ok_or_else(|| invalid(format!("{name} is {text:?}; write a port from 1 to 65535")))
+}
+
+fn port_or_any(name: &str, text: &str) -> Result<u16> {
+    let any = "or 0 for one that is free";
+    text.parse().map_err(|_| invalid(format!("{name} is {text:?}; write a port from 1 to 65535, {any}")))
 }
 
 fn whole_seconds(name: &str, text: &str) -> Result<Duration> {

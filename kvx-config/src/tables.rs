@@ -80,10 +80,14 @@ const fn recent(name: &'static str, shape: Shape) -> KnownKey {
 /// What vLLM's connectors and kvx read at the top of `kv_connector_extra_config`.
 const KNOWN_KEYS: &[KnownKey] = &[
     known("backends", Shape::Texts),
+    known("unauthenticated", Shape::Texts),
     known("kv_compat", Shape::Any),
     known("num_threads", Shape::Whole),
     known("load_timeout", Shape::Seconds),
+    known("kvx_digest", Shape::Flag),
     known("factors", Shape::Factors),
+    known("side_channel_bind", Shape::Text),
+    known("allowed_hosts", Shape::Texts),
     recent("kv_lease_duration", Shape::Seconds),
     recent("decoder_kv_blocks_ttl", Shape::Seconds),
     KnownKey { since: Compat::V0_21, ..known("kv_recompute_threshold", Shape::Whole) },
@@ -241,7 +245,8 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
 pub const NUM_THREADS: u32 = 1;
 
 /// The keys whose default is not vLLM's, with vLLM's.
-pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] = &[("num_threads", "4"), ("load_timeout", "none")];
+pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] =
+    &[("num_threads", "4"), ("load_timeout", "none"), ("kvx_digest", "none")];
 
 /// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -267,8 +272,14 @@ pub struct NixlSettings {
     pub enable_cross_layers_blocks: bool,
     /// `load_timeout`: how long a load may take once it was ordered, 120 s; kvx only.
     pub load_timeout: Duration,
+    /// `kvx_digest`: blocks are published and loaded with a digest of each block and layer, false; kvx only.
+    pub kvx_digest: bool,
     /// `factors`: what to hash in place of what kvx knows of the model; kvx only.
     pub factors: Map<String, Value>,
+    /// `side_channel_bind`: where the side channel listens, if not where peers are told that it is; kvx only.
+    pub side_channel_bind: Option<String>,
+    /// `allowed_hosts`: the only hosts that parameters of requests may name; `None`: any. kvx only.
+    pub allowed_hosts: Option<Vec<String>>,
 }
 
 /// The values of `kv_connector_extra_config` that MooncakeConnector reads, with their defaults.
@@ -332,7 +343,10 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         enforce_handshake_compat: reader.flag("enforce_handshake_compat", true)?,
         enable_cross_layers_blocks: reader.flag("enable_cross_layers_blocks", false)?,
         load_timeout: reader.seconds("load_timeout", Duration::from_secs(120))?,
+        kvx_digest: reader.flag("kvx_digest", false)?,
         factors: reader.read("factors", |key, value| factors_of(key, value).cloned())?.unwrap_or_default(),
+        side_channel_bind: reader.read("side_channel_bind", fields::text)?,
+        allowed_hosts: reader.read("allowed_hosts", fields::texts)?,
     })
 }
 

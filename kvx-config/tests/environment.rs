@@ -64,7 +64,8 @@ fn every_variable_is_read() {
 fn a_variable_that_cannot_be_read_is_named_with_what_to_write() {
     for (name, value, cure) in [
         ("VLLM_NIXL_SIDE_CHANNEL_PORT", "x", "write a port from 1 to 65535"),
-        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0", "write a port from 1 to 65535"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536", "write a port from 1 to 65535"),
+        ("VLLM_MOONCAKE_BOOTSTRAP_PORT", "0", "write a port from 1 to 65535"),
         ("VLLM_NIXL_SIDE_CHANNEL_PORT", "", "is empty; give it a value or unset it"),
         ("VLLM_NIXL_SIDE_CHANNEL_HOST", " ", "is empty; give it a value or unset it"),
         ("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "1.5", "write a whole number of seconds above 0"),
@@ -112,6 +113,8 @@ fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
 #[test]
 fn impossible_ranks_and_ports_are_errors() {
     let config = config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "65535")]);
+    let any = self::config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")]);
+    assert_eq!(any.side_channel_port(Rank { dp: 1, tp: 0, tp_size: 1 }).unwrap(), 0);
     let error = config.side_channel_port(Rank { dp: 1, tp: 0, tp_size: 1 }).unwrap_err().to_string();
     assert!(error.contains("above 65535; lower VLLM_NIXL_SIDE_CHANNEL_PORT"), "{error}");
     let error = config.side_channel_port(Rank { dp: 0, tp: 2, tp_size: 2 }).unwrap_err().to_string();

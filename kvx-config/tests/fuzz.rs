@@ -1,28 +1,10 @@
 //! A bounded, seeded mutation fuzz over JSON text and dotted arguments: any bytes give an error or a configuration that
-//! reads back the same, never a panic. `kvx-config/fuzz` runs the same functions without bounds.
+//! reads back the same, never a panic. `cargo xtask fuzz` runs the same functions without bounds, and what that found
+//! is tried again.
 
 use kvx_config::fuzz;
 
 const CASES: u64 = 20_000;
-
-struct Xorshift(u64);
-
-impl Xorshift {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound.max(1) as u64) as usize
-    }
-
-    fn pick<'a>(&mut self, from: &[&'a str]) -> &'a str {
-        from[self.below(from.len())]
-    }
-}
 
 const JSON_SEEDS: &[&str] = &[
     r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_port": 14k}"#,
@@ -81,46 +63,8 @@ const PIECES: &[&str] = &[
     "\\u00",
 ];
 
-fn mutate(random: &mut Xorshift, seeds: &[&str]) -> Vec<u8> {
-    let mut bytes = random.pick(seeds).as_bytes().to_vec();
-    for _ in 0..1 + random.below(6) {
-        let at = random.below(bytes.len() + 1);
-        match random.below(6) {
-            0 if at < bytes.len() => bytes[at] = random.next() as u8,
-            1 => {
-                let end = (at + random.below(12)).min(bytes.len());
-                bytes.drain(at..end);
-            }
-            2 | 3 => {
-                let piece = random.pick(PIECES);
-                bytes.splice(at..at, piece.bytes());
-            }
-            4 => {
-                let end = (at + random.below(40)).min(bytes.len());
-                let copy = bytes[at..end].to_vec();
-                let to = random.below(bytes.len() + 1);
-                bytes.splice(to..to, copy);
-            }
-            _ => {
-                let other = random.pick(seeds).as_bytes();
-                let (from, length) = (random.below(other.len()), random.below(60));
-                bytes.splice(at..at, other[from..(from + length).min(other.len())].iter().copied());
-            }
-        }
-    }
-    bytes
-}
-
 fn run(name: &str, seeds: &[&str], target: fn(&[u8])) {
-    let mut random = Xorshift(0x9e37_79b9_7f4a_7c15);
-    for seed in seeds {
-        target(seed.as_bytes());
-    }
-    for case in 0..CASES {
-        let bytes = mutate(&mut random, seeds);
-        let outcome = std::panic::catch_unwind(|| target(&bytes));
-        assert!(outcome.is_ok(), "{name} case {case}: {:?}", String::from_utf8_lossy(&bytes));
-    }
+    kvx_testkit::fuzz(name, seeds, PIECES, CASES, target);
 }
 
 #[test]
@@ -151,4 +95,9 @@ fn deep_text_is_an_error_and_not_a_stack_overflow() {
         }
         fuzz::json_text(value.as_bytes());
     }
+}
+
+#[test]
+fn what_fuzzing_found_is_held() {
+    kvx_testkit::replay(fuzz::TARGETS);
 }

@@ -109,6 +109,25 @@ fn a_registry_says_what_the_names_stand_for() {
 }
 
 #[test]
+fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
+    let said = |arguments: &[&str]| {
+        let role = "--kv-transfer-config.kv_role=kv_both";
+        let report = report(&[&[role], arguments].concat(), &Surroundings::default());
+        let derived = report.to_json()["derived"].as_array().unwrap().clone();
+        let text = derived.into_iter().find(|line| line["name"] == "vLLM peers")?["text"].clone();
+        let text = text.as_str().unwrap().to_owned();
+        assert!(report.to_string().contains(&format!("\n  vLLM peers: {text}\n")), "{report}");
+        Some(text)
+    };
+    let nixl = "--kv-transfer-config.kv_connector=NixlConnector";
+    let text = said(&[nixl]).unwrap();
+    assert!(text.starts_with("they cannot load from this engine") && text.contains("name RIXL in"), "{text}");
+    // A list says it of each backend, and Mooncake's engines are no such peers.
+    assert_eq!(said(&[nixl, "--kv-transfer-config.kv_connector_extra_config.backends+=RIXL"]), None);
+    assert_eq!(said(&["--kv-transfer-config.kv_connector=MooncakeConnector"]), None);
+}
+
+#[test]
 fn the_json_form_says_the_same() {
     let line =
         ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_both", "-q"];

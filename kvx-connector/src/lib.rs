@@ -10,8 +10,12 @@
 pub mod engine;
 #[cfg(feature = "protocol")]
 pub mod mapping;
+#[cfg(feature = "protocol")]
+pub mod nixl;
 #[cfg(feature = "params")]
 pub mod params;
+#[cfg(feature = "runtime")]
+pub mod runtime;
 #[cfg(feature = "protocol")]
 pub mod wire;
 

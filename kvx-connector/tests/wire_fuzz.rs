@@ -1,5 +1,6 @@
 //! A bounded, seeded mutation fuzz over every decoder: any bytes give an error or a value that is written and read
-//! back the same, never a panic. `kvx-connector/fuzz` runs the same functions without bounds.
+//! back the same, never a panic. `cargo xtask fuzz` runs the same functions without bounds, and what that
+//! found is tried again.
 #![cfg(feature = "protocol")]
 
 mod golden;
@@ -7,21 +8,6 @@ mod golden;
 use kvx_connector::wire::fuzz;
 
 const CASES: u64 = 20_000;
-
-struct Xorshift(u64);
-
-impl Xorshift {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound.max(1) as u64) as usize
-    }
-}
 
 /// Markers of msgpack at their limits, and text that JSON and events are made of.
 const PIECES: &[&[u8]] = &[
@@ -54,45 +40,15 @@ const PIECES: &[&[u8]] = &[
     b"-1",
     b"1e999",
     b"\xfe",
+    b"\x04\x19\x05READY",
+    b"\x02\0\0\0\0\0\0\x40\0",
+    b"\x02\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"\x01\0",
+    b"\x0bSocket-Type\0\0\0\x03REQ",
 ];
 
-fn mutated(random: &mut Xorshift, seeds: &[Vec<u8>]) -> Vec<u8> {
-    let mut bytes = seeds[random.below(seeds.len())].clone();
-    for _ in 0..=random.below(6) {
-        let at = random.below(bytes.len() + 1);
-        match random.below(6) {
-            0 if at < bytes.len() => bytes[at] = random.next() as u8,
-            1 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
-            2 => drop(bytes.splice(at..at, PIECES[random.below(PIECES.len())].iter().copied())),
-            3 => bytes.truncate(at),
-            4 => {
-                let end = (at + random.below(9)).min(bytes.len());
-                drop(bytes.drain(at..end));
-            }
-            _ => {
-                let other = &seeds[random.below(seeds.len())];
-                let from = random.below(other.len() + 1);
-                let piece = other[from..(from + random.below(40)).min(other.len())].to_vec();
-                drop(bytes.splice(at..at, piece));
-            }
-        }
-    }
-    bytes
-}
-
 fn run(name: &str, seeds: &[Vec<u8>], check: fn(&[u8])) {
-    assert!(!seeds.is_empty());
-    for seed in seeds {
-        check(seed);
-    }
-    for case in 1..=CASES {
-        let mut random = Xorshift(case.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let bytes = mutated(&mut random, seeds);
-        if let Err(panic) = std::panic::catch_unwind(|| check(&bytes)) {
-            eprintln!("{name}, case {case}: {:?}", bytes.escape_ascii().to_string());
-            std::panic::resume_unwind(panic);
-        }
-    }
+    kvx_testkit::fuzz(name, seeds, PIECES, CASES, check);
 }
 
 /// The cases of `msgpack_cases.json` whose bytes start like this.
@@ -108,7 +64,11 @@ fn cases(starts: &[&[u8]]) -> Vec<Vec<u8>> {
 
 #[test]
 fn handshake_requests() {
-    run("request", &cases(&[b"\x92", b"\x93"]), fuzz::handshake_request);
+    let mut seeds = cases(&[b"\x92", b"\x93"]);
+    seeds.push([&b"\x93\xc4\x4ckvx_meta_msg"[..], &[7; 64], b"\x00\x01"].concat());
+    seeds.push([&b"\x92\xc4\x2ckvx_meta_msg"[..], &[7; 32], b"\x01"].concat());
+    seeds.push([&b"\x01\x00"[..], &[7; 32]].concat());
+    run("request", &seeds, fuzz::handshake_request);
 }
 
 #[test]
@@ -138,6 +98,31 @@ fn mooncake_messages() {
 }
 
 #[test]
+fn bodies_of_a_bootstrap_server() {
+    let seeds = [
+        r#"{"engine_id":"e0","dp_rank":1,"tp_rank":3,"pp_rank":2,"addr":"tcp://10.0.0.1:4711","kvx_ttl":30}"#,
+        r#"{"0":{"engine_id":"e0","worker_addr":{"0":{"0":"tcp://a:1","1":"tcp://a:2"},"1":{"0":"tcp://a:3"}}},
+            "1":{"engine_id":"e1","worker_addr":{}}}"#,
+    ];
+    run("bootstrap", &seeds.map(|body| body.as_bytes().to_vec()), fuzz::bootstrap);
+}
+
+#[test]
+fn nixl_blobs() {
+    let seeds =
+        ["prefill", "decode"].map(|side| golden::bytes(&format!("handshake/{side}.nixl_agent_blob.bin")));
+    run("blob", &seeds, fuzz::nixl_blob);
+}
+
+#[test]
+fn nixl_notes() {
+    let part =
+        |at: u8, count: u8| [&b"\xf8kvx\x01\0\0\0\0\0\0\0"[..], &[at, 0, 0, 0, count, 0, 0, 0]].concat();
+    let parts = [&part(0, 2)[..], b"first\xfe", &part(1, 2), b"second\xfe", &part(0, 1), b"whole"].concat();
+    run("notes", &[parts, b"HB:one,two".to_vec()], fuzz::nixl_notes);
+}
+
+#[test]
 fn params_and_streams() {
     let capture = golden::json("http/first.json");
     let params = &capture["prefill"]["response"]["kv_transfer_params"];
@@ -152,4 +137,24 @@ fn params_and_streams() {
     seeds.push(mooncake.to_string().into_bytes());
     seeds.push(format!("data: {chunk}\n\ndata: [DONE]\n\n").into_bytes());
     run("params", &seeds, fuzz::params);
+}
+
+#[cfg(feature = "runtime")]
+#[test]
+fn frames_of_zeromq() {
+    let request = b"\x01\x00\x00\x10\x93\xc4\x0cget_meta_msg\x00\x01".to_vec();
+    let ready = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0".to_vec();
+    let long = [&b"\x02\0\0\0\0\0\0\x02\0"[..], &[0x55; 512]].concat();
+    let greeting = [&b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL"[..], &[0; 48]].concat();
+    let others = [b"\x04\x0a\x04PING\0\x05ctx".to_vec(), b"\x04\x09\x05ERROR\x02no".to_vec()];
+    let all = [ready.clone(), request.clone()].concat();
+    let seeds = [&[request, ready, long, greeting, all][..], &others].concat();
+    run("zmtp", &seeds, kvx_connector::runtime::fuzz::zmtp);
+}
+
+#[test]
+fn what_fuzzing_found_is_held() {
+    kvx_testkit::replay(fuzz::TARGETS);
+    #[cfg(feature = "runtime")]
+    kvx_testkit::replay(kvx_connector::runtime::fuzz::TARGETS);
 }

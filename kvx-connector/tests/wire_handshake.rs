@@ -127,6 +127,14 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
         let error = expectation().check(&payload).unwrap_err();
         assert_eq!(error.kind(), Kind::Incompatible, "{name}");
         assert!(error.to_string().contains(other.hash().unwrap().as_str()), "{name}: {error}");
+        let knowing = Expectation { factors: Some(factors()), ..expectation() };
+        let error = knowing.check(&payload).unwrap_err().to_string();
+        match name {
+            "connector_version" | "model" | "a further one" => {
+                assert!(error.contains("the model's name"), "{error}")
+            }
+            found => assert!(error.contains(&format!("{found} is ")), "{found}: {error}"),
+        }
         let lenient = Expectation { enforce_handshake_compat: false, ..expectation() };
         assert_eq!(
             lenient.check(&payload).unwrap(),

@@ -1,7 +1,7 @@
 //! Notifications: what is never sent, and what is read without harm.
 #![cfg(feature = "protocol")]
 
-use kvx_connector::wire::{Notification, PushRegistration};
+use kvx_connector::wire::{Notification, PushGrant, PushRegistration};
 use kvx_core::Kind;
 
 /// vLLM's engine ends on a notification that has no colon, no number behind the last one, or is not UTF-8.
@@ -108,4 +108,22 @@ fn many_requests_share_heartbeats_that_every_transport_carries() {
     let edge = "x".repeat(Notification::MAX_HEARTBEAT - 3);
     assert_eq!(Notification::heartbeats([edge.clone(), "y".to_owned()]).unwrap().len(), 2);
     assert_eq!(Notification::heartbeats([edge + "x"]).unwrap_err().kind(), Kind::Invalid);
+}
+
+#[test]
+fn grants_are_read_as_they_were_written_and_bounded() {
+    let mut registration = PushRegistration::new("r", vec![vec![7]]);
+    let grant = |tp| PushGrant { pp: 1, tp, regions: vec![vec![0, 255, tp as u8], Vec::new()] };
+    registration.kvx_grants = vec![grant(0), grant(300)];
+    let sent = Notification::Registration(Box::new(registration));
+    assert_eq!(Notification::decode(&sent.encode()).unwrap(), sent);
+    let mut many = PushRegistration::new("r", vec![vec![7]]);
+    many.kvx_grants = vec![grant(0); PushGrant::MAX + 1];
+    let error = Notification::decode(&Notification::Registration(Box::new(many)).encode()).unwrap_err();
+    assert!(error.to_string().contains("kvx_grants"), "{error}");
+    let bytes = sent.encode();
+    let at = bytes.windows(10).position(|part| part == b"kvx_grants").unwrap() + 11;
+    assert_eq!(bytes[at], 0x93, "an array of three");
+    let two = [&bytes[..at], &[0x92], &bytes[at + 1..]].concat();
+    assert!(Notification::decode(&two).is_err());
 }

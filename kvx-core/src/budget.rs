@@ -7,12 +7,20 @@ use crate::completion::Promise;
 use crate::sync::{Condvar, Mutex};
 use crate::{Deadline, Error, Kind, Result};
 
-/// Limits on what one agent has in flight.
+/// Limits on what one agent has in flight; see [`Builder::budget`](crate::Builder::budget). By default 65,536 transfers
+/// and 256 MiB of descriptions.
+///
+/// ```
+/// # use kvx_core as kvx;
+/// use kvx::Limits;
+/// assert_eq!(Limits::default(), Limits { transfers: 65_536, description_bytes: 256 << 20 });
+/// let few = Limits { transfers: 100, ..Limits::default() };
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Transfers.
+    /// Transfers that have not settled: 65,536 by default.
     pub transfers: usize,
-    /// Bytes of their descriptions.
+    /// Bytes of the descriptions of their plans, mostly index lists of 4 bytes a block: 256 MiB by default.
     pub description_bytes: usize,
 }
 

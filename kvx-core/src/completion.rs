@@ -4,13 +4,18 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
 use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::sync::{Condvar, Mutex};
 use crate::ticket::Settle;
 use crate::{Deadline, Error, Kind, Result, Ticket};
 
-/// The end of an operation: a future under any runtime, or [`wait`](Completion::wait) without one.
+/// The clock ends an operation at its deadline; a thread that is not told looks for itself a little later.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// The end of an operation: a future under any runtime, or [`join`](Completion::join) without one. Dropping it stops
+/// nothing: the operation goes on.
 #[must_use = "futures do nothing unless awaited; the operation itself goes on"]
 pub struct Completion<T>(Arc<Promise<T>>);
 
@@ -26,14 +31,29 @@ struct PromiseState<T> {
     waker: Option<Waker>,
     /// Its deadline, forgotten when it ends.
     watch: Option<Watch>,
+    /// The deadline that the operation was given, if it has one.
+    until: Option<Instant>,
 }
 
 impl<T> Promise<T> {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Promise {
-            state: Mutex::new(PromiseState { result: None, done: false, waker: None, watch: None }),
+            state: Mutex::new(PromiseState {
+                result: None,
+                done: false,
+                waker: None,
+                watch: None,
+                until: None,
+            }),
             finished: Condvar::new(),
         })
+    }
+
+    /// One of an operation that keeps this deadline by itself.
+    pub(crate) fn until(deadline: Deadline) -> Arc<Self> {
+        let promise = Promise::new();
+        promise.state.lock().until = deadline.instant();
+        promise
     }
 
     /// Finishes the operation, unless it is finished: then the value comes back.
@@ -55,13 +75,18 @@ impl<T> Promise<T> {
     }
 
     /// Finishes with the error of `late` at the deadline, unless it is finished before.
-    pub(crate) fn by(self: &Arc<Self>, clock: &Clock, deadline: Deadline, late: fn() -> Error)
-    where
+    pub(crate) fn by(
+        self: &Arc<Self>,
+        clock: &Clock,
+        deadline: Deadline,
+        late: impl Fn() -> Error + Send + Sync + 'static,
+    ) where
         T: Send + 'static,
     {
         let Some(at) = deadline.instant() else { return };
         let watch = clock.watch(at, Arc::new(Timed { promise: Arc::downgrade(self), late }));
         let mut state = self.state.lock();
+        state.until = Some(at);
         if !state.done {
             state.watch = Some(watch);
         } else {
@@ -104,7 +129,26 @@ impl<T> Completion<T> {
         Completion(promise)
     }
 
-    /// Blocks until the operation ends or `deadline` passes (`TimedOut`; the operation goes on).
+    /// Blocks until the operation ends: by the deadline that it was given. One that has none (what
+    /// [`Transfer::settled`](crate::Transfer::settled) gives) is waited for as long as a transfer that sets none, 30
+    /// seconds; [`wait`](Completion::wait) takes another time.
+    ///
+    /// ```no_run
+    /// # use kvx_core as kvx;
+    /// # fn main() -> kvx::Result<()> {
+    /// # let agent = kvx::Agent::builder("decode-0").build(&kvx::Registry::new())?;
+    /// use std::time::Duration;
+    /// agent.shutdown(Duration::from_secs(5)).join()?;
+    /// # Ok(()) }
+    /// ```
+    pub fn join(self) -> Result<T> {
+        crate::fork::check()?; // the lock may be held for ever in a child
+        let until =
+            self.0.state.lock().until.map(|until| Deadline::from(until.checked_add(GRACE).unwrap_or(until)));
+        self.wait(until.unwrap_or_else(Deadline::default_for_transfers))
+    }
+
+    /// Blocks until the operation ends, or until `deadline` passes before (`TimedOut`; the operation goes on).
     pub fn wait(self, deadline: impl Into<Deadline>) -> Result<T> {
         crate::fork::check()?;
         let until = deadline.into().instant();
@@ -154,12 +198,12 @@ impl Settle for Promise<()> {
 }
 
 /// A promise with the error that its deadline gives.
-struct Timed<T> {
+struct Timed<T, F> {
     promise: Weak<Promise<T>>,
-    late: fn() -> Error,
+    late: F,
 }
 
-impl<T: Send> Expire for Timed<T> {
+impl<T: Send, F: Fn() -> Error + Send + Sync> Expire for Timed<T, F> {
     fn expire(self: Arc<Self>) {
         if let Some(promise) = self.promise.upgrade() {
             promise.finish(Err((self.late)()));
@@ -193,6 +237,22 @@ mod tests {
     fn a_wait_ends_at_its_deadline() {
         let error = Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
         assert_eq!(error.kind(), Kind::TimedOut);
+    }
+
+    #[test]
+    fn a_join_keeps_the_deadline_that_the_operation_was_given() {
+        let clock = Clock::start("test").unwrap();
+        let begun = Instant::now();
+        let promise = Promise::<()>::new();
+        promise.by(&clock, Duration::from_millis(20).into(), || Error::new(Kind::StillShared, "its own"));
+        let error = Completion::of(Arc::clone(&promise)).join().unwrap_err();
+        assert_eq!(error.kind(), Kind::StillShared, "{error}");
+        // Of an operation that does not keep its deadline a thread is rid all the same.
+        let deadline = Deadline::from(Duration::from_millis(20));
+        let error = Completion::of(Promise::<()>::until(deadline)).join().unwrap_err();
+        assert_eq!(error.kind(), Kind::TimedOut);
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        clock.stop();
     }
 
     #[test]

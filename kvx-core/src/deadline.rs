@@ -13,8 +13,9 @@ use crate::{Error, Kind, RegionId, Result};
 /// The moment at which a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
 ///
 /// ```
+/// # use kvx_core as kvx;
 /// use std::time::Duration;
-/// let deadline: kvx_core::Deadline = Duration::from_secs(2).into();
+/// let deadline: kvx::Deadline = Duration::from_secs(2).into();
 /// assert!(deadline.left() <= Duration::from_secs(2));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,11 +30,6 @@ impl Deadline {
     /// The deadline of a transfer that is posted at that time and sets none.
     pub(crate) fn default_from(posted: Instant) -> Self {
         Deadline(Some(posted + Duration::from_secs(30)))
-    }
-
-    /// For waits on something that is known to end.
-    pub(crate) fn never() -> Self {
-        Deadline(None)
     }
 
     pub(crate) fn instant(self) -> Option<Instant> {

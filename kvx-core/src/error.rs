@@ -4,6 +4,8 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::report::Report;
+
 /// The result of a call of kvx.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -25,13 +27,16 @@ pub enum Kind {
     Revoked,
     /// The region could not be revoked by the deadline; its memory stays quarantined.
     StillShared,
-    /// The deadline passed first.
+    /// The deadline passed first. Of a transfer with a notification: its data may have arrived, see
+    /// [`Error::report`](crate::Error::report).
     TimedOut,
     /// Cancelled, by `cancel` or by a drop.
     Cancelled,
     /// The budget of transfers in flight is used up; try again or use `post_wait`.
     Busy,
-    /// The peer is gone, or silent for longer than `peer_timeout`.
+    /// The peer is gone, or silent for longer than `peer_timeout`, or was never there:
+    /// [`Peer::ready`](crate::Peer::ready) tells these apart. A restart shows as this too, where nobody listens at the
+    /// old address.
     PeerLost,
     /// Another incarnation answers under the peer's name: connect with its new metadata.
     PeerRestarted,
@@ -130,7 +135,8 @@ impl Kind {
 /// Cheap to clone, so that one failure of a link can be the answer of every transfer that was on it.
 ///
 /// ```
-/// use kvx_core::{Error, Kind};
+/// # use kvx_core as kvx;
+/// use kvx::{Error, Kind};
 /// let error = Error::new(Kind::TimedOut, "no answer within 2 s; raise the deadline or check the peer")
 ///     .backend("TCP")
 ///     .peer("prefill-0");
@@ -151,6 +157,7 @@ struct Detail {
     backend: Option<Cow<'static, str>>,
     peer: Option<Arc<str>>,
     native: Option<Native>,
+    report: Option<Report>,
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
@@ -173,6 +180,7 @@ impl Error {
             backend: None,
             peer: None,
             native: None,
+            report: None,
             source: None,
         }))
     }
@@ -230,6 +238,20 @@ impl Error {
         self
     }
 
+    /// Adds what was moved, if the data had arrived when it failed.
+    #[must_use]
+    pub(crate) fn report_is(mut self, report: Option<Report>) -> Self {
+        self.0.report = report;
+        self
+    }
+
+    /// What was moved all the same: the data of the transfer had arrived, and only its notification was not
+    /// acknowledged when this error came. The peer may still be notified, and may then use its blocks anew: use what
+    /// has arrived, and do not read those blocks again.
+    pub fn report(&self) -> Option<&Report> {
+        self.0.report.as_ref()
+    }
+
     /// Its kind, to branch on.
     pub fn kind(&self) -> Kind {
         self.0.kind
@@ -281,6 +303,9 @@ impl fmt::Display for Error {
         }
         if let Some(native) = &detail.native {
             part(f, format_args!("code {}: {}", native.code, native.text))?;
+        }
+        if detail.report.is_some() {
+            part(f, format_args!("the data has arrived, the notification is not acknowledged"))?;
         }
         if open { f.write_str(")") } else { Ok(()) }
     }

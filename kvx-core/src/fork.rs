@@ -4,23 +4,155 @@ use crate::{Error, Kind, Result};
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod imp {
+    use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
     use std::sync::Once;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 
     static FORKS: AtomicU64 = AtomicU64::new(0);
     static WATCH: Once = Once::new();
 
+    /// The highest descriptor that a kernel gives, unless its `fs.nr_open` was raised: those above are inherited.
+    const DESCRIPTORS: usize = 1 << 20;
+    /// A bit for each descriptor that is not inherited.
+    static KEPT: [AtomicU64; DESCRIPTORS / 64] = [const { AtomicU64::new(0) }; DESCRIPTORS / 64];
+    /// Words of it that were ever used.
+    static USED: AtomicUsize = AtomicUsize::new(0);
+    /// Takes the place of such a descriptor in a child.
+    static NOWHERE: AtomicI32 = AtomicI32::new(-1);
+
     extern "C" fn in_child() {
         FORKS.fetch_add(1, Ordering::Relaxed);
+        let nowhere = NOWHERE.load(Ordering::Relaxed);
+        if nowhere < 0 {
+            return;
+        }
+        for (word, bits) in KEPT.iter().enumerate().take(USED.load(Ordering::Relaxed)) {
+            let mut left = bits.load(Ordering::Relaxed);
+            while left != 0 {
+                let descriptor = (word * 64) as RawFd + left.trailing_zeros() as RawFd;
+                // SAFETY: the number belongs to a `Private` of kvx, in this copy of the process as well; it goes on to
+                // name an open file. The call is allowed in a forked child.
+                unsafe { libc::dup3(nowhere, descriptor, libc::O_CLOEXEC) };
+                left &= left - 1;
+            }
+        }
+    }
+
+    fn watch() {
+        WATCH.call_once(|| {
+            // SAFETY: `in_child` uses atomics and system calls only, which is allowed in a forked child.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        });
     }
 
     /// The number of forks between this process and the first one that asked.
     pub fn count() -> u64 {
-        WATCH.call_once(|| {
-            // SAFETY: `in_child` only adds to an atomic, which is allowed in a forked child.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        });
+        watch();
         FORKS.load(Ordering::Relaxed)
+    }
+
+    /// A descriptor that a forked child does not keep open: there its number leads to `/dev/null`. Else a child that
+    /// was made without thought of kvx would hide this process's death from its peers for as long as it lives.
+    ///
+    /// A fork in the moment in which another thread makes one, or closes it, may still inherit it.
+    #[derive(Debug)]
+    pub struct Private(OwnedFd);
+
+    impl From<OwnedFd> for Private {
+        fn from(descriptor: OwnedFd) -> Self {
+            watch();
+            if NOWHERE.load(Ordering::Relaxed) < 0
+                && let Ok(nowhere) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")
+            {
+                let nowhere = OwnedFd::from(nowhere);
+                if NOWHERE
+                    .compare_exchange(-1, nowhere.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed)
+                    .is_ok()
+                {
+                    let _kept = nowhere.into_raw_fd(); // for the life of the process
+                }
+            }
+            if let Some((word, bit)) = place(&descriptor).filter(|_| !crate::breaks::broken("fork-keeps")) {
+                USED.fetch_max(word + 1, Ordering::Relaxed);
+                KEPT[word].fetch_or(bit, Ordering::Relaxed);
+            }
+            Private(descriptor)
+        }
+    }
+
+    impl Drop for Private {
+        fn drop(&mut self) {
+            // Before it is closed: the next owner of the number may be anybody.
+            if let Some((word, bit)) = place(&self.0) {
+                KEPT[word].fetch_and(!bit, Ordering::Relaxed);
+            }
+        }
+    }
+
+    impl AsFd for Private {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.0.as_fd()
+        }
+    }
+
+    impl AsRawFd for Private {
+        fn as_raw_fd(&self) -> RawFd {
+            self.0.as_raw_fd()
+        }
+    }
+
+    impl Private {
+        /// Another descriptor of the same file.
+        pub fn try_clone(&self) -> std::io::Result<Self> {
+            Ok(self.0.try_clone()?.into())
+        }
+    }
+
+    /// Its word and bit in the table, if it has any.
+    fn place(descriptor: &OwnedFd) -> Option<(usize, u64)> {
+        let number = usize::try_from(descriptor.as_raw_fd()).ok().filter(|number| *number < DESCRIPTORS)?;
+        Some((number / 64, 1 << (number % 64)))
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use std::io::Read as _;
+
+        use super::*;
+
+        #[test]
+        fn a_forked_child_does_not_keep_a_private_descriptor_open() {
+            for private in [true, false] {
+                let (mut reader, writer) = std::io::pipe().unwrap();
+                let writer = OwnedFd::from(writer);
+                let number = writer.as_raw_fd();
+                let (one, other) =
+                    if private { (Some(Private::from(writer)), None) } else { (None, Some(writer)) };
+                // SAFETY: the child makes system calls only, and ends by them.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: numbers in, numbers out; the alarm ends the child.
+                    unsafe {
+                        let open = libc::fcntl(number, libc::F_GETFD) >= 0;
+                        libc::alarm(if open { 1 } else { 9 });
+                        loop {
+                            libc::pause();
+                        }
+                    }
+                }
+                let begun = std::time::Instant::now();
+                drop((one, other));
+                reader.read_to_end(&mut Vec::new()).unwrap(); // ends when nobody has the other end
+                let took = begun.elapsed();
+                assert_eq!(private, took < std::time::Duration::from_millis(700), "{private}: {took:?}");
+                // SAFETY: our child, which nobody else waits for.
+                unsafe {
+                    libc::kill(child, libc::SIGKILL);
+                    libc::waitpid(child, std::ptr::null_mut(), 0);
+                }
+            }
+            assert!(KEPT.iter().all(|word| word.load(Ordering::Relaxed) == 0), "what is closed is forgotten");
+        }
     }
 }
 
@@ -32,6 +164,8 @@ mod imp {
     }
 }
 
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub use imp::Private;
 pub use imp::count;
 
 /// Fails in a process that is a fork of the one in which kvx was first used.

@@ -17,6 +17,8 @@ pub trait Place: sealed::Sealed {
     }
     /// Kind of memory.
     fn kind(&self) -> MemoryKind;
+    /// True if nobody may write to it: see [`Memory::adopt_shared`](crate::Memory::adopt_shared).
+    fn is_read_only(&self) -> bool;
     /// The address space and the address of its first byte. Two regions over the same bytes are recognised by them.
     #[doc(hidden)]
     fn origin(&self) -> (u64, u64);
@@ -34,7 +36,8 @@ pub(crate) mod sealed {
 /// A head slice for tensor parallelism is a further grid on the same region: same stride, shorter length.
 ///
 /// ```
-/// use kvx_core::Grid;
+/// # use kvx_core as kvx;
+/// use kvx::Grid;
 /// let whole = Grid::packed(4096, 100);
 /// let second_half_of_each = Grid { base: 2048, length: 2048, ..whole };
 /// assert_eq!(second_half_of_each.end(), Some(100 * 4096));
@@ -247,15 +250,31 @@ pub struct GridSet<R> {
 }
 
 impl<R: Place + Clone> GridSet<R> {
-    pub(crate) fn one(region: R, grid: Grid) -> Result<Self> {
+    /// Grids on these regions, the layers of a model, in this order. Errors: `Invalid` when the counts differ or there
+    /// are none; `OutOfBounds`.
+    ///
+    /// ```no_run
+    /// # use kvx_core as kvx;
+    /// # fn layers(regions: Vec<kvx::Region>) -> kvx::Result<()> {
+    /// use kvx::{Grid, GridSet};
+    /// let layers = GridSet::of(regions.into_iter().map(|layer| (layer, Grid::packed(64 << 10, 256))))?;
+    /// # Ok(()) }
+    /// ```
+    pub fn of(grids: impl IntoIterator<Item = (R, Grid)>) -> Result<Self> {
         fork::check()?;
-        grid.check(region.len())?;
-        Ok(GridSet { grids: Arc::new([(region, grid)]) })
+        let grids: Arc<[(R, Grid)]> = grids.into_iter().collect();
+        grids.iter().try_for_each(|(region, grid)| grid.check(region.len()))?;
+        GridSet { grids }.of_equal_counts()
     }
 
     /// Several sets as one; the grids keep their order. Errors: `Invalid` when the counts differ or there are none.
     pub fn join(sets: impl IntoIterator<Item = GridSet<R>>) -> Result<Self> {
-        let grids: Vec<_> = sets.into_iter().flat_map(|set| set.grids.to_vec()).collect();
+        let grids = sets.into_iter().flat_map(|set| set.grids.to_vec()).collect();
+        GridSet { grids }.of_equal_counts()
+    }
+
+    fn of_equal_counts(self) -> Result<Self> {
+        let grids = &self.grids;
         let Some((_, first)) = grids.first() else {
             return Err(Error::new(Kind::Invalid, "a grid set of no grids: join at least one"));
         };
@@ -268,7 +287,7 @@ impl<R: Place + Clone> GridSet<R> {
                 ),
             ));
         }
-        Ok(GridSet { grids: grids.into() })
+        Ok(self)
     }
 
     /// Blocks per grid.

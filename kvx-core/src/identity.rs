@@ -67,6 +67,38 @@ impl fmt::Debug for RegionKey {
     }
 }
 
+/// What an agent's metadata invites by: 256 random bits, drawn for each incarnation. Whoever cannot prove to have it is
+/// a stranger, and is told nothing. It never travels but in metadata.
+#[derive(Clone, Copy)]
+pub struct Invitation([u8; 32]);
+
+impl Invitation {
+    /// A new one.
+    pub fn random() -> Result<Self> {
+        if broken("any-invitation") {
+            return Ok(Invitation([0; 32]));
+        }
+        random_key().map(Invitation)
+    }
+
+    /// Of these bytes, as metadata says them.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Invitation(bytes)
+    }
+
+    /// Its bytes: a key to prove with, to be told to nobody.
+    pub fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+/// It stays out of logs.
+impl fmt::Debug for Invitation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Invitation(…)")
+    }
+}
+
 /// A link between two agents over one transport, as the initiating agent numbers them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinkId(pub u64);
@@ -138,6 +170,14 @@ pub fn random_number() -> Result<u64> {
     Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }
 
+/// 256 bits that nobody can guess, from the operating system.
+pub(crate) fn random_key() -> Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    bytes[..16].copy_from_slice(&random_bytes()?);
+    bytes[16..].copy_from_slice(&random_bytes()?);
+    Ok(bytes)
+}
+
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 fn random_bytes() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
@@ -172,6 +212,7 @@ mod tests {
     #[test]
     fn a_key_is_not_printed() {
         assert_eq!(format!("{:?}", RegionKey([7; 16])), "RegionKey(…)");
+        assert_eq!(format!("{:?}", Invitation([7; 32])), "Invitation(…)");
     }
 
     #[test]

@@ -3,6 +3,10 @@
 // From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
 // other in a circle but those of `memory`. A test in `xtask/src/circles.rs` holds both.
 
+// What fuzzing calls, here and in the crates above. The facade does not show it.
+#[doc(hidden)]
+pub mod fuzz;
+
 // Agents: an agent has regions and peers. A plan pairs blocks of both; posted, it is a transfer over a peer's link.
 mod agent;
 mod overlap;
@@ -17,7 +21,7 @@ pub use peer::{Peer, Posting};
 pub use plan::Plan;
 pub use region::{PeerRegion, Region};
 pub use spans::Span;
-pub use transfer::{Report, Transfer};
+pub use transfer::{Canceller, Transfer};
 
 // Accounts of an agent: transfers in flight, waiting notifications, metrics, memory that nobody may free.
 mod budget;
@@ -27,7 +31,6 @@ mod telemetry;
 
 pub use budget::Limits;
 pub use inbox::Notification;
-pub use quarantine::quarantined_bytes;
 pub use telemetry::describe_metrics;
 
 // The contract between core and a backend.
@@ -52,7 +55,7 @@ mod secret;
 
 pub use grid::{Blocks, Grid, GridSet, Indices, Place};
 pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
-pub use metadata::{Metadata, RegionInfo};
+pub use metadata::{Invited, Metadata, RegionInfo};
 pub use operation::{Op, Size};
 pub use options::{Options, Table};
 pub use route::{Considered, Route, Verdict};
@@ -67,16 +70,20 @@ pub use completion::Completion;
 pub use deadline::Deadline;
 pub use ticket::Ticket;
 
-// Errors, names and numbers.
+// Errors, names and numbers; how much memory nobody may free.
 mod error;
 mod identity;
+mod kept;
 mod names;
+mod report;
 
 pub use error::{Error, Kind, Native, Result};
 pub use identity::{
-    Generation, Identity, Incarnation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
+    Generation, Identity, Incarnation, Invitation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
 };
+pub use kept::quarantined_bytes;
 pub use names::nearest;
+pub use report::Report;
 
 // For authors of backends only, and not shown by the facade: locks that no panic poisons, bounded parsing of what peers
 // send, forks, a plan as a backend gets it, memory that is never freed. By `breaks`, tests break core on purpose.

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::breaks::broken;
-use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey};
+use crate::identity::{Generation, Identity, Incarnation, Invitation, RegionId, RegionKey};
 use crate::memory::DeviceId;
 use crate::wire::{Reader, Writer};
 use crate::{Error, Kind, MemoryKind, Result};
@@ -21,12 +21,19 @@ const CRITICAL: u16 = 0x8000;
 const IDENTITY: u16 = 1 | CRITICAL;
 const BACKEND: u16 = 2;
 const REGION: u16 = 3 | CRITICAL;
+const INVITATION: u16 = 4 | CRITICAL;
+
+/// Beside the kind of a region's memory: peers may only read it. Who does not know that takes it for an unknown kind
+/// and refuses the metadata, so that nobody writes by mistake.
+const READ_ONLY: u8 = 0x80;
 
 const MAX_BYTES: usize = 64 << 20;
 const MAX_BACKENDS: usize = 32;
 const MAX_REGIONS: usize = 65_536;
 const MAX_ADDRESS: usize = 16 << 20;
 const MAX_EXPORT: usize = u16::MAX as usize;
+/// The most memory that regions take once they are read, whatever few bytes say them.
+const MAX_KEPT: usize = 64 << 20;
 
 /// An agent's metadata, taken apart.
 #[derive(Clone, Debug)]
@@ -35,10 +42,21 @@ pub struct Metadata {
     pub identity: Identity,
     /// The number of its changes in this incarnation.
     pub generation: Generation,
+    /// What it invites by. `None`: a release of kvx wrote it that had none yet.
+    pub invited: Option<Invited>,
     /// Its open backends and their addresses.
     pub backends: Vec<(Arc<str>, Vec<u8>)>,
     /// Its regions.
     pub regions: Vec<Arc<RegionInfo>>,
+}
+
+/// What a peer needs to be let in.
+#[derive(Clone, Copy, Debug)]
+pub struct Invited {
+    /// The key that it proves to have.
+    pub by: Invitation,
+    /// It must prove to have the fleet's secret, too.
+    pub with_secret: bool,
 }
 
 /// A region, as metadata describes it.
@@ -56,6 +74,8 @@ pub struct RegionInfo {
     pub kind: MemoryKind,
     /// The device that holds it.
     pub device: DeviceId,
+    /// Peers may only read it.
+    pub read_only: bool,
     /// Further bytes for each backend: position in [`Metadata::backends`], and its bytes. Backends that do not serve
     /// the region are not there.
     pub exports: Vec<(u8, Vec<u8>)>,
@@ -68,6 +88,12 @@ impl fmt::Debug for RegionInfo {
 }
 
 impl RegionInfo {
+    /// About the memory that it takes.
+    fn kept(&self) -> usize {
+        let exports = self.exports.iter().map(|(_, export)| size_of::<(u8, Vec<u8>)>() + export.len());
+        size_of::<Self>() + self.name.len() + exports.sum::<usize>()
+    }
+
     /// The bytes that the backend at `position` exported for it.
     pub(crate) fn export(&self, position: u8) -> Option<&[u8]> {
         self.exports.iter().find(|(at, _)| *at == position).map(|(_, export)| &export[..])
@@ -98,6 +124,12 @@ impl Metadata {
             out.put_identity(&self.identity);
             out.put_u64(self.generation.0);
         });
+        if let Some(invited) = &self.invited {
+            section(&mut out, INVITATION, |out| {
+                out.put(invited.by.bytes());
+                out.put_u8(invited.with_secret.into());
+            });
+        }
         for (name, address) in &self.backends {
             limit("bytes of a backend's address", address.len(), MAX_ADDRESS)?;
             section(&mut out, BACKEND, |out| {
@@ -135,8 +167,9 @@ impl Metadata {
         if total != bytes.len() {
             return Err(reader.malformed(format_args!("{} bytes of {total}", bytes.len())));
         }
-        let mut identity = None;
+        let (mut identity, mut invited) = (None, None);
         let (mut backends, mut regions) = (Vec::new(), Vec::<Arc<RegionInfo>>::new());
+        let mut kept = 0;
         while reader.left() > 0 {
             let tag = reader.u16()?;
             let mut value = Reader::new("metadata section", reader.block(MAX_BYTES)?);
@@ -145,8 +178,21 @@ impl Metadata {
                 BACKEND if backends.len() < MAX_BACKENDS => {
                     backends.push((value.name()?, value.block(MAX_ADDRESS)?.to_vec()));
                 }
-                REGION if regions.len() < MAX_REGIONS => regions.push(Arc::new(region(&mut value)?)),
-                IDENTITY | BACKEND | REGION => {
+                REGION if regions.len() < MAX_REGIONS => {
+                    let region = region(&mut value)?;
+                    kept += region.kept();
+                    if kept > MAX_KEPT {
+                        return Err(
+                            value.malformed(format_args!("its regions take more than {MAX_KEPT} bytes"))
+                        );
+                    }
+                    regions.push(Arc::new(region));
+                }
+                INVITATION if invited.is_none() => {
+                    let by = Invitation::from_bytes(value.array()?);
+                    invited = Some(Invited { by, with_secret: value.u8()? & 1 != 0 });
+                }
+                IDENTITY | BACKEND | REGION | INVITATION => {
                     return Err(value.malformed("more sections of a kind than allowed"));
                 }
                 unknown if unknown & CRITICAL != 0 && !broken("critical") => {
@@ -175,7 +221,16 @@ impl Metadata {
         if ids.windows(2).any(|pair| pair[0] == pair[1]) {
             return Err(reader.malformed("two regions of one number"));
         }
-        Ok(Metadata { identity, generation, backends, regions })
+        Ok(Metadata { identity, generation, invited, backends, regions })
+    }
+
+    /// What it invites by. Errors: `Incompatible` for metadata without.
+    pub(crate) fn invited(&self) -> Result<Invited> {
+        self.invited.ok_or_else(|| {
+            let why = "the peer's metadata holds no invitation, by which its agent would let this one in: a release of \
+                       kvx wrote it that had none; upgrade the peer";
+            Error::new(Kind::Incompatible, why)
+        })
     }
 
     /// A backend's position and address.
@@ -248,7 +303,7 @@ fn put_region(out: &mut Vec<u8>, region: &RegionInfo) {
     out.put_region(region.id, &region.key);
     out.put_name(&region.name);
     out.put_u64(region.len);
-    out.put_u8(region.kind as u8);
+    out.put_u8(region.kind as u8 | if region.read_only { READ_ONLY } else { 0 });
     if !region.kind.is_host() {
         out.put(&region.device.0);
     }
@@ -265,17 +320,24 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let name = value.name()?;
     let len = value.u64()?;
     let kind = value.u8()?;
+    let (kind, read_only) = (kind & !READ_ONLY, kind & READ_ONLY != 0);
     let kind =
         MemoryKind::from_wire(kind).ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
     let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
-    let exports = (0..value.u8()?)
-        .map(|_| {
-            let position = value.u8()?;
-            let len = usize::from(value.u16()?);
-            Ok((position, value.bytes(len)?.to_vec()))
-        })
-        .collect::<Result<_>>()?;
-    Ok(RegionInfo { id, key, name, len, kind, device, exports })
+    let count = usize::from(value.u8()?);
+    if count > MAX_BACKENDS {
+        return Err(value.malformed(format_args!("exports for {count} backends")));
+    }
+    let mut exports = Vec::<(u8, Vec<u8>)>::with_capacity(count);
+    for _ in 0..count {
+        let position = value.u8()?;
+        if exports.last().is_some_and(|(last, _)| *last >= position) {
+            return Err(value.malformed("exports out of order"));
+        }
+        let len = usize::from(value.u16()?);
+        exports.push((position, value.bytes(len)?.to_vec()));
+    }
+    Ok(RegionInfo { id, key, name, len, kind, device, read_only, exports })
 }
 
 #[cfg(test)]
@@ -286,6 +348,7 @@ mod tests {
         Metadata {
             identity: Identity { name: "prefill-0".into(), incarnation: Incarnation([9; 16]) },
             generation: Generation(3),
+            invited: None,
             backends: vec![("SHM".into(), vec![1, 2, 3]), ("TCP".into(), vec![4])],
             regions: (0..regions)
                 .map(|id| {
@@ -296,6 +359,7 @@ mod tests {
                         len: 100_000 * 4096,
                         kind: if id % 2 == 0 { MemoryKind::Host } else { MemoryKind::Cuda },
                         device: DeviceId([if id % 2 == 0 { 0 } else { 5 }; 16]),
+                        read_only: id == 2,
                         exports: vec![(0, vec![7; 9]), (1, vec![])],
                     })
                 })
@@ -331,6 +395,53 @@ mod tests {
         assert_eq!(&*read.identity.name, "prefill-0");
         assert_eq!((&*read.regions[0].name, read.regions[0].len), ("layer.0", 100_000 * 4096));
         assert_eq!(read.regions[0].export(0), Some(&[7u8; 9][..]));
+    }
+
+    #[test]
+    fn few_bytes_that_would_take_much_memory_are_refused() {
+        let region = |id: u64, exports: Vec<(u8, Vec<u8>)>| {
+            let (key, name, kind, device) =
+                (RegionKey([0; 16]), "r".into(), MemoryKind::Host, DeviceId::HOST);
+            Arc::new(RegionInfo {
+                id: RegionId(id),
+                key,
+                name,
+                len: 1,
+                kind,
+                device,
+                read_only: false,
+                exports,
+            })
+        };
+        let backends: Vec<_> = (0..MAX_BACKENDS).map(|at| (format!("B{at}").into(), Vec::new())).collect();
+        let all = || (0..MAX_BACKENDS as u8).map(|at| (at, Vec::new())).collect::<Vec<_>>();
+        let read = |count, exports: &dyn Fn() -> Vec<(u8, Vec<u8>)>| {
+            let regions = (0..count).map(|id| region(id, exports())).collect();
+            let backends = backends.clone();
+            let bytes = Metadata { backends, regions, ..sample(0) }.encode().unwrap();
+            Metadata::decode(&bytes).map(drop).map_err(|error| error.to_string())
+        };
+        let why = read(MAX_REGIONS as u64, &all).unwrap_err();
+        assert!(why.contains(&MAX_KEPT.to_string()), "{why}");
+        read(MAX_REGIONS as u64, &|| vec![(0, vec![7; 100]), (1, vec![7; 100])]).unwrap();
+        // No backend is named twice, nor more of them than there are.
+        assert!(read(1, &|| vec![(0, Vec::new()), (0, Vec::new())]).unwrap_err().contains("out of order"));
+        assert!(read(1, &|| vec![(0, Vec::new()); MAX_BACKENDS + 1]).unwrap_err().contains("33 backends"));
+        read(1, &all).unwrap();
+    }
+
+    #[test]
+    fn an_invitation_travels_and_metadata_without_one_says_what_to_do() {
+        let old = Metadata::decode(&sample(1).encode().unwrap()).unwrap();
+        let error = old.invited().unwrap_err();
+        assert_eq!(error.kind(), Kind::Incompatible);
+        assert!(error.to_string().contains("upgrade the peer"), "{error}");
+        for with_secret in [false, true] {
+            let invited = Some(Invited { by: Invitation::from_bytes([5; 32]), with_secret });
+            let bytes = Metadata { invited, ..sample(1) }.encode().unwrap();
+            let back = Metadata::decode(&bytes).unwrap().invited().unwrap();
+            assert_eq!((back.by.bytes(), back.with_secret), (&[5; 32], with_secret));
+        }
     }
 
     #[test]

@@ -9,12 +9,13 @@ use crate::{Error, Kind, Result, nearest};
 /// The object `kv_connector_extra_config`. Each backend reads the table of its own name.
 ///
 /// ```
-/// let options = kvx_core::Options::parse(r#"{"tcp": {"bind": "127.0.0.1", "ports": "7000-7010"}}"#)?;
+/// # use kvx_core as kvx;
+/// let options = kvx::Options::parse(r#"{"tcp": {"bind": "127.0.0.1", "ports": "7000-7010"}}"#)?;
 /// let tcp = options.table("tcp", &["bind", "ports"])?;
 /// assert_eq!(tcp.text("bind")?, Some("127.0.0.1"));
 /// let error = options.table("tcp", &["bnd", "port"]).unwrap_err();
 /// assert_eq!(error.to_string(), r#""tcp.bind" is not an option; did you mean "tcp.bnd"? known: bnd, port"#);
-/// # Ok::<(), kvx_core::Error>(())
+/// # Ok::<(), kvx::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options(Map<String, Value>);
@@ -54,6 +55,12 @@ impl Options {
     /// The names in `backends`, as written; `None` without the key.
     pub fn backends(&self) -> Result<Option<Vec<String>>> {
         self.top().texts("backends")
+    }
+
+    /// The names in `unauthenticated`, as written: backends to be opened although their libraries do not ask for the
+    /// fleet's secret.
+    pub fn unauthenticated(&self) -> Result<Vec<String>> {
+        Ok(self.top().texts("unauthenticated")?.unwrap_or_default())
     }
 
     /// The keys beside the tables, which vLLM's connectors share (`mooncake_protocol`, `num_workers`): whoever reads

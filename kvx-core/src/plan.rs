@@ -4,8 +4,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bound::{Bound, KeepsBound, Pair, Placed};
+use crate::breaks::broken;
 use crate::grid::{Blocks, Grid, Place};
 use crate::identity::Identity;
+use crate::memory::read_only;
 use crate::operation::{Op, Size};
 use crate::overlap::{self, Destination};
 use crate::region::{PeerRegion, Region};
@@ -49,7 +51,8 @@ impl Plan {
     ///
     /// # Errors
     /// `Invalid` when the two sides differ in grids, block length or number of indices, or an agent, peer or memory
-    /// kind differs within a side; `OutOfBounds` for an index beyond its grid; `Overlap` when two destinations overlap.
+    /// kind differs within a side; `OutOfBounds` for an index beyond its grid; `Overlap` when two destinations overlap;
+    /// `Denied` for a destination that may only be read.
     pub fn read(local: Blocks<Region>, remote: Blocks<PeerRegion>) -> Result<Plan> {
         Plan::of(Op::Read, [(local, remote)])
     }
@@ -80,6 +83,10 @@ impl Plan {
         }
         one_kind("local", build.locals.iter().map(Place::kind))?;
         one_kind("remote", build.remotes.iter().map(Place::kind))?;
+        match op {
+            Op::Read => writable("local", &build.locals)?,
+            Op::Write => writable("remote", &build.remotes)?,
+        }
         if build.locals.iter().any(|region| !region.same_agent(&build.locals[0])) {
             return Err(Error::new(Kind::Invalid, "the local regions of a plan belong to different agents"));
         }
@@ -123,6 +130,14 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
                 first.unwrap_or(MemoryKind::Host)
             ),
         )),
+    }
+}
+
+/// What is written to may be. Errors: `Denied`.
+fn writable(side: &str, written: &[impl Place]) -> Result<()> {
+    match written.iter().any(Place::is_read_only) && !broken("read-only") {
+        true => Err(read_only(&format!("a {side} region of the plan"))),
+        false => Ok(()),
     }
 }
 
@@ -201,7 +216,7 @@ impl Build {
     }
 
     fn check_destinations(&self, op: Op) -> Result<()> {
-        if crate::breaks::broken("overlap") {
+        if broken("overlap") {
             return Ok(());
         }
         let mut targets = Vec::new();

@@ -1,56 +1,120 @@
 //! The shared secret of a fleet.
 
+use std::fs::File;
+use std::io::{Read as _, Write as _};
 use std::path::Path;
-use std::sync::Arc;
 
+use crate::identity::random_key;
 use crate::{Error, Kind, Result};
 
-/// A secret that all agents of a fleet share: with it, transports that can authenticate do. Not printed.
+/// How the line of a secret's file begins.
+const PREFIX: &str = "kvx-secret-1:";
+/// The longest file that is read: what is longer is no secret's.
+const LONGEST: u64 = 256;
+
+/// A random key of 32 bytes that all agents of a fleet share: with it, transports that can authenticate do. It is not
+/// printed.
+///
+/// `kvx secret FILE`, or [`create`](Secret::create), makes it and a file that only its owner can read. Its one line is
+/// `kvx-secret-1:`, the key in hexadecimal, `:` and the CRC-32 of the key, so that a file that was cut or edited is
+/// refused.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Secret(Arc<[u8]>);
+pub struct Secret([u8; Secret::LEN]);
 
 impl Secret {
-    /// The fewest bytes that a secret has.
-    pub const MIN: usize = 16;
+    /// Bytes of a secret.
+    pub const LEN: usize = 32;
 
-    /// Errors: `Invalid` below 16 bytes.
-    pub fn new(bytes: impl Into<Arc<[u8]>>) -> Result<Self> {
-        let bytes = bytes.into();
-        if bytes.len() < Self::MIN {
-            let (len, min) = (bytes.len(), Self::MIN);
-            return Err(Error::new(
-                Kind::Invalid,
-                format!("a shared secret of {len} bytes: use at least {min}"),
-            ));
-        }
-        Ok(Secret(bytes))
+    /// Of these bytes, for programs that keep keys elsewhere. They must be random: what a person can remember can be
+    /// guessed by who hears a handshake.
+    pub const fn from_bytes(bytes: [u8; Secret::LEN]) -> Self {
+        Secret(bytes)
     }
 
-    /// The content of a file, without a newline at its end. Errors: what the system says of the file; `Invalid` below
-    /// 16 bytes.
+    /// Makes a file with a new secret, which only its owner can read. Errors: what the system says of the file, which
+    /// must not exist.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let (path, secret) = (path.as_ref(), Secret(random_key()?));
+        let failed = |error: std::io::Error| {
+            let cure = match error.kind() {
+                std::io::ErrorKind::AlreadyExists => {
+                    ": it exists, and is never overwritten; name another one"
+                }
+                _ => "",
+            };
+            Error::os(format!("the shared secret's file {} cannot be made{cure}", path.display()), error)
+        };
+        let mut file = new_file(path).map_err(failed)?;
+        if let Err(error) = file.write_all(secret.line().as_bytes()).and_then(|()| file.sync_all()) {
+            std::fs::remove_file(path).ok(); // ours, and of no use
+            return Err(failed(error));
+        }
+        Ok(secret)
+    }
+
+    /// From a file that [`create`](Secret::create) made. Errors: what the system says of the file; `Invalid` if others
+    /// can read it, and for anything but a whole secret.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|error| {
-            Error::os(format!("the shared secret's file {} cannot be read", path.display()), error)
-        })?;
-        Secret::new(bytes.trim_ascii_end())
+        let failed = |error: std::io::Error| {
+            let cure = match error.kind() {
+                std::io::ErrorKind::NotFound => ": make it by `kvx secret FILE`, once for the fleet",
+                _ => "",
+            };
+            Error::os(format!("the shared secret's file {} cannot be read{cure}", path.display()), error)
+        };
+        let refused = |why: String| {
+            Error::new(Kind::Invalid, format!("the shared secret's file {} {why}", path.display()))
+        };
+        // Opening a pipe would wait for its writer.
+        if !std::fs::metadata(path).map_err(failed)?.is_file() {
+            return Err(refused("is no regular file: copy what `kvx secret FILE` made into one".into()));
+        }
+        let file = File::open(path).map_err(failed)?;
+        check_owner_alone(&file.metadata().map_err(failed)?).map_err(refused)?;
+        let mut text = Vec::new();
+        file.take(LONGEST).read_to_end(&mut text).map_err(failed)?;
+        Secret::parse(&text).ok_or_else(|| {
+            refused(
+                "holds no whole secret: make one by `kvx secret FILE` and copy it to every engine as it is"
+                    .into(),
+            )
+        })
     }
 
-    /// From the file that `KVX_SECRET_FILE` names, else from `KVX_SECRET` itself; `None` when neither is set. Errors:
-    /// as [`from_file`](Secret::from_file); a secret that is asked for and cannot be had is never left out.
+    /// From the file that `KVX_SECRET_FILE` names; `None` if that is not set. Errors: as
+    /// [`from_file`](Secret::from_file); a secret that is asked for and cannot be had is never left out. `Invalid` if
+    /// `KVX_SECRET` is set: a key does not belong in the environment.
     pub fn from_environment() -> Result<Option<Self>> {
-        if let Some(path) = std::env::var_os("KVX_SECRET_FILE") {
-            return Secret::from_file(path).map(Some);
+        if std::env::var_os("KVX_SECRET").is_some() {
+            let why = "KVX_SECRET is set, and a secret comes from a file alone: make one by `kvx secret FILE`, set \
+                       KVX_SECRET_FILE to it, and unset KVX_SECRET";
+            return Err(Error::new(Kind::Invalid, why));
         }
-        match std::env::var_os("KVX_SECRET") {
-            Some(value) => Secret::new(value.into_encoded_bytes()).map(Some),
-            None => Ok(None),
-        }
+        std::env::var_os("KVX_SECRET_FILE").map(Secret::from_file).transpose()
     }
 
     /// Its bytes.
-    pub fn bytes(&self) -> &[u8] {
+    pub const fn bytes(&self) -> &[u8; Secret::LEN] {
         &self.0
+    }
+
+    pub(crate) fn line(&self) -> String {
+        let key = self.0.map(|byte| format!("{byte:02x}")).concat();
+        format!("{PREFIX}{key}:{:08x}\n", crc32(&self.0))
+    }
+
+    /// Nothing but what [`line`](Secret::line) writes; the newline may be missing.
+    pub(crate) fn parse(text: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(text).ok()?;
+        let key = text.strip_prefix(PREFIX)?.get(..2 * Secret::LEN)?;
+        let mut bytes = [0; Secret::LEN];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(key.get(2 * at..2 * at + 2)?, 16).ok()?;
+        }
+        let secret = Secret(bytes);
+        let line = secret.line();
+        (text == line || text == line.trim_end()).then_some(secret)
     }
 }
 
@@ -60,22 +124,157 @@ impl std::fmt::Debug for Secret {
     }
 }
 
+/// The checksum of gzip and Ethernet.
+fn crc32(bytes: &[u8]) -> u32 {
+    let byte = |crc: u32, byte: &u8| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 * (crc & 1)))
+    };
+    !bytes.iter().fold(!0, byte)
+}
+
+#[cfg(unix)]
+fn new_file(path: &Path) -> std::io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    File::options().write(true).create_new(true).mode(0o600).open(path)
+}
+
+#[cfg(not(unix))]
+fn new_file(_path: &Path) -> std::io::Result<File> {
+    Err(std::io::Error::new(std::io::ErrorKind::Unsupported, "this system does not say who may read a file"))
+}
+
+/// Whether nobody but its owner, who is this user or root, can read or change it; else why not.
+#[cfg(unix)]
+fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String> {
+    use std::os::unix::fs::MetadataExt as _;
+    let mode = file.mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        return Err(format!(
+            "is open to others (mode {mode:03o}): chmod 600 it, and make a new one if they read it"
+        ));
+    }
+    match this_user() {
+        Some(user) if file.uid() != user && file.uid() != 0 => Err(format!(
+            "belongs to user {}, and this process is user {user}: chown it to user {user} or to root",
+            file.uid()
+        )),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(not(unix))]
+fn check_owner_alone(_file: &std::fs::Metadata) -> std::result::Result<(), String> {
+    Err("may be open to others, this system does not say: hand the key in by Secret::from_bytes".into())
+}
+
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+fn this_user() -> Option<u32> {
+    Some(rustix::process::geteuid().as_raw())
+}
+
+/// `std` does not say it; a file that is open to its owner alone was still opened.
+#[cfg(all(unix, any(not(target_os = "linux"), kvx_portable)))]
+fn this_user() -> Option<u32> {
+    None
+}
+
 #[cfg(test)]
+#[cfg(unix)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::path::PathBuf;
+
     use super::*;
 
+    /// A name of its own, and no file afterwards.
+    struct Place(PathBuf);
+
+    impl Place {
+        fn new(name: &str) -> Self {
+            let place = std::env::temp_dir().join(format!("kvx-secret-{}-{name}", std::process::id()));
+            std::fs::remove_file(&place).ok();
+            Place(place)
+        }
+
+        fn write(&self, text: &[u8], mode: u32) {
+            std::fs::write(&self.0, text).unwrap();
+            std::fs::set_permissions(&self.0, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
+
+        fn refusal(&self) -> String {
+            let error = Secret::from_file(&self.0).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            error.to_string()
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            std::fs::remove_file(&self.0).ok();
+        }
+    }
+
     #[test]
-    fn a_secret_comes_from_a_file_and_is_not_printed() {
-        let path = std::env::temp_dir().join(format!("kvx-secret-{}", std::process::id()));
-        std::fs::write(&path, "correct horse battery staple\n").unwrap();
-        let secret = Secret::from_file(&path).unwrap();
-        std::fs::write(&path, "short\n").unwrap();
-        let short = Secret::from_file(&path).unwrap_err();
-        std::fs::remove_file(&path).unwrap();
-        assert_eq!(secret.bytes(), b"correct horse battery staple");
+    fn a_secret_is_made_once_read_back_and_not_printed() {
+        let place = Place::new("made");
+        let secret = Secret::create(&place.0).unwrap();
+        assert_eq!(std::fs::metadata(&place.0).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(Secret::from_file(&place.0).unwrap() == secret);
         assert_eq!(format!("{secret:?}"), "Secret(…)");
-        assert_eq!(short.kind(), Kind::Invalid);
-        let missing = Secret::from_file(&path).unwrap_err();
-        assert!(missing.to_string().contains("cannot be read"), "{missing}");
+        let again = Secret::create(&place.0).unwrap_err().to_string();
+        assert!(again.contains("never overwritten"), "{again}");
+        assert!(Secret::from_file(&place.0).unwrap() == secret, "it was overwritten");
+        assert!(Secret::create(&Place::new("other").0).unwrap() != secret, "all secrets are the same");
+    }
+
+    #[test]
+    fn a_file_that_was_cut_or_edited_holds_no_secret() {
+        let (place, secret) = (Place::new("edited"), Secret::from_bytes(std::array::from_fn(|at| at as u8)));
+        let whole = secret.line();
+        assert_eq!(crc32(b"123456789"), 0xCBF4_3926, "not the checksum that others know");
+        place.write(whole.trim_end().as_bytes(), 0o600);
+        assert!(Secret::from_file(&place.0).unwrap() == secret, "without its newline it is as good");
+        let mut spoilt: Vec<_> = (0..whole.len() - 1).map(|len| whole.as_bytes()[..len].to_vec()).collect();
+        spoilt.extend((0..whole.len()).map(|at| {
+            let mut edited = whole.clone().into_bytes();
+            edited[at] = if edited[at] == b'7' { b'8' } else { b'7' };
+            edited
+        }));
+        spoilt.extend(
+            [format!("{whole}{whole}"), format!(" {whole}"), whole.to_uppercase()].map(String::into_bytes),
+        );
+        spoilt.extend([
+            b"correct horse battery staple, and more".to_vec(),
+            vec![b'a'; 32],
+            vec![0xFF; 1 << 20],
+        ]);
+        for text in spoilt {
+            place.write(&text, 0o600);
+            let said = place.refusal();
+            assert!(said.contains("holds no whole secret") && said.contains("`kvx secret FILE`"), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_others_can_read_is_refused() {
+        let place = Place::new("open");
+        let line = Secret::from_bytes([7; Secret::LEN]).line();
+        for mode in [0o640, 0o604, 0o620, 0o644, 0o601, 0o777] {
+            place.write(line.as_bytes(), mode);
+            let said = place.refusal();
+            assert!(said.contains(&format!("mode {mode:03o}")) && said.contains("chmod 600"), "{said}");
+        }
+        for mode in [0o600, 0o400] {
+            place.write(line.as_bytes(), mode);
+            Secret::from_file(&place.0).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_no_file_is_refused_at_once() {
+        let error = Secret::from_file(Place::new("missing").0.as_path()).unwrap_err().to_string();
+        assert!(error.contains("cannot be read") && error.contains("`kvx secret FILE`"), "{error}");
+        let error = Secret::from_file(std::env::temp_dir()).unwrap_err().to_string();
+        assert!(error.contains("no regular file"), "{error}");
     }
 }

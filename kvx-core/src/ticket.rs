@@ -16,7 +16,8 @@ pub trait Settle: Send + Sync {
 /// cannot be reported twice:
 ///
 /// ```compile_fail,E0382
-/// let ticket = kvx_core::Ticket::new(|_| ());
+/// # use kvx_core as kvx;
+/// let ticket = kvx::Ticket::new(|_| ());
 /// ticket.settle(Ok(()));
 /// ticket.settle(Ok(()));
 /// ```

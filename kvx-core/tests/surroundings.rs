@@ -50,27 +50,23 @@ fn the_secret_comes_from_the_environment_or_is_an_error() {
     const NAME: &str = "the_secret_comes_from_the_environment_or_is_an_error";
     if is_child() {
         match Secret::from_environment() {
-            Ok(secret) => println!(
-                "\ngot {:?}",
-                secret.map(|secret| String::from_utf8_lossy(secret.bytes()).into_owned())
-            ),
+            Ok(secret) => println!("\ngot {:?}", secret.map(|secret| *secret.bytes())),
             Err(error) => println!("\nfailed {error}"),
         }
         return;
     }
     let file = std::env::temp_dir().join(format!("kvx-secret-{}", std::process::id()));
-    std::fs::write(&file, "a secret in a file, longer\n").unwrap();
+    std::fs::remove_file(&file).ok();
+    let made = format!("got Some({:?})", *Secret::create(&file).unwrap().bytes());
     let path = file.to_str().unwrap();
     let missing = format!("{path}-missing");
-    let cases: [(&[(&str, &str)], &str); 5] = [
+    let cases: [(&[(&str, &str)], &str); 6] = [
         (&[], "got None"),
-        (&[("KVX_SECRET", "sixteen bytes or more")], "got Some(\"sixteen bytes or more\")"),
-        (
-            &[("KVX_SECRET_FILE", path), ("KVX_SECRET", "sixteen bytes or more")],
-            "got Some(\"a secret in a file, longer\")",
-        ),
-        (&[("KVX_SECRET", "short")], "failed a shared secret of 5 bytes: use at least 16"),
+        (&[("KVX_SECRET_FILE", path)], &made),
         (&[("KVX_SECRET_FILE", &missing)], "failed the shared secret's file"),
+        (&[("KVX_SECRET_FILE", "")], "failed the shared secret's file"),
+        (&[("KVX_SECRET", "a passphrase of more than sixteen bytes")], "failed KVX_SECRET is set"),
+        (&[("KVX_SECRET_FILE", path), ("KVX_SECRET", "")], "make one by `kvx secret FILE`"),
     ];
     for (variables, expected) in cases {
         let output = child(NAME, variables);
@@ -78,4 +74,30 @@ fn the_secret_comes_from_the_environment_or_is_an_error() {
         assert!(said.contains(expected), "{variables:?}: {said}");
     }
     std::fs::remove_file(&file).unwrap();
+}
+
+#[test]
+fn a_secret_of_another_user_is_refused_and_one_of_root_is_not() {
+    const NAME: &str = "a_secret_of_another_user_is_refused_and_one_of_root_is_not";
+    let folder = std::env::temp_dir();
+    let file = |which: &str| folder.join(format!("kvx-secret-of-{which}-{}", std::process::id()));
+    if !rustix::process::geteuid().is_root() {
+        return kvx_testkit::skip(NAME, "only root can give files away", "run it as root");
+    }
+    let (own, other) = (file("root"), file("other"));
+    for path in [&own, &other] {
+        std::fs::remove_file(path).ok();
+        Secret::create(path).unwrap();
+    }
+    std::os::unix::fs::chown(&other, Some(65_534), None).unwrap();
+    let (of_root, of_other) = (Secret::from_file(&own), Secret::from_file(&other));
+    std::fs::remove_file(own).unwrap();
+    std::fs::remove_file(other).unwrap();
+    of_root.unwrap();
+    let error = of_other.unwrap_err();
+    assert_eq!(error.kind(), Kind::Invalid);
+    assert!(
+        error.to_string().contains("belongs to user 65534") && error.to_string().contains("chown"),
+        "{error}"
+    );
 }

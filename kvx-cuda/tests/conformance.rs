@@ -7,13 +7,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use kvx_testkit::{Device, device};
-use native::again;
 
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
 fn main() -> ExitCode {
-    again::with_the_stand_in(&["KVX_CUDA_LIB"]);
+    kvx_stand_in::start_again(&["KVX_CUDA_LIB"], env!("CARGO_TARGET_TMPDIR"));
     native::run(first_device, true)
 }

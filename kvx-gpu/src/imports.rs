@@ -109,7 +109,7 @@ impl Imports {
     }
 
     /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an
-    /// owner that is gone; `Unsupported`.
+    /// owner that is gone; `Unsupported`; `Exhausted`.
     pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
@@ -139,7 +139,7 @@ impl Imports {
     }
 
     fn watch(&self, owner: &ProcessId) -> Result<Watched> {
-        owner.watch().ok_or_else(|| {
+        owner.watch()?.ok_or_else(|| {
             if owner.is_near() {
                 return gone();
             }

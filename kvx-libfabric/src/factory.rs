@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_backend::fabric::Parts;
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList};
 
 use crate::address::{Address, Host};
@@ -29,6 +29,10 @@ impl Factory for Libfabric {
 
     fn placement(&self) -> Placement {
         Placement { order: 40, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
+    }
+
+    fn admission(&self) -> Admission {
+        Admission::Keys
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {

@@ -127,8 +127,8 @@ impl Open {
     /// Registers memory with a rail.
     fn register(&self, rail: usize, memory: &Memory) -> Result<Registration> {
         let domain = self.rails[rail].endpoint.domain();
-        let mut described =
-            Described { address: memory.address(), len: memory.len(), device: None, file: None };
+        let (address, len, read_only) = (memory.address(), memory.len(), memory.is_read_only());
+        let mut described = Described { address, len, read_only, device: None, file: None };
         if let (Some(interface), Some(access)) = (interface(memory.kind()), memory.device_access()) {
             if !domain.info().has_devices() {
                 let (provider, kind) = (domain.info().provider(), memory.kind());

@@ -368,6 +368,7 @@ impl Mail {
         let memory = Described {
             address: buffers.as_ptr().addr() as u64,
             len: size_of_val(buffers),
+            read_only: false,
             device: None,
             file: None,
         };

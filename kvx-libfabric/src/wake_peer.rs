@@ -4,8 +4,9 @@
 //! such a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an
 //! empty datagram to it. One that is lost because the socket is full is no loss: the peer is about to wake.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 
+use kvx_core::fork::Private;
 use kvx_core::{Error, Kind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -19,7 +20,7 @@ const WAKES: usize = 64;
 
 /// Our own, by which peers wake us.
 pub(crate) struct WakeSocket {
-    socket: OwnedFd,
+    socket: Private,
     name: Vec<u8>,
 }
 
@@ -39,7 +40,7 @@ impl WakeSocket {
         let name = format!("kvx-libfabric-{:032x}", u128::from_ne_bytes(random)).into_bytes();
         let at = SocketAddrUnix::new_abstract_name(&name).map_err(os)?;
         rustix::net::bind(&socket, &at).map_err(os)?;
-        Ok(WakeSocket { socket, name })
+        Ok(WakeSocket { socket: socket.into(), name })
     }
 
     /// By what peers know it.

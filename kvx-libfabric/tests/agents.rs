@@ -71,7 +71,7 @@ fn transfers_are_spread_over_rails_of_whatever_number() {
     for (near_domains, far_domains) in [(TWO, TWO), (TWO, ONE), (ONE, TWO), (THREE, TWO)] {
         let ((near, ours), (far, theirs)) =
             (agent("near", near_domains, 1).unwrap(), agent("far", far_domains, 101).unwrap());
-        let peer = near.connect(&far.metadata().unwrap()).unwrap();
+        let peer = near.connect(far.metadata().unwrap()).unwrap();
         both_ways(&ours, &peer).unwrap();
         let half = BLOCKS / 2;
         let filled = |content: u8, number: u32| [content.wrapping_add(number as u8); 2];
@@ -101,7 +101,7 @@ fn two_providers_do_not_meet_and_say_what_to_do() {
     }
     let ((near, _), (far, _)) = (agent("near", ONE, 1).unwrap(), agent("far", SHARED, 2).unwrap());
     let why = near
-        .connect(&far.metadata().unwrap())
+        .connect(far.metadata().unwrap())
         .and_then(|peer| peer.ready(PATIENCE).wait(PATIENCE))
         .unwrap_err()
         .to_string();

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use kvx_core::Registry;
-use kvx_testkit::{Backing, Device, Suite, conformance_main, device};
+use kvx_testkit::{Backing, Device, Gap, Suite, conformance_main, device};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -20,6 +20,12 @@ const TCP: Suite = Suite {
 const SHM: Suite = Suite {
     label: "LIBFABRIC-shm",
     options: r#"{"libfabric": {"provider": "shm"}}"#,
+    gaps: &[Gap {
+        clause: "P9",
+        reason: "the shm provider of libfabric 1.17 crashes the process when it finds no descriptor for a peer's \
+                 region: a segmentation fault in 10 of 12 runs (tcp;ofi_rxm keeps the clause)",
+        sometimes: false,
+    }],
     ..Suite::over("LIBFABRIC")
 };
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_backend::fabric::{self, Parts};
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
     Revocation, Unavailable, WithoutAList,
@@ -56,6 +56,10 @@ impl Factory for Mooncake {
 
     fn placement(&self) -> Placement {
         Placement { order: 95, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+    }
+
+    fn admission(&self) -> Admission {
+        Admission::Open
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {

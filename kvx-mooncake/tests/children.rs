@@ -26,7 +26,7 @@ fn children_inherit_no_socket_of_the_engine() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     let _theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 8192]))).unwrap();
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 8192]))).unwrap();
-    let peer = decode.connect(&prefill.metadata().unwrap()).unwrap();
+    let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let grid = Grid::packed(4096, 2);
     let remote = peer.region("kv").unwrap().grid(grid).unwrap().blocks([1]);

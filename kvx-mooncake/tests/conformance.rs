@@ -4,10 +4,18 @@ mod adapter;
 
 use std::process::ExitCode;
 
-use kvx_testkit::{Suite, conformance_main};
+use kvx_testkit::{Gap, Suite, conformance_main};
 
-const TCP: Suite =
-    Suite { options: r#"{"mooncake": {"mooncake_protocol": "tcp"}}"#, ..Suite::over("MOONCAKE") };
+const TCP: Suite = Suite {
+    options: r#"{"mooncake": {"mooncake_protocol": "tcp"}}"#,
+    gaps: &[Gap {
+        clause: "P9",
+        reason: "an engine that was written to while it had no descriptor takes no write afterwards: with \
+                 descriptors again they ended `TimedOut` in 5 of 5 runs of 0.3.13 (what heals it was not looked for)",
+        sometimes: false,
+    }],
+    ..Suite::over("MOONCAKE")
+};
 
 fn main() -> ExitCode {
     conformance_main(adapter::registry, &[TCP])

@@ -146,7 +146,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
     let name = String::from_utf8(pair.agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
     let address = pair.region.memory().address();
     assert_eq!(pair.python.ask(&format!("tell {name} {address} decode-7 all of it")), "0");
-    let heard = pair.agent.notification(CUT_OFF).wait().unwrap();
+    let heard = pair.agent.notification(CUT_OFF).join().unwrap();
     assert_eq!((&*heard.from.name, &*heard.bytes), ("decode-7", &b"all of it"[..]));
 }
 

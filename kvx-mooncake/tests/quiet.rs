@@ -76,7 +76,7 @@ fn errors_of_the_engine_are_seen() {
         |name: &str| Agent::builder(name).backends(["MOONCAKE"]).options(tcp()).build(&adapter::registry(""));
     let (decode, prefill) = (agent("decode").unwrap(), agent("prefill").unwrap());
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; BLOCK]))).unwrap();
-    let peer = decode.connect_foreign("MOONCAKE", &prefill.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let peer = decode.connect_foreign("MOONCAKE", prefill.foreign_metadata("MOONCAKE").unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let (grid, unregistered) = (Grid::packed(BLOCK as u64, 1), vec![0; BLOCK]);
     let there =

@@ -3,6 +3,8 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod described;
+#[doc(hidden)]
+pub mod fuzz;
 #[cfg(feature = "shm")]
 mod shm;
 #[cfg(feature = "tcp")]

@@ -5,7 +5,8 @@
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Kind, Memory, Op, Peer, PeerRegion, Plan, Region, Registry, Report, Result, Span, Transfer,
+    Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result, Span,
+    Transfer,
 };
 
 const CUT_OFF: Duration = Duration::from_secs(10);
@@ -34,11 +35,11 @@ struct Pair {
 /// A reader that knew the owner before its region was there, and has learnt that region alone.
 fn pair(backend: &str) -> Pair {
     let (owner, reader) = (agent("owner", backend), agent("reader", backend));
-    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let bytes: Vec<u8> = (0..LEN as u64).map(content).collect();
     let theirs = owner.register("late", Memory::owned(bytes)).unwrap();
     let ours = reader.register("cache", Memory::owned(vec![0; LEN])).unwrap();
-    let remote = peer.learn(&theirs.metadata().unwrap()).unwrap();
+    let remote = peer.learn(theirs.metadata().unwrap()).unwrap();
     Pair { owner, reader, theirs, ours, peer, remote }
 }
 
@@ -147,8 +148,8 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
     let Pair { owner, reader, theirs, peer, remote, .. } = &pair("TCP");
     let again = agent("owner", "TCP");
     let other = again.register("late", Memory::owned(vec![0; 10])).unwrap();
-    assert_eq!(peer.learn(&other.metadata().unwrap()).unwrap_err().kind(), Kind::PeerRestarted);
-    assert_eq!(peer.learn(&owner.metadata().unwrap()).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(peer.learn(other.metadata().unwrap()).unwrap_err().kind(), Kind::PeerRestarted);
+    assert_eq!(peer.learn(owner.metadata().unwrap()).unwrap_err().kind(), Kind::Malformed);
     peer.forget(remote); // and it can still be used
     let small = reader.register("small", Memory::owned(vec![0; 16])).unwrap();
     let span = vec![Span { local: 0, remote: 100, len: 16 }];
@@ -174,4 +175,35 @@ fn a_transfer_that_nobody_drives_any_more_arrives_all_the_same() {
     }
     assert!(transfer.drive().expect("taken").is_err(), "the result is given once");
     assert!(holds(ours, 0, LEN as u64, content));
+}
+
+#[test]
+fn regions_cost_the_same_each_however_many_there_are() {
+    for backend in ["SHM", "TCP"] {
+        let owner = agent("owner", backend);
+        let memory = std::sync::Arc::new(Memory::owned(vec![0; 4096]));
+        let mut kept = Vec::new();
+        let mut register = |count: usize| {
+            let begun = Instant::now();
+            for _ in 0..count {
+                kept.push(
+                    owner.register(&format!("kv.{}", kept.len()), std::sync::Arc::clone(&memory)).unwrap(),
+                );
+            }
+            begun.elapsed()
+        };
+        let first = register(1000);
+        register(8000);
+        let last = register(1000);
+        assert!(
+            last < 4 * first + Duration::from_millis(50),
+            "{backend}: 1,000 took {first:?}, after 9,000 {last:?}"
+        );
+        let metadata = owner.metadata().unwrap();
+        assert!(metadata.len() < 600_000, "{} bytes for 10,000 regions", metadata.len());
+        let reader = agent("reader", backend);
+        let peer = reader.connect(&metadata).unwrap();
+        assert_eq!(peer.region("kv.9999").unwrap().len(), 4096);
+        peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    }
 }

@@ -15,11 +15,11 @@ fn shuffled(count: u32) -> Vec<u32> {
 }
 
 #[test]
-fn blocks_are_read_and_written_between_pools_and_foreign_memory() {
+fn blocks_are_read_and_written_between_pools_files_and_foreign_memory() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     const BLOCKS: u32 = 3001;
-    for ours in BOTH {
-        for theirs in BOTH {
+    for ours in ALL {
+        for theirs in ALL {
             let local = region(&decode, &format!("local {ours:?} {theirs:?}"), ours, BLOCKS, 1);
             let remote = region(&prefill, &format!("remote {ours:?} {theirs:?}"), theirs, BLOCKS, 2);
             let peer = connect(&decode, &prefill);
@@ -77,7 +77,7 @@ fn an_agent_links_to_itself() {
         run(&peer, &write(&a, &there, &[10, 11], &[7, 0])).unwrap();
         assert_eq!([7, 0].map(|at| filled_with(&b, at)), [10, 11].map(|at| pattern(1, at)));
         peer.notify(b"to myself", CUT_OFF).wait(CUT_OFF).unwrap();
-        let notification = own.notification(CUT_OFF).wait().unwrap();
+        let notification = own.notification(CUT_OFF).join().unwrap();
         assert_eq!((&*notification.bytes, &*notification.from.name), (b"to myself".as_slice(), "own"));
     }
     shut_down(&[&own]);
@@ -91,12 +91,12 @@ fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
     let sent: Vec<_> = (0..200u32)
         .map(|at| {
             let len = [0, 1, 100, 64 << 10][at as usize % 4];
-            peer.notify(&vec![at as u8; len], CUT_OFF)
+            peer.notify(vec![at as u8; len], CUT_OFF)
         })
         .collect();
     let mut got = Vec::new();
     for _ in 0..200 {
-        let notification = prefill.notification(CUT_OFF).wait().unwrap();
+        let notification = prefill.notification(CUT_OFF).join().unwrap();
         assert_eq!(notification.from.name, decode.identity().name);
         assert!(notification.bytes.iter().all(|byte| *byte == notification.bytes[0]));
         got.push((notification.bytes.len(), notification.bytes.first().copied()));
@@ -322,7 +322,7 @@ fn regions_added_later_and_many_of_them_work() {
     run(&peer, &read(&local, &peer.region("first").unwrap(), &[0], &[1])).unwrap();
     let later: Vec<_> =
         (0..300).map(|at| region(&prefill, &format!("later {at}"), BOTH[at % 2], 2, at as u8)).collect();
-    assert!(peer.update(&prefill.metadata().unwrap()).unwrap());
+    assert!(peer.update(prefill.metadata().unwrap()).unwrap());
     let transfers: Vec<_> = (0..300u32)
         .map(|at| {
             let there = peer.region(&format!("later {at}")).unwrap();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ends::child::{self, Other};
 use ends::*;
+use kvx_backend::control::Message;
 use kvx_core::{Agent, Kind, Region};
 
 const BLOCKS: u32 = 4096;
@@ -23,6 +24,7 @@ fn a_child_plays_its_role() {
             "undumpable" => assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0) }, 0),
             // SAFETY: as above.
             "nobody" => assert_eq!(unsafe { libc::setresuid(65534, 65534, 65534) }, 0),
+            "crowded" => return be_crowded(&mut line),
             other => panic!("no such word: {other}"),
         }
     }
@@ -91,7 +93,7 @@ fn scene(name: &str, on: On) -> Scene {
     let own = agent("parent");
     let local = region(&own, "local", on, BLOCKS, 1);
     let mut other = Other::start(name);
-    let peer = own.connect(&other.hear()).unwrap();
+    let peer = own.connect(other.hear()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     Scene { own, local, other, peer }
 }
@@ -136,6 +138,7 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
         for transfer in transfers {
             if let Err(error) = transfer.wait(CUT_OFF) {
                 assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+                assert!(!error.to_string().contains("shut down"), "it was killed: {error}");
             }
         }
         for settled in settled {
@@ -157,7 +160,7 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
         let own = Agent::builder("patient").peer_timeout(Duration::from_secs(30)).build(&registry()).unwrap();
         let local = region(&own, "local", on, BLOCKS, 1);
         let mut other = Other::start("stopped");
-        let peer = own.connect(&other.hear()).unwrap();
+        let peer = own.connect(other.hear()).unwrap();
         let there = peer.region(&format!("{on:?}")).unwrap();
         let reading = read(&local, &there, &[0], &[7]);
         let writing = write(&local, &there, &[1], &[8]);
@@ -280,7 +283,7 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
         other.ask("quit");
     } else {
         let mut other = Other::start("opaque undumpable");
-        let peer = own.connect(&other.hear()).unwrap();
+        let peer = own.connect(other.hear()).unwrap();
         run(&peer, &read(&regions[1], &peer.region("Pool").unwrap(), &[0], &[1])).unwrap();
         let refused =
             run(&peer, &read(&regions[1], &peer.region("Foreign").unwrap(), &[0], &[1])).unwrap_err();
@@ -310,4 +313,129 @@ fn a_process_of_another_user_is_turned_away() {
     assert!(answer.starts_with("Denied"), "{answer}");
     other.ask("quit");
     shut_down(&[&own]);
+}
+
+/// As a user without privileges: readers take no answers, until the kernel takes no more files of this user's. Says how
+/// much CPU a second of that costs, and that everything arrives in the end.
+fn be_crowded(line: &mut child::Line) {
+    const FILES: u64 = 128;
+    let limit = rustix::process::Rlimit { current: Some(FILES), maximum: Some(FILES) };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    let own = agent("crowded");
+    let regions: Vec<Region> =
+        (0..40).map(|number| region(&own, &format!("pool {number}"), On::Pool, 1, 2)).collect();
+    let metadata = kvx_core::Metadata::decode(&own.metadata().unwrap()).unwrap();
+    let readers: Vec<_> = (0..6).map(|_| raw::Reader::greeted(&metadata)).collect();
+    for reader in &readers {
+        for (import, region) in (0..).zip(&metadata.regions) {
+            reader.say(&Message::Want { import, id: region.id, key: region.key });
+        }
+    }
+    let cpu = || {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+        let fields: Vec<u64> = stat
+            .rsplit(')')
+            .next()
+            .unwrap()
+            .split_whitespace()
+            .skip(11)
+            .take(2)
+            .map(|it| it.parse().unwrap())
+            .collect();
+        Duration::from_millis(10 * (fields[0] + fields[1]))
+    };
+    std::thread::sleep(Duration::from_millis(200));
+    let before = cpu();
+    std::thread::sleep(Duration::from_secs(1));
+    let spent = cpu() - before;
+    let all = readers.iter().map(raw::Reader::grants).collect::<Vec<_>>();
+    line.say(format!("{} ms, {all:?} of {} with files", spent.as_millis(), regions.len()).as_bytes());
+}
+
+#[test]
+fn an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing() {
+    if !rustix::process::geteuid().is_root() {
+        println!(
+            "skipped: an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing needs root to become nobody"
+        );
+        return;
+    }
+    let told = String::from_utf8(Other::start("owner nobody crowded").hear()).unwrap();
+    let spent: u64 = told.split(' ').next().unwrap().parse().unwrap();
+    assert!(told.contains("[40, 40, 40, 40, 40, 40] of 40"), "{told}");
+    assert!(spent < 60, "{told}");
+}
+
+/// A reader by hand.
+mod raw {
+    use std::mem::MaybeUninit;
+    use std::os::fd::OwnedFd;
+    use std::time::{Duration, Instant};
+
+    use kvx_backend::control::proof::Keys;
+    use kvx_backend::control::{Greeting, Message, VERSIONS};
+    use kvx_core::{Identity, Incarnation, Metadata};
+    use rustix::net::{
+        AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    };
+
+    pub(super) struct Reader(OwnedFd);
+
+    impl Reader {
+        /// Through the handshake.
+        pub(super) fn greeted(metadata: &Metadata) -> Self {
+            let address = &metadata.backends[0].1;
+            let at = address.windows(8).position(|window| window == b"kvx-shm-").unwrap();
+            let flags = SocketFlags::CLOEXEC;
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            let name = SocketAddrUnix::new_abstract_name(&address[at..at + 40]).unwrap();
+            rustix::net::connect(&socket, &name).unwrap();
+            let reader = Reader(socket);
+            let me = Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) };
+            let keys = Keys::new(&metadata.invited.unwrap().by, None);
+            let (greeting, body) = Greeting::new(&me, keys, &[0; 40]).unwrap();
+            reader.say(&Message::Hello { versions: VERSIONS, body: &body });
+            let (welcome, _) = reader.hear(Duration::from_secs(5)).unwrap();
+            let Ok(Message::Welcome { version, body }) = Message::decode(&welcome) else {
+                panic!("{welcome:?}")
+            };
+            let (_, proof) = greeting.welcomed(version, body).unwrap();
+            reader.say(&Message::Confirm { proof });
+            reader
+        }
+
+        pub(super) fn say(&self, message: &Message<'_>) {
+            rustix::net::send(&self.0, &message.encode(), SendFlags::NOSIGNAL).unwrap();
+        }
+
+        /// A message, and whether a file came with it; the file is closed.
+        fn hear(&self, within: Duration) -> Option<(Vec<u8>, bool)> {
+            let until = Instant::now() + within;
+            let mut buffer = vec![0; 1 << 16];
+            loop {
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut control = RecvAncillaryBuffer::new(&mut space);
+                let mut parts = [std::io::IoSliceMut::new(&mut buffer)];
+                match rustix::net::recvmsg(&self.0, &mut parts, &mut control, RecvFlags::DONTWAIT) {
+                    Ok(got) => {
+                        let file = control.drain().count() > 0;
+                        return Some((buffer[..got.bytes].to_vec(), file));
+                    }
+                    Err(rustix::io::Errno::AGAIN) if Instant::now() < until => std::thread::yield_now(),
+                    Err(_) => return None,
+                }
+            }
+        }
+
+        /// How many regions it is granted, with their files.
+        pub(super) fn grants(&self) -> usize {
+            let heard = std::iter::from_fn(|| self.hear(Duration::from_secs(1)));
+            heard
+                .filter(|(message, file)| {
+                    *file && matches!(Message::decode(message), Ok(Message::Grant { .. }))
+                })
+                .count()
+        }
+    }
 }

@@ -33,7 +33,7 @@ fn peers_that_do_not_read_keep_no_bounce_buffers_from_others() {
         })
         .collect();
 
-    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let grid = Grid::packed(LEN as u64, 1);
     let remote = peer.region("kv").unwrap().grid(grid).unwrap();
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();

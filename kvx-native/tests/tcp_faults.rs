@@ -91,7 +91,7 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
         // The owner's side lives on.
         let late = agent("late");
         relay.go_on();
-        late.connect(&pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
     }
 }
 
@@ -100,11 +100,11 @@ fn a_peer_that_is_busy_but_alive_is_not_lost() {
     // The owner's agent takes no notifications, for several times the peer timeout.
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
     let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), 4096);
-    let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify(&[number], CUT_OFF * 3)).collect();
+    let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify([number], CUT_OFF * 3)).collect();
     let quiet = pair.owner.expect(b"never sent", 1, Duration::from_secs(5));
     assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
     for _ in 0..5 {
-        pair.owner.notification(CUT_OFF).wait().unwrap();
+        pair.owner.notification(CUT_OFF).join().unwrap();
     }
     for acknowledged in waiting {
         acknowledged.wait(CUT_OFF).unwrap();
@@ -132,7 +132,7 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
             settled.wait(CUT_OFF).unwrap();
         }
         let late = agent("late");
-        late.connect(&pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
     }
 }
 
@@ -164,7 +164,7 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
             );
         }
         let other = pair.owner.register("other", kvx_core::Memory::owned(vec![4; 4096])).unwrap();
-        pair.peer.update(&pair.owner.metadata().unwrap()).unwrap();
+        pair.peer.update(pair.owner.metadata().unwrap()).unwrap();
         let grid = Grid::packed(4096, 1);
         let remote = pair.peer.region("other").unwrap().grid(grid).unwrap();
         let plan = Plan::read(pair.ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
@@ -195,7 +195,7 @@ fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
     let owner =
         Agent::builder("owner").options(Options::parse(&options).unwrap()).build(&registry()).unwrap();
     let reader = impatient("reader", Duration::from_millis(300));
-    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
     assert!(error.to_string().contains("no answer from"), "{error}");
 }
@@ -263,4 +263,31 @@ fn random_work_with_random_cancels_moves_what_it_says() {
         }
     });
     pair.still_works();
+}
+
+#[test]
+fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
+    let room_for_one = r#"{"tcp": {"connections": 1, "max_connections": 2}}"#;
+    let owner = agent_with("owner", room_for_one, None);
+    let first = agent_with("first", room_for_one, None);
+    let taken = first.connect(owner.metadata().unwrap()).unwrap();
+    until_ready(&taken);
+    let late = agent_with("late", room_for_one, None);
+    let peer = late.connect(owner.metadata().unwrap()).unwrap();
+    let full = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert_eq!(full.kind(), Kind::Exhausted, "{full}");
+    assert!(full.to_string().contains("try later"), "{full}");
+    drop(taken);
+    until_ready(&peer);
+    assert!(peer.lost().is_none());
+}
+
+/// Asks until a link is up: an owner notices the end of a connection a moment later.
+fn until_ready(peer: &kvx_core::Peer) {
+    let until = std::time::Instant::now() + CUT_OFF;
+    while let Err(error) = peer.ready(CUT_OFF).wait(CUT_OFF) {
+        assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+        assert!(std::time::Instant::now() < until, "{error}");
+        std::thread::yield_now();
+    }
 }

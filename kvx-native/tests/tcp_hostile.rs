@@ -87,7 +87,7 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
     assert!(first.is_closed(), "the oldest makes room");
     Pair::of(agent("another owner"), agent("another reader"), 4096).still_works();
     let late = agent("late");
-    let peer = late.connect(&pair.owner.metadata().unwrap()).unwrap();
+    let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
 }
 
@@ -96,7 +96,7 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
     let owner = agent_with("owner", r#"{"tcp": {"max_connections": 4}}"#, None);
     let pair = Pair::of(owner, agent("reader"), 4096);
     let late = agent("late");
-    let peer = late.connect(&pair.owner.metadata().unwrap()).unwrap();
+    let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
     let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
     assert!(error.to_string().contains("tcp.max_connections"), "{error}");
     pair.still_works();
@@ -104,7 +104,7 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
 
 #[test]
 fn a_stranger_without_the_secret_learns_and_touches_nothing() {
-    let secret = Some("a secret of the fleet");
+    let secret = Some(3);
     let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
     // Without a secret.
     let mut raw = Raw::connect(address_of(&pair.owner));
@@ -117,10 +117,9 @@ fn a_stranger_without_the_secret_learns_and_touches_nothing() {
     let (kind, _, challenge) = raw.frame().unwrap();
     assert_eq!(kind, CHALLENGE);
     assert!(!challenge.windows(5).any(|word| word == b"owner"));
-    let mut proof = Vec::new();
+    let mut proof = vec![0];
     proof.put_identity(pair.reader.identity());
-    proof.put_identity(pair.owner.identity());
-    proof.put_block(&[3; 32]);
+    proof.put(&[3; 32]);
     raw.send(&frame(PROOF, 0, &proof));
     let (kind, _, refusal) = raw.frame().unwrap();
     assert_eq!(kind, REFUSE);
@@ -135,8 +134,29 @@ fn a_stranger_without_the_secret_learns_and_touches_nothing() {
 }
 
 #[test]
+fn a_stranger_without_the_invitation_learns_no_name_and_invents_no_sender() {
+    let pair = Pair::new(4096);
+    let name = |bytes: &[u8]| bytes.windows(5).any(|word| word == b"owner");
+    let life = pair.owner.identity().incarnation.0;
+    let tells = |bytes: &[u8]| name(bytes) || bytes.windows(16).any(|word| word == life);
+    for said in [vec![0], vec![1], b"\x00\x08\0\0\0invented".to_vec()] {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&hello(false, 0));
+        let (kind, _, challenge) = raw.frame().unwrap();
+        assert!(kind == CHALLENGE && !tells(&challenge));
+        raw.send(&frame(PROOF, 0, &[&said[..], &[9; 16], &[3; 32]].concat()));
+        let (kind, _, refusal) = raw.frame().unwrap();
+        assert!(kind == REFUSE && !tells(&refusal));
+        raw.send(&frame(NOTIFY, 1, b"done"));
+        assert!(raw.is_closed());
+    }
+    assert!(pair.owner.try_notification().is_none());
+    pair.still_works();
+}
+
+#[test]
 fn a_recorded_session_cannot_be_played_again() {
-    let secret = Some("a secret of the fleet");
+    let secret = Some(3);
     let relay = tcp_pair::relay::Relay::new();
     let owner = agent_with("owner", &relay.options(), secret);
     let pair = Pair::of(owner, agent_with("reader", "{}", secret), 4096);
@@ -293,6 +313,62 @@ fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
 }
 
 #[test]
+fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
+    const LANES: usize = 60;
+    let pair = Pair::new(4096);
+    let mut part = vec![READ, 0, 0, 0];
+    part.put_u32(2 << 20);
+    part.put_u64(1);
+    part.resize(2 << 20, 0); // all of it but the last bytes
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&part);
+    }
+    let begun = std::time::Instant::now();
+    pair.still_works();
+    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "an honest reader is served meanwhile");
+    // 64 MiB for one peer: at most 32 of them.
+    at_most_are_open(&crowd, 32);
+    pair.still_works();
+}
+
+#[test]
+fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
+    let pair = Pair::new(4096);
+    let address = address_of(&pair.owner);
+    let flooding = std::sync::atomic::AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut crowd = std::collections::VecDeque::new();
+            while flooding.load(std::sync::atomic::Ordering::Relaxed) {
+                if let Ok(stream) = std::net::TcpStream::connect(address) {
+                    crowd.push_back(Raw::of(stream));
+                }
+                if crowd.len() > 700 {
+                    crowd.pop_front();
+                }
+            }
+        });
+        let begun = std::time::Instant::now();
+        let mut longest = std::time::Duration::ZERO;
+        while begun.elapsed() < std::time::Duration::from_secs(3) {
+            let at = std::time::Instant::now();
+            let late = agent("late");
+            let ready = late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF);
+            longest = longest.max(at.elapsed());
+            late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+            if ready.is_err() {
+                flooding.store(false, std::sync::atomic::Ordering::Relaxed);
+            }
+            ready.unwrap();
+        }
+        flooding.store(false, std::sync::atomic::Ordering::Relaxed);
+        assert!(longest < std::time::Duration::from_secs(1), "an honest reader waited {longest:?}");
+    });
+    pair.still_works();
+}
+
+#[test]
 fn a_cancel_overtakes_the_payload_and_even_the_request() {
     let pair = Pair::new(4096);
     let (region, key) = key_of(&pair.owner, "kv");
@@ -355,16 +431,57 @@ fn too_many_notifications_at_once_cost_a_connection() {
     pair.still_works();
 }
 
+#[test]
+fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
+    const LANES: usize = 80;
+    let owner =
+        kvx_core::Agent::builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    // Each lane parks as much as its window allows: 1 MiB.
+    let notice = vec![7; 64 << 10];
+    let window: Vec<_> = (0..16).flat_map(|id| frame(NOTIFY, id, &notice)).collect();
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&window);
+    }
+    pair.still_works();
+    // 64 MiB for one peer: at most 64 of them.
+    at_most_are_open(&crowd, 64);
+    pair.still_works();
+}
+
+/// Waits until the owner has ended all connections of the crowd but so many.
+fn at_most_are_open(crowd: &[Raw], most: usize) {
+    let is_open = |raw: &Raw| {
+        raw.0.set_nonblocking(true).unwrap();
+        let mut byte = [0];
+        match raw.0.peek(&mut byte) {
+            Ok(count) => count > 0, // what was said before the end stands before it
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
+        }
+    };
+    let until = std::time::Instant::now() + CUT_OFF;
+    loop {
+        let open = crowd.iter().filter(|raw| is_open(raw)).count();
+        if open <= most {
+            return;
+        }
+        assert!(std::time::Instant::now() < until, "{open} connections are open");
+        std::thread::yield_now();
+    }
+}
+
 /// A reader that is connected to whatever `owner` does after the handshakes of all lanes.
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
+    let keys = keys_of(&advertising);
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let lanes = (0..3).map(|_| {
                 let mut lane = Raw::of(listener.accept().unwrap().0);
-                lane.welcome();
+                lane.welcome(&keys);
                 lane
             });
             owner(lanes.collect());
@@ -401,7 +518,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
             let got = Pair::all(&pair.ours);
             assert!(got[..2048].iter().chain(&got[3072..]).all(|byte| *byte == 0), "case {case}");
             let good = agent("good");
-            pair.reader.connect(&good.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+            pair.reader.connect(good.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
         });
     }
 }

@@ -11,8 +11,8 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use child::{Line, Other};
-use kvx_core::{Agent, Kind, Peer, Result};
-use tcp_pair::raw::Raw;
+use kvx_core::{Agent, Grid, Kind, Memory, Peer, Plan, Result};
+use tcp_pair::raw::{Raw, keys_of};
 use tcp_pair::{CUT_OFF, agent_with, registry};
 
 /// How long the children let a peer be silent.
@@ -25,7 +25,13 @@ const HELD: Duration = Duration::from_secs(30);
 fn a_child_plays_its_role() {
     let Some((role, mut line)) = child::role() else { return };
     let own = Agent::builder(&role).peer_timeout(PATIENCE).build(&registry()).unwrap();
-    let peer = own.connect(&line.hear().unwrap()).unwrap();
+    if role == "owns" {
+        let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
+        line.say(&own.metadata().unwrap());
+        line.hear();
+        return;
+    }
+    let peer = own.connect(line.hear().unwrap()).unwrap();
     let ready = peer.ready(HELD).wait(HELD);
     if role == "waits" {
         ready.unwrap();
@@ -38,7 +44,7 @@ fn a_child_plays_its_role() {
 
 /// Waits for the parent to take notifications: all but one of them are acknowledged when it does.
 fn waits(peer: &Peer, line: &mut Line) {
-    let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify(&[number], HELD)).collect();
+    let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify([number], HELD)).collect();
     sent.remove(0).wait(HELD).unwrap();
     line.say(b"waiting");
     let all = sent.into_iter().try_for_each(|acknowledged| acknowledged.wait(HELD));
@@ -66,9 +72,30 @@ fn a_peer_is_not_lost_by_who_was_stopped_himself() {
     // It looks at its peer before it has another answer.
     pass(&owner, PATIENCE);
     for _ in 0..5 {
-        owner.notification(CUT_OFF).wait().unwrap();
+        owner.notification(CUT_OFF).join().unwrap();
     }
     assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");
+}
+
+#[test]
+fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
+    let timeout = Duration::from_millis(800);
+    let reader = Agent::builder("reader").peer_timeout(timeout).build(&registry()).unwrap();
+    let ours = reader.register("ours", Memory::owned(vec![1; 4096])).unwrap();
+    let mut other = Other::start("owns");
+    let peer = reader.connect(other.hear()).unwrap();
+    let grid = Grid::packed(64, 4);
+    let theirs = peer.region("kv").unwrap().grid(grid).unwrap();
+    let plan = Plan::write(ours.grid(grid).unwrap().blocks([0]), theirs.blocks([1])).unwrap();
+    let write = |deadline: Duration| peer.transfer(&plan).deadline(deadline).post()?.wait(CUT_OFF);
+    write(CUT_OFF).unwrap();
+    other.stop();
+    // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.
+    let mut kinds = (0..30).map(|_| write(timeout / 4).unwrap_err().kind());
+    let other_kind = kinds.find(|kind| *kind != Kind::TimedOut);
+    assert_eq!(other_kind, Some(Kind::PeerLost), "none: 30 writes have timed out one after the other");
+    assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), Kind::PeerLost);
+    other.go_on();
 }
 
 #[test]
@@ -80,11 +107,12 @@ fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
     other.say(&owner.metadata().unwrap());
     let accept = || Raw::of(listener.accept().unwrap().0);
     let mut small = accept();
-    assert_eq!(small.welcome(), 0);
+    let keys = keys_of(&owner);
+    assert_eq!(small.welcome(&keys), 0);
     let mut bulk = [accept(), accept()];
-    bulk[0].welcome();
+    bulk[0].welcome(&keys);
     // All that its last lane waits for is the answer.
-    bulk[1].welcome_when(|| other.stop());
+    bulk[1].welcome_when(&keys, || other.stop());
     pass(&owner, PATIENCE * 2);
     other.go_on();
     assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");

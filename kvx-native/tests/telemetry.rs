@@ -96,7 +96,7 @@ fn a_recorder_is_told_of_transfers_and_failures() {
     let (owner, reader) = (agent("owner"), agent("reader"));
     let region = owner.register("kv", Memory::owned(vec![7; 64 << 10])).unwrap();
     let local = reader.register("kv", Memory::owned(vec![0; 64 << 10])).unwrap();
-    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let grid = Grid::packed(4096, 16);
     let plan = Plan::read(
         local.grid(grid).unwrap().blocks([1, 5]),

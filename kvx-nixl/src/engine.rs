@@ -5,13 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvx::{Agent, Completion, Kind, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
+use kvx::connector::nixl;
+use kvx::connector::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
+use kvx::{Agent, Completion, Kind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
 use kvx_core::sync::Mutex;
 
-use crate::frames::{self, Assembly, Got};
+use crate::devices::Devices;
 use crate::handles::{Handle, Handles};
 use crate::log::{always, info, warn};
-use crate::memory::{self, Range, What};
+use crate::memory::{Range, What};
 use crate::request::{Release, Request};
 use crate::settings::Settings;
 use crate::status::{Outcome, Status};
@@ -35,6 +37,7 @@ pub(crate) struct Descriptor {
 pub(crate) struct Engine {
     agent: Agent,
     settings: Settings,
+    devices: Devices,
     /// How peers reach this agent; the same for its life, as NIXL wants it.
     introduction: Vec<u8>,
     memory: Handles<Range>,
@@ -58,7 +61,7 @@ struct Remote {
 }
 
 /// Says what went wrong, and gives NIXL's number for it.
-fn told(what: &str, error: &kvx::Error) -> Status {
+pub(crate) fn told(what: &str, error: &kvx::Error) -> Status {
     warn(format_args!("{what}: {error}"));
     Status::from(error)
 }
@@ -79,19 +82,27 @@ impl Engine {
         if let Some(file) = &settings.secret_file {
             builder = builder.secret(Secret::from_file(file)?);
         }
+        let devices = Devices::find();
+        for device in devices.all() {
+            builder = builder.device(Arc::clone(device) as _);
+        }
         let agent = builder.build(&kvx::registry())?;
+        let open = agent.backends();
+        let devices = devices.only_if(|kind| agent.reaches(kind), &open.join(", "));
         info(format_args!(
             "agent {name} in {nixl}: kvx {}, backends {}, {settings}",
             env!("CARGO_PKG_VERSION"),
-            agent.backends().join(", ")
+            open.join(", ")
         ));
+        info(devices.told());
         for (backend, why) in agent.not_open() {
             warn(format_args!("{backend} is not used: {why}"));
         }
-        let introduction = agent.metadata()?;
+        let introduction = nixl::introduction(&agent)?;
         Ok(Engine {
             agent,
             settings,
+            devices,
             introduction,
             memory: Handles::default(),
             requests: Handles::default(),
@@ -109,18 +120,24 @@ impl Engine {
 
     // Memory.
 
-    pub(crate) fn register(&self, address: u64, len: usize) -> Outcome<Handle> {
-        let name = format!("{address:x}.{}", self.number());
-        let region = self.agent.register(&name, memory::adopt(address, len));
+    /// The GPUs whose memory may be registered.
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
+    pub(crate) fn register(&self, memory: Memory) -> Outcome<Handle> {
+        let (base, len) = (memory.address(), memory.len() as u64);
+        let name = format!("{base:x}.{}", self.number());
+        let region = self.agent.register(&name, memory);
         let region = region.map_err(|error| told("memory is not registered", &error))?;
-        Ok(self.memory.add(Range { base: address, len: len as u64, what: What::Ours(region) }))
+        Ok(self.memory.add(Range { base, len, what: What::Ours(region) }))
     }
 
     /// Blocks until nobody can touch the memory any more, by the deadline.
     pub(crate) fn deregister(&self, handle: Handle) -> Outcome {
         let range = self.memory.get(handle).ok_or(Status::NotFound)?;
         let What::Ours(region) = &range.what else { return Err(Status::InvalidParam) };
-        match region.revoke(self.settings.deadline).wait(self.settings.deadline + Duration::from_secs(1)) {
+        match region.revoke(self.settings.deadline).join() {
             Ok(_) => {
                 self.memory.remove(handle);
                 Ok(())
@@ -266,16 +283,18 @@ impl Engine {
         let mut last: Option<(Key, usize)> = None;
         for (ours, theirs) in local.iter().zip(remote) {
             let key = (ours.memory, theirs.memory);
-            let at = match (last, places.get(&key)) {
-                (Some((same, at)), _) if same == key => at,
-                (_, Some(at)) => *at,
-                (_, None) => {
-                    let range = |handle| self.memory.get(handle).ok_or(Status::NotFound);
-                    let room = Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
-                    lists.push((key, range(key.0)?, range(key.1)?, room));
-                    places.insert(key, lists.len() - 1);
-                    lists.len() - 1
-                }
+            let at = match last {
+                Some((same, at)) if same == key => at,
+                _ => match places.get(&key) {
+                    Some(at) => *at,
+                    None => {
+                        let range = |handle| self.memory.get(handle).ok_or(Status::NotFound);
+                        let room = Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
+                        lists.push((key, range(key.0)?, range(key.1)?, room));
+                        places.insert(key, lists.len() - 1);
+                        lists.len() - 1
+                    }
+                },
             };
             last = Some((key, at));
             if ours.len != theirs.len {
@@ -314,11 +333,8 @@ impl Engine {
     pub(crate) fn post(&self, handle: Handle, note: Option<&[u8]>) -> Outcome<Status> {
         let request = self.requests.get(handle).ok_or(Status::NotFound)?;
         let peer = self.peer(&request.peer)?;
-        let mut frames = self.frames(note)?;
-        let status = request.post(&peer, frames.pop(), self.settings.deadline, self.settings.cure())?;
-        for frame in frames {
-            self.send(&request.peer, &peer, &frame);
-        }
+        let notes = self.notes(note)?;
+        let status = request.post(&peer, notes, self.settings.deadline, self.settings.cure())?;
         if status != Status::InProgress {
             self.tell_route(&request.peer);
         }
@@ -359,10 +375,10 @@ impl Engine {
 
     // Notifications.
 
-    fn frames(&self, note: Option<&[u8]>) -> Outcome<Vec<Box<[u8]>>> {
+    fn notes(&self, note: Option<&[u8]>) -> Outcome<Vec<Box<[u8]>>> {
         let Some(bytes) = note else { return Ok(Vec::new()) };
-        frames::frames(self.number(), bytes).ok_or_else(|| {
-            warn(format_args!("a notification of {} bytes, at most {} are sent", bytes.len(), frames::MAX));
+        notes(self.number(), bytes).ok_or_else(|| {
+            warn(format_args!("a notification of {} bytes, at most {MAX_NOTE} are sent", bytes.len()));
             Status::InvalidParam
         })
     }
@@ -370,14 +386,14 @@ impl Engine {
     /// Sends it, while nobody polls; a failure is told at a later call.
     pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> Outcome {
         let peer = self.peer(agent)?;
-        for frame in self.frames(Some(note))? {
-            self.send(agent, &peer, &frame);
+        for note in self.notes(Some(note))? {
+            self.send(agent, &peer, &note);
         }
         Ok(())
     }
 
-    fn send(&self, agent: &str, peer: &Peer, frame: &[u8]) {
-        let sending = peer.notify(frame, self.settings.deadline);
+    fn send(&self, agent: &str, peer: &Peer, note: &[u8]) {
+        let sending = peer.notify(note, self.settings.deadline);
         let mut sent = self.sent.lock();
         sent.push((agent.to_owned(), sending));
         if sent.len() == sent.capacity() {
@@ -398,8 +414,12 @@ impl Engine {
         {
             bytes += next.bytes.len();
             match assembly.take(next.from.incarnation, &next.bytes) {
-                Got::Notification(bytes) => got.push((next.from.name.to_string(), bytes)),
+                Got::Whole(bytes) => got.push((next.from.name.to_string(), bytes)),
                 Got::Part => {}
+                Got::Instead(dropped) => warn(format_args!(
+                    "a notification of which {dropped} bytes have come is dropped: too many are unfinished, and it is \
+                     the oldest of the sender that has the most"
+                )),
                 Got::Nonsense => {
                     warn(format_args!("agent {}: a notification that makes no sense", next.from.name))
                 }
@@ -414,7 +434,7 @@ impl Engine {
         drop(peers);
         drop(self.requests.extract(|_| true));
         let longest = END.min(self.settings.deadline);
-        if let Err(error) = self.agent.shutdown(longest).wait(longest + Duration::from_secs(1)) {
+        if let Err(error) = self.agent.shutdown(longest).join() {
             warn(format_args!("agent {} ends: {error}", self.agent.identity().name));
         }
     }

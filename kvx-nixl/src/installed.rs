@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use kvx_backend::wheel::Version;
+
 use crate::log::warn;
 use crate::sibling::{self, Order, Refusal};
-use crate::version::{self, ANY, Version};
+use crate::version::{self, ANY};
 
 /// A NIXL whose border is known.
 pub(crate) struct Installed {
@@ -45,7 +47,7 @@ impl Installed {
             None => format!("the NIXL of {}", library.display()),
         };
         if let Some(version) = version
-            && !version.is_tried()
+            && !version::is_tried(version)
             && !any
         {
             return Err(Refusal(format!(

@@ -4,8 +4,10 @@
 
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
 mod border;
+#[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
+mod devices;
+#[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
 mod engine;
-mod frames;
 mod handles;
 pub mod installed;
 mod log;

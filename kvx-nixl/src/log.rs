@@ -39,5 +39,6 @@ pub(crate) fn warn(line: impl Display) {
 
 /// Something that must be known, as nothing else tells it. A line that cannot be written is lost: nobody reads there.
 pub(crate) fn always(line: impl Display) {
-    let _ = writeln!(std::io::stderr(), "KVX: {line}");
+    // At once: other processes write there, too.
+    let _ = std::io::stderr().write_all(format!("KVX: {line}\n").as_bytes());
 }

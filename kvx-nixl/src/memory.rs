@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use kvx::{Memory, Peer, PeerRegion, Region};
+use kvx::{Peer, PeerRegion, Region};
 
 use crate::status::{Outcome, Status};
 
@@ -32,12 +32,4 @@ impl Range {
             _ => Err(Status::InvalidParam),
         }
     }
-}
-
-/// Host memory at an address of NIXL's.
-pub(crate) fn adopt(address: u64, len: usize) -> Memory {
-    // SAFETY: NIXL's contract of `registerMem`: its user keeps the range mapped until `deregisterMem` has returned
-    // without an error, and expects peers to write to it meanwhile. Nothing is owned here, so that quarantine frees
-    // nothing.
-    unsafe { Memory::adopt(address as *mut u8, len, ()) }
 }

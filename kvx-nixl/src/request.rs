@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvx::{Peer, Plan, Report, Transfer};
+use kvx::{Completion, Peer, Plan, Report, Transfer};
 use kvx_core::sync::Mutex;
 
 use crate::log::warn;
@@ -24,6 +24,8 @@ pub(crate) struct Request {
 struct Flight {
     /// What may still touch memory.
     transfer: Option<Transfer>,
+    /// Parts of its notification that the peer has not taken: it is done when it has them.
+    parts: Vec<Completion<()>>,
     status: Status,
     /// Released while it was in flight.
     released: bool,
@@ -40,20 +42,34 @@ impl Flight {
         if let Some(transfer) = self.transfer.as_mut().filter(|_| self.status == Status::InProgress) {
             match look(transfer) {
                 None => {}
-                Some(Ok(_)) => (self.transfer, self.status) = (None, Status::Success),
-                Some(Err(error)) => {
-                    self.status = Status::from(&error);
-                    if self.status != Status::Cancelled {
-                        warn(format_args!(
-                            "agent {peer}: {error}{}",
-                            if is_of_the_way(&error) { cure } else { "" }
-                        ));
-                    }
-                }
+                Some(Ok(_)) => self.transfer = None,
+                Some(Err(error)) => self.failed(&error, peer, cure),
             }
+        }
+        if self.transfer.is_none() && self.status == Status::InProgress {
+            let mut parts = std::mem::take(&mut self.parts);
+            parts.retain_mut(|part| match now(part) {
+                None => true,
+                Some(Ok(())) => false,
+                Some(Err(error)) => {
+                    self.failed(&error, peer, cure);
+                    false
+                }
+            });
+            if self.status == Status::InProgress && parts.is_empty() {
+                self.status = Status::Success;
+            }
+            self.parts = parts;
         }
         self.transfer.take_if(|transfer| self.status != Status::InProgress && transfer.is_settled());
         self.status
+    }
+
+    fn failed(&mut self, error: &kvx::Error, peer: &str, cure: &str) {
+        self.status = Status::from(error);
+        if self.status != Status::Cancelled {
+            warn(format_args!("agent {peer}: {error}{}", if is_of_the_way(error) { cure } else { "" }));
+        }
     }
 }
 
@@ -83,31 +99,33 @@ pub(crate) enum Release {
 
 impl Request {
     pub(crate) fn new(peer: String, plan: Plan) -> Self {
-        let flight = Flight { transfer: None, status: Status::NotPosted, released: false };
+        let flight = Flight { transfer: None, parts: Vec::new(), status: Status::NotPosted, released: false };
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
-    /// Posts it. `Active` while an earlier post may still touch its memory.
+    /// Posts it; the last of the notifications follows the data. `Active` while an earlier post may still touch its
+    /// memory.
     pub(crate) fn post(
         &self,
         peer: &Peer,
-        note: Option<Box<[u8]>>,
+        mut notes: Vec<Box<[u8]>>,
         deadline: Duration,
         cure: &str,
     ) -> Outcome<Status> {
         let mut flight = self.flight.lock();
         flight.ask(now, &self.peer, cure);
-        if flight.transfer.is_some() {
+        if flight.transfer.is_some() || flight.status == Status::InProgress {
             return Err(Status::Active);
         }
         let mut posting = peer.transfer(&self.plan).deadline(deadline);
-        if let Some(note) = note {
+        if let Some(note) = notes.pop() {
             posting = posting.notify(note);
         }
         match posting.post() {
             Ok(transfer) => {
                 (flight.transfer, flight.status) = (Some(transfer), Status::InProgress);
                 flight.released = false;
+                flight.parts = notes.iter().map(|part| peer.notify(part, deadline)).collect();
                 Ok(flight.ask(now, &self.peer, cure))
             }
             Err(error) => {

@@ -27,11 +27,13 @@ pub(crate) struct Settings {
     pub(crate) backends: Option<Vec<String>>,
     /// For a transfer, and for taking memory back.
     pub(crate) deadline: Duration,
-    /// The file of the fleet's secret; core reads the variable itself.
+    /// The file of the fleet's secret.
     pub(crate) secret_file: Option<String>,
     pub(crate) options: Options,
     /// Where TCP listens, and who said so.
     bind: (String, &'static str),
+    /// What else was set, for people: never the secret itself.
+    more: Vec<String>,
 }
 
 impl Settings {
@@ -54,14 +56,18 @@ impl Settings {
                 )));
             }
         }
+        // Empty is not said.
+        let some = |value: &str| Some(value.trim().to_owned()).filter(|value| !value.is_empty());
         let told = |which: &str| {
-            let given = parameters.iter().find(|(name, _)| name == which);
             let (_, named) = KNOWN.iter().find(|(known, _)| *known == which)?;
-            let value = given.map(|(_, value)| value.clone()).or_else(|| variable(named))?;
-            let value = value.trim();
-            (!value.is_empty())
-                .then(|| (value.to_owned(), if given.is_some() { "its parameter" } else { *named }))
+            let given = parameters.iter().find(|(name, _)| name == which).and_then(|(_, value)| some(value));
+            let given = given.map(|value| (value, "its parameter"));
+            given.or_else(|| Some((some(&variable(named)?)?, *named)))
         };
+        // But for a secret: who meant to have one does not run without. Core refuses an empty variable, and KVX_SECRET.
+        if parameters.iter().any(|(name, value)| name == "secret_file" && some(value).is_none()) {
+            return Err(invalid("parameter \"secret_file\" is empty: name a file, or leave it out".into()));
+        }
         let list = |value: String| value.split(',').map(|part| part.trim().to_owned()).collect::<Vec<_>>();
         let mut options = Options::new();
         let bind = match told("tcp.bind") {
@@ -72,21 +78,26 @@ impl Settings {
             },
         };
         options.set("tcp", "bind", bind.0.clone());
-        if let Some((ports, _)) = told("tcp.ports") {
+        let mut more = Vec::new();
+        if let Some((ports, by)) = told("tcp.ports") {
+            more.push(format!("tcp.ports {ports} ({by})"));
             options.set("tcp", "ports", ports);
         }
-        if let Some((addresses, _)) = told("tcp.advertise") {
+        if let Some((addresses, by)) = told("tcp.advertise") {
+            more.push(format!("tcp.advertise {addresses} ({by})"));
             options.set("tcp", "advertise", list(addresses));
+        }
+        let secret_file = told("secret_file");
+        if let Some((file, by)) = &secret_file {
+            more.push(format!("the secret in {file} ({by})"));
         }
         Ok(Settings {
             backends: told("backends").map(|(names, _)| list(names)),
             deadline: told("deadline").map_or(Ok(DEADLINE), |(value, by)| seconds(&value, by))?,
-            secret_file: parameters
-                .iter()
-                .find(|(name, _)| name == "secret_file")
-                .map(|(_, file)| file.clone()),
+            secret_file: secret_file.map(|(file, _)| file),
             options,
             bind,
+            more,
         })
     }
 
@@ -104,7 +115,8 @@ impl Settings {
 impl fmt::Display for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (bind, by) = &self.bind;
-        write!(f, "deadline {:?}, tcp.bind {bind} ({by})", self.deadline)
+        write!(f, "deadline {:?}, tcp.bind {bind} ({by})", self.deadline)?;
+        self.more.iter().try_for_each(|more| write!(f, ", {more}"))
     }
 }
 
@@ -155,7 +167,31 @@ mod tests {
         assert_eq!(tcp.text("ports").unwrap(), Some("7000-7010"));
         let settings = read(&[("backends", "TCP"), ("tcp.bind", "::1")], &variables).unwrap();
         assert_eq!(settings.backends, Some(vec!["TCP".into()]));
-        assert!(settings.to_string().ends_with("tcp.bind ::1 (its parameter)"), "{settings}");
+        let said = "deadline 2.5s, tcp.bind ::1 (its parameter), tcp.ports 7000-7010 (KVX_TCP_PORTS)";
+        assert_eq!(settings.to_string(), said);
+    }
+
+    #[test]
+    fn what_was_set_is_said_and_no_secret() {
+        let parameters = [("secret_file", "/run/fleet"), ("tcp.advertise", "10.0.0.5,10.0.0.6")];
+        let said = read(&parameters, &[]).unwrap().to_string();
+        let expected =
+            ", tcp.advertise 10.0.0.5,10.0.0.6 (its parameter), the secret in /run/fleet (its parameter)";
+        assert!(said.ends_with(expected), "{said}");
+        assert!(
+            read(&[], &[("KVX_SECRET_FILE", "/run/fleet")])
+                .unwrap()
+                .to_string()
+                .ends_with("(KVX_SECRET_FILE)")
+        );
+        let of = |parameters: &[_], variables: &[_]| read(parameters, variables).unwrap().secret_file;
+        assert_eq!(of(&parameters, &[("KVX_SECRET_FILE", "/run/other")]).as_deref(), Some("/run/fleet"));
+        assert_eq!(of(&[], &[("KVX_SECRET_FILE", " /run/other ")]).as_deref(), Some("/run/other"));
+        assert_eq!(of(&[], &[("KVX_SECRET_FILE", "")]), None);
+        let error = read(&[("secret_file", " ")], &[]).unwrap_err();
+        assert!(error.sentence().contains("\"secret_file\" is empty"), "{error}");
+        let told = read(&[], &[("KVX_SECRET", "hush")]).unwrap();
+        assert!(!format!("{told} {told:?}").contains("hush"), "core refuses it, and nobody repeats it");
     }
 
     #[test]

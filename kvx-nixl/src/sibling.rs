@@ -101,6 +101,10 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, Refusal> {
 /// The slots of the destructors, the first ones.
 pub const DESTRUCTORS: usize = 2;
 
+/// How many functions for GPUs the releases have had between `releaseReqH` and `getPublicData`: since 1.0, until 0.9,
+/// and in 0.10.
+const STRANGERS: [usize; 3] = [3, 4, 7];
+
 /// What each slot of the table is: a function of KVX's, or none of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Order(Vec<Option<Function>>);
@@ -119,13 +123,15 @@ impl Order {
     }
 
     /// Whether the functions come in the order that all tried releases have, with strangers only where they had them:
-    /// the destructors, between `releaseReqH` and `getPublicData`, and at the end.
+    /// the destructors, as many as they had between `releaseReqH` and `getPublicData`, and any at the end.
     fn is_known(&self) -> bool {
         let is_stranger = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
         let place = |function| self.0.iter().position(|slot| *slot == Some(function)).unwrap_or(usize::MAX);
         let (release, public, last) = (place(ReleaseReq), place(PublicData), place(GenNotif));
+        let between = public.checked_sub(release).and_then(|more| more.checked_sub(1));
         all.is_sorted()
+            && between.is_some_and(|between| STRANGERS.contains(&between))
             && (0..self.0.len())
                 .filter(|at| is_stranger(*at))
                 .all(|at| at < DESTRUCTORS || (release..public).contains(&at) || at > last)

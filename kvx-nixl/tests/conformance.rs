@@ -1,21 +1,30 @@
 //! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over each wheel and each
-//! route.
+//! route, memory of GPUs with the stand-in for their drivers.
 
-use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 use std::time::Duration;
 
+use kvx::{MemoryKind, Options};
 use kvx_testkit::{Tier, skip};
 use libtest_mimic::{Arguments, Failed, Trial};
 
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/conformance.py");
+mod wheels;
+use wheels::{Folder, NEWEST, NEWEST_VERSION, ROUNDS, Wheel};
+
+const SCRIPT: &str = "conformance.py";
 const CUT_OFF: Duration = Duration::from_secs(60);
-/// Environments of wheels, as `cargo xtask test --install` names them: the newest, and one whose table is of the
-/// first 1.x.
-const RELEASES: [&str; 2] = ["nixl", "nixl-1.1"];
+/// A million rounds are not of every day: `KVX_NIXL_TEST_ROUNDS=1000000`.
+const CUT_OFF_OF_MANY: Duration = Duration::from_secs(900);
+/// Under valgrind all takes its time. It runs where [`VALGRIND`] is set.
+const CUT_OFF_OF_VALGRIND: Duration = Duration::from_secs(590);
+const VALGRIND: &str = "KVX_NIXL_TEST_VALGRIND";
 const ROUTES: [&str; 2] = ["SHM", "TCP"];
+/// With both: what a device does not reach over SHM goes over TCP.
+const WITH_BOTH: [&str; 3] = ["SHM", "TCP", "SHM,TCP"];
+/// A backend that reaches no memory of the stand-in's devices: it has its own ways to the drivers.
+const WITHOUT_DEVICES: &str = "UCX";
 
 /// In conformance.py, by their names.
 const TESTS: &[&str] = &[
@@ -24,6 +33,7 @@ const TESTS: &[&str] = &[
     "unequal_lists",
     "a_hundred_thousand_descriptors",
     "notifications_of_all_lengths",
+    "a_long_notification_that_is_done_was_taken",
     "transfers_to_itself",
     "regions_added_later",
     "a_killed_peer",
@@ -31,7 +41,12 @@ const TESTS: &[&str] = &[
     "a_restarted_peer",
     "release_in_mid_transfer",
     "deregister_under_a_reading_peer",
+    "deregister_under_a_stopped_peer",
     "two_agents_in_one_process",
+    "sglangs_calls",
+    "dynamos_calls",
+    "telemetry",
+    "many_regions_take_linear_time",
     "sixteen_threads",
     "idle_agents_sleep",
     "what_makes_no_sense_is_refused",
@@ -39,78 +54,149 @@ const TESTS: &[&str] = &[
     "many_rounds_do_not_grow",
 ];
 
+/// A test of memory of GPUs.
+struct OnGpus {
+    /// In conformance.py.
+    test: &'static str,
+    /// Whose driver there is: a variable, which names the stand-in.
+    driver: Option<&'static str>,
+    routes: &'static [&'static str],
+}
+
+const ON_GPUS: &[OnGpus] = &[
+    OnGpus { test: "memory_of_gpus_both_ways", driver: Some(CUDA), routes: &WITH_BOTH },
+    OnGpus { test: "memory_of_gpus_both_ways", driver: Some(HIP), routes: &WITH_BOTH },
+    OnGpus { test: "sglangs_calls", driver: Some(CUDA), routes: &WITH_BOTH },
+    OnGpus { test: "memory_of_gpus_that_are_not_there", driver: Some(CUDA), routes: &WITH_BOTH },
+    OnGpus { test: NOT_OFFERED, driver: None, routes: &ROUTES },
+    OnGpus { test: NOT_OFFERED, driver: Some(CUDA), routes: &[WITHOUT_DEVICES] },
+];
+const NOT_OFFERED: &str = "memory_of_gpus_that_is_not_offered";
+const CUDA: &str = "KVX_CUDA_LIB";
+const HIP: &str = "KVX_HIP_LIB";
+
+/// What standard error has to hold when a test has passed: the test, the route.
+const LINES: &[(&str, &str, &str)] = &[
+    ("two_agents_in_one_process", "SHM", "KVX: agent a reaches b by SHM: chosen, shared memory"),
+    ("two_agents_in_one_process", "TCP", "KVX: agent a reaches b by TCP: chosen, TCP to 127.0.0.1:"),
+    ("deregister_under_a_stopped_peer", "SHM", "KVX: do not free the 67108864 bytes at 0x"),
+    ("memory_of_gpus_that_are_not_there", "SHM", "of device 9 are not registered: there is no device 9"),
+    (NOT_OFFERED, "SHM", "of device 0 are not registered: memory of GPUs is not offered: NVIDIA: "),
+    (
+        NOT_OFFERED,
+        WITHOUT_DEVICES,
+        "memory of GPUs is not offered: no open backend reaches cuda memory (open: UCX)",
+    ),
+];
+
+/// Heaps of other makers in the process, and glibc's own that checks: a library, its Debian package, and a variable.
+const HEAPS: &[(&str, &str, (&str, &str))] = &[
+    ("libc_malloc_debug.so.0", "libc6", ("MALLOC_CHECK_", "3")),
+    ("libtcmalloc_minimal.so.4", "libtcmalloc-minimal4", ("TCMALLOC_RECLAIM_MEMORY", "1")),
+    ("libjemalloc.so.2", "libjemalloc2", ("MALLOC_CONF", "abort_conf:true,junk:true")),
+];
+/// What runs on them: what crosses the border in all its forms.
+const ON_HEAPS: &[&str] = &[
+    "prepped_and_direct_reads_and_writes",
+    "notifications_of_all_lengths",
+    "transfers_to_itself",
+    "regions_added_later",
+    "sglangs_calls",
+    "what_makes_no_sense_is_refused",
+];
+
+/// What runs under valgrind, in one process.
+const UNDER_VALGRIND: &[&str] = &["two_agents_in_one_process", "transfers_to_itself"];
+
 type Outcome = Result<(), Failed>;
-
-/// The library that was built with this test.
-fn library() -> PathBuf {
-    let program = std::env::current_exe().expect("the running program has a path");
-    program.parent().expect("a folder").join("libplugin_KVX.so")
-}
-
-fn environments(release: &str) -> impl Iterator<Item = PathBuf> {
-    let program = std::env::current_exe().expect("the running program has a path");
-    let usual = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
-    let targets: Vec<PathBuf> = program.ancestors().map(Path::to_owned).chain([usual]).collect();
-    targets.into_iter().map(move |target| target.join("peers").join(release).join("venv"))
-}
-
-/// A wheel of NIXL: its Python, and the folder that its packages lie in.
-struct Wheel {
-    python: PathBuf,
-    packages: PathBuf,
-}
-
-impl Wheel {
-    fn find(release: &str) -> Option<Wheel> {
-        environments(release).find_map(|environment| {
-            let packages = std::fs::read_dir(environment.join("lib")).ok()?.flatten();
-            let mut packages = packages.map(|python| python.path().join("site-packages"));
-            let packages = packages.find(|folder| folder.join("nixl_cu12").exists())?;
-            Some(Wheel { python: environment.join("bin/python"), packages })
-        })
-    }
-
-    fn libraries(&self) -> PathBuf {
-        self.packages.join(".nixl_cu12.mesonpy.libs")
-    }
-}
-
-/// A folder that goes when it is dropped.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> std::io::Result<Folder> {
-        let folder = std::env::temp_dir().join(format!("kvx-nixl-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&folder)?;
-        Ok(Folder(folder))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.0).ok();
-    }
-}
 
 /// Runs a test of the script with these packages before the wheel's own.
 fn run(wheel: &Wheel, plugins: &Path, before: &[PathBuf], route: &str, test: &str) -> Output {
-    let path: OsString = std::env::join_paths(before).expect("no colon in them");
-    let mut command = Command::new(&wheel.python);
-    command.args([SCRIPT, test]).env("NIXL_PLUGIN_DIR", plugins).env("PYTHONPATH", path);
-    command.env("PYTHONDONTWRITEBYTECODE", "1");
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("KVX_")) {
-        command.env_remove(name);
-    }
-    kvx_testkit::output(command.env("KVX_BACKENDS", route), CUT_OFF)
+    let limit = if std::env::var_os(ROUNDS).is_some() { CUT_OFF_OF_MANY } else { CUT_OFF };
+    kvx_testkit::output(wheel.script(SCRIPT, plugins, before, route).arg(test), limit)
 }
 
-fn passes(wheel: &Wheel, plugins: &Path, numpy: &[PathBuf], route: &str, test: &str) -> Outcome {
-    let output = run(wheel, plugins, numpy, route, test);
+fn passes(wheel: &Wheel, plugins: &Path, numpy: &Path, route: &str, test: &str) -> Outcome {
+    let output = run(wheel, plugins, &[numpy.to_owned()], route, test);
+    told(output, line_of(test, route))
+}
+
+fn line_of(test: &str, route: &str) -> &'static str {
+    LINES.iter().find(|(of, over, _)| (*of, *over) == (test, route)).map_or("", |(_, _, line)| line)
+}
+
+/// The same with the stand-in in the place of a maker's driver, or without any; no driver of this machine's.
+fn on_gpus(wheel: &Wheel, plugins: &Path, numpy: &Path, route: &str, of: &OnGpus, title: &str) -> Outcome {
+    if route == WITHOUT_DEVICES {
+        match kvx::registry().require(route, &Options::default()) {
+            Err(why) => {
+                skip(title, why.sentence(), "see the reason");
+                return Ok(());
+            }
+            Ok((_, found)) if found.capabilities.local.contains(MemoryKind::Cuda) => {
+                let reason = format!("{route} reaches memory of NVIDIA's devices here [cannot run here]");
+                skip(title, &reason, "run it on a machine without such devices");
+                return Ok(());
+            }
+            Ok(_) => {}
+        }
+    }
+    let mut script = wheel.script(SCRIPT, plugins, &[numpy.to_owned()], route);
+    script.envs([CUDA, HIP].map(|variable| (variable, "/nonexistent")));
+    let names = Folder::new(&format!("driver-{route}-{}", of.test))?;
+    if let Some(driver) = of.driver {
+        kvx_stand_in::stand_in(&mut script, &[driver], &names.0);
+    }
+    told(kvx_testkit::output(script.arg(of.test), CUT_OFF), line_of(of.test, route))
+}
+
+/// The same on another heap, in all of its processes.
+fn on_a_heap(wheel: &Wheel, plugins: &Path, heap: &Path, variable: (&str, &str), test: &str) -> Outcome {
+    let mut script = wheel.script(SCRIPT, plugins, &[], "SHM");
+    script.arg(test).env("LD_PRELOAD", heap).env(variable.0, variable.1).env("MALLOC_PERTURB_", "165");
+    told(kvx_testkit::output(&mut script, CUT_OFF), "")
+}
+
+/// The same under valgrind: no report has a frame of the library's. What is alive at the end is none.
+fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
+    let reports = Folder::new(&format!("valgrind-{test}"))?;
+    let file = reports.0.join("reports.xml"); // there, frames name their libraries
+    let script = wheel.script(SCRIPT, plugins, &[], "SHM");
+    let mut command = Command::new("valgrind");
+    command.args(["--error-limit=no", "--num-callers=40", "--xml=yes"]);
+    command.arg(format!("--xml-file={}", file.display())).arg("--");
+    command.arg(script.get_program()).args(script.get_args()).arg(test).env("PYTHONMALLOC", "malloc");
+    for (name, value) in script.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    told(kvx_testkit::output(&mut command, CUT_OFF_OF_VALGRIND), "")?;
+    let said = std::fs::read_to_string(file)?;
+    assert!(
+        said.contains("<tool>memcheck</tool>") && said.contains("</valgrindoutput>"),
+        "valgrind has looked"
+    );
+    let is_one = |report: &&str| {
+        // As XML it tells what is alive at the end in any case; and the kernel looks at no size of a mask that is null.
+        let is_leak = report.contains("<kind>Leak_");
+        let is_null = report.contains("Syscall param epoll_pwait(sigsetsize)");
+        report.contains("libplugin_KVX.so</obj>") && !is_leak && !is_null
+    };
+    let ours: Vec<_> = said.split("<error>").skip(1).filter(is_one).collect();
+    match ours.first() {
+        Some(first) => Err(format!("{} reports, the first one: {first}", ours.len()).into()),
+        None => Ok(()),
+    }
+}
+
+fn told(output: Output, line: &str) -> Outcome {
     let said = String::from_utf8_lossy(&output.stderr);
-    if output.status.success() && output.stdout == b"passed\n" {
+    if output.status.success() && output.stdout == b"passed\n" && said.contains(line) {
         return Ok(());
     }
-    Err(format!("{:?}\n{said}", output.status).into())
+    Err(format!("{:?}, {line:?}\n{said}", output.status).into())
 }
 
 /// The wheel under another record or with other plug-ins, in a folder of its own.
@@ -162,9 +248,8 @@ impl Doctored {
 fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "version", "9.8.7")?;
     doctored.refused(wheel, plugins, "NIXL 9.8.7 was not tried with KVX")?;
-    let mut command = Command::new(&wheel.python);
-    command.args([SCRIPT, "two_agents_in_one_process"]).env("NIXL_PLUGIN_DIR", plugins);
-    command.env("PYTHONPATH", &doctored.packages).env("KVX_BACKENDS", "SHM").env("KVX_NIXL_ANY_VERSION", "1");
+    let mut command = wheel.script(SCRIPT, plugins, std::slice::from_ref(&doctored.packages), "SHM");
+    command.arg("two_agents_in_one_process").env("KVX_NIXL_ANY_VERSION", "1");
     let output = kvx_testkit::output(&mut command, CUT_OFF);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("in NIXL 9.8.7"), "{said}");
@@ -172,9 +257,18 @@ fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: 
     Ok(())
 }
 
+/// A NIXL without a record of its version, as source builds are, is served, and a line says by what.
+fn a_source_build_is_served_by_its_tables(wheel: &Wheel, plugins: &Path) -> Outcome {
+    let doctored = Doctored::new(wheel, "source", NEWEST_VERSION)?;
+    std::fs::remove_dir(doctored.packages.join(format!("nixl_cu12-{NEWEST_VERSION}.dist-info")))?;
+    let before = std::slice::from_ref(&doctored.packages);
+    let output = run(wheel, plugins, before, "SHM", "two_agents_in_one_process");
+    told(output, "does not tell its version: KVX goes by the tables of its plug-ins")
+}
+
 /// A byte of a function's name in a sibling, and a sibling that is cut off.
 fn a_doctored_sibling_is_refused(wheel: &Wheel, plugins: &Path) -> Outcome {
-    let doctored = Doctored::new(wheel, "sibling", "1.5.1")?;
+    let doctored = Doctored::new(wheel, "sibling", NEWEST_VERSION)?;
     let whole = std::fs::read(doctored.sibling("UCX"))?;
     // Everywhere: tools that change a library's paths leave old names behind.
     let name = b"9checkXferEP15nixlBackendReqH";
@@ -190,47 +284,44 @@ fn a_doctored_sibling_is_refused(wheel: &Wheel, plugins: &Path) -> Outcome {
     Ok(())
 }
 
+/// Agents of UCX, of both, and of KVX, in a wheel that KVX is linked into.
+fn a_fleet_rolls_over(wheel: &Wheel, plugins: &Path) -> Outcome {
+    let doctored = Doctored::new(wheel, "rolling", NEWEST_VERSION)?;
+    symlink(plugins.join("libplugin_KVX.so"), doctored.sibling("KVX"))?;
+    let mut script = wheel.script(SCRIPT, plugins, std::slice::from_ref(&doctored.packages), "SHM");
+    script.arg("rolling_over").env_remove("NIXL_PLUGIN_DIR");
+    let done = told(kvx_testkit::output(&mut script, CUT_OFF), "ucx reads from both by UCX");
+    drop(doctored.folder);
+    done
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
-    let plugins = Folder::new("plugins").expect("a new folder");
-    symlink(library(), plugins.0.join("libplugin_KVX.so")).expect("a new name");
-    // Older wheels are installed without numpy: the newest one's serves them.
-    let newest = Wheel::find(RELEASES[0]);
-    let borrowed = Folder::new("numpy").expect("a new folder");
-    if let Some(newest) = &newest {
-        for part in ["numpy", "numpy.libs"] {
-            symlink(newest.packages.join(part), borrowed.0.join(part)).expect("a new name");
-        }
-    }
+    let plugins = Folder::of_plugins("plugins").expect("a new folder");
+    let borrowed = wheels::numpy("numpy").expect("a new folder");
     let mut trials = Vec::new();
-    for release in RELEASES {
-        if release != RELEASES[0] && !Tier::Whole.runs_or_says(&format!("NIXL of {release}")) {
-            continue;
-        }
-        let Some(wheel) = Wheel::find(release).filter(|_| newest.is_some()) else {
-            skip(
-                &format!("conformance in {release}"),
-                "a wheel of nixl-cu12 is not installed",
-                "cargo xtask test --install",
-            );
-            continue;
-        };
+    for (release, wheel) in wheels::of_this_run("conformance") {
         let wheel: &'static Wheel = Box::leak(Box::new(wheel));
         assert!(wheel.libraries().exists(), "the libraries of the wheel");
-        for (route, test) in ROUTES.iter().flat_map(|route| TESTS.iter().map(move |test| (route, test))) {
-            let (plugins, numpy) = (plugins.0.clone(), borrowed.0.clone());
-            let run = move || passes(wheel, &plugins, &[numpy], route, test);
-            trials.push(Trial::test(format!("{release}::{}::{test}", route.to_lowercase()), run));
-        }
-        if release == RELEASES[0] {
-            let own: [(&str, fn(&Wheel, &Path) -> Outcome); 2] = [
-                ("an_unknown_version_is_refused", an_unknown_version_is_refused_unless_it_is_asked_for),
-                ("a_doctored_sibling_is_refused", a_doctored_sibling_is_refused),
-            ];
-            for (name, test) in own {
-                let plugins = plugins.0.clone();
-                trials.push(Trial::test(format!("{release}::{name}"), move || test(wheel, &plugins)));
+        for route in ROUTES {
+            for test in TESTS {
+                let (plugins, numpy) = (plugins.0.clone(), borrowed.0.clone());
+                let name = format!("{release}::{}::{test}", route.to_lowercase());
+                trials.push(Trial::test(name, move || passes(wheel, &plugins, &numpy, route, test)));
             }
+        }
+        for of in ON_GPUS {
+            for route in of.routes {
+                let (plugins, numpy) = (plugins.0.clone(), borrowed.0.clone());
+                let driver = of.driver.unwrap_or("no driver");
+                let name = format!("{release}::{}::{driver}::{}", route.to_lowercase(), of.test);
+                let title = name.clone();
+                let run = move || on_gpus(wheel, &plugins, &numpy, route, of, &title);
+                trials.push(Trial::test(name, run));
+            }
+        }
+        if release == NEWEST {
+            trials.extend(of_the_newest(wheel, &plugins.0));
         }
     }
     // Its tests measure times: one after the other.
@@ -238,4 +329,51 @@ fn main() -> ExitCode {
     let conclusion = libtest_mimic::run(&arguments, trials);
     drop((plugins, borrowed));
     conclusion.exit_code()
+}
+
+/// What runs in one release alone.
+fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
+    let mut trials = Vec::new();
+    for (heap, package, variable) in HEAPS {
+        if !Tier::Whole.runs_or_says(&format!("NIXL on {heap}")) {
+            continue;
+        }
+        let folders = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64"];
+        let file = folders.iter().map(|folder| Path::new(folder).join(heap)).find(|file| file.exists());
+        let Some(file) = file else {
+            skip(
+                &format!("conformance on {heap}"),
+                &format!("{package} is not installed"),
+                "cargo xtask test --install",
+            );
+            continue;
+        };
+        for test in ON_HEAPS {
+            let (plugins, file) = (plugins.to_owned(), file.clone());
+            let run = move || on_a_heap(wheel, &plugins, &file, *variable, test);
+            trials.push(Trial::test(format!("{NEWEST}::{heap}::{test}"), run));
+        }
+    }
+    if wheels::is_asked_for(VALGRIND, "two scripts under valgrind") {
+        if Command::new("valgrind").arg("--version").output().is_err() {
+            skip("conformance under valgrind", "valgrind is not installed", "apt-get install valgrind");
+        } else {
+            for test in UNDER_VALGRIND {
+                let plugins = plugins.to_owned();
+                let run = move || under_valgrind(wheel, &plugins, test);
+                trials.push(Trial::test(format!("{NEWEST}::valgrind::{test}"), run));
+            }
+        }
+    }
+    let own: [(&str, fn(&Wheel, &Path) -> Outcome); 4] = [
+        ("an_unknown_version_is_refused", an_unknown_version_is_refused_unless_it_is_asked_for),
+        ("a_source_build_is_served", a_source_build_is_served_by_its_tables),
+        ("a_doctored_sibling_is_refused", a_doctored_sibling_is_refused),
+        ("a_fleet_rolls_over", a_fleet_rolls_over),
+    ];
+    for (name, test) in own {
+        let plugins = plugins.to_owned();
+        trials.push(Trial::test(format!("{NEWEST}::{name}"), move || test(wheel, &plugins)));
+    }
+    trials
 }

@@ -9,12 +9,18 @@ use crate::fleet::instance::{Instance, Kind, Role};
 use crate::fleet::watch;
 use crate::log::Access;
 use crate::relay::core::{Core, Live};
-use crate::setup::{AccessLog, Connector, Finding, Setup};
+use crate::serve;
+use crate::setup::{Connector, Finding, Setup};
 
-/// All [findings](Setup::findings), and what the instances say when they are asked now. Serves nothing.
+/// All [findings](Setup::findings), whether its address can be listened on now, and what the instances say when they
+/// are asked now. Serves nothing.
 pub async fn check(setup: Setup) -> Vec<Finding> {
     let mut found = setup.findings();
-    let live = match Live::new(setup.clone(), None) {
+    // Let go at once: what it is for is to fail.
+    if let Err(error) = serve::listen(&setup).await {
+        found.push(Finding::Fails(error.to_string()));
+    }
+    let live = match Live::new(setup, None) {
         Ok(live) => live,
         Err(error) => {
             let failed = Finding::Fails(error.to_string());
@@ -24,11 +30,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
             return found;
         }
     };
-    if let Err(error) = tokio::net::lookup_host((setup.host.as_str(), setup.port)).await {
-        found.push(Finding::Fails(format!("cannot listen on {}: {error}", setup.host)));
-    }
-    let Ok(access) = Access::open(&AccessLog::Off, Box::new(std::io::sink())) else { return found };
-    let (core, _none_works) = Core::new(live, access);
+    let (core, _none_works) = Core::new(live, Access::off());
     let core = Arc::new(core);
     let live = core.live();
     watch::round(&core, &live, watch::Look::Everything).await;
@@ -85,8 +87,8 @@ fn pairs(fleet: &Fleet, found: &mut Vec<Finding>) {
             names.sort();
             names.dedup();
             for name in names {
-                let bit = fleet.names.bit(&name);
-                if !of(other).any(|one| one.state.models.serve(bit)) {
+                let model = fleet.names.named(&name);
+                if !of(other).any(|one| one.state.models.serve(model)) {
                     found.push(Finding::Beware(format!(
                         "pool {}: model {name} is served by {} instances only: nothing of it is disaggregated",
                         pool.name,

@@ -1,5 +1,9 @@
 //! What the fuzz targets call, and a bounded, seeded run of each: any bytes, no panic.
 
+/// The targets, by the names of their corpora.
+pub const TARGETS: &[(&str, fn(&[u8]))] =
+    &[("proxy_sse", sse), ("proxy_body", body), ("proxy_headers", headers), ("proxy_setup", setup)];
+
 /// A stream of events, in pieces as long as its first byte says.
 pub fn sse(bytes: &[u8]) {
     crate::sse::fuzz(bytes);
@@ -28,21 +32,6 @@ mod tests {
     use super::*;
 
     const CASES: u64 = 10_000;
-
-    struct Xorshift(u64);
-
-    impl Xorshift {
-        fn next(&mut self) -> u64 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            self.0
-        }
-
-        fn below(&mut self, bound: usize) -> usize {
-            (self.next() % bound.max(1) as u64) as usize
-        }
-    }
 
     const PIECES: &[&[u8]] = &[
         b"\n\n",
@@ -76,34 +65,13 @@ mod tests {
         b"99999999999999999999",
     ];
 
-    fn mutated(random: &mut Xorshift, seeds: &[&[u8]]) -> Vec<u8> {
-        let mut bytes = seeds[random.below(seeds.len())].to_vec();
-        for _ in 0..=random.below(6) {
-            let at = random.below(bytes.len() + 1);
-            match random.below(5) {
-                0 if at < bytes.len() => bytes[at] = random.next() as u8,
-                1 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
-                2 => drop(bytes.splice(at..at, PIECES[random.below(PIECES.len())].iter().copied())),
-                3 => bytes.truncate(at),
-                _ => {
-                    let end = (at + random.below(9)).min(bytes.len());
-                    drop(bytes.drain(at..end));
-                }
-            }
-        }
-        bytes
+    fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
+        kvx_testkit::fuzz(name, seeds, PIECES, CASES, check);
     }
 
-    fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
-        seeds.iter().for_each(|seed| check(seed));
-        for case in 1..=CASES {
-            let mut random = Xorshift(case.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            let bytes = mutated(&mut random, seeds);
-            if let Err(panic) = std::panic::catch_unwind(|| check(&bytes)) {
-                eprintln!("{name}, case {case}: {}", bytes.escape_ascii());
-                std::panic::resume_unwind(panic);
-            }
-        }
+    #[test]
+    fn what_fuzzing_found_is_held() {
+        kvx_testkit::replay(TARGETS);
     }
 
     #[test]

@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod admission;
 mod check;
@@ -21,7 +22,8 @@ pub use compare::{Compared, compare};
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, Choice, Connector, Finding, Health, InstanceSetup, Limits, Pool, Retries, Setup, Timeouts,
+    AccessLog, ApiKey, Choice, Connector, Finding, Health, InstanceSetup, Limits, Pool, Retries, Setup,
+    Timeouts,
 };
 
 /// What the benchmark of choices calls.

@@ -1,7 +1,9 @@
 //! The access log, and the last errors for the page.
 
 use std::collections::VecDeque;
-use std::io::{BufWriter, Write};
+use std::fs::OpenOptions;
+use std::io::{BufWriter, ErrorKind, Write};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,16 +28,37 @@ const LINES: usize = 8192;
 /// Of lines that wait, in all.
 const BYTES: usize = 8 << 20;
 
+fn unwritable(path: &Path, error: std::io::Error) -> Error {
+    Error::io(format_args!("cannot write the access log {}", path.display()), error)
+}
+
 impl Access {
+    /// A log that nothing is written to.
+    pub(crate) fn off() -> Self {
+        Access(None)
+    }
+
+    /// Whether the log could be opened; a file that was not there is not there after this.
+    pub(crate) fn can_open(to: &AccessLog) -> Result<()> {
+        let AccessLog::File(path) = to else { return Ok(()) };
+        let opened = match OpenOptions::new().append(true).create_new(true).open(path) {
+            Ok(_) => std::fs::remove_file(path),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                OpenOptions::new().append(true).open(path).map(drop)
+            }
+            Err(error) => Err(error),
+        };
+        opened.map_err(|error| unwritable(path, error))
+    }
+
     /// Opens the log; `stdout` is what [`AccessLog::Stdout`] means.
     pub(crate) fn open(to: &AccessLog, stdout: Box<dyn Write + Send>) -> Result<Self> {
         let writer: Box<dyn Write + Send> = match to {
-            AccessLog::Off => return Ok(Access(None)),
+            AccessLog::Off => return Ok(Access::off()),
             AccessLog::Stdout => stdout,
             AccessLog::File(path) => {
-                let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
-                let doing = format_args!("cannot write the access log {}", path.display()).to_string();
-                Box::new(file.map_err(|error| Error::io(doing, error))?)
+                let file = OpenOptions::new().append(true).create(true).open(path);
+                Box::new(file.map_err(|error| unwritable(path, error))?)
             }
         };
         let (sender, receiver) = sync_channel(LINES);

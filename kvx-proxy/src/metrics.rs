@@ -123,7 +123,7 @@ impl Default for Metrics {
             routes: Counts::default(),
             legs: Counts::default(),
             retries: zeros(&[("prefill", ""), ("decode", "")]),
-            ejections: zeros(&[("errors", ""), ("slow", ""), ("health", "")]),
+            ejections: zeros(&[("refused", ""), ("errors", ""), ("slow", ""), ("health", "")]),
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),

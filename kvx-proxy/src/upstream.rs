@@ -24,6 +24,8 @@ pub(crate) const WHOLE: usize = 16 << 20;
 pub(crate) enum Fault {
     /// No connection: the instance has seen nothing.
     Refused(String),
+    /// No connection in time, which says less of the instance: it has seen nothing either.
+    Unreached(String),
     /// It said that it cannot take the request now.
     Busy(Box<Response<Bytes>>),
     /// It took the request and answered with an error of its own.
@@ -37,7 +39,12 @@ pub(crate) enum Fault {
 impl Fault {
     /// Whether the instance has done nothing for the request: another may be sent the very same.
     pub(crate) fn not_accepted(&self) -> bool {
-        matches!(self, Fault::Refused(_) | Fault::Busy(_))
+        matches!(self, Fault::Refused(_) | Fault::Unreached(_) | Fault::Busy(_))
+    }
+
+    /// Whether nothing but time was too short.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Fault::Late(_) | Fault::Unreached(_))
     }
 
     pub(crate) fn outcome(&self) -> &'static str {
@@ -45,7 +52,7 @@ impl Fault {
             Fault::Refused(_) => "refused",
             Fault::Busy(_) | Fault::Status(_) => "status",
             Fault::Broken(_) => "failed",
-            Fault::Late(_) => "timeout",
+            Fault::Late(_) | Fault::Unreached(_) => "timeout",
         }
     }
 }
@@ -54,6 +61,7 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Fault::Refused(why) => write!(f, "no connection: {why}"),
+            Fault::Unreached(why) => write!(f, "took no connection in time: {why}"),
             Fault::Busy(response) | Fault::Status(response) => {
                 write!(f, "answered with status {}", response.status().as_u16())
             }
@@ -112,7 +120,10 @@ impl Upstream {
         let client = if instance.h2c { &self.h2c } else { &self.http1 };
         match timeout_at(until, client.request(request)).await {
             Ok(Ok(response)) => Ok(response),
-            Ok(Err(error)) if error.is_connect() => Err(Fault::Refused(words(&error))),
+            Ok(Err(error)) if error.is_connect() => Err(match timed_out(&error) {
+                true => Fault::Unreached(words(&error)),
+                false => Fault::Refused(words(&error)),
+            }),
             Ok(Err(error)) => Err(Fault::Broken(words(&error))),
             Err(_) => Err(Fault::Late("no answer in time".to_owned())),
         }
@@ -138,6 +149,13 @@ impl Upstream {
     pub(crate) fn connect_timeout(&self) -> Duration {
         self.timeout
     }
+}
+
+/// Whether what caused an error is a time that was over.
+fn timed_out(error: &(dyn std::error::Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| error.source())
+        .filter_map(|error| error.downcast_ref::<std::io::Error>())
+        .any(|error| error.kind() == std::io::ErrorKind::TimedOut)
 }
 
 /// An error with what caused it, in one line.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvx_backend::fabric::{self, Parts};
 use kvx_backend::loader;
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
     Revocation, Unavailable, WithoutAList,
@@ -80,6 +80,10 @@ impl Factory for Rixl {
 
     fn placement(&self) -> Placement {
         Placement { order: 100, without_a_list: WithoutAList::Skip, speaks_for: SPEAKS_FOR }
+    }
+
+    fn admission(&self) -> Admission {
+        Admission::Open
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {

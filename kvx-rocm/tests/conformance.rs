@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use kvx_testkit::{Device, device};
-use native::again;
 
 fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_rocm::devices, |device, len| device.pool(len).build())
@@ -16,6 +15,6 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
 
 fn main() -> ExitCode {
     // The machine over both makers' drivers is one: the mixed suites run over CUDA's.
-    again::with_the_stand_in(&["KVX_HIP_LIB"]);
+    kvx_stand_in::start_again(&["KVX_HIP_LIB"], env!("CARGO_TARGET_TMPDIR"));
     native::run(first_device, false)
 }

@@ -54,7 +54,7 @@ pub fn output(command: &mut Command, limit: Duration) -> Output {
 
 /// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where
 /// they would be taken for answers: what is written there from now on goes to standard error.
-pub(crate) fn answers_apart() -> std::io::Result<File> {
+pub fn answers_apart() -> std::io::Result<File> {
     let answers = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3)?;
     rustix::stdio::dup2_stdout(std::io::stderr())?;
     Ok(answers.into())
@@ -74,10 +74,15 @@ impl Child {
     }
 
     /// The same with several variables.
-    pub(crate) fn start_self_with(variables: &[(&str, String)]) -> Result<Self, Failure> {
+    pub fn start_self_with(variables: &[(&str, String)]) -> Result<Self, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
-        let variables = variables.iter().map(|(variable, value)| (variable, value));
-        command.envs(variables).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.envs(variables.iter().map(|(variable, value)| (variable, value)));
+        Child::start(command)
+    }
+
+    /// Starts a program that is asked in lines and answers in lines.
+    pub fn start(mut command: Command) -> Result<Self, Failure> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         // SAFETY: between fork and exec only prctl is called, which is async-signal-safe.
         unsafe {
             command.pre_exec(|| {

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvx_core::{Agent, Capabilities, Error, Kind, Memory, Options, Peer, Region, Registry};
+use kvx_core::transport::Admission;
+use kvx_core::{Agent, Capabilities, Error, Kind, Memory, Options, Peer, Region, Registry, Secret};
 use serde::{Deserialize, Serialize};
 
 use crate::chaos::{Chaos, Gate};
@@ -36,17 +37,32 @@ pub enum Backing {
     Owned,
     /// Memory of the setup's device.
     Device,
+    /// Host memory that peers may only read, of one content.
+    Shared,
 }
 
 impl Backing {
-    /// `len` bytes of it; `device` gives the device's. Fails when there is none.
-    pub(crate) fn memory(self, len: usize, device: Option<&dyn Device>) -> kvx_core::Result<Memory> {
-        match (self, device) {
-            (Backing::Pool, _) => Memory::pool(len).build(),
-            (Backing::Owned, _) => Ok(Memory::owned(vec![0; len])),
-            (Backing::Device, Some(device)) => device.allocate(len),
-            (Backing::Device, None) => Err(Error::new(Kind::Invalid, "the setup has no device")),
+    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when there is none.
+    pub(crate) fn memory(
+        self,
+        len: usize,
+        seed: Option<u64>,
+        device: Option<&dyn Device>,
+    ) -> kvx_core::Result<Memory> {
+        let memory = match (self, device) {
+            (Backing::Pool, _) => Memory::pool(len).build()?,
+            (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
+            (Backing::Device, Some(device)) => device.allocate(len)?,
+            (Backing::Device, None) => return Err(Error::new(Kind::Invalid, "the setup has no device")),
+        };
+        if let Some(seed) = seed {
+            pattern::fill(&memory, seed)?;
         }
+        if self != Backing::Shared {
+            return Ok(memory);
+        }
+        // SAFETY: the memory that is kept has these bytes, and nobody writes to them from now on.
+        Ok(unsafe { Memory::adopt_shared(memory.as_ptr(), len, memory) })
     }
 }
 
@@ -64,6 +80,8 @@ pub struct Setup {
     pub backends: Vec<String>,
     /// Options of both agents, as JSON.
     pub options: String,
+    /// The shared secret of both agents.
+    pub secret: Option<[u8; 32]>,
     /// Where the far end lives.
     pub mode: Mode,
     /// `peer_timeout` of both agents.
@@ -88,6 +106,7 @@ impl Setup {
             variant: variant.to_owned(),
             backends: vec![backend.to_owned()],
             options: "{}".to_owned(),
+            secret: None,
             mode,
             peer_timeout: Duration::from_secs(10),
             inbox: (4096, 64 << 20),
@@ -122,6 +141,10 @@ impl Setup {
             .options(Options::parse(&self.options)?)
             .peer_timeout(self.peer_timeout)
             .notifications(self.inbox.0, self.inbox.1);
+        let builder = match &self.secret {
+            Some(secret) => builder.secret(Secret::from_bytes(*secret)),
+            None => builder,
+        };
         Ok(match self.device()? {
             Some(device) => builder.device(device.access()),
             None => builder,
@@ -134,9 +157,7 @@ impl Setup {
 
     /// Memory as this setup wants it at this end, filled with content `seed`.
     pub fn memory(&self, len: usize, seed: u64) -> Result<Memory, Failure> {
-        let memory = self.near.memory(len, self.device()?.as_deref())?;
-        pattern::fill(&memory, seed)?;
-        Ok(memory)
+        Ok(self.near.memory(len, Some(seed), self.device()?.as_deref())?)
     }
 
     /// The registry of this process, whose transports give their tickets back as `gate` allows.
@@ -156,7 +177,7 @@ impl Setup {
             name: name.to_owned(),
             backends: self.backends.clone(),
             options: self.options.clone(),
-            secret: None,
+            secret: self.secret,
             peer_timeout: self.peer_timeout,
             inbox: self.inbox,
         }
@@ -164,10 +185,26 @@ impl Setup {
 
     /// The same setup with one more option.
     pub(crate) fn with_option(&self, table: &str, key: &str, value: u16) -> Result<Setup, Failure> {
-        let wrong = |error: serde_json::Error| Failure::new(format!("options {:?}: {error}", self.options));
-        let mut options: serde_json::Value = serde_json::from_str(&self.options).map_err(wrong)?;
+        let mut options = self.json()?;
         options[table][key] = value.into();
         Ok(Setup { options: options.to_string(), ..self.clone() })
+    }
+
+    /// The same setup with a secret, also where the library does not ask for it.
+    pub(crate) fn with_secret(&self, secret: [u8; 32]) -> Result<Setup, Failure> {
+        let mut options = self.json()?;
+        options["unauthenticated"] = self.backends.clone().into();
+        Ok(Setup { options: options.to_string(), secret: Some(secret), ..self.clone() })
+    }
+
+    fn json(&self) -> Result<serde_json::Value, Failure> {
+        let wrong = |error: serde_json::Error| Failure::new(format!("options {:?}: {error}", self.options));
+        serde_json::from_str(&self.options).map_err(wrong)
+    }
+
+    /// What its backend says of who is heard.
+    pub(crate) fn admission(&self) -> Result<Admission, Failure> {
+        Ok(self.registry().require(&self.backends[0], &Options::parse(&self.options)?)?.0.admission())
     }
 
     /// A far end without agents.
@@ -197,17 +234,20 @@ pub(crate) fn unique(name: &str) -> String {
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A port that nobody listens on, and that nobody gets who does not ask for it: who comes back to it finds it free.
-pub(crate) fn free_port() -> Result<u16, Failure> {
+/// A port that nobody listens on, nor on so many neighbours above it, and that nobody gets who does not ask for it: who
+/// comes back to it finds it free.
+pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
     /// Below those that the system gives away, and above those from which Mooncake draws its own.
     const PORTS: Range<u16> = 18_000..32_000;
     static NEXT: AtomicU64 = AtomicU64::new(0);
     // Processes that look at one time begin apart from each other.
     let first = u64::from(std::process::id()) * 97;
-    let next = || PORTS.start + ((first + NEXT.fetch_add(1, Ordering::Relaxed)) % PORTS.len() as u64) as u16;
-    let free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
-    let found = PORTS.map(|_| next()).find(free);
-    found.ok_or_else(|| Failure::new(format!("each port of {PORTS:?} is in use")))
+    let step = 1 + u64::from(neighbours);
+    let next =
+        || PORTS.start + ((first + NEXT.fetch_add(step, Ordering::Relaxed)) % PORTS.len() as u64) as u16;
+    let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let found = PORTS.map(|_| next()).find(|port| (*port..=port + neighbours).all(free));
+    found.ok_or_else(|| Failure::new(format!("no {step} ports of {PORTS:?} beside each other are free")))
 }
 
 /// Two agents that may talk.

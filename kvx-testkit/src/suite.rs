@@ -23,7 +23,12 @@ pub struct Gap {
     pub clause: &'static str,
     /// The measured reason.
     pub reason: &'static str,
+    /// Whether it breaks the clause in some runs only, by chance: that it holds in one says nothing then.
+    pub sometimes: bool,
 }
+
+/// How often a clause is looked at once more that is listed as a gap and holds.
+const LOOKS: u32 = 4;
 
 /// The suite over one backend.
 #[derive(Clone)]
@@ -159,10 +164,13 @@ fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> R
         return Ok(());
     }
     let gap = suite.gaps.iter().find(|gap| gap.clause == clause.id);
-    match (within(clause, setup, Duration::from_secs(90)), gap) {
+    let check = || within(clause, setup.clone(), Duration::from_secs(90));
+    match (check(), gap) {
         (Ok(()), None) => Ok(()),
         (Err(failure), None) => Err(failure.to_string().into()),
-        (Err(_), Some(_)) => Ok(()),
+        (Err(_), Some(_)) | (Ok(()), Some(Gap { sometimes: true, .. })) => Ok(()),
+        // A library may break it most of the time only.
+        (Ok(()), Some(_)) if (0..LOOKS).any(|_| check().is_err()) => Ok(()),
         (Ok(()), Some(gap)) => Err(format!(
             "clause {} is listed as a gap ({}) but holds: remove the row",
             gap.clause, gap.reason

@@ -65,3 +65,80 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
         })
         .collect()
 }
+
+/// What a process holds that could run out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holdings {
+    /// Open files.
+    pub descriptors: u64,
+    /// Threads, the main one included.
+    pub threads: u64,
+    /// Memory that lies in RAM, in MiB.
+    pub memory: u64,
+    /// Bytes that kvx keeps as nobody can say whether they are still touched.
+    pub quarantined: u64,
+}
+
+impl Holdings {
+    /// Those of this process.
+    pub(crate) fn of_this_process() -> std::io::Result<Self> {
+        let status = std::fs::read_to_string("/proc/self/status")?;
+        let number = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0)
+        };
+        Ok(Holdings {
+            descriptors: std::fs::read_dir("/proc/self/fd")?.count() as u64,
+            threads: number("Threads:"),
+            memory: number("VmRSS:") / 1024,
+            quarantined: kvx_core::quarantined_bytes(),
+        })
+    }
+
+    /// Says what there is more of than `earlier`, where that is more than the ups and downs of work.
+    pub(crate) fn beyond(self, earlier: Self) -> Option<String> {
+        let allowed = [
+            ("descriptors", self.descriptors, earlier.descriptors + 8),
+            ("threads", self.threads, earlier.threads + 4),
+            ("MiB of memory", self.memory, earlier.memory + earlier.memory / 4 + 32),
+            ("bytes in quarantine", self.quarantined, earlier.quarantined),
+        ];
+        let beyond = allowed.into_iter().find(|(_, now, most)| now > most)?;
+        Some(format!(
+            "{} {} are held, {} were expected at most: {earlier:?} before",
+            beyond.1, beyond.0, beyond.2
+        ))
+    }
+}
+
+impl std::fmt::Display for Holdings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Holdings { descriptors, threads, memory, quarantined } = self;
+        write!(f, "{descriptors} | {threads} | {memory} | {quarantined}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_grown_is_named() {
+        let before = Holdings { descriptors: 20, threads: 5, memory: 100, quarantined: 0 };
+        assert_eq!(Holdings { descriptors: 28, memory: 157, ..before }.beyond(before), None);
+        for (grown, name) in [
+            (Holdings { descriptors: 29, ..before }, "descriptors"),
+            (Holdings { threads: 10, ..before }, "threads"),
+            (Holdings { memory: 158, ..before }, "memory"),
+            (Holdings { quarantined: 1, ..before }, "quarantine"),
+        ] {
+            assert!(grown.beyond(before).is_some_and(|why| why.contains(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_process_holds_something() {
+        let held = Holdings::of_this_process().unwrap();
+        assert!(held.descriptors > 2 && held.threads > 0 && held.memory > 0);
+    }
+}

@@ -60,7 +60,17 @@ pub(crate) fn native(what: impl Display, status: Status) -> Error {
 
 /// Why a piece of a transfer has failed.
 pub(crate) fn of_piece(status: Status) -> Error {
-    native("UCX could not move a piece of the transfer", status)
+    let error = native("UCX could not move a piece of the transfer", status);
+    match error.kind() {
+        // So it says also when the peer's memory is gone with the peer.
+        Kind::Exhausted => {
+            let why = format!(
+                "UCX could not move a piece of the transfer: check whether the peer still runs; if it does, {SCARCE}"
+            );
+            Error::new(Kind::Exhausted, why).backend(NAME).native(i64::from(status.0), status.text())
+        }
+        _ => error,
+    }
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_backend::fabric::{Lane, Parts};
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_backend::fabric::{LaneParts, Parts};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     Capabilities, Error, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
     Unavailable, WithoutAList,
@@ -16,6 +16,7 @@ use crate::error::{self, NAME};
 use crate::fabric::{SETS_UP, UcxFabric};
 use crate::ffi::{self, Library, Worker};
 use crate::memory::{Registrations, kinds};
+use crate::route::{BANDWIDTH_LANES, KILLED_AMID, SHARED_QUEUES};
 use crate::threads::Threads;
 
 /// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
@@ -101,6 +102,10 @@ impl Factory for Ucx {
         Placement { order: 30, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
     }
 
+    fn admission(&self) -> Admission {
+        Admission::Keys
+    }
+
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let library = Library::open()?;
         let threads = Threads::now();
@@ -124,6 +129,10 @@ impl Factory for Ucx {
         }
         if resources.iter().any(|(transport, _)| *transport == "tcp") {
             cautions.push(OVER_TCP.to_owned());
+        }
+        let queued = resources.iter().any(|(transport, _)| SHARED_QUEUES.contains(transport));
+        if queued && library.version() < BANDWIDTH_LANES {
+            cautions.push(KILLED_AMID.to_owned());
         }
         let caution = (!cautions.is_empty()).then(|| cautions.join("; "));
         Ok(Availability {
@@ -162,9 +171,9 @@ impl Factory for Ucx {
                 capabilities.clone(),
                 config.names_tcp(library.path()),
             )?;
-            lanes.push(Lane { address: Box::new(move || Ok(address.clone())), fabric });
+            lanes.push(LaneParts { address: Box::new(move || Ok(address.clone())), fabric });
         }
-        let Lane { address, fabric } = lanes.remove(0);
+        let LaneParts { address, fabric } = lanes.remove(0);
         let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
         kvx_backend::fabric::open_lanes(agent, parts, lanes)
     }

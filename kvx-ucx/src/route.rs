@@ -12,7 +12,12 @@ use crate::protocols;
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
 /// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous
 /// alone.
-const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
+pub(crate) const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
+/// UCX's queues of messages in shared memory.
+pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
+/// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, and
+/// not with 1.22.0, which copies by cma.
+pub(crate) const KILLED_AMID: &str = "through shared memory this UCX moves data by messages: a process that is killed amid them can leave the other's UCX busy for ever and deaf to all peers; SHM serves peers of this host, or a newer UCX (1.22 was tried)";
 
 /// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the protocols that UCX has
 /// chosen, if it has done so.
@@ -78,6 +83,10 @@ impl<'a> UcxLane<'a> {
         self.uses.contains(&"rma") || version >= BANDWIDTH_LANES && self.uses.contains(&"rma_bw")
     }
 
+    fn queues_messages(&self) -> bool {
+        SHARED_QUEUES.contains(&self.transport) && self.uses.contains(&"am")
+    }
+
     fn is_direct(&self) -> bool {
         // rc_mlx5, dc_mlx5, rc_verbs are ways of rc and dc.
         let family = self.transport.split_once('_').map_or(self.transport, |(family, _)| family);
@@ -115,7 +124,9 @@ fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
         (_, None) => "gets and puts by messages that the peer answers".to_owned(),
     };
     let versions = if ours == peer { format!("UCX {ours}") } else { format!("UCX {ours} to {peer}") };
-    format!("{versions}, lanes {}; {how}", shown.join(", "))
+    let queued = !is_direct(ours, lanes) && lanes.iter().any(UcxLane::queues_messages);
+    let warning = if queued { format!("; {KILLED_AMID}") } else { String::new() };
+    format!("{versions}, lanes {}; {how}{warning}", shown.join(", "))
 }
 
 #[cfg(test)]
@@ -172,6 +183,11 @@ mod tests {
         let text = sentence(NEW, OLD, &lanes(SHARED));
         assert!(text.starts_with("UCX 1.22.0 to 1.13.1, lanes sysv/memory (am keepalive), "), "{text}");
         assert!(text.ends_with("gets and puts by cma without the peer's CPU"), "{text}");
+        let text = sentence(OLD, OLD, &lanes(SHARED));
+        assert!(
+            text.ends_with(&format!("gets and puts by messages that the peer answers; {KILLED_AMID}")),
+            "{text}"
+        );
         let text = sentence(NEW, NEW, &lanes(TCP));
         assert!(text.ends_with("puts by tcp, gets by messages that the peer answers"), "{text}");
     }

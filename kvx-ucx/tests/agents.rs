@@ -55,7 +55,7 @@ fn ends(region: &Region) -> Outcome<(u8, u8)> {
 fn the_route_tells_which_protocols_ucx_has_chosen() {
     versions::on_each("the_route_tells_which_protocols_ucx_has_chosen", |version| {
         let ((near, ours), (far, theirs)) = (agent("near", 1).unwrap(), agent("far", 2).unwrap());
-        let peer = near.connect(&far.metadata().unwrap()).unwrap();
+        let peer = near.connect(far.metadata().unwrap()).unwrap();
         peer.ready(PATIENCE).wait(PATIENCE).unwrap();
         assert!(peer.route().to_string().contains("lanes "), "{}", peer.route());
         both_ways(&ours, &peer).unwrap();
@@ -103,7 +103,7 @@ fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
                 assert!(Instant::now() < until, "{} and {}", threads_of("near"), threads_of("far"));
                 std::thread::sleep(Duration::from_millis(1));
             }
-            let peer = near.connect(&far.metadata().unwrap()).unwrap();
+            let peer = near.connect(far.metadata().unwrap()).unwrap();
             half_each_way(&local, &peer, Grid::packed(LARGE as u64, BLOCKS)).unwrap();
             let mut block = [0; LARGE];
             for number in 0..BLOCKS as u8 {

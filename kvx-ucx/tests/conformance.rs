@@ -23,6 +23,13 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
+/// Of 1.13 through shared memory.
+const QUEUES: &[Gap] = &[Gap {
+    clause: "P11",
+    reason: "a message that its sender was killed in stays in the queue: the survivor's thread spins and hears nobody \
+             (the owner's after most kills of a reader, with 512 MiB in flight; 1.22 copies by cma)",
+    sometimes: true,
+}];
 /// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process
 /// ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
@@ -46,7 +53,11 @@ const DEVICE: Suite = Suite {
 /// Over tcp, over shared memory and cma, by default; with several threads.
 fn suites(version: &Version) -> Vec<Suite> {
     match version.label {
-        "UCX-1.13" => vec![suite("UCX-1.13-tcp", TCP), suite("UCX-1.13-sm", SHARED), suite("UCX-1.13", "{}")],
+        "UCX-1.13" => vec![
+            suite("UCX-1.13-tcp", TCP),
+            Suite { gaps: QUEUES, ..suite("UCX-1.13-sm", SHARED) },
+            Suite { gaps: QUEUES, ..suite("UCX-1.13", "{}") },
+        ],
         "UCX-1.22" => vec![
             suite("UCX-1.22-tcp", TCP),
             Suite { tier: Tier::Whole, ..suite("UCX-1.22-sm", SHARED) },

@@ -74,7 +74,7 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     // kvx's messages are sent eagerly, whatever the user sets: their receivers refuse others.
     let long = vec![7; MAX_NOTIFICATION];
     peer.notify(&long, PATIENCE).wait(PATIENCE)?;
-    assert!(*distant.notification(PATIENCE).wait()?.bytes == *long, "it came");
+    assert!(*distant.notification(PATIENCE).join()?.bytes == *long, "it came");
     let until = Instant::now() + PATIENCE;
     // 1.13 has no tables of what it chose.
     let complete =

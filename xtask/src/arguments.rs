@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::fuzz;
+use crate::interop::{self, Interop};
 use crate::peers;
 use crate::test::tier::Tier;
 use crate::test::{self, steps};
@@ -20,6 +22,10 @@ pub(crate) enum Request {
         /// Ask the registry whether the crates' names are free.
         names: bool,
     },
+    /// `cargo xtask semver`, with the revision of the release before
+    Semver(String),
+    /// `cargo xtask interop`
+    Interop(Interop),
     /// `cargo xtask bindings`
     Bindings {
         /// Compare only.
@@ -32,10 +38,19 @@ pub(crate) enum Request {
     },
     /// `cargo xtask peers`, with their names; none means all
     Peers(Vec<String>),
+    /// `cargo xtask fuzz`
+    Fuzz(FuzzOptions),
     /// `cargo xtask limits`
     Limits(LimitsOptions),
+    /// `cargo xtask wheel`
+    Wheel {
+        /// Install and use it in a new environment.
+        check: bool,
+    },
     /// `cargo xtask gpu`
     Gpu(GpuOptions),
+    /// `cargo xtask soak`
+    Soak(SoakOptions),
 }
 
 /// The options of `cargo xtask gpu`: what it does.
@@ -54,6 +69,38 @@ pub(crate) enum GpuOptions {
     Pack,
     /// Makes it of what the tests have built, and runs it elsewhere over the stand-in.
     Rehearse,
+}
+
+/// The options of `cargo xtask soak`.
+#[derive(Debug, PartialEq)]
+pub(crate) struct SoakOptions {
+    /// For how long over each backend.
+    pub(crate) minutes: u64,
+    /// Only over backends whose names contain one of these; empty means all.
+    pub(crate) only: Vec<String>,
+}
+
+impl Default for SoakOptions {
+    fn default() -> Self {
+        SoakOptions { minutes: 60, only: Vec::new() }
+    }
+}
+
+/// The options of `cargo xtask fuzz`.
+#[derive(Debug, PartialEq)]
+pub(crate) struct FuzzOptions {
+    /// For how long each target runs.
+    pub(crate) seconds: u64,
+    /// Add what was found to the committed corpora.
+    pub(crate) keep: bool,
+    /// Only these targets; empty means all.
+    pub(crate) only: Vec<String>,
+}
+
+impl Default for FuzzOptions {
+    fn default() -> Self {
+        FuzzOptions { seconds: 600, keep: false, only: Vec::new() }
+    }
 }
 
 /// The options of `cargo xtask limits`.
@@ -106,11 +153,20 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
             Some("--help" | "-h") => Ok(Request::Help),
             Some(other) => Err(format!("`package` takes `--names`, but got `{other}`")),
         },
+        Some("semver") => match arguments.next().as_deref() {
+            Some("--help" | "-h") => Ok(Request::Help),
+            Some(revision) => Ok(Request::Semver(revision.to_owned())),
+            None => Err("`semver` takes the revision of the release before, such as a tag".to_owned()),
+        },
         Some("bindings") => parse_check("bindings", arguments, |check| Request::Bindings { check }),
         Some("kernels") => parse_check("kernels", arguments, |check| Request::Kernels { check }),
         Some("peers") => parse_peers(arguments),
         Some("limits") => parse_limits(arguments),
+        Some("fuzz") => parse_fuzz(arguments),
+        Some("soak") => parse_soak(arguments),
         Some("gpu") => parse_gpu(arguments),
+        Some("wheel") => parse_check("wheel", arguments, |check| Request::Wheel { check }),
+        Some("interop") => parse_interop(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
     }
 }
@@ -176,6 +232,14 @@ fn parse_peers(arguments: impl Iterator<Item = String>) -> Result<Request, Strin
     Ok(Request::Peers(names))
 }
 
+fn parse_interop(arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let arguments: Vec<_> = arguments.collect();
+    if arguments.iter().any(|argument| argument == "--help" || argument == "-h") {
+        return Ok(Request::Help);
+    }
+    interop::parse(arguments.into_iter()).map(Request::Interop)
+}
+
 fn parse_limits(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
     let mut options = LimitsOptions::default();
     while let Some(argument) = arguments.next() {
@@ -190,6 +254,43 @@ fn parse_limits(mut arguments: impl Iterator<Item = String>) -> Result<Request, 
         }
     }
     Ok(Request::Limits(options))
+}
+
+fn parse_soak(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut options = SoakOptions::default();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--minutes" => {
+                let minutes = arguments.next().and_then(|minutes| minutes.parse().ok());
+                let sensible = minutes.filter(|minutes| (1..=10_080).contains(minutes));
+                options.minutes = sensible.ok_or("`--minutes` takes a number, a week's at most")?;
+            }
+            "--only" => {
+                options.only.push(arguments.next().ok_or("`--only` takes a part of a backend's name")?)
+            }
+            other => return Err(format!("unknown argument `{other}` of `soak`")),
+        }
+    }
+    Ok(Request::Soak(options))
+}
+
+fn parse_fuzz(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let (mut options, known) = (FuzzOptions::default(), fuzz::targets());
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--seconds" => {
+                let seconds = arguments.next().and_then(|seconds| seconds.parse().ok());
+                let sensible = seconds.filter(|seconds| (1..=86_400).contains(seconds));
+                options.seconds = sensible.ok_or("`--seconds` takes a number, a day's at most")?;
+            }
+            "--keep" => options.keep = true,
+            _ if known.contains(&argument) => options.only.push(argument),
+            other => return Err(format!("unknown target `{other}`; the targets are: {}", known.join(", "))),
+        }
+    }
+    Ok(Request::Fuzz(options))
 }
 
 fn parse_gpu(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
@@ -236,7 +337,10 @@ commands:
       check that each feature of the facade builds alone, and what the crates depend on
   package [--names]
       make each crate's tarball, build it alone without native libraries, and run README's program on them
-        --names        also ask the registry whether the crates' names are free
+        --names        instead only ask the registry whether the crates' names are free
+  semver REVISION
+      compare the public interface of each crate with that of a release, by cargo-semver-checks, which it needs
+{}
   bindings [--check]
       generate the bindings to native libraries again, from the headers that are installed here
         --check        only compare them with the committed ones
@@ -250,6 +354,19 @@ commands:
       of an hour, 5 GiB of memory, on a machine that is quiet meanwhile
         --times N      how often everything runs, instead of 5 times
         --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated
+  soak [--minutes N] [--only BACKEND]...
+      random work with 200 peers that are killed, restarted and revoked, over each backend in turn: what is wrong,
+      or grows (descriptors, threads, memory, quarantine), fails; docs/reliability.md has the last result
+        --minutes N    for so long over each, instead of an hour
+        --only BACKEND only over this one, may be repeated
+  fuzz [--seconds N] [--keep] [TARGET]...
+      try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
+      a C++ compiler and, the first time, the registry; tests replay what it found (fuzz/corpus)
+        --seconds N    for so long each target, instead of 600 s
+        --keep         add what was found to the committed corpora, as few and short inputs as do
+  wheel [--check]
+      make the Python wheel kvx-nixl: the backend KVX for NIXL, and the program `kvx`
+        --check        also install and use it in a new environment beside a NIXL
   gpu [--pack | --rehearse | [--from FOLDER] [--quick] [--only PART]...]
       test and measure on this machine's NVIDIA GPU; docs/gpu.md says more
         --pack         instead make an archive with all that a machine needs for it, which has neither cargo nor network
@@ -260,6 +377,7 @@ commands:
         test::MOST,
         test::TIMES,
         steps.join(", "),
+        interop::usage(),
         peers::names().collect::<Vec<_>>().join(", ")
     )
 }
@@ -291,6 +409,11 @@ mod tests {
         assert_eq!(words("peers mooncake"), Ok(Request::Peers(vec!["mooncake".to_owned()])));
         assert_eq!(words("peers"), Ok(Request::Peers(Vec::new())));
         assert_eq!(words("package --names"), Ok(Request::Package { names: true }));
+        assert_eq!(words("semver v0.1.0"), Ok(Request::Semver("v0.1.0".to_owned())));
+        assert_eq!(
+            words("interop candle"),
+            Ok(Request::Interop(interop::parse(["candle".to_owned()].into_iter()).unwrap()))
+        );
         assert_eq!(words("bindings"), Ok(Request::Bindings { check: false }));
         assert_eq!(words("bindings --check"), Ok(Request::Bindings { check: true }));
         assert_eq!(words("kernels"), Ok(Request::Kernels { check: false }));
@@ -301,6 +424,19 @@ mod tests {
             Ok(Request::Limits(LimitsOptions { times: 1, only }))
         );
         assert_eq!(words("limits"), Ok(Request::Limits(LimitsOptions::default())));
+        assert_eq!(words("soak"), Ok(Request::Soak(SoakOptions::default())));
+        assert_eq!(
+            words("soak --minutes 5 --only TCP"),
+            Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()] }))
+        );
+        assert!(words("soak --minutes 0").is_err() && words("soak TCP").is_err());
+        let only = vec!["tcp_owner".to_owned()];
+        assert_eq!(
+            words("fuzz --seconds 5 tcp_owner --keep"),
+            Ok(Request::Fuzz(FuzzOptions { seconds: 5, keep: true, only }))
+        );
+        assert_eq!(words("fuzz"), Ok(Request::Fuzz(FuzzOptions::default())));
+        assert_eq!(words("wheel --check"), Ok(Request::Wheel { check: true }));
         assert_eq!(words("gpu --pack"), Ok(Request::Gpu(GpuOptions::Pack)));
         assert_eq!(words("gpu --rehearse"), Ok(Request::Gpu(GpuOptions::Rehearse)));
         let (from, only) = (Some(PathBuf::from("x")), vec!["IPC".to_owned()]);
@@ -325,10 +461,15 @@ mod tests {
             ("test --only", "--only"),
             ("features tcp", "tcp"),
             ("package now", "now"),
+            ("semver", "revision"),
+            ("interop wax", "wax"),
             ("bindings now", "now"),
             ("kernels now", "now"),
             ("limits --times 0", "--times"),
             ("limits fast", "fast"),
+            ("fuzz --seconds 0", "--seconds"),
+            ("fuzz wire", "wire"),
+            ("wheel now", "now"),
             ("gpu --from", "--from"),
             ("gpu --pack now", "now"),
             ("gpu fast", "fast"),
@@ -341,10 +482,19 @@ mod tests {
     #[test]
     fn usage_names_the_commands_and_the_steps() {
         let usage = usage();
-        for name in
-            ["\n  test ", "\n  features\n", "\n  bindings ", "\n  kernels ", "\n  limits ", "\n  gpu "]
-                .into_iter()
-                .chain(steps::names())
+        for name in [
+            "\n  test ",
+            "\n  features\n",
+            "\n  wheel ",
+            "\n  interop ",
+            "\n  bindings ",
+            "\n  kernels ",
+            "\n  limits ",
+            "\n  fuzz ",
+            "\n  gpu ",
+        ]
+        .into_iter()
+        .chain(steps::names())
         {
             assert!(usage.contains(name), "{name} is not in the usage text:\n{usage}");
         }

@@ -16,6 +16,12 @@ pub(crate) enum Program {
     Beside(&'static str, &'static str),
     /// A benchmark with `--bars`, by package and name.
     Costs(&'static str, &'static str),
+    /// The same, of the facade with its connector.
+    Loads(&'static str),
+    /// The same over RIXL, beside NIXL's Python.
+    LoadsOverRixl(&'static str),
+    /// kvx-nixl/benches/beside_ucx.py: the backend KVX through NIXL's Python API.
+    InNixl(&'static str),
 }
 
 /// One figure that must hold.
@@ -57,13 +63,17 @@ pub(crate) enum Asked {
 use Asked::{AtLeast, AtMost, Nothing};
 use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 
-/// Everything that is run, in this order, five times over. Those over RIXL are left out where NIXL's wheel is not
-/// installed.
+/// Everything that is run, in this order, five times over. Those over RIXL and in NIXL are left out where NIXL's wheel
+/// is not installed.
 pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
+    Run { name: "loads", program: Program::Loads("loads") },
+    Run { name: "RIXL loads", program: Program::LoadsOverRixl("loads") },
     Run { name: "choice", program: Program::Costs("kvx-proxy", "choice") },
     Run { name: "proxy", program: Program::Costs("kvx-cli", "proxy") },
+    Run { name: "step", program: Program::Costs("kvx-paged-llama", "step") },
+    Run { name: "serve", program: Program::Costs("kvx-cli", "serve") },
     bench("SHM 4K", "--backend SHM --block 4K --count 1,1024,8192 --memory kvx,foreign"),
     bench("SHM 64K", "--backend SHM --block 64K --count 1024 --memory kvx,foreign"),
     bench("SHM 1M", "--backend SHM --block 1M --count 64 --memory kvx,foreign"),
@@ -86,7 +96,15 @@ pub(crate) const RUNS: &[Run] = &[
     bench("RIXL 64M", "--backend RIXL --block 64K --count 1024"),
     bench("RIXL idle", "--backend RIXL --idle 10"),
     bench("RIXL notices", "--backend RIXL --notices-beside 64M --seconds 3"),
+    in_nixl("in NIXL SHM", "shm"),
+    in_nixl("in NIXL TCP", "tcp"),
+    in_nixl("in NIXL idle", "idle"),
+    in_nixl("in NIXL metadata", "metadata"),
 ];
+
+const fn in_nixl(name: &'static str, what: &'static str) -> Run {
+    Run { name, program: Program::InNixl(what) }
+}
 
 const fn bench(name: &'static str, arguments: &'static str) -> Run {
     Run { name, program: Program::Bench(arguments) }
@@ -101,12 +119,30 @@ const fn cost(what: &'static str, at: &'static str, most: f64) -> Bar {
     Bar { what, run: "costs", figure: Field { at, field: "value" }, asked: AtMost(most) }
 }
 
+/// How many times faster than NIXL's own UCX.
+const fn of_ucx(what: &'static str, run: &'static str, at: &'static str, least: f64) -> Bar {
+    Bar { what, run, figure: Field { at, field: "times" }, asked: AtLeast(least) }
+}
+
 const fn proxy(what: &'static str, at: &'static str, asked: Asked) -> Bar {
     Bar { what, run: "proxy", figure: Field { at, field: "value" }, asked }
 }
 
+const fn load(what: &'static str, at: &'static str, asked: Asked) -> Bar {
+    Bar { what, run: "loads", figure: Field { at, field: "value" }, asked }
+}
+
+const fn load_over_rixl(what: &'static str, at: &'static str, asked: Asked) -> Bar {
+    Bar { what, run: "RIXL loads", figure: Field { at, field: "value" }, asked }
+}
+
 const fn choice(what: &'static str, at: &'static str) -> Bar {
     Bar { what, run: "choice", figure: Field { at, field: "value" }, asked: AtMost(5.0) }
+}
+
+/// Beyond the prefill, 1.3 times a bare transfer of the blocks, and one step of the decode.
+const fn first_token(what: &'static str, at: &'static str) -> Bar {
+    Bar { what, run: "serve", figure: Field { at, field: "beyond_ms" }, asked: AtMost(10.0) }
 }
 
 /// Every bar, in the order of the table.
@@ -271,6 +307,56 @@ pub(crate) const BARS: &[Bar] = &[
         figure: Field { at: "", field: "beside.p50_us" },
         asked: AtMost(1000.0),
     },
+    of_ucx("KVX in NIXL, SHM, 4K x1, times UCX", "in NIXL SHM", "block=4096 count=1", 0.8),
+    of_ucx("KVX in NIXL, SHM, 4K x64, times UCX", "in NIXL SHM", "block=4096 count=64", 2.0),
+    of_ucx("KVX in NIXL, SHM, 4K x1024, times UCX", "in NIXL SHM", "block=4096 count=1024", 3.0),
+    of_ucx("KVX in NIXL, SHM, 4K x8192, times UCX", "in NIXL SHM", "block=4096 count=8192", 2.0),
+    of_ucx("KVX in NIXL, SHM, 64K x1024, times UCX", "in NIXL SHM", "block=65536 count=1024", 0.9),
+    of_ucx("KVX in NIXL, SHM, 1M x64, times UCX", "in NIXL SHM", "block=1048576 count=64", 0.9),
+    Bar {
+        what: "KVX in NIXL, SHM, 4K x8192, of bare process_vm_readv",
+        run: "in NIXL SHM",
+        figure: Field { at: "block=4096 count=8192", field: "of_readv" },
+        asked: AtLeast(0.9),
+    },
+    Bar {
+        what: "bare process_vm_readv beside it, 4K x8192, times UCX in NIXL",
+        run: "in NIXL SHM",
+        figure: Field { at: "block=4096 count=8192", field: "readv_of_ucx" },
+        asked: Nothing,
+    },
+    Bar {
+        what: "KVX in NIXL, SHM, 4K x8192 with the making of the request, times UCX",
+        run: "in NIXL SHM",
+        figure: Field { at: "block=4096 count=8192", field: "with_prepare" },
+        asked: Nothing,
+    },
+    of_ucx("KVX in NIXL, TCP, 4K x1024, times UCX", "in NIXL TCP", "block=4096 count=1024", 3.0),
+    of_ucx("KVX in NIXL, TCP, 64K x1024, times UCX", "in NIXL TCP", "block=65536 count=1024", 2.0),
+    Bar {
+        what: "KVX in NIXL, SHM, the slowest post, us",
+        run: "in NIXL SHM",
+        figure: Field { at: "what=post", field: "slowest_p50_us" },
+        asked: AtMost(100.0),
+    },
+    Bar {
+        what: "KVX in NIXL, TCP, the slowest post, us",
+        run: "in NIXL TCP",
+        figure: Field { at: "what=post", field: "slowest_p50_us" },
+        asked: AtMost(100.0),
+    },
+    Bar {
+        what: "KVX in NIXL, idle with NIXL's defaults, percent of a core",
+        run: "in NIXL idle",
+        figure: Field { at: "", field: "kvx_percent" },
+        asked: AtMost(1.0),
+    },
+    Bar {
+        what: "KVX in NIXL, metadata of 16 agents x 128 regions, times UCX's",
+        run: "in NIXL metadata",
+        figure: Field { at: "", field: "of_ucx" },
+        asked: AtMost(1.0),
+    },
     cost("plan of 100,000 scattered blocks, us", "cost=plan_us", 1000.0),
     Bar {
         what: "post of 100,000 blocks, SHM read, us",
@@ -307,6 +393,42 @@ pub(crate) const BARS: &[Bar] = &[
         figure: Field { at: "cost=request_us", field: "value" },
         asked: AtMost(50.0),
     },
+    load("connector: a load of 64 MiB over SHM, times a bare transfer", "cost=load_shm", AtMost(1.05)),
+    load("connector: a load of 64 MiB over TCP, times a bare transfer", "cost=load_tcp", AtMost(1.05)),
+    load("connector: one block over SHM, us beyond a bare transfer", "cost=one_block_us_shm", AtMost(300.0)),
+    load("connector: one block over TCP, us beyond a bare transfer", "cost=one_block_us_tcp", AtMost(300.0)),
+    load("connector: 64 loads of 32 MiB over SHM, of bare transfers", "cost=loads_shm", AtLeast(0.9)),
+    load("connector: 64 loads of 32 MiB over TCP, of bare transfers", "cost=loads_tcp", AtLeast(0.9)),
+    load("connector: a queued request, bytes beside its blocks", "cost=queued_request_bytes", AtMost(2048.0)),
+    load("connector: idle for 10 s with 16 peers over SHM, ms of CPU", "cost=idle_ms_shm", AtMost(10.0)),
+    load("a bare agent, idle for 10 s with 16 peers over SHM, ms of CPU", "cost=bare_idle_ms_shm", Nothing),
+    load("connector: idle for 10 s with 16 peers over TCP, ms of CPU", "cost=idle_ms_tcp", AtMost(10.0)),
+    load("a bare agent, idle for 10 s with 16 peers over TCP, ms of CPU", "cost=bare_idle_ms_tcp", Nothing),
+    load_over_rixl(
+        "connector: idle for 10 s with 16 peers over RIXL, ms of CPU",
+        "cost=idle_ms_rixl",
+        AtMost(100.0),
+    ),
+    load_over_rixl(
+        "a bare agent, idle for 10 s with 16 peers over RIXL, ms of CPU",
+        "cost=bare_idle_ms_rixl",
+        Nothing,
+    ),
+    load_over_rixl(
+        "connector: handshake and load of 64 MiB over RIXL, of NIXL's Python",
+        "cost=first_rixl",
+        AtLeast(0.95),
+    ),
+    load_over_rixl(
+        "connector: the next load of 64 MiB over RIXL, of NIXL's Python",
+        "cost=next_rixl",
+        AtLeast(0.95),
+    ),
+    load(
+        "connector: heartbeats of 10,000 requests, percent of a core",
+        "cost=heartbeats_percent",
+        AtMost(1.0),
+    ),
     proxy("200 streams of 128 tokens, p50 of bare hyper's", "cost=proxy_p50_of_bare", AtMost(1.5)),
     proxy("200 streams of 128 tokens, p99 of bare hyper's", "cost=proxy_p99_of_bare", AtMost(2.0)),
     proxy(
@@ -318,4 +440,14 @@ pub(crate) const BARS: &[Bar] = &[
     choice("choice among 256 instances by tokens, us", "choice=least-tokens"),
     choice("choice among 256 instances in turn, us", "choice=round-robin"),
     choice("choice among 256 instances by prefix, us", "choice=prefix"),
+    ratio("decode of one sequence, of a bare read of the weights", "step", "what=decode", 0.3),
+    ratio("prefill, of the bare kernel", "step", "what=prefill", 0.3),
+    first_token("first token of 2,000 apart over SHM, ms beyond its parts", "backend=SHM"),
+    first_token("first token of 2,000 apart over TCP, ms beyond its parts", "backend=TCP"),
+    Bar {
+        what: "kvx demo, s until its first answer is there",
+        run: "serve",
+        figure: Field { at: "what=demo", field: "first_answer_s" },
+        asked: AtMost(20.0),
+    },
 ];

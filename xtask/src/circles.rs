@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// A module's path within its crate; the crate's root is empty.
-type Module = Vec<String>;
+pub(crate) type Module = Vec<String>;
 
 /// What each module uses.
 type Uses = BTreeMap<Module, BTreeSet<Module>>;
@@ -73,7 +73,11 @@ fn reached(module: &Module, uses: &Uses) -> BTreeSet<Module> {
 }
 
 /// The texts of the modules in a folder, without comments and tests.
-fn read(folder: &Path, at: &mut Module, texts: &mut BTreeMap<Module, String>) -> crate::Result<()> {
+pub(crate) fn read(
+    folder: &Path,
+    at: &mut Module,
+    texts: &mut BTreeMap<Module, String>,
+) -> crate::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();

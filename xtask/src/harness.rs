@@ -61,13 +61,13 @@ impl Failure {
     /// A test that failed, and what it said.
     pub(crate) fn of_test(name: &str, program: &Program, said: &str) -> Failure {
         let test = Test { name: name.to_owned(), program: program.clone() };
-        let what = format!("{name} (cargo test {})", program.title);
+        let what = format!("{name} (cargo test {})", program.shown());
         Failure { what, said: said.to_owned(), test: Some(test) }
     }
 
     /// What a program of tests did instead of telling of its tests.
     pub(crate) fn of_program(program: &Program, what: &str) -> Failure {
-        Failure::from(format!("{what} (cargo test {})", program.title))
+        Failure::from(format!("{what} (cargo test {})", program.shown()))
     }
 
     /// The same, after these words: its step, or why it has failed.

@@ -42,6 +42,8 @@ const DEBIAN_PACKAGES: &[DebianPackage] = &[
         why: "libfabric 1.17, the oldest version that kvx-libfabric works with",
     },
     DebianPackage { name: "libhiprtc-builtins5", why: "what hipRTC includes in every source" },
+    DebianPackage { name: "libjemalloc2", why: "a heap of another maker under NIXL, in a test" },
+    DebianPackage { name: "libtcmalloc-minimal4", why: "likewise" },
     DebianPackage { name: "libucx-dev", why: "the headers that the bindings to UCX come from" },
     DebianPackage { name: "libucx0", why: "UCX 1.13, the oldest version that kvx-ucx is tested on" },
     DebianPackage { name: "ucx-utils", why: "ucx_perftest, beside which a bare UCP loop is measured" },
@@ -59,8 +61,16 @@ const WHEELS: &[Wheel] = &[
     NVRTC,
     Wheel { peer: "ucx", name: "libucx-cu12", version: "1.22.0", why: "a recent UCX, and its headers" },
     Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
+    Wheel { peer: "nixl-1.5", name: "nixl-cu12", version: "1.5.0", why: "the NIXL that vLLM asks for" },
     Wheel { peer: "nixl-1.1", name: "nixl-cu12", version: "1.1.0", why: "the C interface that RIXL has" },
+    Wheel {
+        peer: "nixl",
+        name: "msgspec",
+        version: "0.22.0",
+        why: "handshakes as vLLM reads and writes them",
+    },
     Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
+    Wheel { peer: "nixl", name: "pyzmq", version: "27.3.0", why: "ZeroMQ itself at the side channel" },
     Wheel {
         peer: "openai",
         name: "openai",
@@ -82,6 +92,17 @@ const WHEELS: &[Wheel] = &[
     of_openai("typing_extensions", "4.16.0"),
 ];
 
+/// The variable that adds [`MORE_WHEELS`]; the tests of kvx-nixl go by it too.
+const MORE: &str = "KVX_NIXL_TEST_MORE";
+
+/// What nobody needs each time.
+const MORE_WHEELS: &[Wheel] = &[Wheel {
+    peer: "nixl-0.10",
+    name: "nixl-cu12",
+    version: "0.10.1",
+    why: "the NIXL whose table is the longest",
+}];
+
 /// What the `openai` package needs.
 const fn of_openai(name: &'static str, version: &'static str) -> Wheel {
     Wheel { peer: "openai", name, version, why: "the openai package needs it" }
@@ -94,7 +115,8 @@ pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
     if let Err(error) = install_debian_packages(DEBIAN_PACKAGES, until) {
         failures.push(error.to_string());
     }
-    for wheel in WHEELS {
+    let more = if std::env::var_os(MORE).is_some() { MORE_WHEELS } else { &[] };
+    for wheel in WHEELS.iter().chain(more) {
         if let Err(error) = install_wheel(wheel, target, until) {
             failures.push(error.to_string());
         }
@@ -219,7 +241,9 @@ mod tests {
     fn every_row_says_why_and_is_there_once() {
         let mut seen = std::collections::BTreeSet::new();
         let packages = DEBIAN_PACKAGES.iter().map(|row| ("the machine", row.name, row.why));
-        for (place, name, why) in packages.chain(WHEELS.iter().map(|row| (row.peer, row.name, row.why))) {
+        for (place, name, why) in
+            packages.chain(WHEELS.iter().chain(MORE_WHEELS).map(|row| (row.peer, row.name, row.why)))
+        {
             assert!(!why.is_empty(), "{name}");
             assert!(seen.insert((place, name)), "{name} is there twice in {place}");
         }

@@ -15,6 +15,8 @@ use crate::install::site_packages;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
+/// What runs in NIXL's Python, with the folder that the library lies in.
+const IN_NIXL: &str = "kvx-nixl/benches/beside_ucx.py";
 /// How long a build may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long one run may take.
@@ -40,7 +42,7 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
         let names: Vec<_> = RUNS.iter().map(|run| run.name).collect();
         return Err(format!("no bar comes from these runs alone; the runs are: {}", names.join(", ")).into());
     }
-    let programs = Programs::build(nixl)?;
+    let programs = Programs::build(&runs, nixl)?;
     let mut figures = vec![Vec::new(); bars.len()];
     for time in 0..options.times {
         let mut lines = Vec::new();
@@ -83,19 +85,32 @@ fn nixl() -> Result<Option<PathBuf>> {
 }
 
 fn is_over_nixl(run: &Run) -> bool {
-    matches!(run.program, Program::Bench(arguments) if arguments.contains("--backend RIXL"))
+    match run.program {
+        Program::Bench(arguments) => arguments.contains("--backend RIXL"),
+        Program::InNixl(_) | Program::LoadsOverRixl(_) => true,
+        Program::Beside(..) | Program::Costs(..) | Program::Loads(_) => false,
+    }
 }
 
+/// What benchmarks of the connector's runtime are built with.
+const LOADS: [&str; 4] = ["-p", "kvx-transfer", "--features", "connector"];
+
 impl Programs {
-    fn build(nixl: Option<PathBuf>) -> Result<Self> {
+    fn build(runs: &[&Run], nixl: Option<PathBuf>) -> Result<Self> {
         let metadata = Metadata::of_members()?;
-        let mut builds = vec![vec!["build", "--release", "-p", "kvx-cli"]];
-        builds.extend(RUNS.iter().filter_map(|run| match run.program {
-            Program::Costs(package, bench) => {
-                Some(vec!["bench", "--no-run", "-p", package, "--bench", bench])
-            }
-            Program::Bench(_) | Program::Beside(..) => None,
-        }));
+        let mut builds: Vec<_> = runs
+            .iter()
+            .map(|run| match run.program {
+                Program::Loads(bench) | Program::LoadsOverRixl(bench) => {
+                    [&["bench", "--no-run"][..], &LOADS, &["--bench", bench]].concat()
+                }
+                Program::Costs(package, bench) => vec!["bench", "--no-run", "-p", package, "--bench", bench],
+                Program::Bench(_) | Program::Beside(..) => vec!["build", "--release", "-p", "kvx-cli"],
+                Program::InNixl(_) => vec!["build", "--release", "-p", "kvx-nixl"],
+            })
+            .collect();
+        builds.sort_unstable();
+        builds.dedup();
         for arguments in builds {
             let built = process::run(process::cargo(arguments.iter().copied()), BUILD_LIMIT, Output::Shown)?;
             if !built.succeeded() {
@@ -103,6 +118,14 @@ impl Programs {
             }
         }
         Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx"), nixl })
+    }
+
+    /// The Python of the environment that NIXL's library lies in.
+    fn python(&self) -> Result<PathBuf> {
+        let mut folders = self.nixl.iter().flat_map(|library| library.ancestors());
+        let python =
+            folders.find_map(|folder| Some(folder.join("bin/python3")).filter(|python| python.exists()));
+        Ok(python.ok_or("NIXL's library lies in no Python environment")?)
     }
 
     /// The lines of one run, each with the run's name in it.
@@ -119,8 +142,22 @@ impl Programs {
                 command.arg("--beside").arg(format!("'{}' bench-beside {beside}", self.kvx.display()));
                 command
             }
+            Program::InNixl(what) => {
+                let mut command = Command::new(self.python()?);
+                command.arg(crate::root().join(IN_NIXL)).arg(what).args(self.kvx.parent());
+                command
+            }
             Program::Costs(package, bench) => {
                 process::cargo(["bench", "-p", package, "--bench", bench, "--", "--bars"])
+            }
+            Program::Loads(bench) => {
+                process::cargo([&["bench"][..], &LOADS, &["--bench", bench, "--", "--bars"]].concat())
+            }
+            Program::LoadsOverRixl(bench) => {
+                let words = [&["bench"][..], &LOADS, &["--bench", bench, "--", "--rixl"]].concat();
+                let mut command = process::cargo(words);
+                command.arg(self.python()?);
+                command
             }
         };
         if let Some(nixl) = self.nixl.as_ref().filter(|_| is_over_nixl(run)) {

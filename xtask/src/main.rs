@@ -7,10 +7,14 @@ mod bars;
 mod bindings;
 #[cfg(test)]
 mod circles;
+#[cfg(test)]
+mod core_size;
 mod features;
+mod fuzz;
 mod gpu;
 mod harness;
 mod install;
+mod interop;
 mod kernels;
 mod limits;
 mod metadata;
@@ -18,8 +22,11 @@ mod package;
 mod peers;
 mod process;
 mod runtime_compiler;
+mod semver;
 mod skips;
+mod soak;
 mod test;
+mod wheel;
 mod width;
 
 use std::process::ExitCode;
@@ -46,11 +53,16 @@ fn main() -> ExitCode {
         Request::Test(options) => test::run(&options),
         Request::Features => features::command(),
         Request::Package { names } => package::command(names),
+        Request::Semver(revision) => semver::run(&revision),
+        Request::Interop(chosen) => interop::run(&chosen),
         Request::Bindings { check } => bindings::run(check),
         Request::Kernels { check } => kernels::run(check),
         Request::Peers(names) => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
+        Request::Soak(options) => soak::run(&options),
+        Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
+        Request::Wheel { check } => wheel::command(check),
     };
     match held {
         Ok(true) => ExitCode::SUCCESS,

@@ -1,103 +1,288 @@
-//! How a link begins: who greets whom, in which versions, and what the other end says to it.
+//! How a link begins: who greets whom, in which versions, and what each end proves to the other.
+//!
+//! An initiator's first message is proven already, by the invitation that it has from the target's metadata and by the
+//! secret if there is one: a library can answer only whom it was led to, so the initiator's address must be believed
+//! before anything was asked. It may be a recorded one, all the same: the link is not up before the initiator has
+//! proven itself over the target's nonce, too. Who has no proof learns no name: on a socket it gets one answer that is
+//! always the same, and where an answer would need its address, none.
 
-use kvx_core::{Error, Identity, Incarnation, Kind, Result};
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Identity, Kind, Result};
 
-use super::Refusal;
+use super::proof::{Claim, Keys, PROOF, Proof, nonce, other_secret, stranger};
 use super::reasons::malformed;
+use super::{Message, Refusal};
 
 /// The versions of this protocol that this release speaks: from, to.
-pub const VERSIONS: (u16, u16) = (1, 1);
+pub const VERSIONS: (u16, u16) = (2, 2);
 
-/// An initiator's first words.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hello {
-    /// The versions that it speaks: from, to.
-    pub versions: (u16, u16),
+const GREETS: &str = "kvx link 2: the initiator greets";
+const WELCOMES: &str = "kvx link 2: the target welcomes";
+const CONFIRMS: &str = "kvx link 2: the initiator confirms";
+const REFUSES: &str = "kvx link 2: the target knows the secret and another invitation";
+
+/// An initiator's side of a handshake.
+pub struct Greeting {
+    keys: Keys,
+    said: Vec<u8>,
+}
+
+impl Greeting {
+    /// Begins: also gives the body of [`Message::Hello`]. `rest` is what the transport says with it.
+    pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
+        let mut said = nonce()?.to_vec();
+        said.put_identity(me);
+        said.put(rest);
+        let mut body = Vec::with_capacity(said.len() + 80);
+        body.put_block(&said);
+        body.put(&keys.both(GREETS, &[&said]).proof());
+        body.put_block(
+            keys.secret(GREETS, &[&said]).map(|claim| claim.proof()).as_ref().map_or(&[], |proof| &proof[..]),
+        );
+        Ok((Greeting { keys, said }, body))
+    }
+
+    /// The target welcomes us: gives what its transport says with it, and the proof for [`Message::Confirm`]. Errors:
+    /// `Malformed`, also for who was not invited to welcome.
+    pub fn welcomed<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
+        if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
+            return Err(malformed(format_args!("version {version}, where {VERSIONS:?} were offered")));
+        }
+        let mut reader = Reader::new("welcome", body);
+        let said = reader.block(body.len())?;
+        let proof: Proof = reader.array()?;
+        reader.end()?;
+        if !self.keys.both(WELCOMES, &[&self.said, said]).holds(&proof) {
+            return Err(malformed("whoever answers has not proven to be the peer"));
+        }
+        let mut reader = Reader::new("welcome", said);
+        let _its_nonce = reader.array::<32>()?;
+        let rest = reader.bytes(reader.left())?;
+        Ok((rest, self.keys.both(CONFIRMS, &[&self.said, said]).proof()))
+    }
+
+    /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers for the peer does
+    /// not know what its metadata invites by. Where there is a secret that is believed of those alone who have it.
+    pub fn refused(&self, why: Refusal, proof: &[u8]) -> Error {
+        if why.kind != Kind::PeerRestarted {
+            return why.into_error();
+        }
+        match self.keys.secret(REFUSES, &[&self.said]) {
+            Some(claim) if !claim.holds(proof) => other_secret(),
+            _ => Error::new(
+                Kind::PeerRestarted,
+                "whoever answers for the peer does not know its metadata: it was restarted; connect with its \
+                 new metadata",
+            ),
+        }
+    }
+}
+
+/// An initiator that has proven to be invited.
+pub struct Greeted<'a> {
     /// Who it is.
     pub from: Identity,
-    /// Whom it expects.
-    pub to: Identity,
+    /// What its transport says beside that.
+    pub rest: &'a [u8],
+    version: u16,
+    said: &'a [u8],
 }
 
-impl Hello {
-    /// Of this release.
-    pub fn new(from: Identity, to: Identity) -> Self {
-        Hello { versions: VERSIONS, from, to }
-    }
+/// An initiator that is turned away.
+pub struct TurnedAway<'a> {
+    /// Why.
+    pub why: Error,
+    /// What it is told where it can be told something.
+    pub refusal: Refusal,
+    /// Proves to it that we have the secret; empty for a stranger.
+    pub proof: Vec<u8>,
+    /// What its transport said, if it has proven to have the secret.
+    pub rest: Option<&'a [u8]>,
+}
 
-    /// What the target `me` says to it: the version that both speak. Errors: why it is turned away,
-    /// `Incompatible` or `PeerRestarted`.
-    pub fn verdict(&self, me: &Identity) -> Result<u16> {
-        let (from, to) = self.versions;
-        if to < VERSIONS.0 || from > VERSIONS.1 {
-            let why = format!(
-                "link versions {from} to {to} meet {} to {}: update the older end",
-                VERSIONS.0, VERSIONS.1
-            );
-            return Err(Error::new(Kind::Incompatible, why));
+/// Hears an initiator's first message.
+pub fn hear<'a>(
+    keys: &Keys,
+    versions: (u16, u16),
+    body: &'a [u8],
+) -> Result<Greeted<'a>, Box<TurnedAway<'a>>> {
+    let turned_away =
+        |why: Error, refusal: Refusal| Box::new(TurnedAway { why, refusal, proof: Vec::new(), rest: None });
+    if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
+        let why = format!(
+            "link versions {} to {} meet {} to {}: update the older end",
+            versions.0, versions.1, VERSIONS.0, VERSIONS.1
+        );
+        let why = Error::new(Kind::Incompatible, why);
+        let refusal = Refusal::from(&why);
+        return Err(turned_away(why, refusal));
+    }
+    let refusal = || Refusal { kind: Kind::PeerRestarted, text: stranger().sentence().to_owned() };
+    let (said, proof, of_secret) = read(body).map_err(|why| turned_away(why, refusal()))?;
+    let knows_secret = || keys.secret(GREETS, &[said]).is_some_and(|claim| claim.holds(of_secret));
+    if keys.both(GREETS, &[said]).holds(&proof) {
+        let (from, rest) = taken_apart(said).map_err(|why| turned_away(why, refusal()))?;
+        return Ok(Greeted { from, rest, version: versions.1.min(VERSIONS.1), said });
+    }
+    let mut away = turned_away(stranger(), refusal());
+    if knows_secret() {
+        away.proof = keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
+        away.rest = taken_apart(said).ok().map(|(_, rest)| rest);
+        away.why = Error::new(
+            Kind::PeerRestarted,
+            "a peer comes with the metadata of another agent or another life",
+        );
+    }
+    Err(away)
+}
+
+/// What was said, the proof of it, and that of the secret alone.
+fn read(body: &[u8]) -> Result<(&[u8], Proof, &[u8])> {
+    let mut reader = Reader::new("hello", body);
+    let read = (reader.block(body.len())?, reader.array()?, reader.block(PROOF)?);
+    reader.end()?;
+    Ok(read)
+}
+
+fn taken_apart(said: &[u8]) -> Result<(Identity, &[u8])> {
+    let mut reader = Reader::new("hello", said);
+    let _nonce = reader.array::<32>()?;
+    Ok((reader.identity()?, reader.bytes(reader.left())?))
+}
+
+impl<'a> Greeted<'a> {
+    /// Goes on while there is room beside the `served`. Errors: there is none; it may come again.
+    pub fn if_room(self, served: usize, most: usize) -> Result<Self, Box<TurnedAway<'a>>> {
+        if served < most {
+            return Ok(self);
         }
-        if self.to != *me {
-            let why = format!("{:?} was expected, and this is {me:?}", self.to);
-            return Err(Error::new(Kind::PeerRestarted, why));
-        }
-        Ok(to.min(VERSIONS.1))
+        let why = format!("the peer serves {most} others, which is the most: try later");
+        let why = Error::new(Kind::Exhausted, why);
+        Err(Box::new(TurnedAway { refusal: Refusal::from(&why), why, proof: Vec::new(), rest: None }))
+    }
+
+    /// Welcomes it: the version that both speak, the body of [`Message::Welcome`], and what is to be proven by
+    /// [`Message::Confirm`] before the link is up.
+    pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
+        let mut said = nonce()?.to_vec();
+        said.put(rest);
+        let mut body = Vec::with_capacity(said.len() + 40);
+        body.put_block(&said);
+        body.put(&keys.both(WELCOMES, &[self.said, &said]).proof());
+        Ok((self.version, body, keys.both(CONFIRMS, &[self.said, &said])))
     }
 }
 
-/// Who welcomes must be whom the initiator expects. Errors: `Malformed`.
-pub fn check_welcome(from: &Identity, expected: &Identity) -> Result<()> {
-    if from == expected { Ok(()) } else { Err(malformed(format_args!("{from:?} answers for {expected:?}"))) }
-}
-
-/// What it means to the initiator that `from` turned it away: an error, and the incarnation that answers if the
-/// peer was restarted.
-pub fn turned_away(from: &Identity, expected: &Identity, why: Refusal) -> (Error, Option<Incarnation>) {
-    if why.kind != Kind::PeerRestarted {
-        return (why.into_error(), None);
+impl TurnedAway<'_> {
+    /// What it is told.
+    pub fn message(&self) -> Message<'_> {
+        Message::Refuse { why: self.refusal.clone(), proof: &self.proof }
     }
-    if from.name == expected.name && from.incarnation != expected.incarnation {
-        let why = format!("{from:?} answers for {expected:?}: connect with its new metadata");
-        return (Error::new(Kind::PeerRestarted, why), Some(from.incarnation));
-    }
-    let why = "another agent answers at the peer's address: the peer has ended";
-    (Error::new(Kind::PeerLost, why), None)
 }
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::{Incarnation, Invitation, Secret};
+
     use super::*;
 
-    fn identity(name: &str, life: u8) -> Identity {
-        Identity { name: name.into(), incarnation: Incarnation([life; 16]) }
+    fn me() -> Identity {
+        Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) }
     }
 
-    #[test]
-    fn only_who_means_this_life_in_a_common_version_is_welcome() {
-        let me = identity("owner", 1);
-        let hello = |versions, to| Hello { versions, ..Hello::new(identity("reader", 9), to) };
-        let said = |versions, to| hello(versions, to).verdict(&me).map_err(|why| why.kind());
-        assert_eq!(said(VERSIONS, me.clone()), Ok(VERSIONS.1));
-        assert_eq!(said((0, 9), me.clone()), Ok(VERSIONS.1));
-        for versions in [(7, 9), (0, 0), (2, 1), (u16::MAX, 0)] {
-            assert_eq!(said(versions, me.clone()), Err(Kind::Incompatible), "{versions:?}");
+    fn keys(invitation: u8, secret: Option<u8>) -> Keys {
+        let secret = secret.map(|byte| Secret::from_bytes([byte; 32]));
+        Keys::new(&Invitation::from_bytes([invitation; 32]), secret.as_ref())
+    }
+
+    const A: Option<u8> = Some(3);
+    const B: Option<u8> = Some(4);
+
+    /// What the initiator makes of it: nothing when it is welcomed.
+    fn meet(ours: Keys, theirs: &Keys) -> Result<()> {
+        let (greeting, body) = Greeting::new(&me(), ours, b"an address").unwrap();
+        match hear(theirs, VERSIONS, &body) {
+            Ok(greeted) => {
+                assert_eq!((&greeted.from, greeted.rest), (&me(), &b"an address"[..]));
+                let (version, body, claim) = greeted.welcome(theirs, b"news").unwrap();
+                let (rest, proof) = greeting.welcomed(version, &body)?;
+                assert_eq!(rest, b"news");
+                assert!(claim.holds(&proof) && !claim.holds(&[0; 32]));
+                Ok(())
+            }
+            Err(away) => Err(greeting.refused(away.refusal.clone(), &away.proof)),
         }
-        assert_eq!(said(VERSIONS, identity("owner", 2)), Err(Kind::PeerRestarted));
-        assert_eq!(said(VERSIONS, identity("other", 1)), Err(Kind::PeerRestarted));
-        assert!(check_welcome(&me, &me).is_ok());
-        assert_eq!(check_welcome(&identity("owner", 2), &me).unwrap_err().kind(), Kind::Malformed);
     }
 
     #[test]
-    fn who_is_turned_away_knows_whether_the_peer_was_restarted() {
-        let (expected, away) = (identity("owner", 1), |kind| Refusal { kind, text: "no".into() });
-        let told = |from: Identity, kind| {
-            let (why, restarted) = turned_away(&from, &expected, away(kind));
-            (why.kind(), restarted)
-        };
-        let next = Incarnation([2; 16]);
-        assert_eq!(told(identity("owner", 2), Kind::PeerRestarted), (Kind::PeerRestarted, Some(next)));
-        assert_eq!(told(identity("other", 2), Kind::PeerRestarted), (Kind::PeerLost, None));
-        assert_eq!(told(expected.clone(), Kind::PeerRestarted), (Kind::PeerLost, None));
-        assert_eq!(told(identity("owner", 2), Kind::Incompatible), (Kind::Incompatible, None));
+    fn who_has_invitation_and_secret_is_welcome_and_nobody_else() {
+        for secret in [None, A] {
+            meet(keys(1, secret), &keys(1, secret)).unwrap();
+            assert_eq!(meet(keys(2, secret), &keys(1, secret)).unwrap_err().kind(), Kind::PeerRestarted);
+        }
+        for invitation in [1, 2] {
+            for (ours, theirs) in [(A, B), (A, None)] {
+                let error = meet(keys(invitation, ours), &keys(1, theirs)).unwrap_err();
+                assert_eq!(error.kind(), Kind::Denied, "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn strangers_get_one_answer_and_no_word_of_theirs_is_read() {
+        let target = keys(1, A);
+        let answers = [keys(1, None), keys(1, B), keys(2, None), keys(2, B)].map(|stranger| {
+            let (_, body) = Greeting::new(&me(), stranger, b"an address").unwrap();
+            let away = hear(&target, VERSIONS, &body).err().unwrap();
+            assert!(away.rest.is_none());
+            away.message().encode()
+        });
+        let garbage = hear(&target, VERSIONS, b"garbage").err().unwrap().message().encode();
+        assert!(answers.iter().all(|answer| *answer == garbage));
+        // With the secret and old metadata it is told so, and may be answered.
+        let (_, body) = Greeting::new(&me(), keys(2, A), b"an address").unwrap();
+        let away = hear(&target, VERSIONS, &body).err().unwrap();
+        assert_eq!((away.rest, away.why.kind()), (Some(&b"an address"[..]), Kind::PeerRestarted));
+    }
+
+    #[test]
+    fn every_altered_bit_of_a_hello_or_a_welcome_is_noticed() {
+        let target = keys(1, A);
+        let (greeting, body) = Greeting::new(&me(), keys(1, A), b"an address").unwrap();
+        let proven = body.len() - 4 - PROOF; // what follows proves the secret alone, where the rest fails
+        for bit in 0..8 * proven {
+            let mut altered = body.clone();
+            altered[bit / 8] ^= 1 << (bit % 8);
+            assert!(hear(&target, VERSIONS, &altered).is_err(), "bit {bit}");
+        }
+        let (version, body, _) =
+            hear(&target, VERSIONS, &body).ok().unwrap().welcome(&target, b"news").unwrap();
+        for bit in 0..8 * body.len() {
+            let mut altered = body.clone();
+            altered[bit / 8] ^= 1 << (bit % 8);
+            assert!(greeting.welcomed(version, &altered).is_err(), "bit {bit}");
+        }
+        assert!(greeting.welcomed(VERSIONS.1 + 1, &body).is_err() && greeting.welcomed(0, &body).is_err());
+    }
+
+    #[test]
+    fn a_recorded_hello_is_asked_for_a_proof_that_it_does_not_have() {
+        let target = keys(1, A);
+        let (greeting, hello) = Greeting::new(&me(), keys(1, A), b"").unwrap();
+        let (version, welcome, _) =
+            hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        let (_, recorded) = greeting.welcomed(version, &welcome).unwrap();
+        let (_, _, again) = hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        assert!(!again.holds(&recorded));
+    }
+
+    #[test]
+    fn other_versions_are_told_whatever_else_is_said() {
+        for versions in [(7, 9), (0, 0), (3, 1), (u16::MAX, 0)] {
+            let away = hear(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
+            assert_eq!(away.refusal.kind, Kind::Incompatible, "{versions:?}");
+        }
+        let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
+        assert!(hear(&keys(1, None), (0, 9), &body).is_ok());
     }
 }

@@ -2,9 +2,10 @@
 
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Identity, RegionId, RegionKey, Result};
+use kvx_core::{RegionId, RegionKey, Result};
 
-use super::{Hello, Refusal};
+use super::Refusal;
+use super::proof::{PROOF, Proof};
 
 /// What handshakes begin with.
 const MAGIC: [u8; 8] = *b"kvx/link";
@@ -18,26 +19,29 @@ pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 pub enum Message<'a> {
     /// The initiator begins.
     Hello {
-        /// Who greets whom.
-        hello: Hello,
-        /// See above.
-        rest: &'a [u8],
+        /// The versions that it speaks: from, to.
+        versions: (u16, u16),
+        /// What it says and proves in them: see [`Greeting`](super::Greeting).
+        body: &'a [u8],
     },
     /// The target takes it in.
     Welcome {
         /// The version that both speak.
         version: u16,
-        /// Who the target is.
-        from: Identity,
-        /// See above.
-        rest: &'a [u8],
+        /// What it says and proves: see [`Greeted`](super::Greeted).
+        body: &'a [u8],
+    },
+    /// The initiator proves that it speaks now, and not at another time.
+    Confirm {
+        /// The proof.
+        proof: Proof,
     },
     /// The target turns it away.
     Refuse {
-        /// Who the target is.
-        from: Identity,
         /// Why.
         why: Refusal,
+        /// That it has the fleet's secret, for an initiator that has it.
+        proof: &'a [u8],
     },
     /// The initiator asks for a region, and shows its key.
     Want {
@@ -109,13 +113,14 @@ mod number {
     pub(super) const ALIVE: u8 = 12;
     pub(super) const LEAVE: u8 = 13;
     pub(super) const BYE: u8 = 14;
+    pub(super) const CONFIRM: u8 = 15;
 }
 
 impl Message<'_> {
     /// Whether it may come to an end of a link. `up`: the handshake is done.
     pub fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
-            Message::Hello { .. } => !up && !to_initiator,
+            Message::Hello { .. } | Message::Confirm { .. } => !up && !to_initiator,
             Message::Welcome { .. } | Message::Refuse { .. } => !up && to_initiator,
             Message::Want { .. } | Message::Notify { .. } => up && !to_initiator,
             Message::Grant { .. } | Message::Deny { .. } | Message::Ack { .. } | Message::Leave => {
@@ -131,27 +136,28 @@ impl Message<'_> {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         match self {
-            Message::Hello { hello, rest } => {
+            Message::Hello { versions, body } => {
                 out.put_u8(number::HELLO);
                 out.put(&MAGIC);
-                out.put_u16(hello.versions.0);
-                out.put_u16(hello.versions.1);
-                out.put_identity(&hello.from);
-                out.put_identity(&hello.to);
-                out.put(rest);
+                out.put_u16(versions.0);
+                out.put_u16(versions.1);
+                out.put(body);
             }
-            Message::Welcome { version, from, rest } => {
+            Message::Welcome { version, body } => {
                 out.put_u8(number::WELCOME);
                 out.put(&MAGIC);
                 out.put_u16(*version);
-                out.put_identity(from);
-                out.put(rest);
+                out.put(body);
             }
-            Message::Refuse { from, why } => {
+            Message::Confirm { proof } => {
+                out.put_u8(number::CONFIRM);
+                out.put(proof);
+            }
+            Message::Refuse { why, proof } => {
                 out.put_u8(number::REFUSE);
                 out.put(&MAGIC);
-                out.put_identity(from);
                 why.encode(&mut out);
+                out.put_block(proof);
             }
             Message::Want { import, id, key } => {
                 out.put_u8(number::WANT);
@@ -202,18 +208,16 @@ impl<'a> Message<'a> {
         let message = match reader.u8()? {
             number::HELLO => {
                 magic(&mut reader)?;
-                let versions = (reader.u16()?, reader.u16()?);
-                let hello = Hello { versions, from: reader.identity()?, to: reader.identity()? };
-                Message::Hello { hello, rest: rest(&mut reader)? }
+                Message::Hello { versions: (reader.u16()?, reader.u16()?), body: rest(&mut reader)? }
             }
             number::WELCOME => {
                 magic(&mut reader)?;
-                let (version, from) = (reader.u16()?, reader.identity()?);
-                Message::Welcome { version, from, rest: rest(&mut reader)? }
+                Message::Welcome { version: reader.u16()?, body: rest(&mut reader)? }
             }
+            number::CONFIRM => Message::Confirm { proof: reader.array()? },
             number::REFUSE => {
                 magic(&mut reader)?;
-                Message::Refuse { from: reader.identity()?, why: Refusal::decode(&mut reader)? }
+                Message::Refuse { why: Refusal::decode(&mut reader)?, proof: reader.block(PROOF)? }
             }
             number::WANT => {
                 let import = reader.u64()?;
@@ -256,21 +260,17 @@ fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::{Error, Incarnation, Kind};
-
-    fn identity(name: &str) -> Identity {
-        Identity { name: name.into(), incarnation: Incarnation([9; 16]) }
-    }
+    use kvx_core::{Error, Kind};
 
     /// Each message, and how many of its last bytes are of any length.
     fn all() -> Vec<(Message<'static>, usize)> {
         let why = Refusal { kind: Kind::WrongKey, text: "not that key".into() };
-        let hello = Hello { versions: (1, 3), from: identity("a"), to: identity("b") };
         let (id, key) = (RegionId(4), RegionKey([5; 16]));
         vec![
-            (Message::Hello { hello, rest: b"\0\x01rest" }, 6),
-            (Message::Welcome { version: 1, from: identity("b"), rest: b"rest" }, 4),
-            (Message::Refuse { from: identity("c"), why: why.clone() }, 0),
+            (Message::Hello { versions: (1, 3), body: b"\0\x01body" }, 6),
+            (Message::Welcome { version: 1, body: b"body" }, 4),
+            (Message::Confirm { proof: [7; PROOF] }, 0),
+            (Message::Refuse { why: why.clone(), proof: b"proof" }, 0),
             (Message::Want { import: 3, id, key }, 0),
             (Message::Grant { import: 3, rest: b"" }, 0),
             (Message::Grant { import: 3, rest: b"rest" }, 4),
@@ -324,7 +324,7 @@ mod tests {
         let why = Refusal::from(&Error::new(Kind::Denied, "\x1b[2Jno\n"));
         let refused = [
             Message::Deny { import: 3, why: why.clone() }.encode(),
-            Message::Refuse { from: identity("c"), why }.encode(),
+            Message::Refuse { why, proof: b"" }.encode(),
         ];
         for bytes in refused {
             let Ok(Message::Deny { why, .. } | Message::Refuse { why, .. }) = Message::decode(&bytes) else {

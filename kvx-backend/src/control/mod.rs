@@ -5,9 +5,10 @@
 //! machine behind [`Fabric`](crate::fabric::Fabric) speak the whole protocol; TCP has frames and a handshake of
 //! its own.
 //!
-//! * **Handshake.** The initiator says [`Hello`](Message::Hello): versions, who it is, whom it expects. The
-//!   target says [`Welcome`](Message::Welcome), or [`Refuse`](Message::Refuse) with the reason and who it really
-//!   is. See [`Hello::verdict`].
+//! * **Handshake.** The initiator says [`Hello`](Message::Hello): versions, who it is, the proof that it was invited.
+//!   The target says [`Welcome`](Message::Welcome) and proves itself, and the link is up at the initiator's
+//!   [`Confirm`](Message::Confirm); or it says [`Refuse`](Message::Refuse), the same to every stranger. See
+//!   [`Greeting`] and [`hear`].
 //! * **Regions.** Before a link first uses a region, its owner is shown number and key
 //!   ([`Want`](Message::Want)), and says [`Grant`](Message::Grant) or [`Deny`](Message::Deny). So a wrong key is
 //!   refused also where a library's own keys know nothing of kvx's, and the owner knows whom to ask when it
@@ -30,6 +31,7 @@ mod grants;
 mod hello;
 mod messages;
 mod notices;
+pub mod proof;
 pub mod reasons;
 mod refusal;
 mod silence;
@@ -37,7 +39,7 @@ mod silence;
 mod tests;
 
 pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
-pub use hello::{Hello, VERSIONS, check_welcome, turned_away};
+pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};
 pub use messages::{MAX_MESSAGE, Message, OWN};
 pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;

@@ -140,6 +140,11 @@ impl NoticesFromPeer {
         Some(notice)
     }
 
+    /// Bytes that they take.
+    pub fn held(&self) -> usize {
+        self.bytes + self.parked.len() * COST
+    }
+
     /// Whether some wait.
     pub fn is_empty(&self) -> bool {
         self.parked.is_empty()

@@ -26,7 +26,8 @@ pub fn peer_silent(timeout: Duration) -> Error {
 
 /// The handshake took too long.
 pub fn no_handshake() -> Error {
-    let why = "the peer has not answered the handshake: it is stopped, or hangs, or is gone";
+    let why = "the peer has not answered the handshake: it is stopped, hangs or is gone, or it answers no stranger, \
+               because it was restarted or has another secret";
     Error::new(Kind::PeerLost, why)
 }
 

@@ -4,10 +4,13 @@ use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use kvx_core::transport::Full;
-use kvx_core::{Completion, Error, Identity, Incarnation, Kind, RegionId, RegionKey, Result};
+use kvx_core::{Completion, Error, Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result};
 
+use super::proof::{Claim, Keys};
 use super::reasons::revoked;
 use super::*;
+
+mod simulation;
 
 const TIMEOUT: Duration = Duration::from_secs(4);
 const KEY: RegionKey = RegionKey([8; 16]);
@@ -15,6 +18,11 @@ const REGION: RegionId = RegionId(1);
 
 fn identity(name: &str) -> Identity {
     Identity { name: name.into(), incarnation: Incarnation([name.len() as u8; 16]) }
+}
+
+/// What the agent of this name invites by.
+fn keys(name: &str) -> Keys {
+    Keys::new(&Invitation::from_bytes([name.len() as u8; 32]), None)
 }
 
 /// Both ends, and what is on its way between them.
@@ -28,7 +36,11 @@ struct Link {
     silence: Silence,
     imports: Imports<RegionId, RegionId>,
     turned_away: Option<Error>,
+    greeting: Option<Greeting>,
 
+    /// What the owner waits for before it is up.
+    confirmed: Option<Claim>,
+    both_up: bool,
     table: RegionTable<()>,
     granted: Granted,
     recalls: Recalls<u8, RegionId>,
@@ -50,6 +62,9 @@ impl Link {
             silence: Silence::new(now),
             imports: Imports::default(),
             turned_away: None,
+            greeting: None,
+            confirmed: None,
+            both_up: false,
             table: RegionTable::default(),
             granted: Granted::default(),
             recalls: Recalls::default(),
@@ -58,8 +73,9 @@ impl Link {
             room: usize::MAX,
         };
         link.table.open(REGION, KEY, ());
-        let hello = Hello::new(identity("initiator"), identity(expected));
-        link.to_owner.push_back(Message::Hello { hello, rest: b"" }.encode());
+        let (greeting, body) = Greeting::new(&identity("initiator"), keys(expected), b"").unwrap();
+        link.greeting = Some(greeting);
+        link.to_owner.push_back(Message::Hello { versions: VERSIONS, body: &body }.encode());
         link
     }
 
@@ -72,19 +88,31 @@ impl Link {
 
     fn owner(&mut self, bytes: &[u8]) -> Result<()> {
         let message = Message::decode(bytes)?;
-        assert!(message.fits(self.up, false), "{message:?}");
+        assert!(message.fits(self.both_up, false), "{message:?}");
         let (taken, room) = (&mut self.taken, &mut self.room);
         let deliver = |bytes: &[u8]| {
             *room = room.checked_sub(1).ok_or(Full)?;
             taken.push(bytes.to_vec());
             Ok(())
         };
-        let from = identity("owner");
         let answer = match message {
-            Message::Hello { hello, .. } => match hello.verdict(&from) {
-                Ok(version) => Message::Welcome { version, from, rest: b"" },
-                Err(why) => Message::Refuse { from, why: Refusal::from(&why) },
-            },
+            Message::Hello { versions, body } => {
+                let answer = match hear(&keys("owner"), versions, body) {
+                    Ok(greeted) => {
+                        let (version, body, claim) = greeted.welcome(&keys("owner"), b"")?;
+                        self.confirmed = Some(claim);
+                        Message::Welcome { version, body: &body }.encode()
+                    }
+                    Err(away) => away.message().encode(),
+                };
+                self.to_initiator.push_back(answer);
+                return Ok(());
+            }
+            Message::Confirm { proof } => {
+                self.both_up = self.confirmed.take().unwrap().holds(&proof);
+                assert!(self.both_up);
+                return Ok(());
+            }
             Message::Want { import, id, key } => match self.table.check(id, &key) {
                 Ok(()) => {
                     self.granted.grant(id);
@@ -113,12 +141,13 @@ impl Link {
         assert!(message.fits(self.up, true), "{message:?}");
         self.silence.heard(self.now);
         match message {
-            Message::Welcome { from, .. } => {
-                check_welcome(&from, &identity("owner"))?;
+            Message::Welcome { version, body } => {
+                let (_, proof) = self.greeting.as_ref().unwrap().welcomed(version, body)?;
+                self.to_owner.push_back(Message::Confirm { proof }.encode());
                 self.up = true;
             }
-            Message::Refuse { from, why } => {
-                self.turned_away = Some(turned_away(&from, &identity("stranger"), why).0);
+            Message::Refuse { why, proof } => {
+                self.turned_away = Some(self.greeting.as_ref().unwrap().refused(why, proof));
             }
             Message::Grant { import, .. } => {
                 let id = self.imports.answered(import)?;
@@ -183,10 +212,10 @@ impl Link {
 }
 
 #[test]
-fn who_means_another_agent_is_turned_away_with_the_reason() {
+fn who_was_invited_by_another_agent_is_turned_away() {
     let mut link = Link::greeted("stranger");
     link.settle();
-    assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, Kind::PeerLost));
+    assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, Kind::PeerRestarted));
 }
 
 #[test]

@@ -144,7 +144,7 @@ impl<F: Fabric> Machine<F> {
             if !session.parted || session.jobs > 0 {
                 self.fabric.sever(EndpointId(number));
             }
-        } else if phase == Phase::Closing && matches!(was, Phase::Greeting(_)) && !session.foreign {
+        } else if phase == Phase::Closing && matches!(was, Phase::Greeting(_)) && session.greeting.is_some() {
             // The target may know us already: it is told when it answers, or this end forgets it then.
             session.phase = was;
         }
@@ -237,7 +237,10 @@ impl<F: Fabric> Machine<F> {
 
     /// Wakes the machine when a process ends.
     pub(super) fn watch(&mut self, number: u64, process: ProcessId) {
-        let watched = process.watch();
+        let watched = process.watch().unwrap_or_else(|cause| {
+            tracing::warn!(backend = self.name, %cause, "a peer's process is not watched");
+            None
+        });
         if let (Some(watched), Some(session)) = (watched, self.sessions.get_mut(&number)) {
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             if let Err(cause) =

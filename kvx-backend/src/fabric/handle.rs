@@ -12,24 +12,25 @@ use kvx_core::transport::{
 };
 use kvx_core::{
     Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId, RegionKey, Result,
-    Ticket, TransferId,
+    Secret, Ticket, TransferId,
 };
 
 use super::lanes::{self, Stripe, Thread};
 use super::machine::{Command, Machine};
 use super::regions::{Regions, Registered};
-use super::{Fabric, Lane, Parts, Registrar};
+use super::{Fabric, LaneParts, Parts, Registrar};
+use crate::control::proof::Keys;
 use crate::control::reasons::still_shared;
 
 pub(super) fn open<F: Fabric>(
     context: Context,
     first: Parts<F>,
-    more: Vec<Lane<F>>,
+    more: Vec<LaneParts<F>>,
 ) -> Result<Arc<dyn Transport>> {
     let Parts { name, capabilities, address, fabric, registrar } = first;
     let regions = Arc::new(Regions::new(1 + more.len()));
-    let lanes = std::iter::once(Lane { address, fabric }).chain(more).enumerate();
-    let lanes = lanes.map(|(number, Lane { address, fabric })| {
+    let lanes = std::iter::once(LaneParts { address, fabric }).chain(more).enumerate();
+    let lanes = lanes.map(|(number, LaneParts { address, fabric })| {
         let address: Address = address.into();
         let number = if number == 0 { String::new() } else { format!("/{number}") };
         let thread = format!("kvx-{}{number} {}", name.to_ascii_lowercase(), context.agent.name);
@@ -46,6 +47,7 @@ pub(super) fn open<F: Fabric>(
         regions,
         registrar,
         addresses,
+        secret: context.secret,
         closed: AtomicBool::new(false),
     }))
 }
@@ -60,6 +62,7 @@ struct Opened<F: Fabric> {
     regions: Arc<Regions<F::Local>>,
     registrar: Arc<dyn Registrar<F::Local>>,
     addresses: Vec<Address>,
+    secret: Option<Secret>,
     closed: AtomicBool,
 }
 
@@ -76,12 +79,13 @@ impl<F: Fabric> Opened<F> {
     }
 
     /// Leads a link over the lanes to `addresses` in turn.
-    fn link(&self, id: LinkId, peer: Identity, addresses: &[&[u8]], foreign: bool) -> Arc<dyn Link> {
+    fn link(&self, id: LinkId, peer: Identity, addresses: &[&[u8]], keys: Option<Keys>) -> Arc<dyn Link> {
+        let foreign = keys.is_none();
         let lanes = if foreign { &self.lanes[..1] } else { &self.lanes[..] };
-        let wiring = Arc::new(Wiring::new(id, peer, lanes.len()));
+        let wiring = Arc::new(Wiring::new(id, peer, keys, lanes.len()));
         for (lane, address) in lanes.iter().zip(addresses.iter().cycle()) {
             let (link, address) = (Arc::clone(&wiring), (*address).into());
-            lane.submit(Command::Connect { link, address, foreign });
+            lane.submit(Command::Connect { link, address });
         }
         Arc::new(FabricLink {
             name: self.name,
@@ -130,13 +134,14 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         self.check_open()?;
         let addresses = lanes::decode(peer.address).map_err(|error| error.backend(self.name))?;
-        Ok(self.link(id, peer.identity.clone(), &addresses, false))
+        let keys = Keys::new(&peer.invitation, self.secret.as_ref());
+        Ok(self.link(id, peer.identity.clone(), &addresses, Some(keys)))
     }
 
     fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
         self.check_open()?;
         let nobody = Identity { name: "foreign agent".into(), incarnation: Incarnation([0; 16]) };
-        Ok(self.link(id, nobody, &[blob], true))
+        Ok(self.link(id, nobody, &[blob], None))
     }
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
@@ -190,6 +195,8 @@ impl<F: Fabric> LocalRegion for FabricRegion<F> {
 pub(super) struct Wiring {
     pub(super) id: LinkId,
     pub(super) peer: Identity,
+    /// What we prove ourselves to the peer by; `None` for an agent that is not kvx.
+    pub(super) keys: Option<Keys>,
     /// Lanes whose handshake is not done.
     awaited: AtomicUsize,
     /// What the library knows, once the link is up.
@@ -199,9 +206,9 @@ pub(super) struct Wiring {
 }
 
 impl Wiring {
-    fn new(id: LinkId, peer: Identity, lanes: usize) -> Self {
+    fn new(id: LinkId, peer: Identity, keys: Option<Keys>, lanes: usize) -> Self {
         let awaited = AtomicUsize::new(lanes);
-        Wiring { id, peer, awaited, known: Mutex::new(None), gone: OnceLock::new() }
+        Wiring { id, peer, keys, awaited, known: Mutex::new(None), gone: OnceLock::new() }
     }
 
     /// A lane is up. Says whether all of them are now.

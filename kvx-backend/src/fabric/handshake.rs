@@ -6,26 +6,29 @@ use std::time::{Duration, Instant};
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Identity, Result};
+use kvx_core::{Identity, Incarnation, Kind, Result};
 
 use super::handle::Wiring;
 use super::machine::Machine;
 use super::session::{Phase, Session};
 use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
+use crate::control::proof::stranger;
 use crate::control::reasons::{closed, malformed, peer_closed};
-use crate::control::{Hello, Message, Refusal, check_welcome, turned_away};
+use crate::control::{Greeting, Message, Refusal, VERSIONS, hear};
 use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The most peers whose first message is not whole.
 const MAX_GREETINGS: usize = 64;
-/// The most sessions that peers began.
-const MAX_ACCEPTED: usize = 4096;
+/// The most sessions that peers began. Few in tests, which fill them.
+const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
+/// The most peers beside them who are being told that there is no room.
+const MAX_TURNED_AWAY: usize = 256;
 
 /// A peer whose first message is not whole yet.
-pub(super) struct Greeting {
+pub(super) struct Unheard {
     incoming: Incoming,
     pub(super) until: Instant,
 }
@@ -46,16 +49,17 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// Begins a link.
-    pub(super) fn connect(&mut self, link: Arc<Wiring>, address: &[u8], foreign: bool, out: &mut Outbox) {
+    pub(super) fn connect(&mut self, link: Arc<Wiring>, address: &[u8], out: &mut Outbox) {
         let begun = self.draw().and_then(|number| {
             let endpoint = EndpointId(number);
-            if foreign {
+            let Some(keys) = link.keys.clone() else {
                 self.fabric.connect_foreign(endpoint, address)?;
-                return Ok((number, None));
-            }
-            let ours = (self.address)()?;
+                return Ok((number, None, None));
+            };
+            let rest = hello_rest(self.process, &(self.address)()?);
+            let (greeting, hello) = Greeting::new(&self.me, keys, &rest)?;
             self.fabric.connect(endpoint, &link.peer, address)?;
-            Ok((number, Some(ours)))
+            Ok((number, Some(greeting), Some(hello)))
         });
         match begun {
             Err(why) => {
@@ -64,17 +68,15 @@ impl<F: Fabric> Machine<F> {
                     out.link(link.id, LinkState::Lost(why));
                 }
             }
-            Ok((number, ours)) => {
+            Ok((number, greeting, hello)) => {
                 let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
                 self.look_by(until);
                 self.links.insert(link.id, number);
                 let mut session = Session::new(number, Some(Arc::clone(&link)), link.peer.clone(), until);
-                session.foreign = foreign;
+                (session.foreign, session.greeting) = (link.keys.is_none(), greeting);
                 self.sessions.insert(number, session);
-                if let Some(address) = ours {
-                    let hello = Hello::new(self.me.clone(), link.peer.clone());
-                    let rest = hello_rest(self.process, &address);
-                    self.send(number, &Message::Hello { hello, rest: &rest }, out);
+                if let Some(body) = hello {
+                    self.send(number, &Message::Hello { versions: VERSIONS, body: &body }, out);
                 }
             }
         }
@@ -126,7 +128,7 @@ impl<F: Fabric> Machine<F> {
         let greeting = self
             .greetings
             .entry(header.from)
-            .or_insert_with(|| Greeting { incoming: Incoming::default(), until });
+            .or_insert_with(|| Unheard { incoming: Incoming::default(), until });
         let messages = match greeting.incoming.take(header, part) {
             Ok(messages) => messages,
             Err(why) => {
@@ -139,12 +141,9 @@ impl<F: Fabric> Machine<F> {
         let Some(first) = messages.next() else { return };
         let Some(greeting) = self.greetings.remove(&header.from) else { return };
         match Message::decode(&first) {
-            Ok(Message::Hello { hello, rest }) => match read_hello_rest(rest) {
-                Ok((process, address)) => {
-                    self.take_hello(header.from, greeting.incoming, hello, process, address, out);
-                }
-                Err(why) => tracing::warn!(backend = self.name, %why, "a peer's hello is ignored"),
-            },
+            Ok(Message::Hello { versions, body }) => {
+                self.take_hello(header.from, greeting.incoming, versions, body, out);
+            }
             Ok(_) => {
                 tracing::warn!(backend = self.name, "a peer's first message is no hello, and is ignored")
             }
@@ -152,57 +151,69 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
+    /// Of one that is not proven nothing is read, and its address reaches no library: it gets no answer.
     fn take_hello(
         &mut self,
         other: u64,
         incoming: Incoming,
-        hello: Hello,
-        process: ProcessId,
-        address: &[u8],
+        versions: (u16, u16),
+        body: &[u8],
         out: &mut Outbox,
     ) {
-        let accepted = self.sessions.values().filter(|session| session.link.is_none()).count();
-        if accepted >= MAX_ACCEPTED {
-            return tracing::warn!(
-                backend = self.name,
-                from = ?hello.from,
-                "turned away: {MAX_ACCEPTED} peers are connected"
-            );
-        }
-        let begun = self.draw().and_then(|number| {
-            self.fabric.accept(EndpointId(number), &hello.from, address)?;
-            Ok(number)
-        });
-        let number = match begun {
-            Ok(number) => number,
-            Err(why) => {
-                return tracing::warn!(backend = self.name, from = ?hello.from, %why, "a peer cannot be answered");
-            }
+        let heard = hear(&self.keys, versions, body);
+        let rest = match &heard {
+            Ok(greeted) => greeted.rest,
+            Err(away) => match away.rest {
+                Some(rest) => rest,
+                None => return self.strangers.tell(
+                    || tracing::warn!(backend = self.name, why = %away.why, "a stranger's hello is ignored"),
+                ),
+            },
         };
-        let (until, verdict) = (Instant::now() + self.patience(), hello.verdict(&self.me));
-        let mut session = Session::new(number, None, hello.from, until);
+        let accepted = self.sessions.values().filter(|session| session.link.is_none()).count();
+        if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
+            return self.strangers.tell(|| {
+                tracing::warn!(backend = self.name, "no peer is answered: {accepted} are connected");
+            });
+        }
+        let from = heard.as_ref().map_or_else(|_| nobody(), |greeted| greeted.from.clone());
+        let begun = read_hello_rest(rest).and_then(|(process, address)| {
+            let number = self.draw()?;
+            self.fabric.accept(EndpointId(number), &from, address)?;
+            Ok((number, process))
+        });
+        let (number, process) = match begun {
+            Ok(begun) => begun,
+            Err(why) => return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered"),
+        };
+        let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
+        self.look_by(until);
+        let mut session = Session::new(number, None, from, until);
         (session.other, session.incoming) = (other, incoming);
-        self.sessions.insert(number, session);
-        let from = self.me.clone();
-        let version = match verdict {
-            Ok(version) => version,
-            Err(why) => {
-                self.send(number, &Message::Refuse { from, why: Refusal::from(&why) }, out);
+        let mut own = Vec::new();
+        self.process.encode(&mut own);
+        let heard = heard.and_then(|greeted| greeted.if_room(accepted, MAX_ACCEPTED));
+        let welcome = heard.map(|greeted| greeted.welcome(&self.keys, &own));
+        match welcome {
+            Ok(Ok((version, body, claim))) => {
+                session.awaited = Some(claim);
+                self.sessions.insert(number, session);
+                self.watch(number, process);
+                self.send(number, &Message::Welcome { version, body: &body }, out);
+            }
+            Ok(Err(why)) => {
+                self.sessions.insert(number, session);
+                self.cut_off(number, why, out);
+            }
+            Err(away) => {
+                self.sessions.insert(number, session);
+                self.send(number, &away.message(), out);
                 if let Some(session) = self.sessions.get_mut(&number) {
                     session.phase = Phase::Leaving(until);
-                    self.look_by(until);
                     self.after_work(number, out);
                 }
-                return;
             }
-        };
-        if let Some(session) = self.sessions.get_mut(&number) {
-            session.phase = Phase::Up;
         }
-        self.watch(number, process);
-        let mut rest = Vec::new();
-        self.process.encode(&mut rest);
-        self.send(number, &Message::Welcome { version, from, rest: &rest }, out);
     }
 
     /// Acts on a message. Errors end the link.
@@ -233,16 +244,24 @@ impl<F: Fabric> Machine<F> {
         match message {
             // It comes to no session: only a stranger says it.
             Message::Hello { .. } => return Err(malformed("out of place")),
-            Message::Welcome { from, rest, .. } => {
-                check_welcome(&from, &session.peer)?;
+            Message::Welcome { version, body } => {
+                let Some(greeting) = session.greeting.take() else { return Err(malformed("out of place")) };
+                let (rest, proof) = greeting.welcomed(version, body)?;
                 let mut reader = Reader::new("welcome", rest);
                 let process = ProcessId::decode(&mut reader)?;
                 reader.end()?;
                 session.other = other;
                 self.watch(number, process);
+                self.send(number, &Message::Confirm { proof }, out);
                 self.come_up(number, out);
             }
-            Message::Refuse { from, why } => self.take_refuse(number, &from, why, out),
+            Message::Confirm { proof } => {
+                if !session.awaited.take().is_some_and(|claim| claim.holds(&proof)) {
+                    return Err(stranger());
+                }
+                session.phase = Phase::Up;
+            }
+            Message::Refuse { why, proof } => self.take_refuse(number, why, proof, out),
             Message::Want { import, id, key } => match self.regions.check(id, &key) {
                 Ok(()) => {
                     session.granted.grant(id);
@@ -332,13 +351,21 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// The target turns us away.
-    fn take_refuse(&mut self, number: u64, from: &Identity, why: Refusal, out: &mut Outbox) {
-        let Some(session) = self.sessions.get(&number) else { return };
-        let (why, restarted) = turned_away(from, &session.peer, why);
-        let why = why.backend(self.name);
-        let state = restarted.map_or_else(|| LinkState::Lost(why.clone()), LinkState::Restarted);
+    fn take_refuse(&mut self, number: u64, why: Refusal, proof: &[u8], out: &mut Outbox) {
+        let Some(greeting) = self.sessions.get_mut(&number).and_then(|session| session.greeting.take())
+        else {
+            return;
+        };
+        let why = greeting.refused(why, proof).backend(self.name);
+        let restarted = why.kind() == Kind::PeerRestarted;
+        let state = if restarted { LinkState::Restarted } else { LinkState::Lost(why.clone()) };
         self.end(number, why, Some(state), Phase::Lost, out);
     }
+}
+
+/// An initiator that is only told that it is mistaken.
+fn nobody() -> Identity {
+    Identity { name: "a peer with old metadata".into(), incarnation: Incarnation([0; 16]) }
 }
 
 /// What a hello says beside who greets whom: the initiator's process, and where to answer.

@@ -10,14 +10,17 @@ use super::machine::Machine;
 use super::regions::{Regions, Registered};
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use crate::control::{Hello, Message};
+use crate::control::proof::Keys;
+use crate::control::{Greeting, Message, VERSIONS};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use kvx_core::{
-    Capabilities, Error, Identity, Incarnation, Kind, LinkId, Memory, Options, RegionId, RegionKey, Result,
+    Capabilities, Error, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Options, RegionId,
+    RegionKey, Result,
 };
+use kvx_testkit::Random;
 
 /// A library that sends nothing and remembers what it was given.
 #[derive(Default)]
@@ -26,8 +29,6 @@ pub(super) struct Quiet {
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
     foreign: Vec<Happened>,
-    /// How many notifications it was told of.
-    notified: usize,
     /// It lets go of no region now.
     pub(super) busy: bool,
     /// It does not say that it has ended.
@@ -78,9 +79,6 @@ unsafe impl Fabric for Quiet {
     fn fds(&self) -> &[RawFd] {
         &[]
     }
-    fn notified(&mut self) {
-        self.notified += 1;
-    }
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
         unreachable!("nobody links from here")
     }
@@ -113,6 +111,7 @@ pub(super) fn machine() -> Machine<Quiet> {
         options: Options::new(),
         events: Arc::new(Nobody),
         devices: Vec::new(),
+        invitation: INVITATION,
         secret: None,
         peer_timeout: Duration::from_secs(10),
     };
@@ -127,9 +126,21 @@ fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
     machine.progress(&Queued::default(), &mut Outbox::default());
 }
 
+const INVITATION: Invitation = Invitation::from_bytes([4; 32]);
+
+/// A hello of who was invited, and what it waits for.
+fn greeting(address: &[u8]) -> (Greeting, Vec<u8>) {
+    greeting_by(INVITATION, address)
+}
+
+fn greeting_by(invitation: Invitation, address: &[u8]) -> (Greeting, Vec<u8>) {
+    let rest = hello_rest(ProcessId::this(), address);
+    let (greeting, body) = Greeting::new(&identity("reader"), Keys::new(&invitation, None), &rest).unwrap();
+    (greeting, Message::Hello { versions: VERSIONS, body: &body }.encode())
+}
+
 fn hello(address: &[u8]) -> Vec<u8> {
-    let hello = Hello::new(identity("stranger"), identity("owner"));
-    Message::Hello { hello, rest: &hello_rest(ProcessId::this(), address) }.encode()
+    greeting(address).1
 }
 
 fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
@@ -139,10 +150,15 @@ fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
 /// A machine with a peer: the number of its session.
 fn linked() -> (Machine<Quiet>, u64) {
     let mut machine = machine();
-    take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
+    let (greeting, hello) = greeting(b"somewhere");
+    take(&mut machine, frame(0, 77, 0, &hello));
     let (header, part) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
     assert_eq!(header.to, 77);
-    assert!(matches!(Message::decode(&part), Ok(Message::Welcome { .. })));
+    let Ok(Message::Welcome { version, body }) = Message::decode(&part) else { panic!("{part:?}") };
+    let (_, proof) = greeting.welcomed(version, body).unwrap();
+    assert!(!machine.sessions[&header.from].is_up(), "it may be a recorded hello");
+    take(&mut machine, frame(header.from, 77, 1, &Message::Confirm { proof }.encode()));
+    assert!(machine.sessions[&header.from].is_up());
     (machine, header.from)
 }
 
@@ -150,44 +166,17 @@ fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
     (header, part.to_vec())
 }
 
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 9) as usize
-    }
-}
-
-#[test]
-fn the_library_is_told_of_notifications_and_of_no_other_message() {
-    let (mut machine, number) = linked();
-    take(&mut machine, frame(number, 77, 1, &Message::Ping.encode()));
-    assert_eq!(machine.fabric.notified, 0);
-    take(&mut machine, frame(number, 77, 2, &Message::Notify { notice: 1, bytes: b"here" }.encode()));
-    assert_eq!(machine.fabric.notified, 1);
-    machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: b"here".to_vec() });
-    machine.progress(&Queued::default(), &mut Outbox::default());
-    assert_eq!(machine.fabric.notified, 2);
-    let too_long = vec![0; kvx_core::transport::MAX_FOREIGN_NOTIFICATION + 1];
-    machine.fabric.foreign.push(Happened::Notified { from: "python".into(), bytes: too_long });
-    machine.progress(&Queued::default(), &mut Outbox::default());
-    assert_eq!(machine.fabric.notified, 2, "it was dropped");
-}
-
 #[test]
 fn any_bytes_are_survived() {
-    let mut random = Random(0x1234_5678_9abc_def1);
+    let mut random = Random::seeded(1);
     let mut machine = machine();
     for _ in 0..20_000 {
-        let len = random.next() % 80;
-        let mut bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+        let len = random.below(80);
+        let mut bytes: Vec<u8> = (0..len).map(|_| random.word() as u8).collect();
         if let Some(version) = bytes.first_mut() {
             *version = 1;
         }
-        if random.next().is_multiple_of(2) {
+        if random.below(2) == 0 {
             bytes.iter_mut().skip(1).take(8).for_each(|byte| *byte = 0);
         }
         take(&mut machine, bytes);
@@ -199,15 +188,15 @@ fn any_bytes_are_survived() {
 #[test]
 fn any_messages_on_a_link_are_survived() {
     for seed in 1..400_u64 {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random = Random::seeded(seed);
         let (mut machine, number) = linked();
-        let mut place = 1;
+        let mut place = 2;
         for _ in 0..60 {
-            let id = RegionId(random.next() as u64 % 3);
-            let message = match random.next() % 12 {
+            let id = RegionId(random.below(3) as u64);
+            let message = match random.below(12) {
                 0 => Message::Want { import: 1, id, key: KEY },
                 1 => Message::Released { id },
-                2..=6 => Message::Notify { notice: random.next() as u64, bytes: b"news" },
+                2..=6 => Message::Notify { notice: random.word(), bytes: b"news" },
                 7 => Message::Ping,
                 8 => Message::Alive,
                 9 => Message::Ack { notice: 0 },
@@ -215,12 +204,12 @@ fn any_messages_on_a_link_are_survived() {
                 _ => Message::Bye,
             };
             let mut message = message.encode();
-            if random.next().is_multiple_of(8) {
-                let at = random.next() % message.len();
-                message[at] = random.next() as u8;
+            if random.below(8) == 0 {
+                let at = random.below(message.len());
+                message[at] = random.word() as u8;
             }
             take(&mut machine, frame(number, 77, place, &message));
-            place += if random.next().is_multiple_of(16) { 2 } else { 1 };
+            place += if random.below(16) == 0 { 2 } else { 1 };
         }
         assert!(machine.sessions.len() <= 1);
         assert_eq!(machine.fabric.endpoints.len(), machine.sessions.len());
@@ -240,9 +229,52 @@ fn what_strangers_make_us_keep_is_bounded() {
     for from in 10_000..15_000 {
         machine.take_frame(&frame(0, from, 0, &hello), &mut Outbox::default());
     }
-    assert_eq!(machine.sessions.len(), 4096);
+    assert_eq!(machine.sessions.len(), 64, "the others were told that there is no room, and are gone");
+    let (_, told) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
+    let Ok(Message::Refuse { why, .. }) = Message::decode(&told) else { panic!("{told:?}") };
+    assert_eq!(why.kind, Kind::Exhausted);
     // An address that leads nowhere costs nothing.
     let before = machine.fabric.endpoints.len();
     take(&mut machine, frame(0, 9, 0, &self::hello(b"nowhere")));
     assert_eq!(machine.fabric.endpoints.len(), before);
+}
+
+#[test]
+fn no_byte_of_who_was_not_invited_reaches_the_library() {
+    let mut machine = machine();
+    let (_, invited) = greeting(b"somewhere");
+    let (_, stranger) = greeting_by(Invitation::from_bytes([5; 32]), b"somewhere");
+    take(&mut machine, frame(0, 1, 0, &stranger));
+    // An address that was altered on its way, bit by bit.
+    for bit in 8 * 13..8 * invited.len() {
+        let mut altered = invited.clone();
+        altered[bit / 8] ^= 1 << (bit % 8);
+        take(&mut machine, frame(0, 2 + bit as u64, 0, &altered));
+    }
+    assert!(
+        machine.fabric.endpoints.is_empty() && machine.sessions.is_empty() && machine.fabric.sent.is_empty()
+    );
+}
+
+#[test]
+fn who_does_not_confirm_is_granted_nothing_and_forgotten() {
+    for message in [
+        Message::Confirm { proof: [0; 32] },
+        Message::Want { import: 1, id: RegionId(1), key: KEY },
+        Message::Notify { notice: 0, bytes: b"news" },
+        Message::Ping,
+    ] {
+        let mut machine = machine();
+        take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
+        let (header, _) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
+        take(&mut machine, frame(header.from, 77, 1, &message.encode()));
+        assert!(machine.sessions.is_empty() && machine.fabric.sent.is_empty(), "{message:?}");
+    }
+    let mut machine = machine();
+    take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
+    let Some(session) = machine.sessions.values_mut().next() else { panic!("it was greeted") };
+    session.phase = super::session::Phase::Greeting(std::time::Instant::now());
+    machine.next_look = Some(std::time::Instant::now());
+    machine.progress(&Queued::default(), &mut Outbox::default());
+    assert!(machine.sessions.is_empty(), "it had its time");
 }

@@ -8,22 +8,24 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use slab::Slab;
 
-use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue};
+use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
 use kvx_core::transport::{Context, Events};
 use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 
 use super::ending::Unproven;
 use super::handle::{Import, Wiring, import_of};
-use super::handshake::Greeting;
+use super::handshake::Unheard;
 use super::jobs::{Running, Waiting};
 use super::lanes::{Stripe, Thread};
 use super::notices::ForeignNotices;
 use super::regions::{Regions, Registered};
 use super::session::Session;
 use super::{EndpointId, Fabric, Happened};
+use crate::control::proof::Keys;
 use crate::control::reasons::{cancelled, still_shared};
 use crate::control::{Imported, Message, Recalls};
 use crate::process::ProcessId;
+use crate::seldom::Seldom;
 
 /// The most jobs that have a turn before others of the machine's duties.
 const WORKS: usize = 32;
@@ -43,7 +45,6 @@ pub(super) enum Command<L> {
     Connect {
         link: Arc<Wiring>,
         address: Box<[u8]>,
-        foreign: bool,
     },
     Update {
         link: Arc<Wiring>,
@@ -87,6 +88,9 @@ pub(super) enum Command<L> {
 pub(super) struct Machine<F: Fabric> {
     pub(super) name: &'static str,
     pub(super) me: Identity,
+    /// What peers prove to us by.
+    pub(super) keys: Keys,
+    pub(super) strangers: Seldom,
     pub(super) fabric: F,
     pub(super) events: Arc<dyn Events>,
     pub(super) peer_timeout: Duration,
@@ -97,7 +101,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) sessions: BTreeMap<u64, Session<F>>,
     pub(super) links: BTreeMap<LinkId, u64>,
     /// Peers whose first message is not whole yet, by their numbers.
-    pub(super) greetings: HashMap<u64, Greeting>,
+    pub(super) greetings: HashMap<u64, Unheard>,
     /// In boxes, which are moved instead of them.
     pub(super) jobs: Slab<Box<Running<F>>>,
     pub(super) turns: WorkQueue<usize>,
@@ -137,8 +141,6 @@ impl<F: Fabric> Machine<F> {
         regions: Arc<Regions<F::Local>>,
         address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     ) -> Result<Self> {
-        let no_poller =
-            |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(no_poller)?;
         for fd in fabric.fds() {
             // SAFETY: the fabric keeps its descriptors open for as long as it lives.
@@ -148,6 +150,8 @@ impl<F: Fabric> Machine<F> {
         }
         Ok(Machine {
             name,
+            keys: Keys::new(&context.invitation, context.secret.as_ref()),
+            strangers: Seldom::default(),
             me: context.agent,
             events: context.events,
             peer_timeout: context.peer_timeout,
@@ -321,7 +325,7 @@ impl<F: Fabric> Progress for Machine<F> {
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {
         self.left_something |= !matches!(command, Command::Post { inline_on: Some(_), .. });
         match command {
-            Command::Connect { link, address, foreign } => self.connect(link, &address, foreign, out),
+            Command::Connect { link, address } => self.connect(link, &address, out),
             Command::Update { link, address } => {
                 if let Some(number) = self.number_of(&link)
                     && let Err(why) = self.fabric.update(EndpointId(number), &address)

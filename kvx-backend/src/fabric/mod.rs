@@ -150,10 +150,6 @@ pub unsafe trait Fabric: Send + 'static {
     /// As [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
-    /// A notification for the program has come with the last [`poll`](Fabric::poll), also if it has to wait for room:
-    /// the next may be near. Once for each, on whichever thread has the turn.
-    fn notified(&mut self) {}
-
     /// What is known of an endpoint once its handshake is done: what the route says, and what it promises.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);
 
@@ -292,7 +288,7 @@ pub struct Parts<F: Fabric> {
 }
 
 /// A further part of a library, with a thread of its own.
-pub struct Lane<F: Fabric> {
+pub struct LaneParts<F: Fabric> {
     /// How peers reach it, as in [`Parts`].
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     /// The library.
@@ -312,7 +308,7 @@ pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Tran
 pub fn open_lanes<F: Fabric>(
     context: Context,
     first: Parts<F>,
-    more: Vec<Lane<F>>,
+    more: Vec<LaneParts<F>>,
 ) -> Result<Arc<dyn Transport>> {
     handle::open(context, first, more)
 }

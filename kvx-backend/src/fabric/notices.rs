@@ -117,7 +117,6 @@ impl<F: Fabric> Machine<F> {
         out: &mut Outbox,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
-        self.fabric.notified();
         let sender = session.peer.as_sender();
         if session.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
             self.send(number, &Message::Ack { notice }, out);
@@ -128,13 +127,12 @@ impl<F: Fabric> Machine<F> {
     /// A foreign agent sent a notification.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
         let is_first = self.foreign_notices.is_empty();
-        match self.foreign_notices.add(Arc::clone(&from), bytes) {
-            Ok(()) => self.fabric.notified(),
-            Err(why) => tracing::error!(
+        if let Err(why) = self.foreign_notices.add(Arc::clone(&from), bytes) {
+            tracing::error!(
                 backend = self.name,
                 from = &*from,
                 "a foreign agent's notification is dropped: {why}"
-            ),
+            );
         }
         // Behind others it waits for room: that of the first was refused, and room is told.
         if is_first {

@@ -10,7 +10,8 @@ use super::handle::{Import, Wiring};
 use super::jobs::Waiting;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
-use crate::control::{Granted, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
+use crate::control::proof::Claim;
+use crate::control::{Granted, Greeting, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
 use crate::process::Watched;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
@@ -36,6 +37,10 @@ pub(super) struct Session<F: Fabric> {
     /// The number of the other side; 0: not known yet.
     pub(super) other: u64,
     pub(super) phase: Phase,
+    /// Ours, until it is answered.
+    pub(super) greeting: Option<Greeting>,
+    /// What the peer has to prove before the session is up.
+    pub(super) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
     pub(super) link: Option<Arc<Wiring>>,
     /// Leads to an agent that is not kvx.
@@ -68,6 +73,8 @@ impl<F: Fabric> Session<F> {
             number,
             other: 0,
             phase: Phase::Greeting(until),
+            greeting: None,
+            awaited: None,
             link,
             foreign: false,
             parted: false,

@@ -11,6 +11,7 @@ mod thread;
 mod work_queue;
 
 use std::os::fd::{OwnedFd, RawFd};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 
-use kvx_core::sync::{Mutex, catch_panic};
+use kvx_core::sync::{Mutex, MutexGuard, catch_panic};
 use kvx_core::transport::{Events, LinkState};
 use kvx_core::{Error, Kind, LinkId, Result, Ticket};
 
@@ -53,6 +54,11 @@ pub trait Progress: Send + 'static {
     fn late(command: Self::Command) {
         drop(command);
     }
+}
+
+/// The error of a machine that has no descriptor for its epoll, or may not watch one more.
+pub fn no_poller(cause: rustix::io::Errno) -> Error {
+    Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted)
 }
 
 /// The most bytes to move in one turn before others get theirs.
@@ -261,19 +267,28 @@ impl<P: Progress> Reactor<P> {
         let mut machine = self.shared.machine.try_lock()?;
         let driven = machine.as_mut().filter(|_| !self.shared.is_halted() && !closed())?;
         let mut out = Outbox::default();
-        let turn = self.shared.turn(driven, command.take(), &mut out);
-        // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one turn,
-        // or something to do earlier than it knows.
-        let must_wake = turn.done > 0
-            && self.shared.asleep.load(Ordering::SeqCst)
-            && !self.shared.stays_away.load(Ordering::SeqCst)
-            && std::mem::take(&mut driven.left_something)
-            && match driven.machine.arm() {
-                Ok(Armed::Sleep(longest)) => {
-                    self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
-                }
-                Ok(Armed::Again) | Err(_) => true,
-            };
+        let last = command.take();
+        // Not with the caller: what it waits for must end, and others use the machine.
+        let turned = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            let turn = self.shared.turn(driven, last, &mut out);
+            // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one
+            // turn, or something to do earlier than it knows.
+            let must_wake = turn.done > 0
+                && self.shared.asleep.load(Ordering::SeqCst)
+                && !self.shared.stays_away.load(Ordering::SeqCst)
+                && std::mem::take(&mut driven.left_something)
+                && match driven.machine.arm() {
+                    Ok(Armed::Sleep(longest)) => {
+                        self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
+                    }
+                    Ok(Armed::Again) | Err(_) => true,
+                };
+            (turn, must_wake)
+        }));
+        let Ok((turn, must_wake)) = turned else {
+            self.shared.panicked(machine, out);
+            return Some(Turn::did(0));
+        };
         drop(machine);
         out.deliver(&*self.shared.events);
         if must_wake {
@@ -355,6 +370,22 @@ impl<P: Progress> ReactorShared<P> {
 
     fn ask_to_stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which quarantines their
+    /// memory, and what is submitted later is answered by [`Progress::late`]. The reactor's thread ends.
+    #[cold]
+    fn panicked(&self, mut machine: MutexGuard<'_, Option<Driven<P>>>, out: Outbox) {
+        tracing::error!(
+            "a transport panicked: its links are gone and its memory is quarantined; report this as a bug"
+        );
+        let gone = machine.take();
+        drop(machine);
+        catch_panic(|| drop((gone, out)));
+        for command in self.queue.lock().take().unwrap_or_default() {
+            catch_panic(|| P::late(command));
+        }
         self.wake();
     }
 

@@ -235,6 +235,58 @@ fn a_machine_that_panics_hangs_nobody() {
 }
 
 #[test]
+fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
+    /// Panics at the turn after its first command, on a thread that is not its own.
+    struct Treacherous(Vec<Ticket>);
+
+    impl Progress for Treacherous {
+        type Command = Ticket;
+        fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+            self.0.push(ticket);
+        }
+        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+            let own = std::thread::current().name() == Some("treacherous");
+            assert!(own || self.0.is_empty(), "on purpose");
+            Turn::did(0)
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, _: &mut Outbox) {}
+    }
+
+    for by_drive in [false, true] {
+        let machine = Treacherous(Vec::new());
+        let reactor = Reactor::start("treacherous".into(), machine, Arc::new(Nobody)).unwrap();
+        until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+        let (done, ticket) = Completion::with_ticket();
+        if by_drive {
+            reactor.submit(ticket);
+            until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+            let until = Instant::now() + Duration::from_secs(10);
+            while reactor.shared.machine.lock().is_some() {
+                assert!(Instant::now() < until, "it has not panicked");
+                reactor.drive();
+            }
+        } else {
+            until(|| reactor.shared.machine.try_lock().is_some());
+            reactor.submit_and_turn(ticket);
+        }
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(reactor.shared.driving.load(Ordering::SeqCst), 0);
+        // Its thread has ended, and does not wake for ever.
+        until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
+        let (done, ticket) = Completion::with_ticket();
+        reactor.submit_and_turn(ticket);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        reactor.stop();
+    }
+}
+
+#[test]
 fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
     let reactor = echo();
     reactor.stop();

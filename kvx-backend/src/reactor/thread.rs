@@ -1,13 +1,14 @@
 //! The thread of a reactor: turns while there is work, looks for more for a while, and sleeps.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use super::{Armed, Driven, Outbox, Progress, ReactorShared, STAYS_AWAY, Turn, exit};
-use kvx_core::sync::{catch_panic, pause_between_looks};
+use kvx_core::sync::pause_between_looks;
 
 /// True if the reactor, which has found nothing to do since then, may sleep.
 fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
@@ -17,26 +18,15 @@ fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
 }
 
 impl<P: Progress> ReactorShared<P> {
-    /// The thread. A machine that panics is dropped: its tickets are forgotten, which quarantines their memory, and
-    /// what is submitted later is answered by [`Progress::late`].
+    /// The thread.
     pub(super) fn serve(&self) {
-        let mut whole = false;
-        catch_panic(|| {
-            self.run();
-            whole = true;
-        });
-        if whole {
-            return;
-        }
-        let machine = self.machine.lock().take();
-        catch_panic(|| drop(machine));
-        for command in self.queue.lock().take().unwrap_or_default() {
-            catch_panic(|| P::late(command));
+        let mut out = Outbox::default();
+        if std::panic::catch_unwind(AssertUnwindSafe(|| self.run(&mut out))).is_err() {
+            self.panicked(self.machine.lock(), out);
         }
     }
 
-    fn run(&self) {
-        let mut out = Outbox::default();
+    fn run(&self, out: &mut Outbox) {
         let mut idle_since: Option<Instant> = None;
         let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();
@@ -60,7 +50,7 @@ impl<P: Progress> ReactorShared<P> {
             }
             let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut looking, mut yields) = (None, false, false);
-            let turn = self.turn(driven, None, &mut out);
+            let turn = self.turn(driven, None, out);
             let machine = &mut driven.machine;
             if turn.done > 0 || !out.is_empty() {
                 idle_since = None;
@@ -107,9 +97,9 @@ impl<P: Progress> ReactorShared<P> {
         }
         if let Some(Driven { mut machine, .. }) = guard.take() {
             for command in self.queue.lock().take().unwrap_or_default() {
-                machine.command(command, &mut out);
+                machine.command(command, out);
             }
-            machine.stop(&mut out);
+            machine.stop(out);
             drop(machine); // still under the lock, for which the end of the process waits
             drop(guard);
             out.deliver(&*self.events);

@@ -42,7 +42,7 @@ impl Initiator {
             pools.all().map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         let peer = agent.connect(target.metadata(backend)?)?;
-        peer.ready(PATIENCE).wait(PATIENCE)?;
+        peer.ready(PATIENCE).join()?;
         Ok(Initiator { agent, peer, regions })
     }
 
@@ -107,7 +107,7 @@ impl Initiator {
     /// Ends the agent.
     pub(crate) fn end(self) -> Result<()> {
         drop(self.regions);
-        Ok(self.agent.shutdown(PATIENCE).wait(PATIENCE)?)
+        Ok(self.agent.shutdown(PATIENCE).join()?)
     }
 }
 

@@ -88,7 +88,7 @@ pub(crate) fn run(
     let local = speaker.register(name, ours.get(Pool::Kvx)?.clone())?;
     let _theirs = hearer.register(name, theirs.get(Pool::Kvx)?.clone())?;
     let peer = speaker.connect(&hearer.metadata()?)?;
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).join()?;
     let grid = Grid::packed(BLOCK, blocks);
     let plan = Plan::read(
         local.grid(grid)?.blocks(content::shuffled(blocks, arguments.seed)),
@@ -106,7 +106,7 @@ pub(crate) fn run(
     }
     drop((local, _theirs));
     for agent in [speaker, hearer] {
-        agent.shutdown(PATIENCE).wait(PATIENCE)?;
+        agent.shutdown(PATIENCE).join()?;
     }
     Ok(())
 }
@@ -117,7 +117,7 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
     std::thread::scope(move |scope| {
         scope.spawn(move || {
             for _ in 0..count {
-                let arrived = hearer.notification(PATIENCE).wait().map(|_| Instant::now());
+                let arrived = hearer.notification(PATIENCE).join().map(|_| Instant::now());
                 if heard.send(arrived).is_err() {
                     break; // whoever sends them has given up
                 }

@@ -92,7 +92,7 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
         out.flush()?;
     }
     for (agent, _regions) in agents {
-        agent.shutdown(PATIENCE).wait(PATIENCE)?;
+        agent.shutdown(PATIENCE).join()?;
     }
     Ok(())
 }

@@ -37,7 +37,7 @@ pub(crate) fn own(arguments: &OwnerArguments, registry: &Registry, out: &mut dyn
         ended.send(()).ok();
     });
     wait.recv_timeout(LIFE).ok();
-    Ok(agent.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(10))?)
+    Ok(agent.shutdown(Duration::from_secs(5)).join()?)
 }
 
 /// The owner's process, as its reader holds it: killed when this is dropped, however that comes.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_instance::{Instance, Leg, Pace, Settings};
+use kvx_instance::{Delays, Instance, Leg, Settings};
 use serde_json::json;
 
 use crate::client::{Call, completion, prompt};
@@ -30,8 +30,8 @@ pub(crate) async fn round_robin_takes_turns() {
 
 pub(crate) async fn least_tokens_go_where_least_is_outstanding() {
     let mut fleet = Fleet::new(2, 1).await;
-    let slow = Pace { prefill_ms: 20_000, token_ms: 0 };
-    fleet.prefill.iter_mut().for_each(|instance| instance.pace(slow));
+    let slow = Delays { prefill_ms: 20_000, token_ms: 0 };
+    fleet.prefill.iter_mut().for_each(|instance| instance.delays(slow));
     let long = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt("long", 5_000), 2));
     let long = tokio::spawn(long.limit(Duration::from_secs(30)).try_send());
     let mut busy = None;
@@ -40,7 +40,7 @@ pub(crate) async fn least_tokens_go_where_least_is_outstanding() {
         tokio::task::yield_now().await;
     }
     let busy = busy.unwrap();
-    fleet.prefill[1 - busy].pace(Pace::default());
+    fleet.prefill[1 - busy].delays(Delays::default());
     for count in 0..5 {
         ask(fleet.port(), &prompt(&format!("short {count}"), 20)).await;
     }
@@ -94,10 +94,10 @@ pub(crate) async fn weights_count() {
 }
 
 pub(crate) async fn ranks_are_asked_in_turn() {
-    let mut prefill = Instance::start(Settings { dp_size: 2, ..Settings::default() });
-    let mut decode = Instance::start(Settings::default());
+    let ranks = Settings { dp_size: 2, ..Settings::default() };
+    let (mut prefill, mut decode) = (Instance::start(ranks.clone()), Instance::start(ranks));
     let text = format!(
-        "port = 0\n[[pool]]\nprefill = [{{ url = \"{}\", ranks = 2 }}]\ndecode = [\"{}\"]\n",
+        "port = 0\n[[pool]]\nprefill = [{{ url = \"{}\", ranks = 2 }}]\ndecode = [{{ url = \"{}\", ranks = 2 }}]\n",
         prefill.url(),
         decode.url()
     );
@@ -105,16 +105,58 @@ pub(crate) async fn ranks_are_asked_in_turn() {
     let proxy = Proxy::start(&["--config", file.path()], &[]);
     proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
     for count in 0..6 {
-        ask(proxy.port, &prompt(&format!("rank {count}"), 20)).await;
+        // A client that picks a rank itself does not get it.
+        let body = completion(&prompt(&format!("rank {count}"), 20), 2);
+        let answer =
+            Call::post(proxy.port, COMPLETIONS, &body).header("x-data-parallel-rank", "1").send().await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
     }
-    let ranks: Vec<_> = seen(&mut prefill, Leg::Prefill)
-        .into_iter()
-        .map(|seen| seen.headers.get("x-data-parallel-rank").cloned())
-        .collect();
-    for rank in ["0", "1"] {
-        assert_eq!(ranks.iter().filter(|got| got.as_deref() == Some(rank)).count(), 3, "{ranks:?}");
+    for (instance, leg) in [(&mut prefill, Leg::Prefill), (&mut decode, Leg::Decode)] {
+        let ranks: Vec<_> = seen(instance, leg)
+            .into_iter()
+            .map(|seen| seen.headers.get("x-data-parallel-rank").cloned().unwrap_or_default())
+            .collect();
+        assert!(
+            ranks == ["0", "1", "0", "1", "0", "1"] || ranks == ["1", "0", "1", "0", "1", "0"],
+            "{leg:?}: {ranks:?}"
+        );
     }
-    assert_eq!(decode.violations(), Vec::<String>::new());
+    // Also where it answers alone.
+    for _ in 0..2 {
+        let body = json!({"model": "m", "prompt": "alone", "max_tokens": 1, "n": 2});
+        assert_eq!(Call::post(proxy.port, COMPLETIONS, &body).send().await.status, 200);
+    }
+    let alone = seen(&mut decode, Leg::Alone).into_iter().filter(|seen| seen.method == "POST");
+    let mut ranks: Vec<_> = alone.map(|seen| seen.headers["x-data-parallel-rank"].clone()).collect();
+    ranks.sort();
+    assert_eq!(ranks, ["0", "1"]);
+    assert!([prefill, decode].iter_mut().all(|instance| instance.violations().is_empty()));
+}
+
+pub(crate) async fn without_a_model_instances_of_one_model_are_paired() {
+    let models = |first: usize| {
+        move |index: usize, settings: &mut Settings| {
+            settings.models = vec![["a", "b"][(first + index) % 2].to_owned()];
+        }
+    };
+    let plan = Plan::of(2, 2, &Settings::default()).prefill(models(0)).decode(models(1));
+    let mut fleet = plan.setup("choice = \"round-robin\"").start().await;
+    for count in 0..10 {
+        let body = json!({"prompt": prompt(&format!("no model {count}"), 20), "max_tokens": 2});
+        let answer = Call::post(fleet.port(), COMPLETIONS, &body).send().await;
+        assert_eq!(
+            (answer.status, answer.header("x-kvx-route")),
+            (200, "disaggregated"),
+            "{}",
+            answer.text()
+        );
+    }
+    for (p, d) in [(0, 1), (1, 0)] {
+        let asked = seen(&mut fleet.decode[d], Leg::Decode);
+        assert_eq!(asked.len(), 5);
+        let port = json!(fleet.prefill[p].port());
+        assert!(asked.iter().all(|seen| seen.body["kv_transfer_params"]["remote_port"] == port), "{asked:?}");
+    }
 }
 
 pub(crate) async fn only_compatible_instances_are_paired() {

@@ -223,10 +223,13 @@ pub(crate) struct Streamed {
     pub(crate) error: Option<Value>,
     /// How its connection broke, if it did.
     pub(crate) broken: Option<String>,
+    /// When its first chunk had come, by the clock of all processes.
+    pub(crate) begun: Option<Duration>,
 }
 
 impl Streamed {
     fn add(&mut self, chunk: Value) {
+        self.begun.get_or_insert_with(kvx_instance::now);
         let choice = &chunk["choices"][0];
         if choice["index"] == 0 {
             self.text += choice["text"].as_str().or(choice["delta"]["content"].as_str()).unwrap_or("");

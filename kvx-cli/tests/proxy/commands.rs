@@ -1,20 +1,23 @@
 //! The command line: the toys' own, `--check`, `--compare`.
 
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Output, Stdio};
 
 use kvx_instance::{Connector, Fault, Instance, Leg, Script, Settings, answer_to};
 use kvx_testkit::output;
+use serde_json::{Value, json};
 
 use crate::client::{CUT_OFF, Call, completion, prompt};
 use crate::fleet::{Proxy, SetupFile};
 use crate::recipes::COMPLETIONS;
 
-fn kvx_proxy(arguments: &[&str]) -> Output {
+pub(crate) fn kvx_proxy(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     output(command.arg("proxy").args(arguments).stdin(Stdio::null()), CUT_OFF * 3)
 }
 
-fn said(output: &Output) -> String {
+pub(crate) fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -107,19 +110,33 @@ pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_as_it_is(
 
 pub(crate) async fn check_says_what_a_set_up_means_and_what_would_not_work() {
     let (prefill, decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
-    let good =
-        format!("[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill[0].url(), decode[0].url());
+    let log = std::env::temp_dir().join(format!("kvx-proxy-{}.log", std::process::id()));
+    let good = format!(
+        "port = 0\naccess_log = {log:?}\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
+        prefill[0].url(),
+        decode[0].url()
+    );
     let file = SetupFile::new(&good);
     let output = kvx_proxy(&["--config", file.path(), "--check"]);
     assert!(output.status.success(), "{}", said(&output));
     assert!(said(&output).contains(&prefill[0].url()[7..]), "{}", said(&output));
+    assert!(!log.exists(), "a check leaves no log behind");
+    let kept = SetupFile::new("a line\n");
+    file.write(&good.replace(&format!("{log:?}"), &format!("{:?}", kept.path())));
+    let output = kvx_proxy(&["--config", file.path(), "--check"]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert_eq!(std::fs::read_to_string(kept.path()).unwrap(), "a line\n", "nor changes one");
     let gone = "http://127.0.0.1:1";
+    let busy = format!("port = {}\n", prefill[0].port());
+    let no_folder = format!("{:?}", log.join("log"));
     for (wrong, word) in [
         (good.replace(&decode[0].url(), gone), "127.0.0.1:1"),
         (good.replace("prefill", "prefil"), "prefil"),
         (good.replace("http://", "ftp://"), "ftp"),
         (format!("porrt = 1\n{good}"), "porrt"),
         ("[[pool]]\n".to_owned(), "prefill"),
+        (good.replace("port = 0\n", &busy), "cannot listen on 127.0.0.1:"),
+        (good.replace(&format!("{log:?}"), &no_folder), "cannot write the access log"),
     ] {
         file.write(&wrong);
         let output = kvx_proxy(&["--config", file.path(), "--check"]);
@@ -137,4 +154,72 @@ pub(crate) async fn compare_tells_equal_endpoints_from_others() {
     let output = kvx_proxy(&["--compare", &first, &second]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(one.port() > 0);
+}
+
+/// An endpoint below a base path that answers each prompt with its length, but for one length. Its URL, base included.
+/// It ends with this program.
+fn endpoint(base: &'static str, odd: Option<usize>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            // An error: the other end has gone.
+            let _ = answer(&stream, base, odd);
+        }
+    });
+    format!("http://{address}{base}")
+}
+
+fn answer(mut stream: &TcpStream, base: &str, odd: Option<usize>) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(CUT_OFF))?;
+    let mut reader = BufReader::new(stream);
+    let (mut head, mut length) = (String::new(), 0);
+    while !head.ends_with("\r\n\r\n") && reader.read_line(&mut head)? > 0 {
+        let line = head.lines().last().unwrap_or_default().to_ascii_lowercase();
+        length = line.strip_prefix("content-length:").map_or(length, |text| text.trim().parse().unwrap());
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let asked: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let tokens = asked["prompt"].as_array().map(Vec::len);
+    let text = match &asked["prompt"] {
+        _ if tokens.is_some() && tokens == odd => "another".to_owned(),
+        prompt => prompt.to_string().len().to_string(),
+    };
+    let (status, said) = match head.split(' ').nth(1).and_then(|path| path.strip_prefix(base)) {
+        Some("/v1/models") => (200, json!({"data": [{"id": "m"}]})),
+        Some("/v1/completions") if asked["model"] == "m" => (200, json!({"choices": [{"text": text}]})),
+        _ => (404, json!({"error": {"message": head}})),
+    };
+    let said = said.to_string();
+    let length = said.len();
+    write!(stream, "HTTP/1.1 {status} Said\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{said}")
+}
+
+pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
+    let (one, same) = (endpoint("", None), endpoint("/some/where", None));
+    let output = kvx_proxy(&["--compare", &one, &same]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(said(&output).contains("the same answers") && !said(&output).contains("DIFFERENT"));
+    // As OpenAI's clients are told where a server is.
+    let output = kvx_proxy(&["--compare", &format!("{same}/v1"), &one]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    // Each of these lengths is asked for, and no other answer hides it.
+    for odd in [17, 33, 49, 2000] {
+        let output = kvx_proxy(&["--compare", &one, &endpoint("", Some(odd))]);
+        assert_eq!(output.status.code(), Some(1), "{odd}: {}", said(&output));
+        let different = said(&output).lines().filter(|line| line.starts_with("DIFFERENT")).count();
+        assert_eq!(different, 1, "{odd}: {}", said(&output));
+        assert!(said(&output).contains(&format!("DIFFERENT  \"{odd} token ids\"")), "{}", said(&output));
+        assert!(said(&output).contains(": \"another\"\n"), "{}", said(&output));
+    }
+    for (url, why) in [(one.replace("http", "https"), "https"), (format!("{one}?x"), "query")] {
+        let output = kvx_proxy(&["--compare", &one, &url]);
+        assert_eq!(output.status.code(), Some(1), "{url}: {}", said(&output));
+        assert!(
+            said(&output).contains(why) && said(&output).contains("http://HOST:PORT"),
+            "{}",
+            said(&output)
+        );
+    }
 }

@@ -1,10 +1,12 @@
 //! The endpoints beside completions.
 
+use std::time::Duration;
+
 use hyper::Method;
-use kvx_instance::{Instance, Leg, Settings};
+use kvx_instance::{Delays, Fault, Instance, Leg, Script, Settings, answer_to};
 use serde_json::json;
 
-use crate::client::{Call, completion, prompt};
+use crate::client::{Call, completion, prompt, streamed};
 use crate::fleet::{Fleet, Plan};
 use crate::recipes::{COMPLETIONS, seen};
 
@@ -82,7 +84,7 @@ pub(crate) async fn health_and_readiness_are_told() {
 }
 
 pub(crate) async fn metrics_count_requests_and_legs() {
-    let fleet = Fleet::new(1, 1).await;
+    let mut fleet = Fleet::new(1, 1).await;
     for _ in 0..3 {
         Call::post(fleet.port(), COMPLETIONS, &completion("count me, count me", 2)).send().await.texts();
     }
@@ -95,6 +97,9 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     assert_eq!(metric("kvx_proxy_ttft_seconds_count", "").await, 3.0);
     assert_eq!(metric("kvx_proxy_in_flight", "").await, 0.0);
     assert_eq!(metric("kvx_proxy_retries_total", "").await, 0.0);
+    assert_eq!(metric("kvx_proxy_queue_seconds_count", "").await, 4.0, "whoever got a place, wrong or not");
+    assert!(metric("kvx_proxy_queue_seconds_sum", "").await < 1.0, "there was room");
+    assert_eq!(metric("kvx_proxy_time_per_token_seconds_count", "").await, 0.0, "nothing was streamed");
     let log = fleet.proxy.output();
     let lines: Vec<serde_json::Value> = log
         .lines()
@@ -108,6 +113,37 @@ pub(crate) async fn metrics_count_requests_and_legs() {
         assert!(!page.text().contains(outside), "it works without network, and has {outside}");
     }
     assert!(Call::get(fleet.port(), "/status").send().await.json().is_object());
+    fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 40 });
+    for tokens in [1, 6, 6] {
+        let body = streamed("count my tokens", tokens);
+        assert!(Call::post(fleet.port(), COMPLETIONS, &body).open().await.read_out().await.is_whole());
+    }
+    let metric = |name: &'static str, part: &'static str| fleet.proxy.metric(name, part);
+    assert_eq!(metric("kvx_proxy_queue_seconds_count", "").await, 7.0);
+    assert_eq!(metric("kvx_proxy_ttft_seconds_count", "").await, 6.0);
+    let count = metric("kvx_proxy_time_per_token_seconds_count", "").await;
+    assert_eq!(count, 2.0, "one mean of each stream; between the one token of the first there is no time");
+    let sum = metric("kvx_proxy_time_per_token_seconds_sum", "").await;
+    assert!((0.02..0.3).contains(&sum), "about 40 ms in each of two streams: {sum}");
+}
+
+pub(crate) async fn waiting_for_a_place_is_measured() {
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup("[limits]\nin_flight = 1\n").start().await;
+    fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::HangAfter(1) });
+    let mut first = Call::post(fleet.port(), COMPLETIONS, &streamed("has the place", 9)).open().await;
+    first.event().await.unwrap();
+    let second = Call::post(fleet.port(), COMPLETIONS, &completion("waits for it", 2));
+    let second = tokio::spawn(second.send());
+    let one_waits = |_, text: &str| text.lines().any(|line| line == "kvx_proxy_queued 1");
+    fleet.proxy.wait_until("/metrics", "the second waits", one_waits).await;
+    assert_eq!(fleet.proxy.metric("kvx_proxy_queue_seconds_count", "").await, 1.0, "it has none yet");
+    tokio::time::sleep(Duration::from_millis(120)).await; // what is measured
+    drop(first);
+    assert_eq!(second.await.unwrap().texts(), [answer_to("waits for it", 2)]);
+    assert_eq!(fleet.proxy.metric("kvx_proxy_queue_seconds_count", "").await, 2.0);
+    let waited = fleet.proxy.metric("kvx_proxy_queue_seconds_sum", "").await;
+    assert!((0.12..10.0).contains(&waited), "{waited}");
+    assert_eq!(fleet.proxy.metric("kvx_proxy_queued", "").await, 0.0);
 }
 
 pub(crate) async fn instances_come_and_go_with_the_key_alone() {

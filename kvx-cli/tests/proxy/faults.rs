@@ -1,11 +1,16 @@
 //! Instances that fail, one fault at a time: what the client gets, and what becomes of the blocks.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_instance::{Connector, Fault, Instance, Leg, Lie, Pace, Report, Script, Settings, answer_to};
+use kvx_instance::{
+    Connector, Delays, Fault, Instance, Leg, Report, Script, Settings, WrongAnswer, answer_to,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-use crate::client::{Call, completion, prompt, streamed};
-use crate::fleet::Plan;
+use crate::client::{CUT_OFF, Call, completion, prompt, streamed};
+use crate::fleet::{Plan, Proxy, SetupFile};
 use crate::recipes::COMPLETIONS;
 
 /// Short enough for a test, and nobody is thrown out on the way.
@@ -26,9 +31,9 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
         Fault::Status(503),
         Fault::CloseFirst,
         Fault::HangFirst,
-        Fault::Lie(Lie::NoJson),
-        Fault::Lie(Lie::ErrorWith200),
-        Fault::Lie(Lie::Empty),
+        Fault::Wrong(WrongAnswer::NoJson),
+        Fault::Wrong(WrongAnswer::ErrorWith200),
+        Fault::Wrong(WrongAnswer::Empty),
     ] {
         let mut fleet = Plan::of(2, 1, &Settings::default()).setup(PATIENT).start().await;
         // Only the first of the two instances fails; requests go to both of them in turn or by load.
@@ -45,18 +50,24 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
 }
 
 pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
-    for lie in [Lie::NoRequestId, Lie::BothFlags, Lie::NoObject, Lie::OtherHost, Lie::Huge] {
+    for wrong in [
+        WrongAnswer::NoRequestId,
+        WrongAnswer::BothFlags,
+        WrongAnswer::NoObject,
+        WrongAnswer::OtherHost,
+        WrongAnswer::Huge,
+    ] {
         let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
-        fleet.prefill[0].script(once(Leg::Prefill, Fault::Lie(lie)));
-        let prompt = prompt(&format!("{lie:?}"), 60);
+        fleet.prefill[0].script(once(Leg::Prefill, Fault::Wrong(wrong)));
+        let prompt = prompt(&format!("{wrong:?}"), 60);
         let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
         match answer.status {
-            200 => assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{lie:?}"),
-            _ => assert!(answer.json()["error"]["message"].is_string(), "{lie:?}: {}", answer.text()),
+            200 => assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{wrong:?}"),
+            _ => assert!(answer.json()["error"]["message"].is_string(), "{wrong:?}: {}", answer.text()),
         }
-        assert_eq!(fleet.decode[0].violations(), Vec::<String>::new(), "{lie:?}");
+        assert_eq!(fleet.decode[0].violations(), Vec::<String>::new(), "{wrong:?}");
         let after = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
-        assert_eq!(after.texts(), [answer_to(&prompt, 4)], "{lie:?}");
+        assert_eq!(after.texts(), [answer_to(&prompt, 4)], "{wrong:?}");
     }
 }
 
@@ -121,7 +132,7 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
 
 pub(crate) async fn an_answer_that_is_not_streamed_has_the_time_of_its_request() {
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
-    fleet.decode[0].pace(Pace { prefill_ms: 0, token_ms: 400 });
+    fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 400 });
     let answer = Call::post(fleet.port(), COMPLETIONS, &completion("a long answer", 4)).send().await;
     assert_eq!(answer.texts(), [answer_to("a long answer", 4)]);
     let several = serde_json::json!({"model": "m", "prompt": ["one", "two"], "max_tokens": 4});
@@ -166,7 +177,7 @@ pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
 pub(crate) async fn a_decode_that_refuses_ends_the_prefill_beside_it() {
     let settings = Settings { connector: Connector::Mooncake, ..Settings::default() };
     let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
-    fleet.prefill[0].pace(Pace { prefill_ms: 30_000, token_ms: 0 });
+    fleet.prefill[0].delays(Delays { prefill_ms: 30_000, token_ms: 0 });
     fleet.decode[0].script(once(Leg::Decode, Fault::Status(404)));
     let setup = Call::post(fleet.port(), COMPLETIONS, &completion("refused, refused", 4)).send().await;
     assert_eq!(setup.status, 404, "{}", setup.text());
@@ -174,7 +185,7 @@ pub(crate) async fn a_decode_that_refuses_ends_the_prefill_beside_it() {
     assert_eq!((report.prefills, report.pinned), (0, 0), "{report:?}");
 }
 
-pub(crate) async fn both_legs_at_once_fail_together() {
+pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others() {
     for connector in [Connector::Push, Connector::Mooncake] {
         let settings = Settings { connector, ..Settings::default() };
         let name = match connector {
@@ -182,6 +193,7 @@ pub(crate) async fn both_legs_at_once_fail_together() {
             _ => "connector = \"MooncakeConnector\"",
         };
         let mut fleet = Plan::of(2, 2, &settings).setup(PATIENT).pool(name).start().await;
+        let mut failed = 0.0;
         for (leg, fault) in [
             (Leg::Prefill, Fault::Status(500)),
             (Leg::Prefill, Fault::CloseFirst),
@@ -189,20 +201,27 @@ pub(crate) async fn both_legs_at_once_fail_together() {
             (Leg::Decode, Fault::CloseFirst),
         ] {
             let instances = if leg == Leg::Prefill { &mut fleet.prefill } else { &mut fleet.decode };
-            instances[0].clear_scripts();
             instances[0].script(once(leg, fault.clone()));
-            for count in 0..3 {
-                let prompt = prompt(&format!("{connector:?} {fault:?} {count}"), 30);
+            let told = format!("{connector:?} {leg:?} {fault:?}");
+            let before = sum(&mut fleet.prefill, |report| report.prefills);
+            // Who is asked is the router's choice: some request meets the fault.
+            failed += 1.0;
+            let (mut asked, mut retries) = (0, 0.0);
+            while retries < failed {
+                assert!(asked < 20, "{told}: nobody met the fault");
+                let prompt = prompt(&format!("{told} {asked}"), 30);
                 let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
-                match answer.status {
-                    200 => {
-                        assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{connector:?} {leg:?} {fault:?}")
-                    }
-                    status => assert!(status >= 500, "{connector:?} {leg:?} {fault:?}: {status}"),
-                }
+                assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{told}");
+                asked += 1;
+                retries = fleet.proxy.metric("kvx_proxy_retries_total", "").await;
             }
+            fleet.wait_until_idle(); // no leg waits for the other one for ever
+            assert_eq!(retries, failed, "{told}: one request was tried once more");
+            let prefills = sum(&mut fleet.prefill, |report| report.prefills) - before;
+            // Only what may have read the blocks, or left them, costs a second prefill.
+            let fresh = u64::from(fault == Fault::CloseFirst);
+            assert_eq!(prefills, asked + fresh, "{told}");
         }
-        fleet.wait_until_idle(); // no leg waits for the other one for ever
     }
 }
 
@@ -252,25 +271,171 @@ pub(crate) async fn an_instance_that_fails_is_ejected_and_tried_again() {
 }
 
 pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency() {
-    let setup = "[health]\nevery = \"100ms\"\ntimeout = \"2s\"\n";
+    let setup = "[timeouts]\nprefill = \"100ms\"\nfirst_byte = \"100ms\"\n[retries]\nattempts = 1\n\
+                 [health]\nevery = \"100ms\"\ntimeout = \"300ms\"\ndown_after = 1\neject_after = 1\n\
+                 eject_for = \"60s\"\n";
+    let slow = |prefill_ms, token_ms| Delays { prefill_ms, token_ms };
+    let ask = async |port| {
+        let call = Call::post(port, COMPLETIONS, &streamed("slow, but alone", 2));
+        call.open().await.read_out().await
+    };
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
-    fleet.prefill[0].pace(Pace { prefill_ms: 300, token_ms: 0 });
-    fleet.decode[0].pace(Pace { prefill_ms: 0, token_ms: 100 });
-    for _ in 0..4 {
-        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("slow, but alone", 2))
-            .open()
-            .await
-            .read_out()
-            .await;
-        assert!(stream.is_whole(), "{stream:?}");
+    for (role, prefill, decode) in
+        [("prefill", slow(1000, 0), slow(0, 0)), ("decode", slow(0, 0), slow(0, 1000))]
+    {
+        fleet.prefill[0].delays(prefill);
+        fleet.decode[0].delays(decode);
+        let end = Instant::now() + CUT_OFF;
+        while fleet.proxy.metric("kvx_proxy_instance_failures_total", role).await < 4.0 {
+            assert!(Instant::now() < end, "{role}: it is not blamed");
+            let late = ask(fleet.port()).await;
+            assert_eq!(late.status, 504, "{role}: {late:?}");
+        }
+    }
+    fleet.prefill[0].delays(slow(0, 0));
+    fleet.decode[0].delays(slow(0, 0));
+    for instance in fleet.prefill.iter_mut().chain(&mut fleet.decode) {
+        instance.health(None);
+        let looks = instance.report().health_looks;
+        instance.wait_until("it was late to say how it is", |report| report.health_looks > looks + 3);
     }
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
+    assert_eq!(fleet.proxy.metric("kvx_proxy_instance_up", "").await, 2.0);
+    let end = Instant::now() + CUT_OFF;
+    while !ask(fleet.port()).await.is_whole() {
+        assert!(Instant::now() < end, "they are as quick as they were, and get requests");
+    }
+
+    // Not the last one: the same latency throws it out.
+    let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
+    fleet.prefill[0].delays(slow(1000, 0));
+    let end = Instant::now() + CUT_OFF;
+    while fleet.proxy.metric("kvx_proxy_ejections_total", "reason=\"slow\"").await == 0.0 {
+        assert!(Instant::now() < end, "one of two is thrown out");
+        ask(fleet.port()).await;
+    }
+    // Until it is the last one, long before its time out is over.
+    fleet.prefill[0].delays(slow(0, 0));
+    fleet.prefill[1].kill();
+    let end = Instant::now() + CUT_OFF;
+    while !ask(fleet.port()).await.is_whole() {
+        assert!(Instant::now() < end, "the only one that is left gets requests");
+    }
+}
+
+/// Answers every `GET` with `{}`, until it takes no more connections: nobody accepts them, and no more may wait.
+struct Deaf {
+    listener: Arc<TcpListener>,
+    answers: tokio::task::JoinHandle<()>,
+    waiting: Vec<TcpStream>,
+}
+
+impl Deaf {
+    fn start() -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let listener = Arc::new(socket.listen(1).unwrap());
+        let listens = Arc::clone(&listener);
+        let answers = tokio::spawn(async move {
+            loop {
+                let (mut stream, _) = listens.accept().await.unwrap();
+                // Questions of a router are short and come in one piece.
+                if stream.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {
+                    let answer = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\
+                                  connection: close\r\n\r\n{}";
+                    stream.write_all(answer.as_bytes()).await.ok(); // an error: nobody waits for it
+                }
+            }
+        });
+        Deaf { listener, answers, waiting: Vec::new() }
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}", self.listener.local_addr().unwrap())
+    }
+
+    /// From now on a connection takes for ever.
+    async fn take_none(&mut self) {
+        self.answers.abort();
+        let address = self.listener.local_addr().unwrap();
+        let connect = || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
+        while let Ok(connected) = connect().await {
+            self.waiting.push(connected.unwrap());
+            assert!(self.waiting.len() < 100, "its backlog is never full");
+        }
+    }
+}
+
+async fn beside_a_deaf_one(setup: &str, prefill: &[String], decode: &[String]) -> Proxy {
+    let pool =
+        format!("[[pool]]\nconnector = \"NixlConnector\"\nprefill = {prefill:?}\ndecode = {decode:?}\n");
+    let file = SetupFile::new(&format!("port = 0\n{setup}{pool}"));
+    let proxy = Proxy::start(&["--config", file.path()], &[]);
+    let up = (prefill.len() + decode.len()) as f64;
+    let end = Instant::now() + CUT_OFF;
+    while proxy.metric("kvx_proxy_instance_up", "").await < up {
+        assert!(Instant::now() < end, "they are up");
+    }
+    proxy
+}
+
+pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_with_the_same_blocks() {
+    for leg in ["prefill", "decode"] {
+        let mut deaf = Deaf::start();
+        let (mut prefill, mut decode) =
+            (Instance::start(Settings::default()), Instance::start(Settings::default()));
+        let (mut prefills, mut decodes) = (vec![prefill.url()], vec![decode.url()]);
+        let with_deaf = if leg == "prefill" { &mut prefills } else { &mut decodes };
+        with_deaf.push(deaf.url());
+        let proxy = beside_a_deaf_one(PATIENT, &prefills, &decodes).await;
+        deaf.take_none().await;
+        for count in 0..4 {
+            let prompt = prompt(&format!("deaf {leg} {count}"), 30);
+            let start = Instant::now();
+            let stream =
+                Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+            assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{leg}: {stream:?}");
+            assert!(start.elapsed() < Duration::from_secs(3), "{leg}: {:?}", start.elapsed());
+        }
+        let report = prefill.report();
+        assert_eq!((report.prefills, report.read, report.pinned), (4, 4, 0), "{leg}: none was made twice");
+        assert_eq!(decode.report().decodes, 4, "{leg}");
+        let legs = async |outcome| {
+            proxy.metric("kvx_proxy_legs_total", &format!("leg=\"{leg}\",outcome=\"{outcome}\"")).await
+        };
+        let late = legs("timeout").await;
+        assert!(late >= 1.0, "{leg}: it was asked");
+        assert_eq!(legs("refused").await, 0.0, "{leg}: nobody refused anything");
+        assert_eq!(
+            proxy.metric("kvx_proxy_retries_total", leg).await,
+            late,
+            "{leg}: each was tried elsewhere"
+        );
+        let status = Call::get(proxy.port, "/status").send().await.text();
+        assert!(status.contains(&format!("{leg} leg: took no connection in time")), "{status}");
+        assert_eq!([prefill.violations(), decode.violations()], [Vec::<String>::new(), Vec::new()]);
+    }
+}
+
+pub(crate) async fn the_last_instance_that_takes_no_connection_in_time_is_late_and_stays() {
+    let mut deaf = Deaf::start();
+    let prefill = Instance::start(Settings::default());
+    let setup = PATIENT.replace("eject_after = 1000", "eject_after = 1\ndown_after = 1");
+    let proxy = beside_a_deaf_one(&setup, &[prefill.url()], &[deaf.url()]).await;
+    deaf.take_none().await;
+    for _ in 0..2 {
+        let answer = Call::post(proxy.port, COMPLETIONS, &completion("nobody listens", 4)).send().await;
+        assert_eq!(answer.status, 504, "{}", answer.text());
+        assert!(answer.text().contains("took no connection in time"), "{}", answer.text());
+    }
+    assert_eq!(proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
+    assert_eq!(proxy.metric("kvx_proxy_instance_up", "").await, 2.0);
 }
 
 pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
     let setup = "[limits]\nin_flight = 2\nqueue = 2\nqueue_wait = \"20s\"\n";
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
-    fleet.prefill[0].pace(Pace { prefill_ms: 20_000, token_ms: 0 });
+    fleet.prefill[0].delays(Delays { prefill_ms: 20_000, token_ms: 0 });
     let call = || {
         Call::post(fleet.proxy.port, COMPLETIONS, &completion("queue, queue", 2))
             .limit(Duration::from_secs(30))
@@ -288,7 +453,7 @@ pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
         refused.headers
     );
     waiting.iter().for_each(tokio::task::JoinHandle::abort);
-    fleet.prefill[0].pace(Pace::default());
+    fleet.prefill[0].delays(Delays::default());
     fleet
         .proxy
         .wait_until("/metrics", "none is left", |_, text| text.contains("kvx_proxy_in_flight 0"))

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_instance::{Fault, Instance, Leg, Lie, Script, Settings, answer_to};
+use kvx_instance::{Fault, Instance, Leg, Script, Settings, WrongAnswer, answer_to};
 use serde_json::{Value, json};
 
 use crate::client::{Call, completion, prompt, streamed};
@@ -94,7 +94,7 @@ pub(crate) async fn count_what_nobody_reads() {
     assert_eq!(answer.status, 500);
     assert_eq!(here.violations(), Vec::<String>::new(), "a fleet's fault, not the router's");
     // A router that goes away during a prefill: nothing is kept.
-    there.pace(kvx_instance::Pace { prefill_ms: 5_000, token_ms: 0 });
+    there.delays(kvx_instance::Delays { prefill_ms: 5_000, token_ms: 0 });
     let mut body = completion("gone", 1);
     body["kv_transfer_params"] = json!({"do_remote_decode": true});
     let gone = Call::post(there.port(), PATH, &body).limit(Duration::from_millis(50)).try_send().await;
@@ -130,8 +130,12 @@ pub(crate) async fn do_what_they_are_told_to_do_wrong() {
     assert!(Call::post(instance.port(), PATH, &asked).try_send().await.is_err());
     instance.script(once(Fault::Status(503)));
     assert_eq!(Call::post(instance.port(), PATH, &asked).send().await.status, 503);
-    instance.script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::Lie(Lie::FlatBlocks) });
-    assert!(prefill(&instance, "lie").await["remote_block_ids"][0].is_u64());
+    instance.script(Script {
+        leg: Some(Leg::Prefill),
+        times: 1,
+        fault: Fault::Wrong(WrongAnswer::FlatBlocks),
+    });
+    assert!(prefill(&instance, "wrong").await["remote_block_ids"][0].is_u64());
     instance.listen(false);
     assert!(Call::post(instance.port(), PATH, &asked).try_send().await.is_err());
     instance.listen(true);

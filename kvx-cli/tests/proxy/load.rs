@@ -1,10 +1,11 @@
 //! Faults under load: 200 streams, while instances are killed, stopped and restarted one after the other.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvx_instance::{Instance, Pace, Settings, answer_to};
+use kvx_instance::{Begun, Delays, Instance, Leg, Settings, answer_to};
 
 use crate::client::{Call, prompt, streamed};
 use crate::fleet::Plan;
@@ -30,16 +31,20 @@ struct Ends {
 }
 
 /// Requests, one after the other, until it is over; each ends in one of the ways that a client can tell, or this
-/// panics.
-async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>) {
+/// panics. Their ids, and when something of their answers had come.
+async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>) -> Vec<(String, Duration)> {
+    let mut begun = Vec::new();
     for count in 0.. {
         if over.load(Ordering::Relaxed) {
-            return;
+            break;
         }
         let prompt = prompt(&format!("stream {number}, request {count}"), 40);
-        let call = Call::post(port, COMPLETIONS, &streamed(&prompt, TOKENS)).limit(DEADLINE);
-        let open = call.try_open().await.unwrap_or_else(|error| panic!("{prompt}: no answer: {error}"));
+        let id = format!("load-{number}-{count}");
+        let call = Call::post(port, COMPLETIONS, &streamed(&prompt, TOKENS)).header("x-request-id", &id);
+        let open = call.limit(DEADLINE).try_open().await;
+        let open = open.unwrap_or_else(|error| panic!("{prompt}: no answer: {error}"));
         let answer = open.read_out().await;
+        begun.extend(answer.begun.map(|at| (id, at)));
         let whole = answer_to(&prompt, TOKENS);
         if answer.is_whole() {
             assert_eq!(answer.text, whole, "{prompt}");
@@ -54,6 +59,20 @@ async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>
             ends.cut_short.fetch_add(1, Ordering::Relaxed);
         }
     }
+    begun
+}
+
+/// None of these requests, of which something had come to the client by then, has a leg that began later.
+fn none_was_tried_again(passed_on: &HashMap<String, Duration>, legs: &[Begun]) {
+    let mut answered: HashSet<&str> = HashSet::new();
+    for leg in legs {
+        let Some(at) = passed_on.get(&leg.id) else { continue };
+        assert!(leg.at < *at, "something of it was passed on {:?} before: {leg:?}", leg.at - *at);
+        if leg.leg == Leg::Decode {
+            answered.insert(&leg.id);
+        }
+    }
+    assert_eq!(answered.len(), passed_on.len(), "each has the leg that answered it");
 }
 
 /// What happens to each instance, and that it is over.
@@ -76,8 +95,9 @@ fn plague(instance: &mut Instance) {
 pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
     let settings = Settings {
         lease_ms: LEASE.as_millis() as u64,
-        pace: Pace { prefill_ms: 20, token_ms: 50 },
+        delays: Delays { prefill_ms: 20, token_ms: 50 },
         keeps: 0,
+        tells: true,
         ..Settings::default()
     };
     let mut fleet = Plan::of(3, 3, &settings).setup(SETUP).start().await;
@@ -91,12 +111,15 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
     }
     over.store(true, Ordering::Relaxed);
     let end = Instant::now() + DEADLINE + Duration::from_secs(2);
+    let mut passed_on = HashMap::new();
     for stream in streams {
         let left = end.saturating_duration_since(Instant::now());
         let ended =
             tokio::time::timeout(left, stream).await.expect("every request has ended by its deadline");
-        ended.unwrap_or_else(|panic| panic!("a request: {panic}"));
+        passed_on.extend(ended.unwrap_or_else(|panic| panic!("a request: {panic}")));
     }
+    let instances = fleet.prefill.iter_mut().chain(&mut fleet.decode);
+    none_was_tried_again(&passed_on, &instances.flat_map(Instance::begun).collect::<Vec<_>>());
     let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
     let (right, refused, cut_short) = (of(&ends.right), of(&ends.refused), of(&ends.cut_short));
     let retries = fleet.proxy.metric("kvx_proxy_retries_total", "").await;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hyper::Method;
-use kvx_instance::{Fault, Leg, Pace, Script, Settings, answer_to};
+use kvx_instance::{Connector, Delays, Fault, Leg, Script, Settings, answer_to};
 use serde_json::json;
 
 use crate::client::{Call, Event, completion, prompt, streamed};
@@ -124,9 +124,9 @@ pub(crate) async fn headers_of_the_client_travel_and_hop_by_hop_ones_do_not() {
 
 pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
     let mut fleet = Fleet::new(1, 1).await;
-    let slow = Pace { prefill_ms: 20_000, token_ms: 20_000 };
+    let slow = Delays { prefill_ms: 20_000, token_ms: 20_000 };
     // While its prefill runs.
-    fleet.prefill[0].pace(slow);
+    fleet.prefill[0].delays(slow);
     let call = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt("goes away", 40), 5));
     let waits = tokio::spawn(call.limit(Duration::from_secs(30)).try_send());
     fleet.prefill[0].wait_until("the prefill runs", |report| report.running == 1);
@@ -134,8 +134,8 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
     let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
     assert_eq!((report.aborted_prefills, report.pinned), (1, 0), "its blocks are free");
     // While its decode has not answered, and while it streams.
-    fleet.prefill[0].pace(Pace::default());
-    fleet.decode[0].pace(slow);
+    fleet.prefill[0].delays(Delays::default());
+    fleet.decode[0].delays(slow);
     for (count, body) in [(1, completion("gone", 5)), (2, streamed("gone", 5))] {
         let call = Call::post(fleet.port(), COMPLETIONS, &body);
         let waits = tokio::spawn(call.limit(Duration::from_secs(30)).try_send());
@@ -150,6 +150,56 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
         .wait_until("/metrics", "nothing is in flight", |_, text| text.contains("kvx_proxy_in_flight 0"))
         .await;
     assert_eq!(fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await, 3.0);
+}
+
+pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
+    for (connector, name) in
+        [(Connector::Push, "NixlPushConnector"), (Connector::Mooncake, "MooncakeConnector")]
+    {
+        let settings = Settings { connector, ..Settings::default() };
+        let pool = format!("connector = \"{name}\"");
+        let mut fleet = Plan::of(1, 1, &settings).pool(&pool).start().await;
+        // From here on the router knows who pushes.
+        let first = Call::post(fleet.port(), COMPLETIONS, &completion("who are you", 2)).send().await;
+        assert_eq!(first.status, 200, "{name}: {}", first.text());
+
+        // While the prefill computes, and the decode waits for it.
+        fleet.prefill[0].delays(Delays { prefill_ms: 20_000, token_ms: 0 });
+        for (count, body) in [(1, completion("gone", 5)), (2, streamed("gone", 5))] {
+            let call = Call::post(fleet.port(), COMPLETIONS, &body);
+            let waits = tokio::spawn(call.limit(Duration::from_secs(30)).try_send());
+            fleet.prefill[0].wait_until("the prefill runs", |report| report.running == 1);
+            fleet.decode[0].wait_until("the decode runs", |report| report.running == 1);
+            waits.abort();
+            let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
+            let freed = (report.prefills, report.aborted_prefills, report.pinned);
+            assert_eq!(freed, (1, count, 0), "{name}: its blocks are free");
+            let report = fleet.decode[0].wait_until("the decode ends", |report| report.running == 0);
+            assert_eq!((report.decodes, report.aborted_decodes), (1, count), "{name}");
+        }
+
+        // While the decode streams, and the prefill has yet to answer.
+        let cancelled =
+            fleet.proxy.metric("kvx_proxy_legs_total", "leg=\"prefill\",outcome=\"cancelled\"").await;
+        fleet.prefill[0].delays(Delays::default());
+        fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::HangFirst });
+        fleet.decode[0].script(decode_once(Fault::HangAfter(1)));
+        let mut open = Call::post(fleet.port(), COMPLETIONS, &streamed("gone on the way", 5)).open().await;
+        assert!(matches!(open.event().await, Ok(Some(Event::Chunk(_)))), "{name}");
+        drop(open);
+        fleet.decode[0]
+            .wait_until("the decode ends", |report| report.running == 0 && report.aborted_decodes == 3);
+        fleet
+            .proxy
+            .wait_until("/metrics", "the prefill leg ends", |_, text| {
+                let line = format!("leg=\"prefill\",outcome=\"cancelled\"}} {}", cancelled + 1.0);
+                text.lines().any(|one| one.ends_with(&line))
+            })
+            .await;
+        let report = fleet.prefill[0].report();
+        assert_eq!((report.read, report.pinned), (2, 0), "{name}: its blocks were read");
+        assert_eq!(fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await, 3.0);
+    }
 }
 
 pub(crate) async fn connections_to_instances_are_pooled_over_both_protocols() {

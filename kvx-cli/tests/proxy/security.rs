@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use hyper::Method;
 use kvx_instance::{Instance, Settings};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::client::{CUT_OFF, Call, completion};
 use crate::fleet::{Fleet, Plan, Proxy, SetupFile};
 use crate::recipes::COMPLETIONS;
 
-const LIMITS: &str =
-    "[limits]\nheaders = \"8KiB\"\nbody = \"64KiB\"\nheader_time = \"700ms\"\nbody_time = \"700ms\"\n";
+const LIMITS: &str = "[limits]\nheaders = \"8KiB\"\nbody = \"64KiB\"\nbodies = \"1MiB\"\nheader_time = \"700ms\"\nbody_time = \"700ms\"\n";
 
 /// Sends these bytes, and reads until the other end closes or answers.
 async fn raw(port: u16, bytes: &[u8]) -> String {
@@ -43,6 +43,7 @@ pub(crate) async fn clients_need_a_key_where_there_are_keys() {
     let mut fleet = Plan::of(1, 1, &Settings::default())
         .setup(&setup)
         .variable("OPENAI_API_KEY", "upstream-key")
+        .variable("ADMIN_API_KEY", "admin-key")
         .start()
         .await;
     let call = || Call::post(fleet.proxy.port, COMPLETIONS, &completion("let me", 1));
@@ -69,7 +70,7 @@ pub(crate) async fn clients_need_a_key_where_there_are_keys() {
     }
     assert_eq!(Call::get(fleet.port(), "/v1/models").send().await.status, 401);
     let said = format!("{}{}", fleet.proxy.errors(), fleet.proxy.output());
-    for secret in ["second-key", "first key", "upstream-key"] {
+    for secret in ["second-key", "first key", "upstream-key", "admin-key"] {
         assert!(!said.contains(secret), "{secret} is in the logs: {said}");
     }
     fleet.wait_until_idle();
@@ -94,6 +95,9 @@ pub(crate) async fn what_is_too_long_or_too_slow_is_refused() {
         .send()
         .await;
     assert_eq!(endless.status, 400, "{}", endless.text());
+    let ids = json!({"model": "m", "prompt": vec![1; 20_000], "max_tokens": 1});
+    let wide = Call::post(fleet.port(), COMPLETIONS, &ids).send().await;
+    assert_eq!(wide.status, 413, "in memory it is many times as long: {}", wide.text());
     assert_eq!(Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status, 200);
 }
 

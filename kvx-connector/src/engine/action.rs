@@ -8,6 +8,7 @@ use super::identity::{BlockLists, RequestId, WorkerRank};
 use super::step::RemoteEngine;
 use super::time::Time;
 use crate::mapping::{MemoryType, Tokens};
+use crate::wire::{PushGrant, PushRegistration};
 
 /// One handshake with a peer, and what was set up by it: descriptors, links. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -49,11 +50,26 @@ pub struct MoveLists {
     pub tokens: Option<Tokens>,
 }
 
+/// The blocks that a read has filled, and which generations of the peer's blocks they came from.
+#[derive(Clone, Debug)]
+pub struct ReadBlocks {
+    /// From which worker, and from which memory to which.
+    pub part: Part,
+    /// What, pair by pair.
+    pub groups: Arc<[GroupMove]>,
+    /// The peer's word for its pool.
+    pub pool: u64,
+    /// Logical blocks there with their words.
+    pub words: Vec<(u32, u64)>,
+}
+
 /// One read or write of a request's blocks between this worker and one of the peer's.
 #[derive(Clone, Debug)]
 pub struct Move {
     /// Its name in the answer.
     pub id: MoveId,
+    /// For which request of ours.
+    pub request: RequestId,
     /// With whom.
     pub connection: Connection,
     /// With which of its workers, and from which memory to which.
@@ -66,6 +82,8 @@ pub struct Move {
     pub notification: Option<Arc<[u8]>>,
     /// It has to have an outcome by then; on the worker's clock.
     pub deadline: Time,
+    /// What to write by, where a kvx decode has said so: of all its workers.
+    pub grants: Arc<[PushGrant]>,
 }
 
 /// What a worker asks for. Nothing here waits: answers come as calls of [`Worker`](super::Worker).
@@ -93,12 +111,26 @@ pub enum Action {
     ReadGenerations {
         /// The read they belong to.
         id: MoveId,
+        /// For which request of ours.
+        request: RequestId,
         /// With whom.
         connection: Connection,
         /// Which worker there.
         rank: WorkerRank,
         /// Logical blocks there, group by group. The words come in this order.
         blocks: Arc<[Indices]>,
+    },
+    /// Compare the blocks that a read has filled with the digests that the peer has published for them. Answer:
+    /// [`digests_checked`](super::Worker::digests_checked).
+    CheckDigests {
+        /// The read.
+        id: MoveId,
+        /// For which request of ours.
+        request: RequestId,
+        /// With whom.
+        connection: Connection,
+        /// What was read.
+        blocks: Arc<ReadBlocks>,
     },
     /// Send a notification. Answer only when it fails: [`notification_failed`](super::Worker::notification_failed).
     Notify {
@@ -110,6 +142,19 @@ pub enum Action {
         request: Option<RequestId>,
         /// What.
         bytes: Arc<[u8]>,
+    },
+    /// Tell these workers where the blocks of a request are to be written. What the runtime grants for that ends with
+    /// [`Fence`](Action::Fence), and with the load. Answer only when it fails:
+    /// [`notification_failed`](super::Worker::notification_failed).
+    Register {
+        /// Which request of ours.
+        request: RequestId,
+        /// Whom.
+        connection: Connection,
+        /// Which workers there.
+        ranks: Vec<WorkerRank>,
+        /// What to say.
+        registration: Box<PushRegistration>,
     },
     /// Reorder and clear the blocks of a load that were read, as
     /// [`PeerMap::finishing`](crate::mapping::PeerMap::finishing) says. Answer: [`finished`](super::Worker::finished).

@@ -121,6 +121,12 @@ impl OutputAggregator {
         whole
     }
 
+    /// The engine has taken back the blocks of a request: what workers have said of them counts no longer.
+    pub fn forget_sending(&mut self, request: &RequestId) {
+        self.sending.remove(request);
+        self.lost.remove(&(request.clone(), Kept::Request));
+    }
+
     /// Requests that some workers, but not all, have reported.
     pub fn incomplete(&self) -> usize {
         self.sending.len() + self.recving.len()

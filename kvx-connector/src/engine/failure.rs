@@ -16,6 +16,8 @@ pub enum LoadFailure {
     Transfer(String),
     /// The peer had given the blocks to another request before they were read.
     Stale,
+    /// Blocks do not have the digests that the peer has published.
+    Corrupt,
     /// What the parameters ask for cannot be: numbers beyond the peer's pool, too few blocks, an old registration.
     Refused(String),
     /// The peer keeps the blocks too short a time to fetch them.
@@ -31,9 +33,13 @@ impl fmt::Display for LoadFailure {
         match self {
             LoadFailure::Handshake(why) => write!(f, "the handshake failed: {why}"),
             LoadFailure::Transfer(why) => write!(f, "the transfer failed: {why}"),
-            LoadFailure::Stale => {
-                f.write_str("the peer had reused blocks before they were read; they are refused")
-            }
+            LoadFailure::Stale => f.write_str(
+                "the peer had taken blocks back, or reused them, before they were read; they are refused",
+            ),
+            LoadFailure::Corrupt => f.write_str(
+                "blocks that were read do not have the digests that the peer has published (kvx_digest); they \
+                 are refused",
+            ),
             LoadFailure::Refused(why) => write!(f, "the parameters are refused: {why}"),
             LoadFailure::Expiring => f.write_str("the peer is about to free the blocks"),
             LoadFailure::NotPushed => f.write_str("the peer did not send the blocks in time"),
@@ -65,11 +71,17 @@ pub enum FailureKind {
     PushRegNotifFailed,
     /// The handshake before a push failed.
     PushHandshakeFailed,
+    /// A bootstrap server did not answer, or does not know the engine.
+    QueryFailed,
+    /// A prefill that was asked for blocks did not write them.
+    PullFailed,
+    /// Blocks that were asked for could not be written.
+    SendFailed,
 }
 
 impl FailureKind {
     /// All of them.
-    pub const ALL: [FailureKind; 10] = [
+    pub const ALL: [FailureKind; 13] = [
         FailureKind::HandshakeSetupFailed,
         FailureKind::HandshakeFailed,
         FailureKind::TransferSetupFailed,
@@ -80,6 +92,9 @@ impl FailureKind {
         FailureKind::PushRegHandshakeFailed,
         FailureKind::PushRegNotifFailed,
         FailureKind::PushHandshakeFailed,
+        FailureKind::QueryFailed,
+        FailureKind::PullFailed,
+        FailureKind::SendFailed,
     ];
 
     /// As it stands in the log.
@@ -95,7 +110,15 @@ impl FailureKind {
             FailureKind::PushRegHandshakeFailed => "push_reg_handshake_failed",
             FailureKind::PushRegNotifFailed => "push_reg_notif_failed",
             FailureKind::PushHandshakeFailed => "push_handshake_failed",
+            FailureKind::QueryFailed => "query_failed",
+            FailureKind::PullFailed => "pull_failed",
+            FailureKind::SendFailed => "send_failed",
         }
+    }
+
+    /// Whether it is a step of the MooncakeConnector: its log lines begin with that name.
+    pub fn is_of_mooncake(self) -> bool {
+        matches!(self, FailureKind::QueryFailed | FailureKind::PullFailed | FailureKind::SendFailed)
     }
 
     /// Whether it counts as a failed notification too, beside the failed transfers that all of them are.
@@ -166,6 +189,7 @@ impl TransferFailure {
 
 impl fmt::Display for TransferFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "NIXL transfer failure: {} {}", self.kind.as_str(), Value::Object(self.context()))
+        let connector = if self.kind.is_of_mooncake() { "Mooncake" } else { "NIXL" };
+        write!(f, "{connector} transfer failure: {} {}", self.kind.as_str(), Value::Object(self.context()))
     }
 }

@@ -78,6 +78,20 @@ pub struct Address {
     pub port: u16,
 }
 
+impl Address {
+    /// From `host:port`, IPv6 in brackets. `None`: it is none, or the port is 0.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let host = match host.strip_prefix('[') {
+            Some(host) => host.strip_suffix(']')?,
+            None => Some(host).filter(|host| !host.contains(':'))?,
+        };
+        let port = port.parse().ok().filter(|port| *port > 0)?;
+        let plain = !host.is_empty() && !host.contains(['/', '@', ' ']);
+        plain.then(|| Address { host: host.into(), port })
+    }
+}
+
 /// Block numbers of one request, a list for each KV cache group. Shared: a clone copies no number.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct BlockLists(Arc<[Arc<[u32]>]>);
@@ -88,7 +102,7 @@ impl BlockLists {
         BlockLists(groups.into_iter().map(Into::into).collect())
     }
 
-    /// The only group's list.
+    /// The only group's list: `&blocks[..]` of a vector, or an `Arc` that is shared.
     pub fn single(blocks: impl Into<Arc<[u32]>>) -> Self {
         BlockLists([blocks.into()].into())
     }

@@ -18,6 +18,8 @@
 //! | `get_kv_connector_stats` | [`WorkerOutput::stats`] |
 //! | `shutdown` | [`Worker::shutdown`] |
 //!
+//! An engine with the MooncakeConnector has the same scheduler half and the worker half of [`mooncake`].
+//!
 //! A step of an engine:
 //!
 //! 1. Requests that have arrived go to [`Scheduler::on_new_request`]; those that are admitted ask for
@@ -34,6 +36,7 @@ mod aggregate;
 mod failure;
 mod generations;
 mod identity;
+pub mod mooncake;
 mod peers;
 mod plan;
 mod recovery;
@@ -44,7 +47,7 @@ mod step;
 mod time;
 mod worker;
 
-pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part};
+pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part, ReadBlocks};
 pub use aggregate::{EngineOutput, OutputAggregator};
 pub use failure::{FailureKind, LoadFailure, TransferFailure};
 pub use generations::{BlockReference, Generations, NoReference};
@@ -55,7 +58,7 @@ pub use scheduler::{
     Allocation, Arrival, Ending, Finished, Kept, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
 };
 pub use settings::{ConsumerRule, Settings, SideChannels, release_of};
-pub use stats::{METRICS, Metric, Summary, TransferStats, Transferred};
+pub use stats::{METRICS, MOONCAKE_METRICS, Metric, Summary, TransferStats, Transferred};
 pub use step::{
     ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder, WorkerOutput,
 };

@@ -41,6 +41,8 @@ struct Engine {
     state: State,
     used: Time,
     renewals: Renewals,
+    /// What they were before the handshake that is under way: one that fails is none of them.
+    before: Renewals,
 }
 
 /// When an engine may be asked anew, because it has registered anew or its data turned out wrong: at once the first
@@ -98,7 +100,7 @@ impl Peers {
         ranks: impl FnOnce() -> Result<Vec<WorkerRank>, String>,
         actions: &mut VecDeque<Action>,
     ) -> Reach {
-        let mut renewals = Renewals::default();
+        let (mut renewals, mut renewals_before) = (Renewals::default(), Renewals::default());
         let mut before = None;
         if let Some(engine) = self.engines.get_mut(&peer.engine) {
             engine.used = now;
@@ -125,6 +127,10 @@ impl Peers {
                     next.since(now).as_secs_f64()
                 ));
             }
+            renewals_before = match engine.state {
+                State::Connecting(_) => engine.before,
+                State::Ready(_) | State::Resting => engine.renewals,
+            };
             renewals = engine.renewals.renewed(now);
         }
         let ranks = match ranks() {
@@ -137,8 +143,8 @@ impl Peers {
         self.last += 1;
         let connection = Connection(self.last);
         let state = State::Connecting(connection);
-        self.engines
-            .insert(peer.engine.clone(), Engine { peer: Arc::clone(peer), state, used: now, renewals });
+        let engine = Engine { peer: Arc::clone(peer), state, used: now, renewals, before: renewals_before };
+        self.engines.insert(peer.engine.clone(), engine);
         actions.push_back(Action::Handshake { connection, peer: Arc::clone(peer), ranks });
         Reach::Wait
     }
@@ -169,11 +175,11 @@ impl Peers {
                 self.links.insert(connection, link);
                 self.forget_others(now, &peer, actions);
             }
-            // Nobody is remembered as unreachable, but who is asked anew.
-            Err(()) if engine.renewals.last.is_none() => {
+            // Nobody is remembered as unreachable: who restarts can be reached as soon as it listens.
+            Err(()) if engine.before.last.is_none() => {
                 self.engines.remove(&peer.engine);
             }
-            Err(()) => engine.state = State::Resting,
+            Err(()) => (engine.state, engine.renewals) = (State::Resting, engine.before),
         }
         Some(peer)
     }

@@ -9,7 +9,7 @@ use super::identity::{BlockLists, WorkerRank};
 use super::step::ReceiveOrder;
 use super::time::ClockOffset;
 use crate::mapping::{
-    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, Source, Tokens, Units,
+    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, SendMap, Source, Tokens, Units,
 };
 
 /// One worker of a peer that blocks move from or to.
@@ -74,6 +74,11 @@ impl PoolBlocks {
         PoolBlocks { groups: groups.collect(), others }
     }
 
+    /// Those of the largest group.
+    pub fn most(&self) -> u32 {
+        self.groups.values().copied().chain([self.others]).max().unwrap_or(0)
+    }
+
     /// Those of one group.
     pub fn of_group(&self, group: usize) -> u32 {
         let named = u32::try_from(group).ok().and_then(|group| self.groups.get(&group));
@@ -103,6 +108,8 @@ pub struct PeerPlan {
     pub finishes: bool,
     /// The peer has a word for the generation of each block.
     pub generations: bool,
+    /// Blocks that were read are compared with digests that the peer has published.
+    pub digests: bool,
     /// The peer's clock, where its handshake has told.
     pub clock: Option<ClockOffset>,
     /// In push, how many completions a request of ours gets from this peer.
@@ -126,6 +133,7 @@ impl PeerPlan {
             remote_blocks: blocks.into(),
             finishes: false,
             generations: false,
+            digests: false,
             clock: None,
             completions: 1,
         })
@@ -133,6 +141,36 @@ impl PeerPlan {
 }
 
 impl PeerPlan {
+    /// From the map of a MooncakeConnector's worker to that of a decode, of this rank there. `local` is the memory
+    /// here.
+    ///
+    /// # Errors
+    ///
+    /// A geometry with blocks of no tokens.
+    pub fn of_sends(map: &SendMap, local: &Geometry, rank: WorkerRank) -> kvx_core::Result<Self> {
+        let each = local.kernel_per_logical().max(1);
+        let memory = local.regions().iter().map(|region| region.memory).collect::<BTreeSet<_>>();
+        // Where it lies there, nobody tells: as here.
+        let memory: Vec<_> = memory.into_iter().map(|memory| (memory, memory)).collect();
+        let sends = !map.lanes().is_empty();
+        let lane = PeerLane { rank, memory, groups: None, readers: 1 };
+        Ok(PeerPlan {
+            lanes: if sends { vec![lane] } else { Vec::new() },
+            units: Units::new(each, each, local.block_tokens())?,
+            consumer_units: each,
+            producer_units: each,
+            local_blocks: PoolBlocks::of(local),
+            remote_blocks: (map.blocks() / each).into(),
+            ..PeerPlan::one_to_one(local.block_tokens(), 0)?
+        })
+    }
+
+    /// The workers of the peer.
+    pub(super) fn ranks(&self) -> BTreeSet<WorkerRank> {
+        let lanes = self.lanes.iter().map(|lane| lane.rank);
+        lanes.chain(self.told.iter().map(|(rank, _)| *rank)).collect()
+    }
+
     /// From the map that a handshake has yielded, and the geometries of this worker and of any of the peer's.
     /// `generations` and `clock` are what the handshake says beside that.
     pub fn of(map: &PeerMap, local: &Geometry, remote: &Geometry) -> Self {
@@ -155,6 +193,7 @@ impl PeerPlan {
             remote_blocks: PoolBlocks::of(remote),
             finishes: map.finishing().is_some_and(Finishing::changes_blocks),
             generations: false,
+            digests: false,
             clock: None,
             completions: u32::try_from(map.sources().len()).unwrap_or(u32::MAX),
         };
@@ -288,6 +327,11 @@ impl Paired {
     pub(super) fn producer_blocks(&self) -> Vec<Indices> {
         let some = self.pairs.iter().filter(|pair| pair.aligned.count > 0);
         some.map(|pair| pair.producer.slice(pair.producer_places())).collect()
+    }
+
+    /// The same blocks, number by number.
+    pub(super) fn producer_numbers(&self) -> impl Iterator<Item = u32> {
+        self.producer_blocks().into_iter().flat_map(|list| (0..list.len()).map(move |at| list.at(at)))
     }
 
     /// The consumer's blocks that came from these places of [`producer_blocks`](Self::producer_blocks).

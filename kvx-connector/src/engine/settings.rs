@@ -6,6 +6,7 @@ use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Lease, LoadF
 use kvx_core::{Error, Kind};
 
 use super::identity::{Address, EngineId, WorkerRank};
+use super::mooncake::Mooncake;
 use crate::params::{Dialect, TransferMode};
 
 /// How the number in a completion notification is meant.
@@ -100,6 +101,10 @@ pub struct Settings {
     /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what
     /// speculation looks ahead, less one.
     pub prefill_backoff: u32,
+    /// The only hosts that parameters and push registrations may name; `None`: any.
+    pub allowed_hosts: Option<Vec<String>>,
+    /// What a MooncakeConnector is told beside this; `None`: it is a NixlConnector.
+    pub mooncake: Option<Mooncake>,
 }
 
 /// Where the side channels of an engine's workers are.
@@ -137,6 +142,16 @@ impl SideChannels {
     }
 }
 
+/// An engine has one connector.
+pub(super) fn multi() -> Error {
+    Error::new(
+        Kind::Unsupported,
+        "MultiConnector is not served: an engine has one connector. Write the child that moves blocks between engines \
+         (NixlConnector, NixlPushConnector or MooncakeConnector) as kv_connector, with its own kv_role and \
+         kv_connector_extra_config; to serve decodes of both kinds, run an instance for each",
+    )
+}
+
 impl Settings {
     /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16
     /// tokens.
@@ -164,6 +179,8 @@ impl Settings {
             policy: LoadFailurePolicy::Fail,
             load_timeout: Duration::from_secs(120),
             prefill_backoff: 0,
+            allowed_hosts: None,
+            mooncake: None,
         }
     }
 
@@ -186,14 +203,30 @@ impl Settings {
                     format!("{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"),
                 ));
             }
-            Some(_) => {
+            Some(Connector::Mooncake) => {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    "MooncakeConnector does not speak NixlConnector's protocol, which these settings are for; write \
+                     NixlConnector or NixlPushConnector, or take Settings::of_mooncake",
+                ));
+            }
+            Some(Connector::Multi) => {
+                return Err(multi());
+            }
+            Some(Connector::Own(name)) => {
                 return Err(Error::new(
                     Kind::Unsupported,
                     format!(
-                        "{} does not speak NixlConnector's protocol, which these settings are for; write \
-                         NixlConnector or \
-                         NixlPushConnector, or take the children of a MultiConnector one by one",
-                        config.kv_connector().unwrap_or("this connector")
+                        "{name} is a connector of this program; write NixlConnector, NixlPushConnector or \
+                         MooncakeConnector for one of kvx"
+                    ),
+                ));
+            }
+            Some(other) => {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!(
+                        "{other:?} is not known here; write NixlConnector, NixlPushConnector or MooncakeConnector"
                     ),
                 ));
             }
@@ -214,6 +247,7 @@ impl Settings {
             push_timeout: nixl.push_registration_timeout,
             engine_ttl: nixl.engine_ttl,
             load_timeout: nixl.load_timeout,
+            allowed_hosts: nixl.allowed_hosts.clone(),
             policy: config.kv_load_failure_policy(),
             ..Settings::new(config.engine_id_of_rank(dp), address)
         })

@@ -62,6 +62,19 @@ const AFTER_EXPIRY: Metric = Metric { name: "vllm:nixl_num_notifications_after_e
 pub const METRICS: [Metric; 8] =
     [XFER_TIME, POST_TIME, BYTES, DESCRIPTORS, FAILED_TRANSFERS, FAILED_NOTIFICATIONS, EXPIRED, AFTER_EXPIRY];
 
+/// Questions for blocks that failed; only MooncakeConnector counts them apart.
+const FAILED_RECEIVES: Metric = Metric { name: "vllm:mooncake_num_failed_recvs", buckets: None };
+
+/// The metrics of a MooncakeConnector: of its transfers only the side that writes tells.
+pub const MOONCAKE_METRICS: [Metric; 6] = [
+    Metric { name: "vllm:mooncake_xfer_time_seconds", ..XFER_TIME },
+    Metric { name: "vllm:mooncake_bytes_transferred", ..BYTES },
+    Metric { name: "vllm:mooncake_num_descriptors", ..DESCRIPTORS },
+    Metric { name: "vllm:mooncake_num_failed_transfers", ..FAILED_TRANSFERS },
+    FAILED_RECEIVES,
+    Metric { name: "vllm:mooncake_num_kv_expired_reqs", ..EXPIRED },
+];
+
 /// One transfer that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transferred {
@@ -81,6 +94,7 @@ pub struct TransferStats {
     transfers: Vec<Transferred>,
     failed_transfers: u64,
     failed_notifications: u64,
+    failed_receives: u64,
     expired: u64,
     after_expiry: u64,
 }
@@ -91,9 +105,12 @@ impl TransferStats {
         self.transfers.push(transfer);
     }
 
-    /// A step failed: all of them are failed transfers, handshakes and notifications too.
+    /// A step failed: all of them are failed transfers, handshakes and notifications too, but for what a decode of a
+    /// MooncakeConnector has asked for in vain.
     pub fn record_failure(&mut self, kind: FailureKind) {
-        self.failed_transfers += 1;
+        let receive = matches!(kind, FailureKind::QueryFailed | FailureKind::PullFailed);
+        self.failed_transfers += u64::from(!receive);
+        self.failed_receives += u64::from(receive);
         self.failed_notifications += u64::from(kind.is_notification());
     }
 
@@ -117,6 +134,7 @@ impl TransferStats {
         self.transfers.extend(other.transfers);
         self.failed_transfers += other.failed_transfers;
         self.failed_notifications += other.failed_notifications;
+        self.failed_receives += other.failed_receives;
         self.expired += other.expired;
         self.after_expiry += other.after_expiry;
     }
@@ -142,6 +160,26 @@ impl TransferStats {
             (FAILED_NOTIFICATIONS, self.failed_notifications),
             (EXPIRED, self.expired),
             (AFTER_EXPIRY, self.after_expiry),
+        ];
+        each.chain(
+            counted.into_iter().filter(|(_, count)| *count > 0).map(|(metric, count)| (metric, count as f64)),
+        )
+    }
+
+    /// As [`observations`](Self::observations), under the names of a MooncakeConnector.
+    pub fn mooncake_observations(&self) -> impl Iterator<Item = (Metric, f64)> + '_ {
+        let [time, bytes, descriptors, failed, failed_receives, expired] = MOONCAKE_METRICS;
+        let each = self.transfers.iter().flat_map(move |transfer| {
+            [
+                (time, transfer.time.as_secs_f64()),
+                (bytes, transfer.bytes as f64),
+                (descriptors, transfer.descriptors as f64),
+            ]
+        });
+        let counted = [
+            (failed, self.failed_transfers),
+            (failed_receives, self.failed_receives),
+            (expired, self.expired),
         ];
         each.chain(
             counted.into_iter().filter(|(_, count)| *count > 0).map(|(metric, count)| (metric, count as f64)),
@@ -292,7 +330,36 @@ mod tests {
         }
         let of =
             |metric: Metric| stats.observations().find(|(each, _)| *each == metric).map(|(_, value)| value);
-        assert_eq!((of(FAILED_TRANSFERS), of(FAILED_NOTIFICATIONS)), (Some(10.0), Some(2.0)));
+        assert_eq!(
+            (of(FAILED_TRANSFERS), of(FAILED_NOTIFICATIONS)),
+            (Some(11.0), Some(2.0)),
+            "all but the two of a Mooncake decode"
+        );
+    }
+
+    #[test]
+    fn a_mooncake_connector_counts_writes_and_what_was_asked_for_in_vain() {
+        let (mut writes, mut asks) = (TransferStats::default(), TransferStats::default());
+        writes.record(transfer(20));
+        writes.record_failure(FailureKind::SendFailed);
+        asks.record_failure(FailureKind::PullFailed);
+        asks.record_failure(FailureKind::QueryFailed);
+        asks.record_expired();
+        assert!(!asks.is_empty());
+        writes.aggregate(asks);
+        let said: Vec<_> =
+            writes.mooncake_observations().map(|(metric, value)| (metric.name, value)).collect();
+        assert_eq!(
+            said,
+            [
+                ("vllm:mooncake_xfer_time_seconds", 0.02),
+                ("vllm:mooncake_bytes_transferred", 1_048_576.0),
+                ("vllm:mooncake_num_descriptors", 10.0),
+                ("vllm:mooncake_num_failed_transfers", 1.0),
+                ("vllm:mooncake_num_failed_recvs", 2.0),
+                ("vllm:mooncake_num_kv_expired_reqs", 1.0),
+            ]
+        );
     }
 
     #[test]
@@ -311,7 +378,7 @@ mod tests {
                 ("vllm:nixl_num_kv_expired_reqs", 1.0),
             ]
         );
-        for metric in METRICS {
+        for metric in METRICS.into_iter().chain(MOONCAKE_METRICS) {
             assert!(metric.buckets.is_none_or(|bounds| bounds.is_sorted()), "{}", metric.name);
         }
     }

@@ -102,12 +102,16 @@ pub struct Heartbeat {
 pub struct ConnectorMeta {
     /// The scheduler's clock when it was built: deadlines in it are moved to the worker's.
     pub built_at: Time,
+    /// Requests that a peer of a MooncakeConnector will ask for, and the transfers that both sides know them by.
+    pub named: Vec<(RequestId, RequestId)>,
     /// Requests whose prefill has begun and that a peer will come for.
     pub prefilling: Vec<RequestId>,
     /// Requests of those that ended without anything for a peer.
     pub dropped: Vec<RequestId>,
     /// Blocks that are ready for a peer.
     pub send: Vec<SendOrder>,
+    /// Requests whose blocks the engine has taken back from under their peers.
+    pub withdrawn: Vec<RequestId>,
     /// Loads to begin.
     pub receive: Vec<ReceiveOrder>,
     /// Loads that nobody wants any more.
@@ -119,9 +123,11 @@ pub struct ConnectorMeta {
 impl ConnectorMeta {
     /// Whether the workers need not see it.
     pub fn is_empty(&self) -> bool {
-        self.prefilling.is_empty()
+        self.named.is_empty()
+            && self.prefilling.is_empty()
             && self.dropped.is_empty()
             && self.send.is_empty()
+            && self.withdrawn.is_empty()
             && self.receive.is_empty()
             && self.cancel.is_empty()
             && self.heartbeats.is_empty()

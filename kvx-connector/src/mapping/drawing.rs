@@ -27,12 +27,12 @@ pub(super) struct Drawing<'a> {
 
 /// What is drawn for one stage.
 #[derive(Clone, Default)]
-struct Stage {
+struct StageDrawing {
     lanes: Vec<Lane>,
     sets: Vec<(SetKey, Vec<u32>)>,
 }
 
-impl Stage {
+impl StageDrawing {
     fn add(&mut self, lane: Lane, keys: impl Iterator<Item = SetKey>) {
         let number = self.lanes.len() as u32;
         self.lanes.push(lane);
@@ -62,7 +62,7 @@ impl Drawing<'_> {
             Op::Write => (peer, self.tp),
         };
         let mut mappings: HashMap<Heads, Mapping> = HashMap::new();
-        let mut drawn = vec![Stage::default(); stages.len()];
+        let mut drawn = vec![StageDrawing::default(); stages.len()];
         for (at, found) in matches.iter().enumerate() {
             let Some(found) = found else { continue };
             let heads = self.local.heads(at);

@@ -12,6 +12,8 @@
 //!    of the request and not on the number of layers.
 //! 5. [`PeerMap::finishing`] says what a consumer does with its blocks afterwards.
 //!
+//! Beside it, [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each sequence.
+//!
 //! ```
 //! use kvx_connector::mapping::*;
 //! use kvx_core::{Indices, Op};
@@ -51,6 +53,7 @@
 mod advertised;
 mod align;
 mod caches;
+mod dense;
 mod descriptors;
 mod drawing;
 mod geometry;
@@ -58,6 +61,7 @@ mod lanes;
 mod layout;
 mod lengths;
 mod mooncake;
+mod mooncake_map;
 mod moves;
 mod names;
 mod pairing;
@@ -68,12 +72,14 @@ mod slices;
 
 pub use align::{Aligned, Clip, Tokens, Units, clip_to_window, expand, window_blocks};
 pub use caches::{Caches, KvTensors, LayerCache};
+pub use dense::{BlockRows, DenseShape, rows_from_block, rows_into_block};
 pub use descriptors::{RemoteRegionRow, Row, descriptor_ids, remote_row, strided_rows};
 pub use geometry::{Geometry, KvRegion, MAX_REGIONS, MemoryType, RegionGroup, Span};
 pub use lanes::{Lane, LaneSet, RegionGrid, Source};
 pub use layout::{KvLayout, LayoutMatch};
 pub use lengths::check_block_length;
 pub use mooncake::{SenderPair, SenderPlan};
+pub use mooncake_map::{SendLane, SendMap, tell_layout};
 pub use moves::{BlockLists, Covered, Moves, Pairing, RankMoves};
 pub use names::natural_order;
 pub use peer::{Options, PeerMap, Remote, RemoteRank};

@@ -36,8 +36,11 @@ impl Fields {
         }
     }
 
+    /// A flag, which is always written: null is false.
     pub(super) fn flag(&mut self, key: &'static str) -> Result<bool, ParamsError> {
-        Ok(self.take(key, "true or false", Value::as_bool)?.unwrap_or(false))
+        let flag = self.take(key, "true or false", Value::as_bool)?.unwrap_or(false);
+        self.left.remove(key);
+        Ok(flag)
     }
 
     pub(super) fn text(&mut self, key: &'static str) -> Result<Option<String>, ParamsError> {

@@ -143,6 +143,16 @@ impl CompatibilityFactors {
     ///
     /// A further factor that holds a number with a fraction: Python's rules for those are its own.
     pub fn json(&self) -> Result<String> {
+        python_json::text(&Value::Object(self.map())).map_err(|key| {
+            Error::new(
+                Kind::Invalid,
+                format!("the factor {key} holds a fraction, which cannot be hashed as Python does"),
+            )
+        })
+    }
+
+    /// The factors by name.
+    pub(super) fn map(&self) -> Map<String, Value> {
         let mut factors = Map::new();
         let mut put = |key: &str, value: Value| factors.insert(key.to_owned(), value);
         put("vllm_version", self.vllm_version.as_str().into());
@@ -166,12 +176,7 @@ impl CompatibilityFactors {
             put("transfer_mode", self.transfer_mode.as_str().into());
         }
         factors.extend(self.further.clone());
-        python_json::text(&Value::Object(factors)).map_err(|key| {
-            Error::new(
-                Kind::Invalid,
-                format!("the factor {key} holds a fraction, which cannot be hashed as Python does"),
-            )
-        })
+        factors
     }
 
     /// The hash.
@@ -180,9 +185,17 @@ impl CompatibilityFactors {
     ///
     /// As [`json`](Self::json).
     pub fn hash(&self) -> Result<CompatibilityHash> {
-        let digest = Sha256::digest(self.json()?);
-        Ok(CompatibilityHash(digest.iter().map(|byte| format!("{byte:02x}")).collect()))
+        Ok(CompatibilityHash(hex_digest(&Sha256::digest(self.json()?))))
     }
+}
+
+pub(super) fn hex_digest(digest: &[u8]) -> String {
+    use std::fmt::Write as _;
+    let mut text = String::with_capacity(64);
+    for byte in digest {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
 }
 
 impl SpeculativeFactors {

@@ -3,17 +3,32 @@
 
 use std::fmt::Debug;
 
-use kvx_core::Result;
+use kvx_core::transport::MAX_NOTIFICATION;
+use kvx_core::{Incarnation, Result};
 
-use super::mooncake::{PullRequest, PullResponse};
+use super::mooncake::{Directory, PullRequest, PullResponse, WorkerRegistration};
+use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
-    CompatibilityHash, Expectation, Handshake, HandshakePayload, HandshakeRequest, Listener,
-    NixlAgentMetadata, Notification,
+    CompatibilityHash, Expectation, Handshake, HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest,
+    Listener, NixlAgentMetadata, Notification,
 };
 use crate::Dialect;
 use crate::engine::{Time, WorkerRank};
 use crate::params::recipe::{Answer, AnswerStream};
 use crate::params::{MooncakeParams, TransferParams};
+
+/// The targets, by the names of their corpora.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("connector_handshake_request", handshake_request),
+    ("connector_handshake_payload", handshake_payload),
+    ("connector_agent_metadata", agent_metadata),
+    ("connector_notification", notification),
+    ("connector_mooncake", mooncake),
+    ("connector_bootstrap", bootstrap),
+    ("connector_nixl_blob", nixl_blob),
+    ("connector_nixl_notes", nixl_notes),
+    ("connector_params", params),
+];
 
 /// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
 fn stable<T: Debug + PartialEq>(
@@ -35,6 +50,8 @@ fn stable<T: Debug + PartialEq>(
 /// A request on the side channel, and a listener that gets it in different envelopes.
 pub fn handshake_request(bytes: &[u8]) {
     stable(bytes, HandshakeRequest::decode, HandshakeRequest::encode);
+    stable(bytes, KvxRequest::decode, KvxRequest::encode);
+    stable(bytes, KvxChallenge::decode, KvxChallenge::encode);
     let mut listener = Listener::new(CompatibilityHash::foreign("h"));
     listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("e", Dialect::V0_33));
     let pieces: Vec<&[u8]> = bytes.split(|byte| *byte == 0xfe).collect();
@@ -88,6 +105,46 @@ pub fn notification(bytes: &[u8]) {
 pub fn mooncake(bytes: &[u8]) {
     stable(bytes, PullRequest::decode, PullRequest::encode);
     stable(bytes, PullResponse::decode, PullResponse::encode);
+}
+
+/// The bodies of a bootstrap server.
+pub fn bootstrap(bytes: &[u8]) {
+    stable(bytes, WorkerRegistration::decode, WorkerRegistration::encode);
+    stable(bytes, Directory::decode, Directory::encode);
+    if let Ok(directory) = Directory::decode(bytes) {
+        for engine in directory.engines.values() {
+            if let Ok((tp, pp)) = engine.sizes() {
+                assert_eq!(engine.workers.len() as u64, u64::from(tp) * u64::from(pp));
+            }
+        }
+    }
+}
+
+/// A NIXL agent's metadata.
+pub fn nixl_blob(bytes: &[u8]) {
+    stable(bytes, NixlBlob::decode, |blob| blob.encode().expect("what was read can be written"));
+    if let Ok(blob) = NixlBlob::decode(bytes) {
+        assert_eq!(blob.encode().ok().as_deref(), Some(bytes), "one form alone is read");
+    }
+}
+
+/// Notifications of an agent with the backend KVX, as cut by `0xfe`: none is longer than the bytes that came, and all
+/// that is sent arrives.
+pub fn nixl_notes(bytes: &[u8]) {
+    let mut assembly = Assembly::default();
+    for (at, note) in bytes.split(|byte| *byte == 0xfe).enumerate() {
+        let from = Incarnation([(at % 3) as u8; 16]);
+        if let Got::Whole(whole) = assembly.take(from, note) {
+            assert!(whole.len() <= bytes.len());
+        }
+    }
+    let long = bytes.repeat(1 + MAX_NOTIFICATION / (1 + bytes.len()));
+    for sent in [bytes, &long].into_iter().filter(|sent| sent.len() <= MAX_NOTE) {
+        let notes = notes(1, sent).expect("it is short enough");
+        let from = Incarnation([9; 16]);
+        let got: Vec<_> = notes.iter().rev().map(|note| assembly.take(from, note)).collect();
+        assert_eq!(got.last(), Some(&Got::Whole(sent.into())));
+    }
 }
 
 /// `kv_transfer_params` as JSON, and the same bytes as a streamed answer in two pieces.

@@ -5,24 +5,28 @@
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`Notification`]s accompany the data.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
+//! - [`nixl`]: the metadata of NIXL's agents, and long notifications of those with the backend KVX.
 //!
 //! Every decoder takes bytes from anyone: sizes, counts and depth are bounded before memory is taken, and nothing
 //! panics. What was read is written again with the same bytes, unknown keys included.
 
 mod compatibility;
+mod explain;
 #[doc(hidden)]
 pub mod fuzz;
 mod handshake;
 pub mod mooncake;
 mod msgpack;
+pub mod nixl;
 mod notification;
 mod push;
 mod python_json;
 
 pub use compatibility::{CompatibilityFactors, CompatibilityHash, SpeculativeFactors};
+pub use explain::{Difference, explain, explain_by_one};
 pub use handshake::{
-    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, Listener,
-    NixlAgentMetadata, PackedMember, Reply,
+    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
+    KvxRequest, Listener, NixlAgentMetadata, PackedMember, Reply,
 };
 pub use notification::Notification;
-pub use push::PushRegistration;
+pub use push::{PushGrant, PushRegistration};

@@ -33,7 +33,44 @@ pub struct PushRegistration {
     pub remote_tp_size: Option<u32>,
     /// The prefill side's pipeline parallel size.
     pub remote_pp_size: Option<u32>,
+    /// kvx only, and ignored by vLLM: what to write into the blocks by, for each worker of the decode side. Its end is
+    /// the end of all writes for this request.
+    pub kvx_grants: Vec<PushGrant>,
     shape: Shape,
+}
+
+/// What a worker of a decode side lets a prefill side write into, for one request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PushGrant {
+    /// Its pipeline stage.
+    pub pp: u32,
+    /// Its tensor-parallel rank.
+    pub tp: u32,
+    /// A region for each piece of memory that its caches lie in, as kvx's agents tell them.
+    pub regions: Vec<Vec<u8>>,
+}
+
+impl PushGrant {
+    /// The most of them that are read: one for each worker.
+    pub const MAX: usize = crate::mapping::MAX_RANKS as usize;
+    /// The most regions of a worker that are read.
+    pub const MAX_REGIONS: usize = 1024;
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        if reader.array(3)? != 3 {
+            return Err(reader.malformed("a grant has three parts"));
+        }
+        let (pp, tp) = (reader.unsigned_32()?, reader.unsigned_32()?);
+        let regions = reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))?;
+        Ok(PushGrant { pp, tp, regions })
+    }
+
+    fn write(&self, writer: &mut Writer) {
+        writer.array(3);
+        writer.unsigned(self.pp.into());
+        writer.unsigned(self.tp.into());
+        writer.list(&self.regions, |writer, region| writer.binary(region));
+    }
 }
 
 impl PushRegistration {
@@ -58,6 +95,7 @@ impl PushRegistration {
             remote_port: None,
             remote_tp_size: None,
             remote_pp_size: None,
+            kvx_grants: Vec::new(),
             shape: Shape::default(),
         }
     }
@@ -88,6 +126,9 @@ impl PushRegistration {
             remote_port: fields.optional("remote_port", Reader::port)?,
             remote_tp_size: fields.optional("remote_tp_size", Reader::size)?,
             remote_pp_size: fields.optional("remote_pp_size", Reader::size)?,
+            kvx_grants: fields
+                .optional("kvx_grants", |reader| reader.list(PushGrant::MAX, PushGrant::read))?
+                .unwrap_or_default(),
             shape: fields.shape(),
         })
     }
@@ -106,6 +147,7 @@ impl Record for PushRegistration {
         "remote_port",
         "remote_tp_size",
         "remote_pp_size",
+        "kvx_grants",
     ];
 
     fn shape(&self) -> &Shape {
@@ -123,6 +165,7 @@ impl Record for PushRegistration {
             "remote_port" => self.remote_port.is_none(),
             "remote_tp_size" => self.remote_tp_size.is_none(),
             "remote_pp_size" => self.remote_pp_size.is_none(),
+            "kvx_grants" => self.kvx_grants.is_empty(),
             _ => false,
         }
     }
@@ -150,6 +193,7 @@ impl Record for PushRegistration {
             "remote_port" => port(writer, self.remote_port),
             "remote_tp_size" => size(writer, self.remote_tp_size),
             "remote_pp_size" => size(writer, self.remote_pp_size),
+            "kvx_grants" => writer.list(&self.kvx_grants, |writer, grant| grant.write(writer)),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -133,6 +133,7 @@ fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
         assert_eq!((*then, request.as_str()), (Then::Recompute { computed: 0 }, "r"));
         assert_eq!(held.iter().collect::<Vec<_>>(), [100, 101, 102]);
         assert!(!decode.scheduler.has_pending_block_frees());
+        assert_eq!(decode.scheduler.blocks_lost(), 3);
         assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0);
         assert!(decode.log.iter().any(|line| line.contains("are lost")), "{:?}", decode.log);
     }
@@ -146,7 +147,7 @@ fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
     decode.worker.move_forgotten(at(70.0), read.id);
     let outcomes = decode.outcomes(70.0);
     assert!(matches!(&outcomes[..], [Outcome::Lost { kept: Kept::Load, .. }]), "{outcomes:?}");
-    assert_eq!(decode.scheduler.blocks_held(), 0);
+    assert_eq!((decode.scheduler.blocks_held(), decode.scheduler.blocks_lost()), (0, 3));
 }
 
 #[test]
@@ -397,4 +398,60 @@ fn a_report_about_a_request_that_is_gone_changes_nothing() {
         assert_eq!(decode.outcomes(2.0), []);
     }
     assert!(!decode.ends(3.0, "unheard", Status::Aborted, 0).delay_free);
+}
+
+/// The message of a step that was cancelled before a worker was told to start it.
+fn cancelled_before_it_began(decode: &mut Rig, id: &str) -> Vec<Action> {
+    decode.load(0.0, id, 40, &prefilled("p", "p-r", 40));
+    let mut meta = decode.scheduler.build_connector_meta(at(0.0));
+    assert!(decode.ends(0.0, id, Status::Aborted, 0).delay_free);
+    meta.cancel = decode.scheduler.build_connector_meta(at(0.0)).cancel;
+    decode.worker.start_load_kv(at(0.0), meta);
+    decode.actions()
+}
+
+#[test]
+fn a_load_that_is_cancelled_before_it_begins_fills_no_block_and_the_prefill_is_told() {
+    let freed = |request: &str| Outcome::Free { request: request.into(), kept: Kept::Load };
+    let mut decode = Rig::new(settings("d"));
+    let connection = match &cancelled_before_it_began(&mut decode, "first")[..] {
+        [Action::Handshake { connection, .. }] => *connection,
+        actions => panic!("{actions:?}"),
+    };
+    assert_eq!(decode.outcomes(0.0), [freed("first")]);
+    assert_eq!(notes(&decode.connected(1.0, connection, plan())), [(0, "p-r:1".to_owned())]);
+    let actions = cancelled_before_it_began(&mut decode, "second");
+    assert_eq!((reads(&actions).len(), notes(&actions).len()), (0, 1), "{actions:?}");
+    assert_eq!(decode.outcomes(1.0), [freed("second")]);
+    assert!(decode.scheduler.is_empty());
+}
+
+#[test]
+fn an_end_leaves_nothing_unsaid() {
+    for proven in [true, false] {
+        let over = |request: &str, kept| match proven {
+            true => Outcome::Free { request: request.into(), kept },
+            false => Outcome::Lost { request: request.into(), kept },
+        };
+        let mut engine = Rig::new(settings("e"));
+        engine.prefill(0.0, "published", 40);
+        engine.load_to_read(0.0, "aborted", 40, &prefilled("p", "p-a", 40));
+        engine.ends(0.0, "aborted", Status::Aborted, 0);
+        engine.load(0.0, "loading", 40, &prefilled("p", "p-l", 40));
+        engine.step(0.0);
+        let mut outcomes = engine.scheduler.end(proven);
+        let Outcome::Failed { request, then, invalid, held, .. } = outcomes.remove(0) else {
+            panic!("{outcomes:?}")
+        };
+        assert_eq!((request.as_str(), then, &invalid[..]), ("loading", Then::Fail, &blocks(100, 40)[..]));
+        let mut told = vec![over("aborted", Kept::Load), over("published", Kept::Request)];
+        if proven {
+            assert!(held.is_empty());
+        } else {
+            assert_eq!(held.iter().collect::<Vec<_>>(), invalid);
+            told.insert(0, over("loading", Kept::Load));
+        }
+        assert_eq!(outcomes, told);
+        assert_eq!((engine.scheduler.len(), engine.scheduler.blocks_lost()), (0, if proven { 0 } else { 6 }));
+    }
 }

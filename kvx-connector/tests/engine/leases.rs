@@ -33,6 +33,56 @@ fn blocks_of_a_prefill_stay_until_they_are_fetched() {
 }
 
 #[test]
+fn blocks_that_are_taken_back_are_nobodys_and_who_has_fetched_them_is_too_late() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    assert!(prefill.scheduler.withdraw(&"p-r".into()));
+    assert!(!prefill.scheduler.withdraw(&"p-r".into()), "once");
+    prefill.step(1.0);
+    assert!(prefill.scheduler.is_empty() && prefill.worker.is_empty());
+    prefill.notified(2.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(2.0), []);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 1.0);
+}
+
+#[test]
+fn a_name_whose_blocks_were_taken_back_may_be_given_again_before_the_next_step() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "r", 40);
+    assert!(prefill.scheduler.withdraw(&"r".into()));
+    prefill.arrive(1.0, "r", 40, &TransferParams::ask_prefill());
+    prefill.allocate(1.0, "r", 100, 0);
+    assert!(prefill.ends(1.0, "r", Status::LengthCapped, 40).delay_free);
+    prefill.step(1.0);
+    prefill.notified(2.0, "d/0", b"r:1");
+    assert_eq!(prefill.outcomes(2.0), [freed("r")]);
+    // And one that was taken back before the worker has heard of it leaves nothing there.
+    prefill.arrive(3.0, "s", 40, &TransferParams::ask_prefill());
+    prefill.allocate(3.0, "s", 100, 0);
+    prefill.ends(3.0, "s", Status::LengthCapped, 40);
+    assert!(prefill.scheduler.withdraw(&"s".into()));
+    prefill.step(3.0);
+    assert!(prefill.worker.is_empty());
+}
+
+#[test]
+fn what_fills_no_block_needs_no_step() {
+    let mut decode = Rig::new(settings("d"));
+    let (loads, ends) = ("loads".into(), "ends".into());
+    decode.arrive(0.0, "ends", 40, &prefilled("p", "p-ends", 40));
+    decode.load(0.0, "loads", 40, &prefilled("p", "p-loads", 40));
+    decode.ends(0.0, "ends", Status::Aborted, 0);
+    let ready = decode.scheduler.take_ready(at(0.0), None);
+    let told: Vec<_> = ready.receive.iter().map(|order| (&order.request, order.local.len())).collect();
+    assert_eq!(told, [(&ends, 0)], "the word that its blocks are not wanted");
+    assert_eq!(ready.heartbeats[0].requests, ["p-loads".into()]);
+    assert!(decode.scheduler.take_ready(at(0.0), None).is_empty());
+    let ready = decode.scheduler.take_ready(at(0.0), Some(&loads));
+    assert_eq!((ready.receive.len(), &ready.receive[0].request), (1, &loads));
+    assert!(decode.scheduler.build_connector_meta(at(0.0)).is_empty(), "nothing is said twice");
+}
+
+#[test]
 fn a_prefill_of_less_than_a_block_keeps_one() {
     let mut prefill = Rig::new(settings("p"));
     assert_eq!(prefill.prefill(0.0, "p-r", 3).remote_block_ids, Some(vec![vec![100]]));

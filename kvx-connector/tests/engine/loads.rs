@@ -1,8 +1,8 @@
 //! Loads that go well: what is read, who is told, what is reported.
 
 use kvx_connector::engine::{
-    Action, Allocation, Arrival, BlockLists, BlockReference, NotLoaded, Outcome, PeerLane, Status, Time,
-    WorkerRank,
+    Action, Allocation, Arrival, BlockLists, BlockReference, LoadFailure, NotLoaded, Outcome, PeerLane,
+    Status, Time, WorkerRank,
 };
 use kvx_connector::mapping::{MemoryType, Units};
 use kvx_connector::params::{Dialect, TransferParams};
@@ -444,6 +444,39 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     assert_eq!(invalid, &[102]);
     assert_eq!(*then, kvx_connector::engine::Then::Recompute { computed: 2 * BLOCK });
     assert_eq!(decode.last.invalid_block_ids(), [102]);
+}
+
+#[test]
+fn blocks_are_held_against_digests_last_and_the_wrong_ones_alone_are_refused() {
+    let mut from = remote("p", "p-r", blocks(500, 40), 40);
+    from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
+    let params = TransferParams::prefilled(from, Dialect::default());
+    for wrong in [vec![], vec![101]] {
+        let mut decode = Rig::new(settings("d"));
+        decode.load(0.0, "r", 40, &params);
+        let connection = decode.step_to_handshake(0.0);
+        let mut checked = plan();
+        (checked.generations, checked.digests) = (true, true);
+        let read = reads(&decode.connected(0.0, connection, checked)).remove(0);
+        decode.read_done(1.0, &read);
+        decode.worker.generations_read(at(1.0), read.id, Ok((7, &[9, 3, 0])));
+        let actions = decode.actions();
+        let [Action::CheckDigests { id, blocks, .. }] = &actions[..] else { panic!("{actions:?}") };
+        assert_eq!((blocks.pool, &blocks.words[..]), (7, &[(500, 9), (501, 3), (502, 0)][..]));
+        assert_eq!((blocks.part, blocks.groups.len()), (read.part, 1));
+        decode.worker.generations_read(at(1.0), read.id, Ok((7, &[9, 3, 0])));
+        assert_eq!((decode.actions().len(), decode.outcomes(1.0)), (0, vec![]), "it has been said");
+        decode.worker.digests_checked(at(1.0), *id, Ok(wrong.clone()));
+        if wrong.is_empty() {
+            assert_eq!(notes(&decode.actions()), [(0, "p-r:1".to_owned())]);
+            assert_eq!(decode.outcomes(1.0), [loaded("r", 40)]);
+        } else {
+            assert_eq!(notes(&decode.actions()), []);
+            let outcomes = decode.outcomes(1.0);
+            let [Outcome::Failed { failure, invalid, .. }] = &outcomes[..] else { panic!("{outcomes:?}") };
+            assert_eq!((failure, &invalid[..]), (&LoadFailure::Corrupt, &[101][..]));
+        }
+    }
 }
 
 #[test]

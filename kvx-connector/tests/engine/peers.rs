@@ -178,6 +178,31 @@ fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and
 }
 
 #[test]
+fn an_engine_that_restarts_is_reached_as_soon_as_it_listens() {
+    let mut decode = Rig::new(settings("d"));
+    let (_, _) = load_whole(&mut decode, 0.0, "first", &prefilled("p", "first", 40));
+    // It goes, and is asked while it is not back: once it was asked anew before that, and once not.
+    for round in 0..2 {
+        let now = 10.0 * f64::from(round) + 1.0;
+        let id = format!("lost{round}");
+        decode.load(now, &id, 40, &prefilled("p", &id, 40));
+        let read = reads(&decode.step(now)).remove(0);
+        gone(&mut decode, now, &read);
+        decode.actions();
+        decode.outcomes(now);
+        for attempt in 0..3 {
+            let (now, id) = (now + 2.0 + 0.1 * f64::from(attempt), format!("early{round}{attempt}"));
+            decode.load(now, &id, 40, &prefilled("p", &id, 40));
+            let connection = decode.step_to_handshake(now);
+            no_answer(&mut decode, now, connection);
+            assert_eq!(decode.outcomes(now).len(), 1);
+        }
+        let id = format!("back{round}");
+        load_whole(&mut decode, now + 2.3, &id, &prefilled("p", &id, 40));
+    }
+}
+
+#[test]
 fn success_and_expiry_ask_nobody() {
     let mut decode = Rig::new(settings("d"));
     load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));

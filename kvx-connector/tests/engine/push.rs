@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx_connector::engine::{
-    Action, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
+    Action, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
     Status, WorkerRank,
 };
 use kvx_connector::mapping::MemoryType;
@@ -71,15 +71,12 @@ fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     let mut two = plan();
     two.lanes.push(PeerLane { rank: WorkerRank { pp: 0, tp: 1 }, ..two.lanes[0].clone() });
     let actions = decode.connected(2.0, connection, two);
-    let sent: Vec<_> = actions
-        .iter()
-        .filter_map(|action| match action {
-            Action::Notify { rank, bytes, .. } if bytes.starts_with(b"PUSH_REG:") => Some((rank.tp, bytes)),
-            _ => None,
-        })
-        .collect();
-    assert_eq!(sent.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0, 1]);
-    let Notification::Registration(said) = Notification::decode(sent[0].1).unwrap() else { panic!() };
+    let sent = actions.iter().find_map(|action| match action {
+        Action::Register { ranks, registration, .. } => Some((ranks, registration)),
+        _ => None,
+    });
+    let (ranks, said) = sent.unwrap();
+    assert_eq!(ranks.iter().map(|rank| rank.tp).collect::<Vec<_>>(), [0, 1]);
     assert_eq!((&*said.request_id, &said.local_block_ids), ("r", &vec![vec![100, 101, 102]]));
     assert_eq!(said.decode_engine_id.as_deref(), Some("d"));
     assert_eq!((said.decode_host.as_deref(), said.decode_port), (Some("d.host"), Some(5600)));
@@ -325,6 +322,20 @@ fn an_abort_of_a_registered_request_is_fenced_before_its_blocks_are_free() {
 }
 
 #[test]
+fn a_load_that_is_cancelled_before_it_begins_registers_nothing_and_is_fenced() {
+    let mut decode = decode();
+    decode.load(0.0, "r", 40, &told("r", 40));
+    let mut meta = decode.scheduler.build_connector_meta(at(0.0));
+    assert!(decode.ends(0.0, "r", Status::Aborted, 0).delay_free);
+    meta.cancel = decode.scheduler.build_connector_meta(at(0.0)).cancel;
+    decode.worker.start_load_kv(at(0.0), meta);
+    let actions = decode.actions();
+    assert!(matches!(&actions[0], Action::Fence { .. }) && notes(&actions).is_empty(), "{actions:?}");
+    decode.worker.fenced(at(1.0), &"r".into());
+    assert!(matches!(&decode.outcomes(1.0)[..], [Outcome::Free { .. }]));
+}
+
+#[test]
 fn a_worker_that_never_registered_is_fenced_too() {
     // Its sibling may have registered the blocks of all ranks.
     let mut decode = decode();
@@ -392,4 +403,52 @@ fn a_push_says_so_and_leaves_out_what_only_pull_has() {
     assert_eq!(value["transfer_mode"], "push");
     assert!(value.get("remote_blocks_expiry_time").is_none());
     assert!(value.get("remote_registration_generation").is_none());
+}
+
+#[test]
+fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_none() {
+    let mut pulled = Rig::new(settings("p"));
+    let error = pulled.worker.notified(at(0.0), "d/0", &registration("r", vec![7])).unwrap_err();
+    assert_eq!(error.kind(), kvx_core::Kind::Unsupported, "{error}");
+    assert_eq!(pulled.worker.next_deadline(), None, "nothing to forget later");
+
+    let mut prefill = prefill();
+    let many: Vec<u32> = (0..1 << 20).collect();
+    let told = |at_: usize| registration(&format!("r{at_}"), many.clone());
+    let refused = (0..20).find_map(|index| prefill.worker.notified(at(0.0), "d/0", &told(index)).err());
+    assert_eq!(refused.unwrap().kind(), kvx_core::Kind::Busy);
+}
+
+#[test]
+fn blocks_that_are_taken_back_are_free_when_nothing_reads_them() {
+    let freed = |outcomes: &[Outcome]| matches!(outcomes, [Outcome::Free { kept: Kept::Request, .. }]);
+    // Nobody has registered: at once.
+    let mut waiting = prefill();
+    waiting.prefill(0.0, "r", 40);
+    assert!(!waiting.scheduler.withdraw(&"r".into()));
+    assert!(waiting.step(1.0).is_empty());
+    assert!(freed(&waiting.outcomes(1.0)));
+    assert!(waiting.notified(2.0, "d/0", &registration("r", vec![7, 8, 9])).is_empty());
+    // A write reads them: when it has settled, and the decode is not told that they have come.
+    let mut running = prefill();
+    let write = writing(&mut running, "r");
+    assert!(!running.scheduler.withdraw(&"r".into()));
+    let actions = running.step(1.0);
+    assert!(matches!(&actions[..], [Action::Cancel { id }] if *id == write.id), "{actions:?}");
+    assert_eq!(running.outcomes(1.0), []);
+    running.worker.move_resolved(at(2.0), write.id, Err(failed()));
+    assert!(freed(&running.outcomes(2.0)));
+    assert!(running.scheduler.is_empty() && notes(&running.actions()).is_empty());
+}
+
+#[test]
+fn registrations_from_hosts_that_are_not_allowed_are_refused() {
+    for (allowed, refused) in [("elsewhere", true), ("d.host", false)] {
+        let hosts = Some(vec![allowed.to_owned()]);
+        let mut prefill = Rig::new(Settings { allowed_hosts: hosts, ..push(settings("p")) });
+        prefill.prefill(0.0, "r", 40);
+        let answer = prefill.worker.notified(at(1.0), "d/0", &registration("r", vec![7, 8, 9]));
+        assert_eq!(answer.is_err(), refused, "{allowed}");
+        assert_eq!(handshakes(&prefill.actions()).is_empty(), refused, "{allowed}");
+    }
 }

@@ -8,6 +8,7 @@ use kvx_connector::engine::{
     Worker, WorkerOutput, WorkerRank,
 };
 use kvx_connector::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
+use kvx_connector::wire::Notification;
 
 /// Tokens of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -218,11 +219,16 @@ pub(crate) fn beats(actions: &[Action]) -> Vec<(u32, String)> {
 }
 
 fn said(actions: &[Action]) -> Vec<(u32, String)> {
+    let text = |rank: &WorkerRank, bytes: &[u8]| (rank.tp, String::from_utf8_lossy(bytes).into_owned());
     let note = |action: &Action| match action {
-        Action::Notify { rank, bytes, .. } => Some((rank.tp, String::from_utf8_lossy(bytes).into_owned())),
-        _ => None,
+        Action::Notify { rank, bytes, .. } => vec![text(rank, bytes)],
+        Action::Register { ranks, registration, .. } => {
+            let bytes = Notification::Registration(registration.clone()).encode();
+            ranks.iter().map(|rank| text(rank, &bytes)).collect()
+        }
+        _ => Vec::new(),
     };
-    actions.iter().filter_map(note).collect()
+    actions.iter().flat_map(note).collect()
 }
 
 pub(crate) fn handshakes(actions: &[Action]) -> Vec<Connection> {

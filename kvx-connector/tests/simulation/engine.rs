@@ -1,14 +1,16 @@
 //! An engine with a step loop around the two halves: admission, blocks, computing, outcomes.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::time::Duration;
 
 use kvx_config::BlockRelease;
+use kvx_connector::engine::mooncake::MooncakeWorker;
 use kvx_connector::engine::{
-    Address, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, OutputAggregator,
-    RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerRank,
+    Address, Allocation, Arrival, BlockLists, ConnectorMeta, Ending, Kept, LoadFailure, Outcome,
+    OutputAggregator, RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerOutput, WorkerRank,
 };
-use kvx_connector::params::TransferParams;
+use kvx_connector::params::{MooncakeParams, TransferParams};
 
 use crate::memory::Pool;
 
@@ -62,12 +64,69 @@ pub(crate) enum End {
     Error,
 }
 
-pub(crate) struct Engine {
+/// The worker's half, of either connector.
+pub(crate) trait Half: Debug {
+    fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta);
+    fn get_finished(&mut self, now: Time) -> WorkerOutput;
+    fn next_deadline(&self) -> Option<Time>;
+    /// Says whether nothing is left.
+    fn ends(&mut self, now: Time) -> bool;
+}
+
+impl Half for Worker {
+    fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
+        Worker::start_load_kv(self, now, meta);
+    }
+
+    fn get_finished(&mut self, now: Time) -> WorkerOutput {
+        Worker::get_finished(self, now)
+    }
+
+    fn next_deadline(&self) -> Option<Time> {
+        Worker::next_deadline(self)
+    }
+
+    fn ends(&mut self, _: Time) -> bool {
+        self.shutdown();
+        while self.next_action().is_some() {}
+        self.is_empty()
+    }
+}
+
+impl Half for MooncakeWorker {
+    fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
+        MooncakeWorker::start_load_kv(self, now, meta);
+    }
+
+    fn get_finished(&mut self, now: Time) -> WorkerOutput {
+        MooncakeWorker::get_finished(self, now)
+    }
+
+    fn next_deadline(&self) -> Option<Time> {
+        MooncakeWorker::next_deadline(self)
+    }
+
+    fn ends(&mut self, now: Time) -> bool {
+        self.shutdown(now);
+        while self.next_action().is_some() {}
+        self.is_empty()
+    }
+}
+
+/// `kv_transfer_params` of either connector.
+#[derive(Clone, Copy)]
+pub(crate) enum Asked<'a> {
+    Nothing,
+    Nixl(&'a TransferParams),
+    Mooncake(&'a MooncakeParams),
+}
+
+pub(crate) struct Engine<W = Worker> {
     pub(crate) id: String,
     pub(crate) settings: Settings,
     pub(crate) scheduler: Scheduler,
     pub(crate) aggregator: OutputAggregator,
-    pub(crate) workers: Vec<Worker>,
+    pub(crate) workers: Vec<W>,
     pub(crate) clocks: Vec<Clock>,
     pub(crate) clock: Clock,
     pub(crate) pool: Pool,
@@ -97,12 +156,12 @@ pub(crate) struct Birth {
     pub(crate) registration: u64,
 }
 
-impl Engine {
-    pub(crate) fn new(birth: Birth) -> Self {
+impl<W: Half> Engine<W> {
+    pub(crate) fn new(birth: Birth, worker: impl Fn(&Settings, WorkerRank) -> W) -> Self {
         let Birth { settings, blocks, clock, clocks, random, generations, life, registration } = birth;
         let mut scheduler = Scheduler::new(settings.clone());
         scheduler.registered(registration);
-        let workers = (0..settings.tp_size).map(|tp| Worker::new(settings.clone(), WorkerRank { pp: 0, tp }));
+        let workers = (0..settings.tp_size).map(|tp| worker(&settings, WorkerRank { pp: 0, tp }));
         Engine {
             id: settings.engine.to_string(),
             scheduler,
@@ -130,14 +189,20 @@ impl Engine {
         now: u64,
         id: &RequestId,
         request: (usize, u32, u32, u32),
-        params: Option<&TransferParams>,
+        params: Asked<'_>,
         (deadline, not_before, cached): (u64, u64, u32),
     ) {
         let (client, conversation, prompt, output) = request;
+        let deadline_here = Some(self.clock.at(deadline));
         let arrival =
-            Arrival { request: id, prompt_tokens: prompt, params, deadline: Some(self.clock.at(deadline)) };
+            |params| Arrival { request: id, prompt_tokens: prompt, params, deadline: deadline_here };
         // Wrong parameters are no concern of the simulation: they never come.
-        self.scheduler.on_new_request(self.clock.at(now), arrival).expect("right parameters");
+        match params {
+            Asked::Nothing => self.scheduler.on_new_request(self.clock.at(now), arrival(None)),
+            Asked::Nixl(params) => self.scheduler.on_new_request(self.clock.at(now), arrival(Some(params))),
+            Asked::Mooncake(params) => self.scheduler.on_new_transfer(arrival(None), params),
+        }
+        .expect("right parameters");
         let request = Request {
             client,
             conversation,
@@ -177,10 +242,12 @@ impl Engine {
             return Err(format!("{id}: parameters were withheld: {why}"));
         }
         if finished.delay_free {
-            let published = finished.params.is_some();
-            if let Some(params) = &finished.params {
+            // A prefill leg of a MooncakeConnector has no load that it could wait for, and answers nothing.
+            let published = finished.params.is_some() || (self.settings.mooncake.is_some() && normal);
+            if published {
+                let for_next_turn = finished.params.as_ref().is_some_and(|params| params.do_remote_decode);
                 let kept = match self.settings.release {
-                    _ if params.do_remote_decode => self.settings.decoder_ttl,
+                    _ if for_next_turn => self.settings.decoder_ttl,
                     BlockRelease::Lease(lease) => lease.duration,
                     BlockRelease::After(duration) => duration,
                 };
@@ -383,7 +450,7 @@ impl Engine {
     }
 
     /// What an engine with nothing to do must not have any more.
-    pub(crate) fn check_quiet(&mut self) -> Result<(), String> {
+    pub(crate) fn check_quiet(&mut self, now: u64) -> Result<(), String> {
         let leaked = self.pool.leaked();
         if !leaked.is_empty() {
             return Err(format!("{} has leaked blocks: {leaked:?}", self.id));
@@ -395,9 +462,7 @@ impl Engine {
             return Err(format!("{}: reports of some workers only: {:?}", self.id, self.aggregator));
         }
         for worker in &mut self.workers {
-            worker.shutdown();
-            while worker.next_action().is_some() {}
-            if !worker.is_empty() {
+            if !worker.ends(self.clock.at(now)) {
                 return Err(format!("a worker of {} still knows {worker:?}", self.id));
             }
         }

@@ -17,6 +17,7 @@
 
 mod engine;
 mod memory;
+mod mooncake;
 mod random;
 mod world;
 
@@ -34,7 +35,15 @@ const MANY: u64 = 10_000;
 
 fn run(seed: u64, generations: bool, among: &[Dialect]) -> Result<Summary, String> {
     let (scenario, random) = Scenario::drawn(seed, generations, among);
-    catch_unwind(AssertUnwindSafe(|| World::new(scenario, random).run())).unwrap_or_else(|panic| {
+    caught(|| World::new(scenario, random).run())
+}
+
+fn run_mooncake(seed: u64) -> Result<Summary, String> {
+    caught(|| mooncake::World::drawn(seed).run())
+}
+
+fn caught(run: impl FnOnce() -> Result<Summary, String>) -> Result<Summary, String> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
         let why = panic.downcast_ref::<String>().cloned();
         let why = why.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
         Err(format!("panic: {}", why.unwrap_or_default()))
@@ -47,7 +56,11 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 /// Runs seeds on all cores; stops at the first that ends badly.
-fn all(seeds: std::ops::Range<u64>, among: &[Dialect]) -> Result<Summary, (u64, String)> {
+fn all(
+    seeds: std::ops::Range<u64>,
+    run: impl Fn(u64) -> Result<Summary, String> + Sync,
+) -> Result<Summary, (u64, String)> {
+    let run = &run;
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
     let parts = std::thread::scope(|scope| {
         let parts: Vec<_> = (0..threads)
@@ -56,7 +69,7 @@ fn all(seeds: std::ops::Range<u64>, among: &[Dialect]) -> Result<Summary, (u64, 
                 scope.spawn(move || {
                     let mut whole = Summary::default();
                     for seed in seeds {
-                        whole.add(&run(seed, true, among).map_err(|why| (seed, why))?);
+                        whole.add(&run(seed).map_err(|why| (seed, why))?);
                     }
                     Ok(whole)
                 })
@@ -77,6 +90,15 @@ fn every_request_ends_and_no_block_is_leaked_reused_early_or_stale() {
 }
 
 #[test]
+fn every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late() {
+    hold(run_mooncake, |summary, count| {
+        let Summary { loaded, recomputed, errors, aborted, lost, restarts, .. } = *summary;
+        let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
+        least.map(u64::from) > Some(count / 10) && u64::from(lost) > count / 200
+    });
+}
+
+#[test]
 fn the_same_holds_between_engines_of_unequal_dialects() {
     let summary = hold_among(&Dialect::ALL);
     assert!(summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10), "most pairs are unequal");
@@ -84,6 +106,23 @@ fn the_same_holds_between_engines_of_unequal_dialects() {
 
 /// Runs all seeds among engines of these dialects; gives what came of it, if that many ran.
 fn hold_among(among: &[Dialect]) -> Option<Summary> {
+    hold(
+        |seed| run(seed, true, among),
+        |summary, count| {
+            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } = *summary;
+            let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
+            least.map(u64::from) > Some(count / 10)
+                && u64::from(stale) > count / 200
+                && u64::from(lost) > count / 200
+        },
+    )
+}
+
+/// Runs all seeds; so much must have happened as `enough` says.
+fn hold(
+    run: impl Fn(u64) -> Result<Summary, String> + Sync,
+    enough: impl Fn(&Summary, u64) -> bool,
+) -> Option<Summary> {
     let seeds = match number("KVX_SIM_SEED") {
         Some(seed) => seed..seed + 1,
         None => {
@@ -92,17 +131,12 @@ fn hold_among(among: &[Dialect]) -> Option<Summary> {
         }
     };
     let count = seeds.end - seeds.start;
-    match all(seeds, among) {
+    match all(seeds, run) {
         Err((seed, why)) => panic!("seed {seed}: {why}\nto see it again: KVX_SIM_SEED={seed}"),
         Ok(summary) => {
             println!("{summary:?}");
             // A simulation in which nothing happens would hold everything.
-            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } = summary;
-            let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
-            let enough = least.map(u64::from) > Some(count / 10)
-                && u64::from(stale) > count / 200
-                && u64::from(lost) > count / 200;
-            assert!(count < RUNS || enough, "{summary:?}");
+            assert!(count < RUNS || enough(&summary, count), "{summary:?}");
             (count >= RUNS).then_some(summary)
         }
     }
@@ -121,7 +155,7 @@ fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted(
 #[test]
 fn a_seed_does_the_same_thing_again() {
     for seed in 0..20 {
-        let run = || format!("{:?}", run(seed, true, &Dialect::ALL));
-        assert_eq!(run(), run(), "seed {seed}");
+        let both = || format!("{:?} {:?}", run(seed, true, &Dialect::ALL), run_mooncake(seed));
+        assert_eq!(both(), both(), "seed {seed}");
     }
 }

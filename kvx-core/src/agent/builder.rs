@@ -7,13 +7,14 @@ use super::Agent;
 use super::inner::{AgentInner, Open, Sink};
 use crate::breaks::broken;
 use crate::budget::{self, Budget};
-use crate::identity::{Identity, Incarnation, checked_name};
+use crate::identity::{Identity, Incarnation, Invitation, checked_name};
 use crate::inbox::{self, Inbox};
 use crate::memory::DeviceAccess;
+use crate::metadata::Invited;
 use crate::registry::Registry;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
-use crate::transport::{Context, Events, WithoutAList};
+use crate::transport::{Admission, Context, Events, WithoutAList};
 use crate::{Error, Kind, Options, Result, Secret, fork};
 
 impl Agent {
@@ -78,7 +79,7 @@ impl Builder {
         self
     }
 
-    /// Limits what is in flight.
+    /// Limits what is in flight: 65,536 transfers and 256 MiB of descriptions if not set. Above, `post` says `Busy`.
     pub fn budget(mut self, limits: budget::Limits) -> Self {
         self.budget = limits;
         self
@@ -120,6 +121,7 @@ impl Builder {
             options: self.options.clone(),
             events: Arc::clone(&sink) as Arc<dyn Events>,
             devices: self.devices,
+            invitation: Invitation::random()?,
             secret: match self.secret {
                 Some(secret) => Some(secret),
                 None => Secret::from_environment()?,
@@ -130,9 +132,10 @@ impl Builder {
             Some(names) => Some(names),
             None => self.options.backends()?,
         };
+        let invited = Invited { by: context.invitation, with_secret: context.secret.is_some() };
         let opened = open(registry, named.as_deref(), &context)?;
         let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
-        let agent = Arc::new(AgentInner::new(identity, opened, self.staged, budget, inbox)?);
+        let agent = Arc::new(AgentInner::new((identity, invited), opened, self.staged, budget, inbox)?);
         *sink.0.lock() = Arc::downgrade(&agent);
         let backends: Vec<_> = agent.transports.iter().map(|open| open.name).collect();
         tracing::debug!(agent = ?agent.identity, ?backends, "agent built");
@@ -181,15 +184,22 @@ fn open(
             }
         }
     }
+    let unauthenticated = context.options.unauthenticated()?;
+    let unauthenticated: Vec<_> =
+        unauthenticated.iter().map(|name| registry.canonical(name)).collect::<Result<_>>()?;
     let (mut transports, mut refused) = (Vec::new(), Vec::new());
     for name in names {
         let opened = registry.require(name, &context.options).and_then(|(factory, availability)| {
+            let admission = factory.admission();
+            if context.secret.is_some() && admission == Admission::Open && !unauthenticated.contains(&name) {
+                return Err(asks_for_no_secret(name));
+            }
             if let Some(caution) = &availability.caution {
                 tracing::warn!(backend = name, "{caution}");
             }
             let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
             let speaks_for = factory.placement().speaks_for;
-            Ok(Open { name, speaks_for, transport, meters: Meters::of(name) })
+            Ok(Open { name, speaks_for, admission, transport, meters: Meters::of(name) })
         });
         match opened {
             Ok(open) => transports.push(open),
@@ -209,4 +219,12 @@ fn open(
         return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
     }
     Ok((transports, refused))
+}
+
+fn asks_for_no_secret(name: &'static str) -> Error {
+    let why = format!(
+        "this agent has a shared secret, and {name}'s library speaks to whoever reaches it: leave {name} out, or write \
+         \"unauthenticated\": [\"{name}\"] beside \"backends\" if only your peers reach it (vLLM's need that)"
+    );
+    Error::new(Kind::Denied, why).backend(name)
 }

@@ -9,15 +9,17 @@ use crate::budget::Budget;
 use crate::deadline::Clock;
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
 use crate::inbox::Inbox;
-use crate::metadata::RegionInfo;
+use crate::metadata::{Invited, RegionInfo};
 use crate::region::core::RegionCore;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
-use crate::transport::{Events, Full, LinkState, Transport};
-use crate::{Error, Kind, Result, Sender, fork};
+use crate::transport::{Admission, Events, Full, LinkState, Transport};
+use crate::{Error, Kind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
+    /// What peers need to be let in.
+    pub(crate) invited: Invited,
     pub(crate) transports: Vec<Open>,
     /// Backends that were asked for and could not be opened.
     pub(crate) not_open: Vec<(&'static str, Error)>,
@@ -45,6 +47,7 @@ impl Drop for AgentInner {
 pub(crate) struct Open {
     pub(crate) name: &'static str,
     pub(crate) speaks_for: &'static [&'static str],
+    pub(crate) admission: Admission,
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) meters: Meters,
 }
@@ -90,7 +93,7 @@ impl Events for Sink {
 
 impl AgentInner {
     pub(super) fn new(
-        identity: Identity,
+        (identity, invited): (Identity, Invited),
         (transports, not_open): (Vec<Open>, Vec<(&'static str, Error)>),
         staged: bool,
         budget: Budget,
@@ -99,6 +102,7 @@ impl AgentInner {
         Ok(AgentInner {
             clock: Clock::start(&identity.name)?,
             identity,
+            invited,
             transports,
             not_open,
             staged,
@@ -134,6 +138,20 @@ impl AgentInner {
         })
     }
 
+    /// Errors: `Denied` where only one end has a secret; whether two are the same shows in the handshake.
+    pub(crate) fn check_secret(&self, peer: Invited) -> Result<()> {
+        let why = match (self.invited.with_secret, peer.with_secret) {
+            (false, true) => {
+                "the peer has a shared secret and this agent has none: give it the same by KVX_SECRET_FILE"
+            }
+            (true, false) => {
+                "this agent has a shared secret and the peer has none: give it the same by KVX_SECRET_FILE"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::new(Kind::Denied, why))
+    }
+
     pub(crate) fn check_open(&self) -> Result<()> {
         if !broken("fork") {
             fork::check()?;
@@ -142,6 +160,11 @@ impl AgentInner {
             return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
         }
         Ok(())
+    }
+
+    /// Whether that backend is asked to register memory of this kind.
+    pub(super) fn may_register(&self, open: &Open, kind: MemoryKind) -> bool {
+        !self.staged || kind.is_host() || open.transport.stages_devices()
     }
 
     pub(super) fn next_id(&self) -> u64 {
@@ -173,6 +196,10 @@ impl AgentInner {
 
     pub(crate) fn region_info(&self, id: RegionId) -> Option<Arc<RegionInfo>> {
         self.tables.lock().regions.get(&id).cloned()
+    }
+
+    pub(crate) fn has_read_only_regions(&self) -> bool {
+        self.tables.lock().regions.values().any(|region| region.read_only)
     }
 
     pub(super) fn resume_transports(&self) {

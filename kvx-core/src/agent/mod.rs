@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use inner::{AgentInner, OwnsLinks, Tables};
+use inner::{AgentInner, Open, OwnsLinks, Tables};
 
 use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
@@ -30,9 +30,10 @@ pub use next::NextNotification;
 /// One end of transfers: its transports, its regions, its peers. Cheap to clone.
 ///
 /// ```no_run
-/// # fn main() -> kvx_core::Result<()> {
-/// # let registry = kvx_core::Registry::new(); let bytes_from_the_peer = [];
-/// use kvx_core::{Agent, Memory};
+/// # use kvx_core as kvx;
+/// # fn main() -> kvx::Result<()> {
+/// # let registry = kvx::Registry::new(); let bytes_from_the_peer = [];
+/// use kvx::{Agent, Memory};
 /// let agent = Agent::builder("decode-0").build(&registry)?;
 /// let region = agent.register("kv", Memory::owned(vec![0; 1 << 20]))?;
 /// let peer = agent.connect(&bytes_from_the_peer)?;
@@ -92,8 +93,11 @@ impl AgentHandle {
         let left = agent.budget.drained(deadline);
         let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown()).collect();
         let mut shared = 0;
-        for revocation in revoked {
-            shared += usize::from(revocation.wait(deadline).is_err());
+        for (region, revocation) in regions.iter().zip(revoked) {
+            if revocation.wait(deadline).is_err() {
+                region.quarantine("its agent was shut down before its revocation had ended");
+                shared += 1;
+            }
         }
         let again = std::mem::replace(&mut *transports_asked, true);
         let closing: Vec<_> = agent
@@ -101,18 +105,27 @@ impl AgentHandle {
             .iter()
             .filter(|_| !again)
             .map(|open| {
+                // Each on a thread of its own: one that hangs keeps no other from closing, nor this one.
+                let transport = Arc::clone(&open.transport);
                 let (done, ticket) = Completion::with_ticket();
-                open.transport.shutdown(ticket);
-                (open.name, done)
+                let (joined, end) = Completion::with_ticket();
+                let closes = std::thread::Builder::new().name(format!("kvx-end {}", open.name));
+                let closing = closes.spawn(move || {
+                    transport.shutdown(ticket);
+                    end.settle(Ok(())); // its threads are joined
+                });
+                (open.name, closing.map(|_| [done, joined]))
             })
             .collect();
         // A transport gets a moment even when revoking has used up the time.
         let patience = Deadline::from(deadline.left().max(Duration::from_millis(200)));
         let mut stuck = Vec::new();
         for (name, done) in closing {
-            if let Err(error) = done.wait(patience) {
-                stuck.push(format!("{name}: {error}"));
-            }
+            let ended = match done {
+                Ok(ends) => ends.into_iter().try_for_each(|end| end.wait(patience)),
+                Err(error) => Err(Error::os("no thread to close it on", error)),
+            };
+            stuck.extend(ended.err().map(|error| format!("{name}: {error}")));
         }
         agent.clock.stop();
         if left == 0 && shared == 0 && stuck.is_empty() {
@@ -151,6 +164,12 @@ impl Agent {
         &self.0.inner.not_open
     }
 
+    /// Whether an open backend reaches memory of this kind: [`register`](Self::register) has somebody to ask.
+    pub fn reaches(&self, kind: MemoryKind) -> bool {
+        let local = |open: &Open| open.transport.capabilities().local.contains(kind);
+        self.0.inner.transports.iter().any(|open| self.0.inner.may_register(open, kind) && local(open))
+    }
+
     /// Registers memory under a name that is unique among this agent's regions. May block: registering can pin pages.
     ///
     /// # Errors
@@ -182,7 +201,7 @@ impl Agent {
             .transports
             .iter()
             .map(|open| {
-                if self.0.inner.staged && !memory.kind().is_host() && !open.transport.stages_devices() {
+                if !self.0.inner.may_register(open, memory.kind()) {
                     return Err(only_staged(open.name, memory.kind()));
                 }
                 let spec = RegionSpec { id, key, memory: Arc::clone(&memory) };
@@ -209,6 +228,7 @@ impl Agent {
             len: memory.len() as u64,
             kind: memory.kind(),
             device: memory.device(),
+            read_only: memory.is_read_only(),
             exports,
         };
         let region = Region::new(
@@ -246,6 +266,7 @@ impl Agent {
         let metadata = Metadata {
             identity: self.0.inner.identity.clone(),
             generation: Generation(tables.generation),
+            invited: Some(self.0.inner.invited),
             backends,
             regions: tables.regions.values().cloned().collect(),
         };
@@ -254,16 +275,20 @@ impl Agent {
     }
 
     /// A handle to the agent that `metadata` describes; also to this one itself. Returns at once and connects behind:
-    /// see [`Peer::ready`]. A handle to the same incarnation that is not lost is shared and updated.
+    /// see [`Peer::ready`]. A handle to the same incarnation that is not lost is shared and updated; what kept it from
+    /// a link and may have passed (a limit of this process, a peer that was full) is tried again, as by each post that
+    /// finds no link.
     ///
     /// # Errors
     /// `Malformed`, `Incompatible`; `Closed`, `Forked`.
-    pub fn connect(&self, metadata: &[u8]) -> Result<Peer> {
+    pub fn connect(&self, metadata: impl AsRef<[u8]>) -> Result<Peer> {
         self.0.inner.check_open()?;
-        let metadata = Metadata::decode(metadata)?;
+        let metadata = Metadata::decode(metadata.as_ref())?;
+        metadata.invited()?;
         let known = self.0.peers.lock().get(&metadata.identity).and_then(Weak::upgrade);
         if let Some(known) = known.filter(|peer| peer.lost().is_none()) {
             known.update(metadata)?;
+            known.begin();
             return Ok(Peer(known));
         }
         let identity = metadata.identity.clone();
@@ -276,14 +301,19 @@ impl Agent {
     ///
     /// # Errors
     /// `UnknownBackend`; `NoRoute` when that backend is not open; what the backend says of the blob.
-    pub fn connect_foreign(&self, backend: &str, blob: &[u8]) -> Result<Peer> {
+    pub fn connect_foreign(&self, backend: &str, blob: impl AsRef<[u8]>) -> Result<Peer> {
         self.0.inner.check_open()?;
         let at = self.0.inner.speaks(backend)?;
         let identity = Identity {
             name: format!("foreign {}", self.0.inner.transports[at].name).into(),
             incarnation: Incarnation::random()?,
         };
-        let peer = PeerInner::new(Arc::clone(&self.0.inner), identity, About::Foreign(blob.into()), Some(at));
+        let peer = PeerInner::new(
+            Arc::clone(&self.0.inner),
+            identity,
+            About::Foreign(blob.as_ref().into()),
+            Some(at),
+        );
         Ok(self.0.begin(peer))
     }
 
@@ -308,16 +338,20 @@ impl Agent {
         notification
     }
 
-    /// The oldest notification, waited for. Dropping the future loses nothing. Errors: `TimedOut`, `Closed`, `Forked`.
+    /// The oldest notification, waited for: awaited, or by [`NextNotification::join`] without a runtime. Dropping it
+    /// loses nothing. Errors: `TimedOut`, after which the agent works on, `Closed`, `Forked`. A reader that has died
+    /// sends none: a deadline, or [`Peer::loss`] of a connection to it, ends the wait.
     pub fn notification(&self, deadline: impl Into<Deadline>) -> NextNotification {
         NextNotification::new(Arc::clone(&self.0.inner), deadline.into())
     }
 
     /// Ends when `senders` different agents (name and incarnation) have sent exactly these bytes, before or after the
-    /// call; gives their identities. What it counts does not come out of the queue again. Errors: `TimedOut`.
+    /// call; gives their identities. What it counts does not come out of the queue again. Who was invited says himself
+    /// what he is called, so that one peer can be all of them: hand metadata, or the secret, only to peers that you
+    /// believe. Errors: `TimedOut`.
     pub fn expect(
         &self,
-        bytes: &[u8],
+        bytes: impl AsRef<[u8]>,
         senders: usize,
         deadline: impl Into<Deadline>,
     ) -> Completion<Vec<Identity>> {
@@ -328,7 +362,7 @@ impl Agent {
         let late =
             || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
         promise.by(&self.0.inner.clock, deadline.into(), late);
-        if self.0.inner.inbox.expect(bytes, senders, &promise) {
+        if self.0.inner.inbox.expect(bytes.as_ref(), senders, &promise) {
             self.0.inner.resume_transports();
         }
         Completion::of(promise)
@@ -336,12 +370,13 @@ impl Agent {
 
     /// Ends everything: fails what is in flight, revokes all regions, closes transports, joins threads. `Ok` says that
     /// all of it was proven by the deadline; else `StillShared` or `TimedOut` says what was not, and that memory stays
-    /// quarantined.
+    /// quarantined. Notifications that nobody has waited for may be lost.
     pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         if let Err(error) = fork::check() {
             return Completion::ready(Err(error));
         }
-        let (promise, deadline) = (Promise::new(), deadline.into());
+        let deadline = deadline.into();
+        let promise = Promise::until(deadline);
         let (agent, done) = (Arc::clone(&self.0), Arc::clone(&promise));
         // The steps wait for each other, so they get a thread: the caller's runtime is not to be blocked.
         let started = std::thread::Builder::new().name("kvx-shutdown".into()).spawn(move || {

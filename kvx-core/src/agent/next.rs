@@ -11,7 +11,7 @@ use crate::inbox::Notification;
 use crate::{Deadline, Error, Kind, Result};
 
 /// The next notification of an agent; see [`Agent::notification`](super::Agent::notification).
-#[must_use = "await it, or call wait"]
+#[must_use = "await it, or call join"]
 pub struct NextNotification {
     agent: Arc<AgentInner>,
     deadline: Deadline,
@@ -54,8 +54,8 @@ impl NextNotification {
         }
     }
 
-    /// Blocks until there is one.
-    pub fn wait(self) -> Result<Notification> {
+    /// Blocks until there is one, or until the deadline that it was given.
+    pub fn join(self) -> Result<Notification> {
         loop {
             if let Some(result) = self.ready(self.agent.inbox.take()) {
                 return result;

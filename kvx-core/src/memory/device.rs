@@ -1,11 +1,13 @@
 //! Copies of device memory and pinned host memory, which a crate that knows a GPU provides. Core calls no driver.
 
+use std::any::Any;
 #[cfg(unix)]
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::completion::Completion;
-use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, Ticket};
+use crate::{Error, Kind, Memory, MemoryKind, Result, Ticket, kept};
 
 /// A device, by the UUID or PCI address that its crate gives it: ordinals differ from process to process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -137,21 +139,121 @@ fn cannot(kind: MemoryKind, what: &str) -> Error {
     Error::new(Kind::Unsupported, format!("this access to {kind} memory has no {what}"))
 }
 
-/// One copy, waited for.
-///
-/// # Safety
-/// As [`DeviceAccess::copy`]; the memory need only live for the call.
-pub(super) unsafe fn copy_and_wait(
-    access: &Arc<dyn DeviceAccess>,
-    direction: Direction,
-    piece: Piece,
-) -> Result<()> {
-    if piece.len == 0 {
-        return Ok(());
+/// The longest that a caller waits for a part of its copy.
+pub(super) const LONGEST: Duration = Duration::from_secs(30);
+/// The most bytes of a part.
+const PART: usize = 64 << 20;
+
+/// Device memory, and who copies it and keeps it.
+pub(super) struct OnDevice {
+    pub(super) access: Arc<dyn DeviceAccess>,
+    pub(super) owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl OnDevice {
+    /// Copies `bytes` to `device`, and waits.
+    ///
+    /// # Safety
+    /// The range is memory of this device that the owner keeps.
+    pub(super) unsafe fn copy_in(&self, device: u64, bytes: &[u8], longest: Duration) -> Result<()> {
+        for (at, part) in bytes.chunks(PART).enumerate() {
+            // SAFETY: within the caller's range.
+            unsafe { self.part(Direction::ToDevice, device + (at * PART) as u64, part.into(), longest) }?;
+        }
+        Ok(())
     }
-    let (completion, ticket) = Completion::with_ticket();
-    // SAFETY: the caller's promise; the wait below has no deadline because the memory is borrowed, and a driver that
-    // forgets its ticket resolves it with an error.
-    unsafe { access.copy(direction, &[piece], ticket) };
-    completion.wait(Deadline::never())
+
+    /// Copies from `device` into `bytes`, and waits.
+    ///
+    /// # Safety
+    /// As [`copy_in`](Self::copy_in).
+    pub(super) unsafe fn copy_out(&self, device: u64, bytes: &mut [u8], longest: Duration) -> Result<()> {
+        for (at, part) in bytes.chunks_mut(PART).enumerate() {
+            let room = vec![0; part.len()].into();
+            // SAFETY: within the caller's range.
+            let got = unsafe { self.part(Direction::ToHost, device + (at * PART) as u64, room, longest) }?;
+            part.copy_from_slice(&got);
+        }
+        Ok(())
+    }
+
+    /// One copy by a buffer that can be left to the device, should it not say in time that it is done.
+    unsafe fn part(
+        &self,
+        direction: Direction,
+        device: u64,
+        buffer: Box<[u8]>,
+        longest: Duration,
+    ) -> Result<Box<[u8]>> {
+        let (completion, ticket) = Completion::with_ticket();
+        let (len, host) = (buffer.len(), Box::into_raw(buffer));
+        // SAFETY: the caller's promise for the device's side; the host's is a buffer that is freed below, once the
+        // ticket has settled, and else never.
+        unsafe { self.access.copy(direction, &[Piece { device, host: host.cast(), len }], ticket) };
+        let ended = completion.wait(longest);
+        let late = |error: &Error| match error.kind() {
+            Kind::TimedOut => format!("has not copied {len} bytes within {longest:?}: see whether it hangs"),
+            _ => format!("lost the copy of {len} bytes: report this as a bug of its access"),
+        };
+        match ended {
+            Err(error) if matches!(error.kind(), Kind::TimedOut | Kind::Forgotten) => {
+                kept::note(len as u64, "device memory", "a device has not ended a copy");
+                std::mem::forget(Arc::clone(&self.owner));
+                let why = format!("the device {}; the memory on both sides is never freed", late(&error));
+                Err(Error::new(error.kind(), why))
+            }
+            ended => {
+                // SAFETY: it came from `into_raw`, and the device is done with it.
+                let buffer = unsafe { Box::from_raw(host) };
+                ended.map(|()| buffer)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::Mutex;
+
+    /// Keeps each ticket for ever.
+    #[derive(Default)]
+    struct Hangs(Mutex<Vec<Ticket>>);
+
+    // SAFETY: it touches no memory.
+    unsafe impl DeviceAccess for Hangs {
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::Cuda
+        }
+        fn device(&self) -> DeviceId {
+            DeviceId([1; 16])
+        }
+        fn ordinal(&self) -> u32 {
+            0
+        }
+        fn pinned(&self, len: usize) -> Result<Memory> {
+            Ok(Memory::owned(vec![0; len]))
+        }
+        unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
+            self.0.lock().push(done);
+        }
+    }
+
+    #[test]
+    fn a_copy_on_a_device_that_hangs_ends_by_its_deadline_and_its_memory_is_kept() {
+        let (kept, before) = (Arc::new([0_u8; 64]), kept::quarantined_bytes());
+        let device = OnDevice { access: Arc::new(Hangs::default()), owner: Arc::clone(&kept) as _ };
+        let soon = Duration::from_millis(20);
+        // SAFETY: the access touches nothing.
+        let (in_, out) =
+            unsafe { (device.copy_in(64, &[7; 8], soon), device.copy_out(64, &mut [0; 8], soon)) };
+        for late in [in_, out] {
+            let late = late.unwrap_err();
+            assert_eq!(late.kind(), Kind::TimedOut, "{late}");
+            assert!(late.to_string().contains("hangs"), "{late}");
+        }
+        drop(device);
+        assert_eq!(Arc::strong_count(&kept), 3, "one for each copy that may still come");
+        assert!(kept::quarantined_bytes() >= before + 16);
+    }
 }

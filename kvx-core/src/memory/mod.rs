@@ -1,6 +1,9 @@
 //! Memory that can be registered: kvx's own pools, adopted host memory, and device memory.
 
+mod bytes;
 mod device;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+mod file;
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod pool;
 
@@ -9,13 +12,23 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use bytes::copy_shared;
 #[cfg(unix)]
 pub use device::DmaBuf;
 pub use device::{DeviceAccess, DeviceId, Direction, Hop, IpcHandle, Piece};
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
 
+use crate::breaks::broken;
 use crate::{Error, Kind, Result, fork};
+
+/// The refusal of a write to `what`.
+pub(crate) fn read_only(what: &str) -> Error {
+    Error::new(
+        Kind::Denied,
+        format!("{what} may only be read: its owner registered it by Memory::adopt_shared"),
+    )
+}
 
 /// The kind of a memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,18 +77,21 @@ impl fmt::Display for MemoryKind {
 /// by copy. What is copied while a transfer writes to the same bytes is unspecified, but it is bytes.
 ///
 /// ```
-/// let memory = kvx_core::Memory::owned(vec![0; 4096]);
+/// # use kvx_core as kvx;
+/// let memory = kvx::Memory::owned(vec![0; 4096]);
 /// memory.copy_in(8, b"hello")?;
 /// let mut back = [0; 5];
 /// memory.copy_out(8, &mut back)?;
 /// assert_eq!(&back, b"hello");
-/// # Ok::<(), kvx_core::Error>(())
+/// # Ok::<(), kvx::Error>(())
 /// ```
 pub struct Memory {
     base: u64,
     len: usize,
     kind: MemoryKind,
     device: DeviceId,
+    /// Its owner keeps references into it: nobody writes to it, here or at a peer.
+    read_only: bool,
     backing: Backing,
 }
 
@@ -86,10 +102,7 @@ enum Backing {
         /// Keeps the memory alive; dropped when nobody can touch it any more.
         _owner: Box<dyn Any + Send + Sync>,
     },
-    Device {
-        access: Arc<dyn DeviceAccess>,
-        _owner: Box<dyn Any + Send + Sync>,
-    },
+    Device(device::OnDevice),
 }
 
 /// Owns a buffer that is only ever touched through raw pointers.
@@ -117,7 +130,7 @@ impl Memory {
         PoolBuilder::new(len)
     }
 
-    /// Takes over a buffer of the program's.
+    /// Takes over a buffer of the program's. To peers it is like [adopted](Memory::adopt) memory.
     pub fn owned(bytes: impl Into<Box<[u8]>>) -> Self {
         let pointer = Box::into_raw(bytes.into());
         Memory {
@@ -125,11 +138,13 @@ impl Memory {
             len: pointer.len(),
             kind: MemoryKind::Host,
             device: DeviceId::HOST,
+            read_only: false,
             backing: Backing::Adopted { _owner: Box::new(OwnedBuffer { pointer }) },
         }
     }
 
-    /// Adopts host memory that `owner` keeps alive and in place.
+    /// Adopts host memory that `owner` keeps alive and in place. Over SHM peers copy it through the kernel, at about
+    /// half the speed of a [`pool`](Memory::pool) or of an [adopted file](Memory::adopt_file), which they map.
     ///
     /// # Safety
     /// `base..base + len` is readable and writable until `owner` is dropped, and nobody holds a reference into it
@@ -141,8 +156,24 @@ impl Memory {
             len,
             kind: MemoryKind::Host,
             device: DeviceId::HOST,
+            read_only: false,
             backing: Backing::Adopted { _owner: Box::new(owner) },
         }
+    }
+
+    /// Adopts host memory that peers may only read: its owner keeps references into it and reads it meanwhile.
+    ///
+    /// Whoever would write to it is refused with `Denied`: [`copy_in`](Memory::copy_in), a plan that reads into it, and
+    /// each peer's plan that writes to it. A backend whose writes have the isolation `Owner` or `Nic` also refuses
+    /// a peer that writes all the same; [`Peer::route`](crate::Peer::route) says of which that does not hold.
+    ///
+    /// # Safety
+    /// `base..base + len` is readable until `owner` is dropped, and nobody writes to it while it is registered.
+    /// Registered over a backend whose writes are isolated as [`Cooperative`](crate::Isolation::Cooperative), that
+    /// includes every peer: connect only such as are trusted not to.
+    pub unsafe fn adopt_shared(base: *const u8, len: usize, owner: impl Any + Send + Sync) -> Self {
+        // SAFETY: the caller's promise; what would write looks at `read_only` first.
+        Memory { read_only: true, ..unsafe { Memory::adopt(base.cast_mut(), len, owner) } }
     }
 
     /// Adopts host memory that a GPU driver has pinned; otherwise as [`adopt`](Memory::adopt).
@@ -166,7 +197,8 @@ impl Memory {
         owner: impl Any + Send + Sync,
     ) -> Self {
         let kind = access.kind();
-        Memory { base, len, kind, device, backing: Backing::Device { access, _owner: Box::new(owner) } }
+        let backing = Backing::Device(device::OnDevice { access, owner: Arc::new(owner) });
+        Memory { base, len, kind, device, read_only: false, backing }
     }
 
     /// Its length in bytes.
@@ -189,6 +221,16 @@ impl Memory {
         self.device
     }
 
+    /// True if nobody may write to it: see [`adopt_shared`](Memory::adopt_shared).
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// For whoever would write to it. Errors: `Denied`.
+    pub fn check_writable(&self) -> Result<()> {
+        if self.read_only && !broken("read-only") { Err(read_only("this memory")) } else { Ok(()) }
+    }
+
     /// Its address: a host pointer, or what the device calls one.
     pub fn address(&self) -> u64 {
         self.base
@@ -202,7 +244,7 @@ impl Memory {
     /// Copies its bytes, for memory that the CPU does not reach.
     pub fn device_access(&self) -> Option<&Arc<dyn DeviceAccess>> {
         match &self.backing {
-            Backing::Device { access, .. } => Some(access),
+            Backing::Device(device) => Some(&device.access),
             _ => None,
         }
     }
@@ -236,35 +278,32 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies `bytes` to `offset`. Blocks for device memory. Errors: `OutOfBounds`, or what the device says.
+    /// Copies `bytes` to `offset`. Blocks for device memory, for 30 seconds at most (64 MiB at a time): a device that
+    /// hangs then is `TimedOut`, and the memory is never freed. Other errors: `OutOfBounds`, `Denied` for memory that
+    /// may only be read, or what the device says.
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
-        if let Backing::Device { access, .. } = &self.backing {
-            let piece = Piece {
-                device: self.base + offset as u64,
-                host: bytes.as_ptr().cast_mut(),
-                len: bytes.len(),
-            };
-            // SAFETY: the range was checked; `bytes` outlives the call, which waits for the copy to end.
-            return unsafe { device::copy_and_wait(access, Direction::ToDevice, piece) };
+        self.check_writable()?;
+        if let Backing::Device(device) = &self.backing {
+            // SAFETY: the range was checked, and its owner keeps it.
+            return unsafe { device.copy_in(self.base + offset as u64, bytes, device::LONGEST) };
         }
         // SAFETY: the range was checked, the memory lives as long as `self`, and `bytes` cannot overlap it because no
-        // references into registered memory exist.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(offset), bytes.len()) };
+        // references into registered memory exist. Whoever else touches it copies like this, or is no Rust.
+        unsafe { copy_shared(bytes.as_ptr(), self.as_ptr().add(offset), bytes.len()) };
         Ok(())
     }
 
-    /// Copies bytes from `offset` out. Blocks for device memory. Errors: `OutOfBounds`, or what the device says.
+    /// Copies bytes from `offset` out. Blocks for device memory, as [`copy_in`](Memory::copy_in). Errors:
+    /// `OutOfBounds`, or what the device says.
     pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
-        if let Backing::Device { access, .. } = &self.backing {
-            let piece =
-                Piece { device: self.base + offset as u64, host: bytes.as_mut_ptr(), len: bytes.len() };
+        if let Backing::Device(device) = &self.backing {
             // SAFETY: as in `copy_in`.
-            return unsafe { device::copy_and_wait(access, Direction::ToHost, piece) };
+            return unsafe { device.copy_out(self.base + offset as u64, bytes, device::LONGEST) };
         }
         // SAFETY: as in `copy_in`.
-        unsafe { std::ptr::copy_nonoverlapping(self.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        unsafe { copy_shared(self.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
@@ -306,6 +345,17 @@ mod tests {
         let mut all = [0; 16];
         memory.copy_out(0, &mut all).unwrap();
         assert_eq!(all, [1; 16]);
+    }
+
+    #[test]
+    fn shared_memory_is_read_and_not_written() {
+        let owner: Arc<[u8]> = (*b"weights").into();
+        // SAFETY: the Arc keeps the bytes, and nobody writes to them.
+        let memory = unsafe { Memory::adopt_shared(owner.as_ptr(), owner.len(), Arc::clone(&owner)) };
+        assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), Kind::Denied);
+        let mut back = [0; 7];
+        memory.copy_out(0, &mut back).unwrap();
+        assert_eq!((&back, &*owner), (b"weights", &b"weights"[..]));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -12,6 +13,9 @@ use crate::memory::DeviceId;
 use crate::{Error, Kind, Result, fork};
 
 const HUGE: usize = 2 << 20;
+
+/// What a file that peers map must have.
+pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 /// Which pages a pool shall lie on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +60,11 @@ pub struct Granted {
 /// Builds a pool. See [`Memory::pool`].
 ///
 /// ```
-/// let pool = kvx_core::Memory::pool(1 << 20).build()?;
+/// # use kvx_core as kvx;
+/// let pool = kvx::Memory::pool(1 << 20).build()?;
 /// assert_eq!(pool.len(), 1 << 20);
 /// assert!(pool.granted().is_some_and(|granted| granted.touched));
-/// # Ok::<(), kvx_core::Error>(())
+/// # Ok::<(), kvx::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 #[must_use]
@@ -131,23 +136,13 @@ impl PoolBuilder {
         }
         pool.seal()?;
         pool.granted = Granted {
-            pages: if pool.huge {
-                PageSize::Huge2M
-            } else {
-                PageSize::Base { transparent_huge: pool.transparent_huge_bytes() }
-            },
+            pages: pool.pages(),
             huge_refused,
             numa_node: self.numa_node,
             locked: self.lock,
             touched: self.touch,
         };
-        Ok(Memory {
-            base: pool.base.as_ptr() as u64,
-            len: self.len,
-            kind: MemoryKind::Host,
-            device: DeviceId::HOST,
-            backing: Backing::Pool(pool),
-        })
+        Ok(pool.into_memory(self.len))
     }
 }
 
@@ -192,6 +187,11 @@ impl PoolMapping {
         let file =
             rustix::fs::memfd_create("kvx-pool", flags).map_err(|error| no_room("a memory file", error))?;
         rustix::fs::ftruncate(&file, mapped as u64).map_err(|error| no_room("a memory file", error))?;
+        PoolMapping::of(file, mapped, huge).map_err(|error| no_room("a mapping", error))
+    }
+
+    /// Maps the first `mapped` bytes of a file, whole pages of it.
+    pub(super) fn of(file: OwnedFd, mapped: usize, huge: bool) -> Result<Self, rustix::io::Errno> {
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
         let base = unsafe {
             rustix::mm::mmap(
@@ -202,10 +202,8 @@ impl PoolMapping {
                 &file,
                 0,
             )
-        }
-        .map_err(|error| no_room("a mapping", error))?;
-        let base = NonNull::new(base)
-            .ok_or_else(|| Error::new(Kind::Native, "the kernel mapped a pool at address 0"))?;
+        }?;
+        let base = NonNull::new(base).ok_or(rustix::io::Errno::FAULT)?;
         let granted = Granted {
             pages: PageSize::Base { transparent_huge: 0 },
             huge_refused: None,
@@ -215,9 +213,32 @@ impl PoolMapping {
         };
         let pool = PoolMapping { file, base, mapped, huge, granted, forks: fork::count() };
         // A child after fork shares no pool with its parent: a stray write there would reach every peer.
-        pool.advise(Advice::LinuxDontFork)
-            .map_err(|error| Error::os("madvise(DONTFORK) failed on a pool", error))?;
+        pool.advise(Advice::LinuxDontFork)?;
         Ok(pool)
+    }
+
+    pub(super) fn into_memory(self, len: usize) -> Memory {
+        Memory {
+            base: self.base.as_ptr() as u64,
+            len,
+            kind: MemoryKind::Host,
+            device: DeviceId::HOST,
+            read_only: false,
+            backing: Backing::Pool(self),
+        }
+    }
+
+    /// The pages that it lies on.
+    fn pages(&self) -> PageSize {
+        match self.huge {
+            true => PageSize::Huge2M,
+            false => PageSize::Base { transparent_huge: self.transparent_huge_bytes() },
+        }
+    }
+
+    /// Notes what a file of the program's own was found to be, every page of which is there now.
+    pub(super) fn note_found(&mut self) {
+        self.granted = Granted { pages: self.pages(), touched: true, ..self.granted.clone() };
     }
 
     fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {
@@ -259,16 +280,16 @@ impl PoolMapping {
         .kind_is(Kind::Invalid))
     }
 
-    /// Makes every page present, so that no transfer pays for it.
-    fn touch(&self) -> Result<()> {
+    /// Makes every page present, so that no transfer pays for it, and changes no byte.
+    pub(super) fn touch(&self) -> Result<()> {
         match self.advise(Advice::LinuxPopulateWrite) {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
                 // Kernels before 5.14 do not know the advice.
                 let base = self.base.as_ptr().cast::<u8>();
                 for offset in (0..self.mapped).step_by(rustix::param::page_size()) {
-                    // SAFETY: inside the mapping, which nobody else has seen yet.
-                    unsafe { base.add(offset).write_volatile(0) };
+                    // SAFETY: inside the mapping, whose bytes are only ever touched by raw or atomic accesses.
+                    unsafe { AtomicU8::from_ptr(base.add(offset)) }.fetch_or(0, Ordering::Relaxed);
                 }
                 Ok(())
             }
@@ -305,11 +326,17 @@ impl PoolMapping {
 
     /// Fixes the size for ever and lets nobody map the file for writing from now on: a reader cannot be made to fault
     /// by a shrunk file, and a peer cannot write.
-    fn seal(&self) -> Result<()> {
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&self.file, seals).map_err(|error| {
+    pub(super) fn seal(&self) -> Result<()> {
+        rustix::fs::fcntl_add_seals(&self.file, SEALS | SealFlags::SEAL).map_err(|error| {
             Error::os("the pool's file could not be sealed: kvx needs Linux 5.1 or newer", error)
         })
+    }
+
+    /// The size of the file, which other holders of it can change until it is sealed.
+    pub(super) fn file_size(&self) -> Result<usize> {
+        let stat = rustix::fs::fstat(&self.file);
+        let stat = stat.map_err(|error| Error::os("the memory file cannot be looked at", error))?;
+        Ok(usize::try_from(stat.st_size).unwrap_or(0))
     }
 
     /// The bytes of the mapping on transparent huge pages, as the kernel counts them.

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Weak};
 
-use super::links::{About, Imported, PeerInner};
+use super::candidates::Imported;
+use super::links::{About, PeerInner};
 use crate::bound::{Bound, KeepsBound, LocalSide, RemoteSide};
 use crate::grid::Place;
 use crate::plan::Plan;

@@ -3,16 +3,18 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
+use super::candidates::{Candidate, LinkStage, may_pass, no_route};
+use super::requests::LinkRequest;
 use crate::agent::inner::{AgentInner, OwnsLinks};
-use crate::bound::{Bindings, Bound};
+use crate::bound::Bindings;
 use crate::breaks::broken;
-use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId, RegionKey};
+use crate::completion::Promise;
+use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId};
 use crate::metadata::Metadata;
-use crate::plan::Plan;
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
-use crate::transport::{Link, LinkState, PeerSection, RemoteRegion};
-use crate::{Capabilities, Error, Kind, Result, Ticket};
+use crate::transport::{Admission, Link, LinkState, PeerSection};
+use crate::{Capabilities, Error, Isolation, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) id: PeerId,
@@ -29,6 +31,8 @@ pub(super) struct PeerState {
     /// Requests that wait for a link to come up.
     pub(super) parked: Vec<LinkRequest>,
     pub(super) lost: Option<Error>,
+    /// Those who wait for the loss.
+    pub(super) awaiting_loss: Vec<Weak<Promise<Error>>>,
     /// A second handshake that finds out who answers for a lost peer now.
     pub(super) probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
 }
@@ -41,6 +45,18 @@ impl PeerState {
         }
         self.parked.push(job);
     }
+
+    /// Lets those candidates be tried again whose refusal may have passed. Says whether there are any.
+    fn forgive(&mut self) -> bool {
+        let mut any = false;
+        for candidate in &mut self.candidates {
+            if matches!(&candidate.stage, LinkStage::Refused(error) if may_pass(error)) {
+                candidate.stage = LinkStage::Untried;
+                any = true;
+            }
+        }
+        any
+    }
 }
 
 /// The description of the peer.
@@ -50,78 +66,13 @@ pub(crate) enum About {
     Foreign(Arc<[u8]>),
 }
 
-/// A backend that may serve the peer.
-pub(super) struct Candidate {
-    pub(super) backend: &'static str,
-    /// Position in the agent's list of transports.
-    pub(super) transport: usize,
-    pub(super) stage: LinkStage,
-    /// The generation of the metadata that the link was last told.
-    told: Generation,
-    pub(super) imports: HashMap<RegionId, Imported>,
-    pub(super) bindings: Bindings,
-}
-
-/// What a link made of a region, as its owner described it then.
-pub(super) struct Imported {
-    pub(super) key: RegionKey,
-    pub(super) len: u64,
-    pub(super) region: Arc<dyn RemoteRegion>,
-}
-
-pub(super) enum LinkStage {
-    Untried,
-    Opening { id: LinkId, link: Option<Arc<dyn Link>>, early: Option<LinkState> },
-    Up { id: LinkId, link: Arc<dyn Link> },
-    Refused(Error),
-}
-
-/// A transfer that is to be handed a link.
-pub(crate) trait NeedsLink: Send + Sync {
-    fn plan(&self) -> &Plan;
-
-    /// The reason why a backend could not carry it, if it was tried.
-    fn refusal(&self, backend: &'static str) -> Option<Error>;
-
-    /// True if it has ended, so that nobody need start it.
-    fn has_ended(&self) -> bool;
-
-    /// This link serves it.
-    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>);
-
-    /// No link does.
-    fn fail(self: Arc<Self>, error: Error);
-}
-
-/// Something that needs a link.
-pub(crate) enum LinkRequest {
-    Transfer(Arc<dyn NeedsLink>),
-    Notify(Box<[u8]>, Ticket),
-    Ready(Ticket),
-}
-
-impl LinkRequest {
-    /// The reason why a backend cannot serve this request, if it has said so.
-    fn refusal(&self, backend: &'static str) -> Option<Error> {
-        match self {
-            LinkRequest::Transfer(transfer) => transfer.refusal(backend),
-            LinkRequest::Notify(..) | LinkRequest::Ready(_) => None,
-        }
-    }
-
-    pub(super) fn fail(self, error: Error) {
-        match self {
-            LinkRequest::Transfer(transfer) => transfer.fail(error),
-            LinkRequest::Notify(_, ticket) | LinkRequest::Ready(ticket) => ticket.settle(Err(error)),
-        }
-    }
-}
-
 /// The next step of `dispatch` at a candidate.
 enum Dispatch {
     Open(LinkId),
     Try(LinkId, Arc<dyn Link>, &'static str),
     Skip(Error),
+    /// From the first candidate on: some may serve now.
+    Again,
     Nowhere,
     Lost(Error),
 }
@@ -157,12 +108,22 @@ impl PeerInner {
                 excluded.push((open.name, why));
             }
         }
-        let state = PeerState { about, candidates, excluded, parked: Vec::new(), lost: None, probe: None };
+        let state = PeerState {
+            about,
+            candidates,
+            excluded,
+            parked: Vec::new(),
+            lost: None,
+            awaiting_loss: Vec::new(),
+            probe: None,
+        };
         Arc::new(PeerInner { id: PeerId::next(), agent, identity, state: Mutex::new(state) })
     }
 
-    /// Opens the first link, so that a later post finds it up.
+    /// Opens the first link, so that a later post finds it up; one that was refused for a reason that may have passed
+    /// is tried again.
     pub(crate) fn begin(self: &Arc<Self>) {
+        self.state.lock().forgive();
         self.dispatch(LinkRequest::Ready(Ticket::new(|_| ())));
     }
 
@@ -172,13 +133,23 @@ impl PeerInner {
     }
 
     pub(crate) fn route(&self) -> Route {
+        let ours = self.agent.has_read_only_regions();
         let state = self.state.lock();
+        let theirs =
+            matches!(&state.about, About::Kvx(about) if about.regions.iter().any(|region| region.read_only));
         let tried = state.candidates.iter().map(|candidate| Considered {
             backend: candidate.backend,
             verdict: match &candidate.stage {
                 LinkStage::Untried => Verdict::Standby,
                 LinkStage::Opening { .. } => Verdict::Opening,
-                LinkStage::Up { link, .. } => Verdict::Up(link.describe()),
+                LinkStage::Up { link, .. } => {
+                    let mut how = link.describe();
+                    how += trusts(self.agent.transports[candidate.transport].admission);
+                    if (ours || theirs) && !refuses_writes(&**link) {
+                        how += ", which leaves it to its users not to write to memory that may only be read";
+                    }
+                    Verdict::Up(how)
+                }
                 LinkStage::Refused(error) => Verdict::Refused(error.clone()),
             },
         });
@@ -203,8 +174,32 @@ impl PeerInner {
         self.state.lock().lost.clone()
     }
 
-    /// Finds a link for a job, opens one, or parks the job until one has come up.
-    pub(crate) fn dispatch(self: &Arc<Self>, mut job: LinkRequest) {
+    /// Finishes `promise` with the reason once the peer is lost.
+    pub(crate) fn on_loss(&self, promise: &Arc<Promise<Error>>) {
+        let lost = {
+            let mut state = self.state.lock();
+            if state.lost.is_none() {
+                if state.awaiting_loss.len() == state.awaiting_loss.capacity() {
+                    state.awaiting_loss.retain(|waiting| waiting.strong_count() > 0);
+                }
+                state.awaiting_loss.push(Arc::downgrade(promise));
+            }
+            state.lost.clone()
+        };
+        if let Some(lost) = lost {
+            promise.finish(Ok(lost));
+        }
+    }
+
+    /// Finds a link for a job, opens one, or parks the job until one has come up. Where none serves it, those are
+    /// tried again that were refused for a reason that may have passed.
+    pub(crate) fn dispatch(self: &Arc<Self>, job: LinkRequest) {
+        self.place(job, true);
+    }
+
+    /// As [`dispatch`](Self::dispatch); a job that has waited for a link does not try those `again` that came to
+    /// nothing meanwhile.
+    fn place(self: &Arc<Self>, mut job: LinkRequest, mut again: bool) {
         let mut reasons = Vec::new();
         let mut at = 0;
         loop {
@@ -223,7 +218,10 @@ impl PeerInner {
                         return self.probe(error);
                     }
                     (Some(error), _) => Dispatch::Lost(error),
-                    (None, None) => Dispatch::Nowhere,
+                    (None, None) => {
+                        let again = std::mem::take(&mut again) && state.forgive();
+                        if again { Dispatch::Again } else { Dispatch::Nowhere }
+                    }
                     (None, Some(candidate)) => match &candidate.stage {
                         _ if let Some(error) = job.refusal(candidate.backend) => Dispatch::Skip(error),
                         LinkStage::Untried => {
@@ -251,6 +249,10 @@ impl PeerInner {
                     reasons.push((self.state.lock().candidates[at].backend, error));
                     at += 1;
                 }
+                Dispatch::Again => {
+                    reasons.clear();
+                    at = 0;
+                }
                 Dispatch::Nowhere => {
                     let excluded = self.state.lock().excluded.clone();
                     return job.fail(no_route(reasons, excluded));
@@ -271,7 +273,7 @@ impl PeerInner {
                 let parked = std::mem::take(&mut state.parked);
                 drop(state);
                 self.agent.forget_link(id);
-                parked.into_iter().for_each(|job| self.dispatch(job));
+                parked.into_iter().for_each(|job| self.place(job, false));
             }
             (Ok(opened), LinkStage::Opening { link, early, .. }) => {
                 *link = Some(opened);
@@ -302,10 +304,8 @@ impl PeerInner {
         let open = &self.agent.transports[transport];
         match &about {
             About::Kvx(metadata) => {
-                let (_, address) = metadata.backend(open.name).unwrap_or((0, &[]));
-                let section =
-                    PeerSection { identity: &metadata.identity, generation: metadata.generation, address };
-                open.transport.link(id, section)
+                self.agent.check_secret(metadata.invited()?)?;
+                open.transport.link(id, section(metadata, open.name)?)
             }
             About::Foreign(blob) => open.transport.link_foreign(id, blob),
         }
@@ -344,19 +344,19 @@ impl PeerInner {
         {
             match change {
                 LinkState::Changed => {}
-                LinkState::Restarted(incarnation) => {
+                LinkState::Restarted => {
                     drop(state);
-                    self.probed(id, Some(incarnation));
+                    self.probed(id, true);
                 }
                 LinkState::Up if broken("lost-again") => {
                     state.lost = None;
                     state.candidates.iter_mut().for_each(|candidate| candidate.stage = LinkStage::Untried);
                     drop(state);
-                    self.probed(id, None);
+                    self.probed(id, false);
                 }
                 LinkState::Up | LinkState::Lost(_) => {
                     drop(state);
-                    self.probed(id, None);
+                    self.probed(id, false);
                 }
             }
             return;
@@ -373,7 +373,7 @@ impl PeerInner {
             (LinkStage::Opening { link: None, early, .. }, change) => {
                 // What ends a link is not forgotten for what came after it.
                 if !matches!(change, LinkState::Changed)
-                    && !matches!(early, Some(LinkState::Lost(_) | LinkState::Restarted(_)))
+                    && !matches!(early, Some(LinkState::Lost(_) | LinkState::Restarted))
                 {
                     *early = Some(change);
                 }
@@ -386,7 +386,7 @@ impl PeerInner {
                 None
             }
             (_, LinkState::Changed | LinkState::Up) => return,
-            (_, LinkState::Restarted(incarnation)) => Some(self.restarted(incarnation)),
+            (_, LinkState::Restarted) => Some(self.restarted()),
             (LinkStage::Opening { .. }, LinkState::Lost(error)) => {
                 let error = error.backend(candidate.backend);
                 refused = Some(std::mem::replace(&mut candidate.stage, LinkStage::Refused(error.clone())));
@@ -412,7 +412,7 @@ impl PeerInner {
         }
         match lost {
             Some(error) => self.lose(error, parked),
-            None => parked.into_iter().for_each(|job| self.dispatch(job)),
+            None => parked.into_iter().for_each(|job| self.place(job, false)),
         }
     }
 
@@ -432,12 +432,7 @@ impl PeerInner {
             (metadata, links)
         };
         for (backend, link) in links {
-            let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
-            link.update(PeerSection {
-                identity: &metadata.identity,
-                generation: metadata.generation,
-                address,
-            })?;
+            link.update(section(&metadata, backend)?)?;
         }
         Ok(())
     }
@@ -457,7 +452,7 @@ impl PeerInner {
             ));
         }
         if metadata.identity.incarnation != self.identity.incarnation {
-            return Err(self.restarted(metadata.identity.incarnation));
+            return Err(self.restarted());
         }
         let metadata = Arc::new(metadata);
         let mut let_go = (Vec::new(), Vec::new());
@@ -496,21 +491,27 @@ impl OwnsLinks for PeerInner {
     }
 }
 
-/// One error for all backends, of which none serves; of the kind that tells most.
-fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
-    let telling =
-        |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);
-    let kind = match &tried[..] {
-        [(_, only)] if excluded.is_empty() => return only.clone(),
-        _ => {
-            tried.iter().map(|(_, error)| error.kind()).rfind(|kind| telling(*kind)).unwrap_or(Kind::NoRoute)
-        }
-    };
-    let reasons: Vec<String> = tried
-        .into_iter()
-        .chain(excluded)
-        .map(|(backend, error)| format!("{backend}: {}", error.sentence()))
-        .collect();
-    let reasons = if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
-    Error::new(kind, format!("no backend serves this peer and memory: {reasons}"))
+/// What the route adds about who may harm this process over a backend.
+fn trusts(admission: Admission) -> &'static str {
+    match admission {
+        Admission::Proven => "",
+        Admission::Keys => ", which trusts whoever is let in with this process",
+        Admission::Open => ", which trusts whoever reaches its library with this process",
+    }
+}
+
+/// What a peer's metadata says to a backend.
+fn section<'a>(metadata: &'a Metadata, backend: &str) -> Result<PeerSection<'a>> {
+    let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
+    Ok(PeerSection {
+        identity: &metadata.identity,
+        generation: metadata.generation,
+        invitation: metadata.invited()?.by,
+        address,
+    })
+}
+
+/// True if an owner of memory that may only be read is safe from whoever writes to it all the same.
+fn refuses_writes(link: &dyn Link) -> bool {
+    link.capabilities().isolation.write != Isolation::Cooperative
 }

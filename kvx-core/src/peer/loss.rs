@@ -1,13 +1,16 @@
 //! The loss of a peer: closes its links, fails what waits, and asks who answers under its name afterwards.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use super::links::{Imported, LinkRequest, LinkStage, PeerInner, PeerState};
+use super::candidates::{Imported, LinkStage};
+use super::links::{PeerInner, PeerState};
+use super::requests::LinkRequest;
 use crate::agent::inner::AgentInner;
 use crate::bound::Released;
+use crate::breaks::broken;
 use crate::deadline::Reason;
-use crate::identity::{Incarnation, LinkId, RegionId};
+use crate::identity::{LinkId, RegionId};
 use crate::transport::Link;
 use crate::{Error, Kind};
 
@@ -15,13 +18,17 @@ impl PeerInner {
     /// The peer is gone for good: closes all links and fails what waits.
     pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<LinkRequest>) {
         let error = error.peer(Arc::clone(&self.identity.name));
-        let (closed, more) = {
+        let (closed, more, waiting) = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
-            (Closed::all(&mut state, &error), std::mem::take(&mut state.parked))
+            let closed = Closed::all(&mut state, &error);
+            (closed, std::mem::take(&mut state.parked), std::mem::take(&mut state.awaiting_loss))
         };
         self.agent.clock.interrupt(&Reason::Lost(self.id, error.clone()));
         closed.finish(&self.agent);
+        for promise in waiting.iter().filter_map(Weak::upgrade).filter(|_| !broken("loss-untold")) {
+            promise.finish(Ok(error.clone()));
+        }
         for job in parked.into_iter().chain(more) {
             job.fail(error.clone());
         }
@@ -41,7 +48,7 @@ impl PeerInner {
             state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
         };
         match self.start_link(at, id) {
-            Err(_) => self.probed(id, None),
+            Err(_) => self.probed(id, false),
             Ok(link) => {
                 let mut state = self.state.lock();
                 match &mut state.probe {
@@ -55,14 +62,14 @@ impl PeerInner {
         }
     }
 
-    pub(super) fn probed(self: &Arc<Self>, id: LinkId, restarted: Option<Incarnation>) {
+    pub(super) fn probed(self: &Arc<Self>, id: LinkId, restarted: bool) {
         let (probe, parked, error) = {
             let mut state = self.state.lock();
             if state.probe.as_ref().is_none_or(|(probing, _)| *probing != id) {
                 return;
             }
-            if let Some(incarnation) = restarted {
-                state.lost = Some(self.restarted(incarnation));
+            if restarted {
+                state.lost = Some(self.restarted());
             }
             let error = state.lost.clone();
             (state.probe.take(), std::mem::take(&mut state.parked), error)
@@ -81,16 +88,13 @@ impl PeerInner {
         }
     }
 
-    pub(super) fn restarted(&self, now: Incarnation) -> Error {
-        Error::new(
-            Kind::PeerRestarted,
-            format!(
-                "the peer has restarted: it was incarnation {}, now it is {now}; get its new metadata and connect \
-                 again",
-                self.identity.incarnation
-            ),
-        )
-        .peer(Arc::clone(&self.identity.name))
+    pub(super) fn restarted(&self) -> Error {
+        let was = self.identity.incarnation;
+        let why = format!(
+            "whoever answers for the peer is not incarnation {was} any more: it was restarted; get its new metadata \
+             and connect again"
+        );
+        Error::new(Kind::PeerRestarted, why).peer(Arc::clone(&self.identity.name))
     }
 }
 
@@ -138,11 +142,15 @@ impl Drop for PeerInner {
             return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
         }
         let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
-        let (links, parked) = {
+        let (links, parked, waiting) = {
             let mut state = self.state.lock();
-            (Closed::all(&mut state, &closed), std::mem::take(&mut state.parked))
+            let links = Closed::all(&mut state, &closed);
+            (links, std::mem::take(&mut state.parked), std::mem::take(&mut state.awaiting_loss))
         };
         links.finish(&self.agent);
+        for promise in waiting.iter().filter_map(Weak::upgrade) {
+            promise.finish(Err(closed.clone()));
+        }
         for job in parked {
             job.fail(closed.clone());
         }

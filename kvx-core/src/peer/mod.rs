@@ -1,9 +1,11 @@
 //! Peers: remote agents.
 
 mod binding;
+mod candidates;
 mod links;
 mod loss;
 mod posting;
+mod requests;
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,9 +21,10 @@ use crate::transfer::Transfer;
 use crate::transport::ForeignRange;
 use crate::{Capabilities, Deadline, Error, Kind, MemoryKind, Result, Ticket};
 
-pub(crate) use links::{About, LinkRequest, NeedsLink, PeerInner};
+pub(crate) use links::{About, PeerInner};
 pub use posting::Posting;
 use posting::check_notification;
+pub(crate) use requests::{LinkRequest, NeedsLink};
 
 /// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
 ///
@@ -77,9 +80,9 @@ impl Peer {
     ///
     /// # Errors
     /// `PeerRestarted` for another incarnation, `Malformed`, `Incompatible`, `Invalid` for another agent's metadata.
-    pub fn update(&self, metadata: &[u8]) -> Result<bool> {
+    pub fn update(&self, metadata: impl AsRef<[u8]>) -> Result<bool> {
         crate::fork::check()?;
-        self.0.update(Metadata::decode(metadata)?)
+        self.0.update(Metadata::decode(metadata.as_ref())?)
     }
 
     /// A region of this peer, from what [`Region::metadata`](crate::Region::metadata) gave there: also one that was
@@ -88,9 +91,9 @@ impl Peer {
     ///
     /// # Errors
     /// `Malformed`, `Incompatible`; `PeerRestarted` for a region of another incarnation; `Invalid` for a foreign peer.
-    pub fn learn(&self, metadata: &[u8]) -> Result<PeerRegion> {
+    pub fn learn(&self, metadata: impl AsRef<[u8]>) -> Result<PeerRegion> {
         crate::fork::check()?;
-        let (incarnation, info) = decode_region(metadata)?;
+        let (incarnation, info) = decode_region(metadata.as_ref())?;
         let About::Kvx(known) = self.0.about() else {
             return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
         };
@@ -131,7 +134,8 @@ impl Peer {
     }
 
     /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.
-    pub fn notify(&self, bytes: &[u8], deadline: impl Into<Deadline>) -> Completion<()> {
+    pub fn notify(&self, bytes: impl AsRef<[u8]>, deadline: impl Into<Deadline>) -> Completion<()> {
+        let bytes = bytes.as_ref();
         if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
             return Completion::ready(Err(error));
         }
@@ -165,7 +169,25 @@ impl Peer {
         self.0.capabilities()
     }
 
-    /// The reason why the peer is lost, if it is.
+    /// Ends when the peer is lost, with the reason, also while nothing is in flight to it. A killed peer is noticed
+    /// within [`peer_loss_within`](Capabilities::peer_loss_within) if its link promises that; one that is silent
+    /// without work is not lost.
+    ///
+    /// # Errors
+    /// `TimedOut` when it is not lost at the deadline; `Closed` when this handle and its clones are dropped meanwhile.
+    pub fn loss(&self, deadline: impl Into<Deadline>) -> Completion<Error> {
+        if let Err(error) = self.0.agent.check_open() {
+            return Completion::ready(Err(error));
+        }
+        let promise = Promise::new();
+        let late = || Error::new(Kind::TimedOut, "the peer was not lost by the deadline");
+        promise.by(&self.0.agent.clock, deadline.into(), late);
+        self.0.on_loss(&promise);
+        Completion::of(promise)
+    }
+
+    /// The reason why the peer is lost, if it is. Transfers may fail with it a moment before this says so: await
+    /// [`loss`](Peer::loss) to be told.
     pub fn lost(&self) -> Option<Error> {
         self.0.lost()
     }

@@ -26,9 +26,11 @@ impl Posting {
         self
     }
 
-    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them.
-    pub fn notify(mut self, bytes: impl Into<Box<[u8]>>) -> Self {
-        self.notify = Some(bytes.into());
+    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them. If it fails
+    /// after its data has arrived, the peer may get them all the same, also later:
+    /// [`Error::report`](crate::Error::report) tells. After an error without a report it never does.
+    pub fn notify(mut self, bytes: impl AsRef<[u8]>) -> Self {
+        self.notify = Some(bytes.as_ref().into());
         self
     }
 

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use crate::bound::{Bindings, KeepsBound};
 use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
+use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::identity::{RegionId, RegionKey};
 use crate::quarantine::{self, Quarantined};
 use crate::sync::Mutex;
@@ -29,6 +31,9 @@ pub(crate) struct RegionCore {
     bindings: Mutex<Bindings>,
 }
 
+/// How long the memory of a dropped region may be held before a line in the log says so.
+const SOON: Duration = Duration::from_secs(1);
+
 #[derive(Default)]
 struct Revocation {
     /// Transports that have not answered; `None` before they were asked.
@@ -36,6 +41,8 @@ struct Revocation {
     failed: Option<Error>,
     waiting: Vec<Arc<Promise<Arc<Memory>>>>,
     held: Option<Quarantined>,
+    /// Says at its time that the memory is still held.
+    warning: Option<Watch>,
     /// All have answered, and what that means.
     ended: Option<Result<()>>,
 }
@@ -98,12 +105,8 @@ impl RegionCore {
         self.bindings.lock().add(plan);
     }
 
-    /// Begins, or joins, the revocation; with `quarantine`, a reason, nobody else keeps the memory meanwhile.
-    pub(super) fn revoke(
-        self: &Arc<Self>,
-        waiting: Option<Arc<Promise<Arc<Memory>>>>,
-        quarantine: Option<&str>,
-    ) {
+    /// Begins, or joins, the revocation; with `dropped` nobody else keeps the memory meanwhile.
+    pub(super) fn revoke(self: &Arc<Self>, waiting: Option<Arc<Promise<Arc<Memory>>>>, dropped: bool) {
         let mut revocation = self.revocation.lock();
         let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
         if let Some(result) = ended {
@@ -112,10 +115,8 @@ impl RegionCore {
             return;
         }
         revocation.waiting.extend(waiting);
-        if let Some(why) = quarantine
-            && revocation.held.is_none()
-        {
-            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory), &self.name, why));
+        if dropped && revocation.held.is_none() {
+            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory)));
         }
         self.revoking.store(true, Ordering::SeqCst);
         drop(revocation);
@@ -146,8 +147,30 @@ impl RegionCore {
     /// As [`Region::revoke`], for an agent that ends.
     pub(crate) fn revoke_at_shutdown(self: &Arc<Self>) -> Completion<Arc<Memory>> {
         let promise = Promise::new();
-        self.revoke(Some(Arc::clone(&promise)), None);
+        self.revoke(Some(Arc::clone(&promise)), false);
         Completion::of(promise)
+    }
+
+    /// Keeps the memory until the revocation has ended, if it has not: it is late.
+    pub(crate) fn quarantine(&self, why: &str) {
+        let mut revocation = self.revocation.lock();
+        if revocation.ended.is_none() && revocation.held.is_none() {
+            revocation.held = Some(quarantine::hold(Arc::clone(&self.memory)));
+            drop(revocation);
+            quarantine::warn(&self.memory, &self.name, why);
+        }
+    }
+
+    /// Says so if the memory of a dropped region is not free in a while: most are within a millisecond.
+    pub(super) fn warn_if_held(self: &Arc<Self>, clock: &Clock) {
+        if self.revocation.lock().held.is_none() {
+            return;
+        }
+        let watch = clock.watch(Instant::now() + SOON, Arc::clone(self) as Arc<dyn Expire>);
+        let mut revocation = self.revocation.lock();
+        let unused = if revocation.held.is_some() { revocation.warning.replace(watch) } else { Some(watch) };
+        drop(revocation);
+        drop(unused);
     }
 
     fn answered(self: &Arc<Self>, result: Result<()>) {
@@ -166,20 +189,30 @@ impl RegionCore {
             Some(cause) => Err(still_shared().source(cause)),
         };
         revocation.ended = Some(result.clone());
-        let mut held = revocation.held.take();
+        let (mut held, warning) = (revocation.held.take(), revocation.warning.take());
         drop(revocation);
+        drop(warning);
         if result.is_err() {
             // Nothing will ever prove that the access has ended.
             let held = held.take();
-            std::mem::forget(held.unwrap_or_else(|| {
-                quarantine::hold(Arc::clone(&self.memory), &self.name, "its revocation failed")
-            }));
+            std::mem::forget(held.unwrap_or_else(|| quarantine::hold(Arc::clone(&self.memory))));
+            quarantine::warn(&self.memory, &self.name, "its revocation failed");
         }
         drop(held);
         for promise in waiting {
             promise.finish(result.clone().map(|()| Arc::clone(&self.memory)));
         }
     }
+}
+
+impl Expire for RegionCore {
+    fn expire(self: Arc<Self>) {
+        if self.revocation.lock().held.is_some() {
+            quarantine::warn(&self.memory, &self.name, "dropped without a finished revocation");
+        }
+    }
+
+    fn interrupt(self: Arc<Self>, _: &Reason) {}
 }
 
 /// A transport's answer to a revocation.

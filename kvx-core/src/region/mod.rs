@@ -67,7 +67,7 @@ impl Region {
 
     /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
     pub fn grid(&self, grid: Grid) -> Result<GridSet<Region>> {
-        GridSet::one(self.clone(), grid)
+        GridSet::of([(self.clone(), grid)])
     }
 
     /// What a peer needs to use this region alone, in bytes: for [`Peer::learn`](crate::Peer::learn), at a peer that
@@ -100,9 +100,15 @@ impl Region {
         }
         let agent = &self.0.agent;
         let promise = Promise::new();
-        promise.by(&agent.clock, deadline.into(), core::still_shared);
+        let core = Arc::downgrade(&self.0.core);
+        promise.by(&agent.clock, deadline.into(), move || {
+            if let Some(core) = core.upgrade() {
+                core.quarantine("its revocation has not ended by its deadline");
+            }
+            core::still_shared()
+        });
         agent.forget_region(self.id());
-        self.0.core.revoke(Some(Arc::clone(&promise)), None);
+        self.0.core.revoke(Some(Arc::clone(&promise)), false);
         agent.clock.interrupt(&Reason::Region(self.id()));
         Completion::of(promise)
     }
@@ -125,7 +131,8 @@ impl Drop for RegionHandle {
             return;
         }
         self.agent.forget_region(self.core.id);
-        self.core.revoke(None, Some("dropped without a finished revocation"));
+        self.core.revoke(None, true);
+        self.core.warn_if_held(&self.agent.clock);
     }
 }
 
@@ -137,6 +144,9 @@ impl Place for Region {
     }
     fn kind(&self) -> MemoryKind {
         self.0.core.memory.kind()
+    }
+    fn is_read_only(&self) -> bool {
+        self.0.core.memory.is_read_only()
     }
     fn origin(&self) -> (u64, u64) {
         let memory = &self.0.core.memory;

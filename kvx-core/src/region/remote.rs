@@ -62,7 +62,7 @@ impl PeerRegion {
 
     /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
     pub fn grid(&self, grid: Grid) -> Result<GridSet<PeerRegion>> {
-        GridSet::one(self.clone(), grid)
+        GridSet::of([(self.clone(), grid)])
     }
 }
 
@@ -80,6 +80,9 @@ impl Place for PeerRegion {
             What::Named(info) => info.kind,
             What::Foreign(range) => range.kind,
         }
+    }
+    fn is_read_only(&self) -> bool {
+        matches!(&self.0.what, What::Named(info) if info.read_only)
     }
     fn origin(&self) -> (u64, u64) {
         match &self.0.what {

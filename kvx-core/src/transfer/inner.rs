@@ -12,28 +12,11 @@ use crate::deadline::{Expire, Reason, Watch};
 use crate::operation::{Op, Size};
 use crate::peer::{LinkRequest, NeedsLink, PeerInner};
 use crate::plan::Plan;
+use crate::report::Report;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Settle;
 use crate::transport::Link;
 use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
-
-/// The result of a transfer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Report {
-    /// Bytes moved.
-    pub bytes: u64,
-    /// Blocks moved.
-    pub blocks: u64,
-    /// Contiguous pieces that were left after merging neighbours.
-    pub segments: u64,
-    /// The time that the post kept its caller.
-    pub post_time: Duration,
-    /// From the post until the data had arrived.
-    pub transfer_time: Duration,
-    /// The backend that carried it.
-    pub backend: &'static str,
-}
 
 pub(crate) struct TransferInner {
     pub(crate) id: TransferId,
@@ -58,6 +41,8 @@ pub(super) struct TransferState {
     /// The link that carries it and its backend, once a route is chosen.
     pub(super) on: Option<(Arc<dyn Link>, &'static str)>,
     notify: Option<Box<[u8]>>,
+    /// What was moved, once its notification is on its way: that may still arrive, whatever is told before.
+    pub(super) arrived: Option<Report>,
     pub(super) waker: Option<Waker>,
     watch: Option<Watch>,
     pub(super) settled: Vec<Arc<Promise<()>>>,
@@ -116,6 +101,7 @@ impl TransferInner {
                 stage: TicketStage::Parked,
                 on: None,
                 notify,
+                arrived: None,
                 waker: None,
                 watch: None,
                 settled: Vec::new(),
@@ -200,9 +186,12 @@ impl TransferInner {
             drop(state);
             return drop(watch);
         }
-        let result = result.map_err(|error| match state.on {
-            Some((_, backend)) => error.backend(backend),
-            None => error,
+        let result = result.map_err(|error| {
+            let error = error.report_is(state.arrived.clone());
+            match state.on {
+                Some((_, backend)) => error.backend(backend),
+                None => error,
+            }
         });
         let told = result.clone();
         state.outcome = Resolution::Done(result);
@@ -254,7 +243,12 @@ impl TransferInner {
             let state = self.state.lock();
             match state.stage {
                 TicketStage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
-                _ => None,
+                // Only the notification is under way, which nothing calls back.
+                TicketStage::Settled => {
+                    drop(state);
+                    return self.resolve(Err(error));
+                }
+                TicketStage::Parked | TicketStage::Forgotten => None,
             }
         };
         match link {
@@ -378,19 +372,22 @@ impl Settle for TransferInner {
         let open = matches!(state.outcome, Resolution::Pending);
         let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
         let result = result.map(|()| self.report(&state));
+        let tell_waiting = move || waiting.into_iter().for_each(|promise| drop(promise.finish(Ok(()))));
         match (notify, &state.on) {
             (Some(bytes), Some((link, _))) => {
                 let link = Arc::clone(link);
+                state.arrived = result.as_ref().ok().cloned();
                 drop(state); // with its watch: the deadline still holds while the notification is under way
+                tell_waiting(); // first: a library may take its time with the notification
                 let this = Arc::clone(&self);
                 // A lost ticket leaves the transfer to its deadline.
                 let sent = move |sent: Result<()>| this.resolve(sent.and(result));
                 link.notify(&bytes, Ticket::new(sent));
             }
-            _ => self.decide(state, result),
-        }
-        for promise in waiting {
-            promise.finish(Ok(()));
+            _ => {
+                self.decide(state, result);
+                tell_waiting();
+            }
         }
     }
 

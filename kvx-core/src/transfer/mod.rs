@@ -6,15 +6,15 @@ mod looks;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use crate::completion::{Completion, Promise};
+use crate::report::Report;
 use crate::{Deadline, Error, Kind, Result, TransferId};
 
-pub use inner::Report;
 use inner::TicketStage;
 pub(crate) use inner::TransferInner;
 use looks::Looks;
@@ -23,6 +23,9 @@ use looks::Looks;
 ///
 /// Resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory stays pinned until it has
 /// [settled](Transfer::settled), which may be later. Dropping it cancels what can be cancelled and frees nothing early.
+///
+/// With a notification it resolves when the peer's side has that too. An error of such a transfer may come after its
+/// data: [`Error::report`] then says what was moved, and the peer may still be notified.
 #[must_use = "dropping a transfer cancels it"]
 pub struct Transfer(pub(crate) Arc<TransferInner>);
 
@@ -71,10 +74,9 @@ impl Transfer {
                 return result;
             }
             if until.passed() {
-                return Err(Error::new(
-                    Kind::TimedOut,
-                    "the wait for a transfer ended: wait longer, or await it",
-                ));
+                let error =
+                    Error::new(Kind::TimedOut, "the wait for a transfer ended: wait longer, or await it");
+                return Err(error.report_is(state.arrived.clone()));
             }
             state = self.0.finished.wait_until(state, until.instant());
         }
@@ -103,7 +105,11 @@ impl Transfer {
         self.0.state.lock().stage == TicketStage::Settled
     }
 
-    /// Ends when the transfer has settled: nobody will read or write its local memory for it again.
+    /// Ends when the transfer has settled: nobody will read or write its local memory for it again. It outlives the
+    /// transfer, so that who drops that, under `select!` for example, takes this first.
+    ///
+    /// Awaited, it has no deadline: it ends with the proof, however late that comes, or never if there will be none
+    /// (quarantine). [`Completion::join`] waits for 30 seconds at most, [`Completion::wait`] for as long as it is told.
     pub fn settled(&self) -> Completion<()> {
         if let Err(error) = crate::fork::check() {
             return Completion::ready(Err(error));
@@ -125,10 +131,41 @@ impl Transfer {
         Completion::of(promise)
     }
 
-    /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same.
+    /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same. One
+    /// whose data has arrived resolves at once; its notification cannot be called back.
     pub fn cancel(&self) {
         if crate::fork::check().is_ok() {
             self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+        }
+    }
+
+    /// What cancels it from elsewhere while it is awaited or waited for.
+    ///
+    /// ```
+    /// # use kvx_core as kvx;
+    /// # fn look(transfer: kvx::Transfer) -> kvx::Result<()> {
+    /// let canceller = transfer.canceller();
+    /// let aborted = std::thread::spawn(move || canceller.cancel()); // when the client goes away
+    /// let result = transfer.wait(std::time::Duration::from_secs(2)); // `Cancelled`, or what came first
+    /// # aborted.join().ok(); result.map(drop) }
+    /// ```
+    pub fn canceller(&self) -> Canceller {
+        Canceller(Arc::downgrade(&self.0))
+    }
+}
+
+/// Cancels one transfer, from any thread and any number of times. Cheap to clone; keeps nothing of the transfer.
+#[derive(Clone, Debug)]
+pub struct Canceller(Weak<TransferInner>);
+
+impl Canceller {
+    /// As [`Transfer::cancel`]. Does nothing once the transfer has ended.
+    pub fn cancel(&self) {
+        if crate::fork::check().is_ok()
+            && let Some(transfer) = self.0.upgrade()
+            && !transfer.over.load(Ordering::Acquire)
+        {
+            transfer.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Reports of a transport to its agent.
 
-use crate::identity::{Incarnation, Sender};
+use crate::identity::Sender;
 use crate::{Error, LinkId};
 
 /// Receives the reports of a transport. Called without locks of the transport but the one that makes it the only one
@@ -28,6 +28,7 @@ pub enum LinkState {
     /// It is gone for good, or never came up. Core resolves what is in flight with this error at once; each ticket
     /// settles when it is proven that nobody touches its memory.
     Lost(Error),
-    /// Another incarnation answered under the peer's name.
-    Restarted(Incarnation),
+    /// Somebody answers at the peer's address whom its metadata does not invite to: another incarnation of it, as a
+    /// rule.
+    Restarted,
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Events, Transport};
-use crate::identity::Identity;
+use crate::identity::{Identity, Invitation};
 use crate::{Capabilities, DeviceAccess, Options, Result, Secret};
 
 /// Makes transports of one backend. One per backend, a plain value in the registry.
@@ -16,6 +16,11 @@ pub trait Factory: Send + Sync {
 
     /// Its place in the order of preference.
     fn placement(&self) -> Placement;
+
+    /// What it takes to be heard by it. Not said, it counts as [`Open`](Admission::Open).
+    fn admission(&self) -> Admission {
+        Admission::Open
+    }
 
     /// Finds out whether it can run on this machine with these options, and opens what it must to know.
     fn available(&self, options: &Options) -> Result<Availability, Unavailable>;
@@ -52,6 +57,8 @@ pub struct Context {
     pub events: Arc<dyn Events>,
     /// Copies device memory, by kind.
     pub devices: Vec<Arc<dyn DeviceAccess>>,
+    /// What the agent invites its peers by.
+    pub invitation: Invitation,
     /// The shared secret of the fleet, if there is one.
     pub secret: Option<Secret>,
     /// The time that a peer may be silent with work in flight before it counts as lost.
@@ -78,6 +85,20 @@ pub enum WithoutAList {
     OpenWithRdma,
     /// Never.
     Skip,
+}
+
+/// Who is heard by a backend: what the agents' invitations and the fleet's secret are worth over it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// Nothing is told, parsed or moved before a peer has proven to have the invitation, and the secret if there is
+    /// one.
+    Proven,
+    /// kvx tells, grants and parses nothing before that proof; the library's own port hears whoever reaches it, and a
+    /// peer that was let in is trusted with this process.
+    Keys,
+    /// The library speaks to whoever reaches it, by a protocol of its own. Where there is a secret it is opened only if
+    /// the option `unauthenticated` names it.
+    Open,
 }
 
 /// The reason why a compiled-in backend cannot run on this machine.

@@ -12,12 +12,12 @@ mod turn;
 use std::sync::Arc;
 
 pub use events::{Events, Full, LinkState};
-pub use factory::{Availability, Context, Factory, Placement, Unavailable, WithoutAList};
+pub use factory::{Admission, Availability, Context, Factory, Placement, Unavailable, WithoutAList};
 pub use regions::{ForeignRange, LocalRegion, RegionSpec, RemoteRegion, RemoteSpec};
 pub use turn::Turn;
 
 use crate::bound::Bound;
-use crate::identity::{Generation, Identity};
+use crate::identity::{Generation, Identity, Invitation};
 use crate::{Capabilities, Error, Kind, LinkId, Result, Ticket, TransferId};
 
 /// One backend, opened for one agent. Dropping the last handle ends its threads without waiting for them.
@@ -62,17 +62,20 @@ pub unsafe trait Transport: Send + Sync {
     /// The queue of notifications has room again after a [`Full`].
     fn resume(&self) {}
 
-    /// Ends everything: fails what is in flight, closes links, joins threads, then settles `done`.
+    /// Ends everything: fails what is in flight, closes links, joins threads, then settles `done`. May block; called on
+    /// a thread of its own.
     fn shutdown(&self, done: Ticket);
 }
 
 /// A peer's section of its metadata.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerSection<'a> {
-    /// Which agent, which life: the handshake must name both.
+    /// Which agent, which life.
     pub identity: &'a Identity,
     /// Which version of the metadata.
     pub generation: Generation,
+    /// What the handshake must prove to have.
+    pub invitation: Invitation,
     /// The bytes of the peer's [`Transport::address`].
     pub address: &'a [u8],
 }

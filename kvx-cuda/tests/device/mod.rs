@@ -1,8 +1,6 @@
 //! kvx's promises for the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
 //! Where a variable names another library, that one is tested, as far as it needs no command of the stand-in's.
 
-#[path = "../native/again.rs"]
-mod again;
 mod copies;
 mod errors;
 mod kernels;
@@ -100,7 +98,7 @@ pub(crate) fn run(
     if let Ok(role) = std::env::var(ROLE) {
         return roles::play(maker, &role);
     }
-    again::with_the_stand_in(maker.variables);
+    kvx_stand_in::start_again(maker.variables, env!("CARGO_TARGET_TMPDIR"));
     let mut tests = [
         copies::ANYWHERE,
         errors::ANYWHERE,

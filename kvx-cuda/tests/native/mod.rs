@@ -1,7 +1,5 @@
 //! The contract's suites over a maker's devices and the embedded transports.
 
-pub(crate) mod again;
-
 use std::process::ExitCode;
 
 use kvx_core::Registry;

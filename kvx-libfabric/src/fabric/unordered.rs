@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
 use kvx_backend::reactor::{Armed, Turn};
-use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
     Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
 };
@@ -164,6 +164,10 @@ impl Factory for Unordered {
         Libfabric.placement()
     }
 
+    fn admission(&self) -> Admission {
+        Libfabric.admission()
+    }
+
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         Libfabric.available(options)
     }
@@ -194,7 +198,7 @@ fn notifications_wait(options: &str) {
         (agent, region)
     };
     let ((near, ours), (far, theirs)) = (agent("near"), agent("far"));
-    let peer = near.connect(&far.metadata().unwrap()).unwrap();
+    let peer = near.connect(far.metadata().unwrap()).unwrap();
     peer.ready(PATIENCE).wait(PATIENCE).unwrap();
     let grid = || Grid::packed(BLOCK, BLOCKS);
     let (local, remote) = (ours.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
@@ -206,7 +210,7 @@ fn notifications_wait(options: &str) {
         let sent = vec![round; (BLOCK * u64::from(BLOCKS)) as usize];
         ours.copy_in(0, &sent).unwrap();
         let transfer = peer.transfer(&plan).notify(vec![round]).post().unwrap();
-        far.expect(&[round], 1, PATIENCE).wait(PATIENCE).unwrap();
+        far.expect([round], 1, PATIENCE).wait(PATIENCE).unwrap();
         let mut came = vec![0; sent.len()];
         theirs.copy_out(0, &mut came).unwrap();
         let missing = came.iter().filter(|byte| **byte != round).count();

@@ -113,7 +113,8 @@ impl Domain {
         let asked = &mut attributes.known;
         asked.mr_iov = &range;
         asked.iov_count = 1;
-        asked.access = u64::from(FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE);
+        let written = if memory.read_only { 0 } else { FI_RECV | FI_READ | FI_REMOTE_WRITE };
+        asked.access = u64::from(FI_SEND | FI_WRITE | FI_REMOTE_READ | written);
         asked.requested_key = key;
         let mut flags = 0;
         if let Some((interface, ordinal)) = memory.device {
@@ -174,6 +175,8 @@ struct Attributes {
 pub(crate) struct Described<'a> {
     pub(crate) address: u64,
     pub(crate) len: usize,
+    /// Nobody writes to it.
+    pub(crate) read_only: bool,
     /// libfabric's number of the kind of device, and the driver's of the device.
     pub(crate) device: Option<(fi_hmem_iface, c_int)>,
     /// The file that the device's driver made of it, and where in that it begins.

@@ -57,7 +57,8 @@ fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, Failed> {
 }
 
 fn described(memory: &[u8]) -> Described<'static> {
-    Described { address: memory.as_ptr().addr() as u64, len: memory.len(), device: None, file: None }
+    let address = memory.as_ptr().addr() as u64;
+    Described { address, len: memory.len(), read_only: false, device: None, file: None }
 }
 
 /// Where an operation on the `offset`th byte of what is registered goes.

@@ -22,13 +22,13 @@ pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
     let grid = Grid::packed(4096, 16);
     let theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 65536]))).unwrap();
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 65536]))).unwrap();
-    let peer = decode.connect(&prefill.metadata().unwrap()).unwrap();
+    let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let remote = peer.region("kv").unwrap().grid(grid).unwrap();
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([3, 1]), remote.blocks([2, 9])).unwrap();
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(*b"read").post().unwrap();
     assert_eq!(transfer.wait(CUT_OFF).unwrap().bytes, 8192);
-    assert_eq!(&*prefill.notification(CUT_OFF).wait().unwrap().bytes, b"read");
+    assert_eq!(&*prefill.notification(CUT_OFF).join().unwrap().bytes, b"read");
     let mut bytes = vec![0; 65536];
     ours.copy_out(0, &mut bytes).unwrap();
     assert!(

@@ -1,11 +1,13 @@
 //! One control socket and all that hangs on it, on both ends.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::{Granted, Imports, NoticesFromPeer, NoticesToPeer, Silence};
+use kvx_backend::control::proof::Claim;
+use kvx_backend::control::{Granted, Greeting, Imports, NoticesFromPeer, NoticesToPeer, Silence};
+use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
 
@@ -47,9 +49,13 @@ pub(crate) struct Waiting {
 }
 
 pub(crate) struct Connection {
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: Private,
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) phase: Phase,
+    /// Ours, until it is answered.
+    pub(crate) greeting: Option<Greeting>,
+    /// What the peer has to prove before the connection is up.
+    pub(crate) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
     pub(crate) link: Option<Arc<Wiring>>,
     /// Who is at the other end, once the handshake has told.
@@ -57,6 +63,8 @@ pub(crate) struct Connection {
     pub(crate) silence: Silence,
     queue: VecDeque<Packet>,
     asked_for_room: bool,
+    /// The kernel takes no more files now, though there is room for bytes: no event tells when it does.
+    pub(crate) crowded: bool,
     token: u64,
     /// The other end does not read any more; what it has sent is still to be read.
     pub(crate) deaf: bool,
@@ -88,7 +96,7 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn new(
-        socket: OwnedFd,
+        socket: Private,
         process: PeerProcess,
         link: Option<Arc<Wiring>>,
         now: Instant,
@@ -98,11 +106,14 @@ impl Connection {
             socket,
             process: Arc::new(process),
             phase: Phase::Hello(now + patience),
+            greeting: None,
+            awaited: None,
             link,
             peer: None,
             silence: Silence::new(now),
             queue: VecDeque::new(),
             asked_for_room: false,
+            crowded: false,
             token: 0,
             deaf: false,
             broken: None,
@@ -224,14 +235,20 @@ impl Connection {
 
     /// Sends what the socket takes.
     pub(crate) fn flush(&mut self, poller: &Poller) {
+        self.crowded = false;
         while let Some(packet) = self.queue.front() {
             let file = packet.memory.as_deref().and_then(memory::file);
             match socket::send(self.socket.as_fd(), &packet.bytes, file) {
                 Ok(()) => {
                     self.queue.pop_front();
                 }
-                // Too many files under way: room comes as the peer takes them.
-                Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => break,
+                Err(Errno::AGAIN) => break,
+                // Too many files of this user's are under way: readers take them in their own time.
+                Err(Errno::NOBUFS | Errno::TOOMANYREFS) => {
+                    self.crowded = true;
+                    poller.is_crowded();
+                    break;
+                }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     // What the peer sent before it went is still to be read: the reading side ends the connection.
                     self.deaf = true;
@@ -246,7 +263,7 @@ impl Connection {
             }
         }
         // What is broken asks for room as well: the event ends it.
-        let wanted = !self.queue.is_empty() || self.broken.is_some();
+        let wanted = !self.queue.is_empty() && !self.crowded || self.broken.is_some();
         if wanted != self.asked_for_room {
             self.asked_for_room = wanted;
             let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };

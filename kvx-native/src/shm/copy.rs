@@ -2,12 +2,13 @@
 
 use std::os::fd::BorrowedFd;
 
+use kvx_core::memory::copy_shared;
 use kvx_core::{Error, Extents, Segments};
 use rustix::io::Errno;
 
 use super::error::{error, readv_refused};
 use super::host::PeerProcess;
-use super::memory::{How, Place};
+use super::memory::{CopySource, How};
 
 /// The most vectors in one call: the kernel's own limit.
 const MAX_VECTORS: usize = 1024;
@@ -102,7 +103,7 @@ impl Copier {
         &mut self,
         owner: Owner<'_>,
         pieces: &mut impl Iterator<Item = Piece>,
-        places: &[Place],
+        places: &[CopySource],
         targets: &[u64],
         budget: u64,
     ) -> Result<Turn, Stopped> {
@@ -155,7 +156,7 @@ impl Copier {
                 fetch_ahead(next.from, next.into, next.len.min(AHEAD));
             }
             // SAFETY: the caller's promise; a mapping and our own memory are different addresses.
-            unsafe { std::ptr::copy_nonoverlapping(*from, *into, *len) };
+            unsafe { copy_shared(*from, *into, *len) };
         }
         self.copies.clear();
     }
@@ -389,7 +390,7 @@ mod tests {
         let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
         let owner = Owner { process: &process, socket: socket.as_fd() };
-        let places = vec![Place { base: source.as_ptr() as u64, how: How::There }; 2];
+        let places = vec![CopySource { base: source.as_ptr() as u64, how: How::There }; 2];
         let targets = [target.as_mut_ptr() as u64];
         let mut copier = Copier::new();
         let mut pieces = Pulling::new(from, into);
@@ -417,7 +418,7 @@ mod tests {
         let indices: Vec<u32> = (0..5000).map(|at| at * 7 % 5000).collect();
         let mut copier = Copier::new();
         let mut run = |base: u64, target: &mut [u8]| {
-            let places = [Place { base, how: How::There }];
+            let places = [CopySource { base, how: How::There }];
             let targets = [target.as_mut_ptr() as u64];
             let mut pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
             // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.

@@ -162,6 +162,9 @@ impl Machine {
         let mut late = Vec::new();
         let mut again: Option<Instant> = None;
         for (at, connection) in &mut self.connections {
+            if connection.crowded {
+                connection.flush(&self.poller);
+            }
             match connection.phase {
                 Phase::Hello(until) if until <= now => late.push(at),
                 Phase::Hello(until) => again = Some(again.map_or(until, |next| next.min(until))),

@@ -17,6 +17,22 @@ pub(crate) fn refused(why: Refusal) -> Error {
     why.into_error().backend(NAME)
 }
 
+/// A connection that did not come about for lack of something that may be there later, or for another reason.
+pub(crate) fn no_connection(cause: Errno) -> Error {
+    match cause {
+        Errno::MFILE | Errno::NFILE => {
+            let why = "no socket for a connection to the peer: raise ulimit -n, then post or connect again";
+            Error::os(why, cause).kind_is(Kind::Exhausted)
+        }
+        Errno::NOMEM | Errno::NOBUFS => {
+            let why =
+                "this machine has no memory for a connection now: free some, then post or connect again";
+            Error::os(why, cause).kind_is(Kind::Exhausted)
+        }
+        _ => Error::os("no connection to the peer", cause),
+    }
+}
+
 /// Why `process_vm_readv` was refused, and what to do about it.
 pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
     let cause = match errno {

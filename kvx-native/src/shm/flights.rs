@@ -15,7 +15,7 @@ use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, Tran
 use super::copy::Piece;
 use super::error::error;
 use super::granting::forget;
-use super::memory::{How, Place};
+use super::memory::{CopySource, How};
 use super::progress::{Command, Machine, Work};
 use super::transport::Opened;
 
@@ -56,7 +56,7 @@ pub(crate) enum Errand {
 pub(crate) struct Load {
     pub(crate) pieces: Box<dyn Iterator<Item = Piece> + Send>,
     /// The peer's side.
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<CopySource>,
     /// Regions of the peer that the places lie in.
     pub(crate) from: Vec<RegionId>,
     /// Our side.
@@ -66,8 +66,8 @@ pub(crate) struct Load {
 
 impl Load {
     /// Whether a device has to move it. One kind of memory a side: the first speaks for all.
-    pub(crate) fn needs_device(places: &[Place], target: Option<&Arc<Memory>>) -> bool {
-        matches!(places.first(), Some(Place { how: How::Device(_), .. }))
+    pub(crate) fn needs_device(places: &[CopySource], target: Option<&Arc<Memory>>) -> bool {
+        matches!(places.first(), Some(CopySource { how: How::Device(_), .. }))
             || target.is_some_and(|target| !target.kind().is_host())
     }
 }
@@ -86,7 +86,7 @@ enum Way {
 }
 
 impl Way {
-    fn of(place: &Place, target: &Memory) -> Result<Self> {
+    fn of(place: &CopySource, target: &Memory) -> Result<Self> {
         match (&place.how, target.device_access()) {
             (How::Device(from), Some(_)) => access(from).map(Way::Hop),
             (How::Device(from), None) => access(from).map(|access| Way::Copy(access, Direction::ToHost)),

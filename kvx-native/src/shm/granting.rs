@@ -51,7 +51,8 @@ impl Machine {
         }
     }
 
-    /// A peer lends us a region to pull its writes from. Errors: `Malformed` for one that is lent already.
+    /// A peer lends us a region to pull its writes from. One that cannot be taken is let go of at once: the peer lends
+    /// it anew for its next write. Errors: `Malformed` for one that is held already.
     pub(crate) fn take_lend(
         &mut self,
         at: usize,
@@ -60,13 +61,14 @@ impl Machine {
         file: Option<&OwnedFd>,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
-        if connection.lent.len() >= MAX_LENT || connection.lent.contains_key(&id) {
+        if connection.lent.len() >= MAX_LENT || matches!(connection.lent.get(&id), Some(Ok(_))) {
             return Err(malformed("a region is lent twice, or too many are"));
         }
         // One that does not fit is refused when a write names it: the others go on.
         let held = Held::of(id, reached, file, &self.devices);
-        if let Ok(held) = &held {
-            self.populate(at, held);
+        match &held {
+            Ok(held) => self.populate(at, held),
+            Err(_) => self.connections[at].send(&self.poller, Message::Released { id }),
         }
         self.connections[at].lent.insert(id, held);
         Ok(())
@@ -144,7 +146,9 @@ impl Machine {
             work.settle(reason.clone(), out);
         }
         let connection = &mut self.connections[at];
-        connection.lent.remove(&id);
+        if let Some(Err(_)) = connection.lent.remove(&id) {
+            return; // we have let go of it already
+        }
         connection.shut_windows(|held| held.id == id);
         connection.imports.recall(|(held, _)| held.id == id, &reason);
         connection.releasing.insert(id);

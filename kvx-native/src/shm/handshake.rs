@@ -4,30 +4,33 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::{Hello, Message, Refusal, check_welcome, turned_away};
+use kvx_backend::control::proof::stranger;
+use kvx_backend::control::reasons::malformed;
+use kvx_backend::control::{Greeting, Message, Refusal, VERSIONS, hear};
 use kvx_backend::reactor::Outbox;
+use kvx_core::fork::Private;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, Identity, Kind, Result};
+use kvx_core::{Error, Kind, Result};
 use rustix::io::Errno;
 
+use super::address::name_socket_name;
 use super::connection::{Connection, Phase};
 use super::copy;
 use super::ending::End;
-use super::error::{NAME, error, foreign_off, refused};
+use super::error::{NAME, error, foreign_off, no_connection, refused};
 use super::host::{PeerProcess, our_uid};
 use super::link::{Sight, Wiring};
 use super::messages::Probe;
 use super::progress::{LISTENERS, Machine, token};
 use super::socket::{self, Ready};
-use super::transport::name_socket_name;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How soon to try again when too many wait to be accepted.
 const AGAIN: Duration = Duration::from_millis(10);
-/// The most connections that were accepted.
-const MAX_ACCEPTED: usize = 4096;
-/// The most of them whose handshake is not done.
+/// The most clients that are served. Few in tests, which fill them.
+const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
+/// The most beside them whose handshake is not done.
 const MAX_HALF_OPEN: usize = 256;
 /// The most clients accepted in one turn.
 const ACCEPT_BATCH: usize = 16;
@@ -71,7 +74,7 @@ impl Machine {
                 return self.look_by(Instant::now() + AGAIN);
             }
             Err(Errno::CONNREFUSED) => Err(nobody_listens()),
-            Err(cause) => Err(Error::os("no connection to the peer", cause)),
+            Err(cause) => Err(no_connection(cause)),
         };
         if let Err(reason) = begun {
             lost(&link, reason, out);
@@ -82,20 +85,20 @@ impl Machine {
         PATIENCE.min(self.peer_timeout)
     }
 
-    fn begin(&mut self, socket: std::os::fd::OwnedFd, link: Arc<Wiring>) -> Result<()> {
+    fn begin(&mut self, socket: Private, link: Arc<Wiring>) -> Result<()> {
         let process = PeerProcess::behind(socket.as_fd())?;
         check_user(&process)?;
         if process.ended() {
             return Err(nobody_listens()); // a forked child of the peer keeps its socket open
         }
         let now = Instant::now();
-        let hello = Hello::new(self.me.clone(), link.peer.clone());
-        let rest = self.probe().hello_rest();
+        let (greeting, body) = Greeting::new(&self.me, link.keys.clone(), &self.probe().hello_rest())?;
         let id = link.id;
-        let connection = Connection::new(socket, process, Some(link), now, self.patience());
+        let mut connection = Connection::new(socket, process, Some(link), now, self.patience());
+        connection.greeting = Some(greeting);
         let at = self.admit(connection)?;
         self.links.insert(id, at);
-        self.connections[at].send(&self.poller, Message::Hello { hello, rest: &rest });
+        self.connections[at].send(&self.poller, Message::Hello { versions: VERSIONS, body: &body });
         Ok(())
     }
 
@@ -147,27 +150,20 @@ impl Machine {
         }
     }
 
-    fn greet(&mut self, socket: std::os::fd::OwnedFd, out: &mut Outbox) {
+    fn greet(&mut self, socket: Private, out: &mut Outbox) {
         let process = match PeerProcess::behind(socket.as_fd()) {
             Ok(process) => process,
             Err(reason) => return tracing::warn!(%reason, "SHM: a client is turned away"),
         };
         if let Err(reason) = check_user(&process) {
-            let refuse = Message::Refuse { from: self.me.clone(), why: Refusal::from(&reason) };
+            let refuse = Message::Refuse { why: Refusal::from(&reason), proof: &[] };
             socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
-            return tracing::warn!(
-                pid = process.pid,
-                uid = process.uid,
-                "SHM: a client of another user is turned away"
-            );
+            let (pid, uid) = (process.pid, process.uid);
+            return self.strangers.tell(|| {
+                tracing::warn!(pid, uid, "SHM: a client of another user is turned away");
+            });
         }
         self.make_room(out);
-        if self.connections.len() >= MAX_ACCEPTED {
-            return tracing::warn!(
-                pid = process.pid,
-                "SHM: a client is turned away: {MAX_ACCEPTED} are connected"
-            );
-        }
         let connection = Connection::new(socket, process, None, Instant::now(), self.patience());
         if let Err(reason) = self.admit(connection) {
             tracing::warn!(%reason, "SHM: a client is turned away");
@@ -195,29 +191,52 @@ impl Machine {
         }
     }
 
-    /// A client says who it is and whom it wants. Errors: what it is refused with, and cut off.
-    pub(crate) fn take_hello(&mut self, at: usize, hello: Hello, probe: &Probe) -> Result<()> {
-        let verdict = hello.verdict(&self.me);
+    /// How many clients are through with their handshake.
+    fn served(&self) -> usize {
+        let is_served = |connection: &Connection| {
+            connection.link.is_none() && !matches!(connection.phase, Phase::Hello(_))
+        };
+        self.connections.iter().filter(|(_, connection)| is_served(connection)).count()
+    }
+
+    /// A client says who it is and proves that it was invited; before that nothing of it is read. Errors: what it is
+    /// refused with, and cut off.
+    pub(crate) fn take_hello(&mut self, at: usize, versions: (u16, u16), body: &[u8]) -> Result<()> {
+        if self.connections[at].awaited.is_some() {
+            return Err(malformed("a second hello"));
+        }
         let own_probe = self.probe();
+        let heard = hear(&self.keys, versions, body);
+        let heard = heard.and_then(|greeted| greeted.if_room(self.served(), MAX_ACCEPTED));
         let connection = &mut self.connections[at];
-        let from = self.me.clone();
-        let version = match verdict {
-            Ok(version) => version,
-            Err(reason) => {
-                connection.send(&self.poller, Message::Refuse { from, why: Refusal::from(&reason) });
-                return Err(reason);
+        let greeted = match heard {
+            Ok(greeted) => greeted,
+            Err(away) => {
+                connection.send(&self.poller, away.message());
+                return Err(away.why);
             }
         };
         let sight = see(
             self.config.foreign_memory,
             connection,
-            probe,
+            &Probe::of_hello(greeted.rest)?,
             "the initiator's memory is no kvx pool, and the target cannot read it",
         );
-        connection.peer = Some(hello.from);
-        connection.phase = Phase::Up;
         let rest = own_probe.welcome_rest(&sight.as_ref().copied().map_err(Refusal::from));
-        connection.send(&self.poller, Message::Welcome { version, from, rest: &rest });
+        let (version, body, claim) = greeted.welcome(&self.keys, &rest)?;
+        connection.peer = Some(greeted.from);
+        connection.awaited = Some(claim);
+        connection.send(&self.poller, Message::Welcome { version, body: &body });
+        Ok(())
+    }
+
+    /// The client proves that its hello was not recorded.
+    pub(crate) fn take_confirm(&mut self, at: usize, proof: &[u8]) -> Result<()> {
+        let connection = &mut self.connections[at];
+        if !connection.awaited.take().is_some_and(|claim| claim.holds(proof)) {
+            return Err(stranger());
+        }
+        connection.phase = Phase::Up;
         Ok(())
     }
 
@@ -225,34 +244,36 @@ impl Machine {
     pub(crate) fn take_welcome(
         &mut self,
         at: usize,
-        from: Identity,
-        probe: &Probe,
-        reads_us: Result<(), Refusal>,
+        version: u16,
+        body: &[u8],
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(link) = connection.link.clone() else { return Ok(()) };
-        check_welcome(&from, &link.peer)?;
+        let Some(greeting) = connection.greeting.take() else { return Err(malformed("a second welcome")) };
+        let (rest, proof) = greeting.welcomed(version, body)?;
+        let (probe, reads_us) = Probe::of_welcome(rest)?;
         let ours = see(
             self.config.foreign_memory,
             connection,
-            probe,
+            &probe,
             "the peer's memory is no kvx pool, and cannot be read from here",
         );
         let theirs = reads_us.map_err(refused);
         link.sight.set(Sight { ours, theirs }).ok(); // a handshake ends once
-        connection.peer = Some(from);
+        connection.peer = Some(link.peer.clone());
         connection.phase = Phase::Up;
+        connection.send(&self.poller, Message::Confirm { proof });
         out.link(link.id, LinkState::Up);
         Ok(())
     }
 
     /// The target turns us away.
-    pub(crate) fn take_refuse(&mut self, at: usize, from: &Identity, why: Refusal, out: &mut Outbox) {
-        let Some(link) = self.connections[at].link.clone() else { return };
-        let (reason, restarted) = turned_away(from, &link.peer, why);
-        let reason = reason.backend(NAME);
-        let state = restarted.map_or_else(|| LinkState::Lost(reason.clone()), LinkState::Restarted);
+    pub(crate) fn take_refuse(&mut self, at: usize, why: Refusal, proof: &[u8], out: &mut Outbox) {
+        let Some(greeting) = self.connections[at].greeting.take() else { return };
+        let reason = greeting.refused(why, proof).backend(NAME);
+        let restarted = reason.kind() == Kind::PeerRestarted;
+        let state = if restarted { LinkState::Restarted } else { LinkState::Lost(reason.clone()) };
         self.end(at, reason, End::Proven, Some(state), out);
     }
 
@@ -298,7 +319,7 @@ fn lost(link: &Arc<Wiring>, reason: Error, out: &mut Outbox) {
 }
 
 /// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
-pub(crate) fn listen(random: &[u8], name: &[u8]) -> Result<[Option<std::os::fd::OwnedFd>; LISTENERS]> {
+pub(crate) fn listen(random: &[u8], name: &[u8]) -> Result<[Option<Private>; LISTENERS]> {
     let main = socket::listen(random).map_err(|cause| Error::os("no Unix socket: raise ulimit -n", cause))?;
     // Another living agent of this name has it: then it is the one to answer.
     Ok([Some(main), socket::listen(name).ok()])

@@ -1,12 +1,13 @@
 //! Who is on this host: boot id, namespaces, credentials and lives of peer processes.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
 
 use kvx_core::{Kind, Result};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::error::error;
+use super::error::{error, no_connection};
 
 /// What tells one host, and one network namespace on it, from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +80,9 @@ enum Life {
     Unknown,
 }
 
+/// How long a process may take from the close of its files to its death.
+const A_MOMENT: Duration = Duration::from_millis(5);
+
 /// Kernel 6.5 and newer: a pidfd of the process that connected or listened.
 const SO_PEERPIDFD: libc::c_int = 77;
 
@@ -101,11 +105,11 @@ impl PeerProcess {
             let cause = std::io::Error::last_os_error();
             return Err(kvx_core::Error::os("the kernel does not tell who is at the other end", cause));
         }
-        Ok(PeerProcess {
-            pid: who.pid,
-            uid: who.uid,
-            life: pidfd_behind(socket).unwrap_or_else(|| pidfd_of(who.pid)),
-        })
+        let life = match pidfd_behind(socket) {
+            Some(life) => life,
+            None => pidfd_of(who.pid).map_err(no_connection)?,
+        };
+        Ok(PeerProcess { pid: who.pid, uid: who.uid, life })
     }
 
     /// Becomes readable when the process ends.
@@ -123,6 +127,18 @@ impl PeerProcess {
             Life::Ended => true,
             Life::Unknown => false,
         }
+    }
+
+    /// Whether the process has ended, of whose `socket` the end was seen. One that dies closes its files a moment
+    /// before it counts as dead; one that leaves closes one direction first.
+    pub(crate) fn ended_with(&self, socket: BorrowedFd<'_>) -> bool {
+        let hung_up =
+            matches!(poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]), Ok(1..));
+        if let (true, Life::Watched(life)) = (hung_up, &self.life) {
+            let moment = rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
+            rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok(); // looked at below
+        }
+        self.ended()
     }
 
     /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
@@ -176,12 +192,14 @@ fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<Life> {
     Some(Life::Watched(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-fn pidfd_of(pid: i32) -> Life {
-    let Some(pid) = rustix::process::Pid::from_raw(pid) else { return Life::Unknown };
+/// Errors: this process has no descriptor for it.
+fn pidfd_of(pid: i32) -> Result<Life, Errno> {
+    let Some(pid) = rustix::process::Pid::from_raw(pid) else { return Ok(Life::Unknown) };
     match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
-        Ok(life) => Life::Watched(life),
-        Err(Errno::SRCH) => Life::Ended,
-        Err(_) => Life::Unknown,
+        Ok(life) => Ok(Life::Watched(life)),
+        Err(Errno::SRCH) => Ok(Life::Ended),
+        Err(full @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => Err(full),
+        Err(_) => Ok(Life::Unknown),
     }
 }
 

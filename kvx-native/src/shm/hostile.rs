@@ -4,15 +4,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::fork::Private;
 use kvx_core::memory::IpcHandle;
 use kvx_core::{
-    Agent, DeviceId, Grid, Identity, Incarnation, Kind, Memory, Placed, Plan, Region, RegionId, RegionKey,
-    Registry,
+    Agent, DeviceId, Grid, Identity, Incarnation, Invitation, Kind, Memory, Metadata, Placed, Plan, Region,
+    RegionId, RegionKey, Registry,
 };
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use kvx_backend::control::{Hello, Message as Shared, Refusal};
+use kvx_backend::control::proof::Keys;
+use kvx_backend::control::{Greeting, Message as Shared, Refusal, VERSIONS, hear};
 
 use super::messages::{At, Message, Probe, Reached};
 use super::socket::{self, Received};
@@ -41,7 +43,7 @@ fn region_key(metadata: &[u8], region: &Region) -> RegionKey {
 }
 
 /// A raw end of a connection.
-struct Raw(OwnedFd);
+struct Raw(Private);
 
 impl Raw {
     fn to(agent: &Agent) -> Self {
@@ -51,11 +53,12 @@ impl Raw {
 
     fn shaken(agent: &Agent) -> Self {
         let raw = Raw::to(agent);
-        socket::send(raw.0.as_fd(), &hello(agent.identity().clone()), None).unwrap();
-        match Shared::decode(&raw.next().unwrap()).unwrap() {
-            Shared::Welcome { from, .. } => assert_eq!(from, *agent.identity()),
-            other => panic!("{other:?}"),
-        }
+        let (greeting, hello) = greeting(agent);
+        socket::send(raw.0.as_fd(), &hello, None).unwrap();
+        let welcome = raw.next().unwrap();
+        let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else { panic!("{welcome:?}") };
+        let (_, proof) = greeting.welcomed(version, body).unwrap();
+        raw.send(Shared::Confirm { proof }, None);
         raw
     }
 
@@ -97,9 +100,20 @@ impl Raw {
 
 const NO_PROBE: Probe = Probe { address: 0, bytes: [0; 32] };
 
-fn hello(to: Identity) -> Vec<u8> {
+fn invitation(agent: &Agent) -> Invitation {
+    Metadata::decode(&agent.metadata().unwrap()).unwrap().invited.unwrap().by
+}
+
+/// A hello of who was invited, and what it waits for.
+fn greeting(to: &Agent) -> (Greeting, Vec<u8>) {
+    greeting_by(invitation(to))
+}
+
+fn greeting_by(invitation: Invitation) -> (Greeting, Vec<u8>) {
     let from = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
-    Shared::Hello { hello: Hello::new(from, to), rest: &NO_PROBE.hello_rest() }.encode()
+    let keys = Keys::new(&invitation, None);
+    let (greeting, body) = Greeting::new(&from, keys, &NO_PROBE.hello_rest()).unwrap();
+    (greeting, Shared::Hello { versions: VERSIONS, body: &body }.encode())
 }
 
 fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
@@ -121,7 +135,7 @@ fn sealed() -> SealFlags {
 fn a_good_client_works(target: &Agent, region: &Region) {
     let reader = agent("good client");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
-    let peer = reader.connect(&target.metadata().unwrap()).unwrap();
+    let peer = reader.connect(target.metadata().unwrap()).unwrap();
     let theirs = peer.region(region.name()).unwrap();
     let grid = Grid::packed(LEN as u64, 1);
     let plan =
@@ -151,7 +165,6 @@ fn untouched(region: &Region) {
 #[test]
 fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
     let (target, region) = target();
-    let identity = target.identity().clone();
     for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 3], &[1], &[255; 200], &Shared::Ping.encode()] {
         let raw = Raw::to(&target);
         socket::send(raw.0.as_fd(), bytes, None).unwrap();
@@ -163,7 +176,8 @@ fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
     // Twice a handshake; answers that nobody waits for; what only a target may say.
     let grant = Reached { len: 1, at: At::File }.grant_rest();
     for bytes in [
-        hello(identity),
+        greeting(&target).1,
+        Shared::Confirm { proof: [0; 32] }.encode(),
         Message::Done { write: 1, result: Ok(()) }.encode(),
         Shared::Ack { notice: 3 }.encode(),
         Shared::Released { id: region.id() }.encode(),
@@ -183,6 +197,77 @@ fn garbage_half_handshakes_and_messages_out_of_place_are_cut_off() {
     let silent: Vec<Raw> = (0..300).map(|_| Raw::to(&target)).collect();
     a_good_client_works(&target, &region);
     drop(silent);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn strangers_get_one_answer_without_a_name_and_are_cut_off() {
+    let (target, region) = target();
+    let stranger = Invitation::from_bytes([5; 32]);
+    let old = Shared::Hello { versions: VERSIONS, body: b"garbage" }.encode();
+    let answers = [greeting_by(stranger).1, greeting_by(stranger).1, old].map(|hello| {
+        let raw = Raw::to(&target);
+        socket::send(raw.0.as_fd(), &hello, None).unwrap();
+        let answer = raw.next().expect("an answer");
+        assert_eq!(raw.next(), None);
+        answer
+    });
+    assert!(answers.iter().all(|answer| *answer == answers[0]));
+    assert!(
+        matches!(Shared::decode(&answers[0]), Ok(Shared::Refuse { why, .. }) if why.kind == Kind::PeerRestarted)
+    );
+    for told in [&b"target"[..], &target.identity().incarnation.0] {
+        assert!(!answers[0].windows(told.len()).any(|word| word == told));
+    }
+    // A recorded hello is greeted, and nothing more.
+    let (_, hello) = greeting(&target);
+    for then in
+        [Shared::Confirm { proof: [0; 32] }, Shared::Ping, Shared::Notify { notice: 0, bytes: b"news" }]
+    {
+        let raw = Raw::to(&target);
+        socket::send(raw.0.as_fd(), &hello, None).unwrap();
+        assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Welcome { .. })));
+        raw.send(then, None);
+        assert_eq!(raw.next(), None);
+    }
+    assert!(target.try_notification().is_none());
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn who_finds_no_room_is_told_so_and_comes_in_later() {
+    let (target, region) = target();
+    let inside: Vec<Raw> = (0..64).map(|_| Raw::shaken(&target)).collect();
+    for raw in &inside {
+        raw.send(Shared::Ping, None);
+        assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Alive)), "it is served");
+    }
+    let late = agent("late");
+    let peer = late.connect(target.metadata().unwrap()).unwrap();
+    let why = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert!(why.to_string().contains("serves 64 others"), "{why}");
+    drop(inside);
+    let until = Instant::now() + CUT_OFF;
+    while let Err(why) = peer.ready(CUT_OFF).wait(CUT_OFF) {
+        assert!(Instant::now() < until, "the same handle finds no room later: {why}");
+    }
+    a_good_client_works(&target, &region);
+    late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn who_speaks_other_versions_is_told_so_whatever_else_it_says() {
+    let (target, region) = target();
+    let raw = Raw::to(&target);
+    raw.send(Shared::Hello { versions: (7, 9), body: b"as version 7 says it" }, None);
+    match Shared::decode(&raw.next().expect("an answer")) {
+        Ok(Shared::Refuse { why, .. }) => assert_eq!(why.kind, Kind::Incompatible),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(raw.next(), None);
     a_good_client_works(&target, &region);
     target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }
@@ -220,6 +305,11 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     );
     raw.send(Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
     raw.send(Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } }, None);
+    for unfit in [open, short, RegionId(5)] {
+        let said = raw.next().expect("still connected");
+        let released = Message::Shared(Shared::Released { id: unfit });
+        assert_eq!(said, released.encode(), "what cannot be taken is let go of at once");
+    }
     let whole = Grid::packed(len, 1);
     let beyond = Grid { base: 1, ..whole };
     let none = RegionKey([0; 16]);
@@ -262,7 +352,7 @@ fn more_than_may_be_under_way_at_once_is_cut_off() {
         }
     }
     while raw.next().is_some() {}
-    assert_eq!(target.notification(CUT_OFF).wait().unwrap().bytes.len(), 1000);
+    assert_eq!(target.notification(CUT_OFF).join().unwrap().bytes.len(), 1000);
     // A region lent twice.
     let raw = Raw::shaken(&target);
     for _ in 0..2 {
@@ -298,7 +388,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     for (reached, file, expected) in cases {
         // The metadata of an well-behaved agent, but for where it listens.
         let mut metadata = owner.metadata().unwrap();
-        let name = super::transport::random_socket_name().unwrap();
+        let name = super::address::random_socket_name().unwrap();
         let listener = socket::listen(&name).unwrap();
         let place = socket_of(&metadata);
         metadata[place].copy_from_slice(&name);
@@ -314,9 +404,14 @@ fn an_owner_that_passes_unfit_files_is_refused() {
             }
             std::thread::yield_now();
         };
-        assert!(matches!(Shared::decode(&raw.next().unwrap()), Ok(Shared::Hello { .. })));
-        let (from, rest) = (owner.identity().clone(), NO_PROBE.welcome_rest(&Ok(())));
-        raw.send(Shared::Welcome { version: 1, from, rest: &rest }, None);
+        let hello = raw.next().unwrap();
+        let Ok(Shared::Hello { versions, body }) = Shared::decode(&hello) else { panic!("{hello:?}") };
+        let keys = Keys::new(&invitation(&owner), None);
+        let greeted = hear(&keys, versions, body).ok().unwrap();
+        let (version, body, claim) = greeted.welcome(&keys, &NO_PROBE.welcome_rest(&Ok(()))).unwrap();
+        raw.send(Shared::Welcome { version, body: &body }, None);
+        let confirm = raw.next().unwrap();
+        assert!(matches!(Shared::decode(&confirm), Ok(Shared::Confirm { proof }) if claim.holds(&proof)));
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
         raw.send(Shared::Grant { import, rest: &reached.grant_rest() }, file.as_ref());

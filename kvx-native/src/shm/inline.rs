@@ -1,16 +1,18 @@
 //! Small reads on the poster's own thread, past the machine: their latency must not depend on what it is busy with.
 
 use std::any::Any;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use kvx_core::Bound;
+use kvx_core::fork::Private;
+use kvx_core::memory::copy_shared;
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 
 use super::copy;
 use super::host::PeerProcess;
 use super::link::Import;
-use super::memory::Place;
+use super::memory::CopySource;
 
 /// The most regions of a read that is done inline.
 const MAX_REGIONS: usize = 4;
@@ -20,13 +22,13 @@ const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub(crate) process: Arc<PeerProcess>,
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: Private,
 }
 
 /// A granted region as posters see it.
 #[derive(Debug)]
 pub(crate) struct Window {
-    pub(crate) place: Place,
+    pub(crate) place: CopySource,
     /// Whose memory it is, if it is not mapped here.
     pub(crate) owner: Option<Arc<Watched>>,
 }
@@ -83,7 +85,7 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
             None => {
                 // SAFETY: core checked the plan against the lengths of its regions, and the grant was held against the
                 // remote length; the plan keeps the local memory, the open window the mapping.
-                unsafe { std::ptr::copy_nonoverlapping(from, into, len) };
+                unsafe { copy_shared(from, into, len) };
             }
             Some(_) if pieces == MAX_PIECES => return false,
             Some(watched) => {

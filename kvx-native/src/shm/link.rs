@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use kvx_backend::control::proof::Keys;
 use kvx_core::transport::{
     INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
@@ -30,10 +31,11 @@ pub(crate) struct Sight {
 }
 
 /// What a link's handle and the machine share.
-#[derive(Debug)]
 pub(crate) struct Wiring {
     pub(crate) id: LinkId,
     pub(crate) peer: Identity,
+    /// What we prove ourselves to the peer by.
+    pub(crate) keys: Keys,
     /// Set before the link is reported up.
     pub(crate) sight: OnceLock<Sight>,
     /// Set when it is gone.

@@ -244,12 +244,12 @@ impl Drop for Mapping {
 pub(crate) struct Held {
     pub(crate) id: RegionId,
     pub(crate) len: u64,
-    pub(crate) place: Place,
+    pub(crate) place: CopySource,
 }
 
 /// Where a copy reads from.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct CopySource {
     /// An address in this process if it is mapped here, on the device, else in the peer's process.
     pub(crate) base: u64,
     pub(crate) how: How,
@@ -277,14 +277,14 @@ impl Held {
     ) -> Result<Self> {
         let len = reached.len;
         let place = match (reached.at, file) {
-            (At::Address(base), _) => Place { base, how: How::There },
+            (At::Address(base), _) => CopySource { base, how: How::There },
             (At::Device { device, handle }, _) => {
                 let opened = opened(devices, device, &handle, len)?;
-                Place { base: opened.address(), how: How::Device(Arc::new(opened)) }
+                CopySource { base: opened.address(), how: How::Device(Arc::new(opened)) }
             }
             (At::File, Some(file)) => {
                 let mapping = Mapping::of(file, len)?;
-                Place { base: mapping.base(), how: How::Mapped(Arc::new(mapping)) }
+                CopySource { base: mapping.base(), how: How::Mapped(Arc::new(mapping)) }
             }
             (At::File, None) => {
                 return Err(error(

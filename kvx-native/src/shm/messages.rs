@@ -8,7 +8,8 @@
 //! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx pool, a
 //!   handle of the driver's for memory of a device, an address for other memory. The initiator of writes
 //!   [`Lend`](Message::Lend)s its own regions to the target the same way, unasked: what is lent serves that
-//!   connection's writes only. Either end recalls what the other holds.
+//!   connection's writes only; what the target cannot take it releases at once, and is lent it anew for a later write.
+//!   Either end recalls what the other holds.
 //! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or its device
 //!   does.
 //! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both sides, the

@@ -3,12 +3,14 @@
 //! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's memory into its
 //! own, and a write is pulled by the target's own thread. [`messages`] describes the protocol.
 
+mod address;
 mod config;
 mod connection;
 mod copy;
 mod ending;
 mod error;
 mod flights;
+pub(crate) mod fuzz;
 mod granting;
 mod handshake;
 mod host;

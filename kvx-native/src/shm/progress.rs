@@ -6,13 +6,17 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::proof::Keys;
 use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::control::{Message as Shared, Recalls};
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
+use kvx_backend::seldom::Seldom;
+use kvx_core::fork::Private;
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
 use slab::Slab;
 
+use super::address::{name_socket_name, random_socket_name};
 use super::config::Config;
 use super::connection::{Connection, Waiting};
 use super::copy::Copier;
@@ -24,11 +28,10 @@ use super::handshake::{self, Connecting};
 use super::host;
 use super::link::{Import, Wiring};
 use super::memory::{Regions, Revoked};
-use super::messages::{MAX_MESSAGE, Message, Probe, Reached};
+use super::messages::{MAX_MESSAGE, Message, Reached};
 use super::pulls::Pull;
 use super::reads::Read;
 use super::socket::{self, Poller, Ready, Received};
-use super::transport::{name_socket_name, random_socket_name};
 
 /// How many sockets a transport listens on.
 pub(crate) const LISTENERS: usize = 2;
@@ -38,6 +41,9 @@ const MESSAGES: usize = 32;
 const BURST: u64 = 64 << 10;
 /// The most pieces of work done in a turn.
 const WORKS: usize = 32;
+
+/// How long files wait that the kernel does not take now.
+const CROWDED: Duration = Duration::from_millis(20);
 
 /// Which descriptor an event speaks of.
 pub(crate) mod token {
@@ -121,6 +127,9 @@ pub(crate) enum Work {
 
 pub(crate) struct Machine {
     pub(crate) me: Identity,
+    /// What peers prove to us by.
+    pub(crate) keys: Keys,
+    pub(crate) strangers: Seldom,
     pub(crate) config: Config,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) peer_timeout: Duration,
@@ -130,7 +139,7 @@ pub(crate) struct Machine {
     /// What peers read to find out whether they may.
     pub(crate) probe_bytes: Box<[u8; 32]>,
     socket_name: Vec<u8>,
-    pub(crate) listeners: [Option<OwnedFd>; LISTENERS],
+    pub(crate) listeners: [Option<Private>; LISTENERS],
     pub(crate) accepting: bool,
     pub(crate) poller: Poller,
     fds: [RawFd; 1],
@@ -157,8 +166,6 @@ impl Machine {
     pub(crate) fn new(context: Context, config: Config, regions: Arc<Regions>) -> Result<Self> {
         let socket_name = random_socket_name()?;
         let listeners = handshake::listen(&socket_name, &name_socket_name(&context.agent.name))?;
-        let no_poller =
-            |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
         let poller = Poller::new().map_err(no_poller)?;
         for (token, listener) in listeners.iter().enumerate() {
             if let Some(listener) = listener {
@@ -169,6 +176,8 @@ impl Machine {
         probe_bytes[..16].copy_from_slice(&host::random()?);
         probe_bytes[16..].copy_from_slice(&host::random()?);
         Ok(Machine {
+            keys: Keys::new(&context.invitation, context.secret.as_ref()),
+            strangers: Seldom::default(),
             me: context.agent,
             config,
             events: context.events,
@@ -256,8 +265,8 @@ impl Machine {
                     format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
                 )),
                 Ok(Received::End) => {
-                    let reason =
-                        if connection.process.ended() { peer_died() } else { peer_closed() }.backend(NAME);
+                    let died = connection.process.ended_with(connection.socket.as_fd());
+                    let reason = if died { peer_died() } else { peer_closed() }.backend(NAME);
                     self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
                     break;
                 }
@@ -331,12 +340,10 @@ impl Machine {
         out: &mut Outbox,
     ) -> Result<()> {
         match message {
-            Shared::Hello { hello, rest } => self.take_hello(at, hello, &Probe::of_hello(rest)?)?,
-            Shared::Welcome { from, rest, .. } => {
-                let (probe, reads_us) = Probe::of_welcome(rest)?;
-                self.take_welcome(at, from, &probe, reads_us, out)?;
-            }
-            Shared::Refuse { from, why } => self.take_refuse(at, &from, why, out),
+            Shared::Hello { versions, body } => self.take_hello(at, versions, body)?,
+            Shared::Welcome { version, body } => self.take_welcome(at, version, body, out)?,
+            Shared::Confirm { proof } => self.take_confirm(at, &proof)?,
+            Shared::Refuse { why, proof } => self.take_refuse(at, why, proof, out),
             Shared::Want { import, id, key } => self.take_want(at, import, id, &key),
             Shared::Grant { import, rest } => {
                 self.take_grant(at, import, Ok(Reached::of_grant(rest)?), file, out)?;
@@ -421,6 +428,9 @@ impl Progress for Machine {
         self.bursting = false;
         if !self.turns.is_empty() || !self.populates.is_empty() {
             return Ok(Armed::Again);
+        }
+        if self.poller.was_crowded() {
+            self.look_by(Instant::now() + CROWDED);
         }
         Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(Instant::now()))))
     }

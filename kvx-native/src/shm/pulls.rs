@@ -9,7 +9,7 @@ use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
 use super::copy::{Pulling, Stopped};
 use super::error::error;
 use super::flights::{Errand, Load};
-use super::memory::Place;
+use super::memory::CopySource;
 use super::messages::Message;
 use super::progress::{Machine, Work};
 use super::writes::WINDOW;
@@ -21,7 +21,7 @@ pub(crate) struct Pull {
     pub(crate) at: usize,
     pub(crate) write: u64,
     pieces: Pulling,
-    places: Vec<Place>,
+    places: Vec<CopySource>,
     targets: Vec<u64>,
     /// The peer's regions that it reads from.
     from: Vec<RegionId>,
@@ -91,6 +91,7 @@ impl Machine {
             .iter()
             .map(|(id, key)| Ok((*id, self.regions.check(*id, key)?)))
             .collect::<Result<Vec<_>>>()?;
+        ours.iter().try_for_each(|(_, memory)| memory.check_writable())?;
         into.check(&ours.iter().map(|(_, memory)| memory.len() as u64).collect::<Vec<_>>())?;
         let lent = &self.connections[at].lent;
         let theirs = from

@@ -15,7 +15,7 @@ use super::copy::{MAX_BATCH, Reading, Stopped};
 use super::error::{NAME, error};
 use super::flights::{Errand, Flight, Load};
 use super::link::{Import, Wiring};
-use super::memory::{Held, Place};
+use super::memory::{CopySource, Held};
 use super::messages::{Message, Reached};
 use super::progress::{Machine, Work};
 
@@ -25,7 +25,7 @@ pub(crate) struct Read {
     pub(crate) at: usize,
     pub(crate) id: TransferId,
     pieces: Reading,
-    places: Vec<Place>,
+    places: Vec<CopySource>,
     targets: Vec<u64>,
     left: u64,
     pub(crate) done: Ticket,
@@ -40,7 +40,7 @@ impl Read {
 
 /// Where a plan's remote regions stand.
 enum Grants {
-    All(Vec<Place>),
+    All(Vec<CopySource>),
     Missing,
 }
 
@@ -68,10 +68,26 @@ impl Machine {
         inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
+        self.place(link, transfer, inline_on, true, out);
+    }
+
+    /// As [`post`](Self::post); one that has waited for regions does not ask `again` for those that were refused.
+    fn place(
+        &mut self,
+        link: &Arc<Wiring>,
+        transfer: Waiting,
+        inline_on: Option<ThreadId>,
+        again: bool,
+        out: &mut Outbox,
+    ) {
         let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
             return out.settle(transfer.done, Err(link.gone()));
         };
         match grants(&self.connections[at], &transfer.plan) {
+            Err(reason) if again && reason.kind() == Kind::Exhausted => {
+                self.ask_again(link, at, &transfer.plan);
+                self.connections[at].waiting.push(transfer);
+            }
             Err(reason) => out.settle(transfer.done, Err(reason)),
             Ok(Grants::Missing) => self.connections[at].waiting.push(transfer),
             Ok(Grants::All(places)) => match transfer.plan.op() {
@@ -91,7 +107,19 @@ impl Machine {
     pub(crate) fn post_waiting(&mut self, at: usize, out: &mut Outbox) {
         let Some(link) = self.connections[at].link.clone() else { return };
         for transfer in std::mem::take(&mut self.connections[at].waiting) {
-            self.post(&link, transfer, None, out);
+            self.place(&link, transfer, None, false, out);
+        }
+    }
+
+    /// Asks once more for what this process had no room for: there may be some now.
+    fn ask_again(&mut self, link: &Arc<Wiring>, at: usize, plan: &Bound) {
+        for remote in plan.remotes() {
+            let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
+            let Ok(import) = any.downcast::<Import>() else { continue };
+            let known = self.connections[at].imports.get(import.number);
+            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == Kind::Exhausted) {
+                self.import(link, import);
+            }
         }
     }
 
@@ -99,7 +127,7 @@ impl Machine {
         &mut self,
         at: usize,
         transfer: Waiting,
-        places: Vec<Place>,
+        places: Vec<CopySource>,
         inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {

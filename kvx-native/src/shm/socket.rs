@@ -1,8 +1,11 @@
 //! Unix sockets in the abstract namespace: one datagram is one message, and at most one file goes with it.
 
+use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use kvx_core::fork::Private;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -15,17 +18,18 @@ const BACKLOG: i32 = 1024;
 /// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
 const SEND_BUFFER: usize = 4 << 20;
 
-fn fresh() -> Result<OwnedFd, Errno> {
+fn fresh() -> Result<Private, Errno> {
     rustix::net::socket_with(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
         SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         None,
     )
+    .map(Private::from)
 }
 
 /// Listens under `name`. `ADDRINUSE` when somebody does already.
-pub(crate) fn listen(name: &[u8]) -> Result<OwnedFd, Errno> {
+pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
     let socket = fresh()?;
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
@@ -33,7 +37,7 @@ pub(crate) fn listen(name: &[u8]) -> Result<OwnedFd, Errno> {
 }
 
 /// Connects to `name`. `CONNREFUSED`: nobody listens; `AGAIN`: too many wait, try again.
-pub(crate) fn connect(name: &[u8]) -> Result<OwnedFd, Errno> {
+pub(crate) fn connect(name: &[u8]) -> Result<Private, Errno> {
     let socket = fresh()?;
     rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // the default is enough to work
     rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
@@ -41,11 +45,11 @@ pub(crate) fn connect(name: &[u8]) -> Result<OwnedFd, Errno> {
 }
 
 /// The next client, if one waits.
-pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Errno> {
+pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<Private>, Errno> {
     match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(socket) => {
             rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // as in `connect`
-            Ok(Some(socket))
+            Ok(Some(socket.into()))
         }
         Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
         Err(error) => Err(error),
@@ -117,7 +121,7 @@ pub(crate) fn finish(socket: BorrowedFd<'_>) {
 }
 
 /// Ends both directions, also where a forked child of ours keeps the descriptor open.
-pub(crate) fn close(socket: OwnedFd) {
+pub(crate) fn close(socket: Private) {
     rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).ok(); // it may be gone already
 }
 
@@ -126,6 +130,8 @@ pub(crate) fn close(socket: OwnedFd) {
 pub(crate) struct Poller {
     epoll: OwnedFd,
     ready: Vec<(u64, Ready)>,
+    /// A socket would not take a file although it had room: no event tells when it does.
+    crowded: Cell<bool>,
 }
 
 pub(crate) use rustix::event::epoll::EventFlags as Ready;
@@ -136,7 +142,7 @@ impl Poller {
 
     pub(crate) fn new() -> Result<Self, Errno> {
         let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)?;
-        Ok(Poller { epoll, ready: Vec::with_capacity(Self::BATCH) })
+        Ok(Poller { epoll, ready: Vec::with_capacity(Self::BATCH), crowded: Cell::new(false) })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -153,6 +159,16 @@ impl Poller {
 
     pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
         rustix::event::epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
+    }
+
+    /// The kernel takes no more files of this user's now: what waits for that is to be tried again in a while.
+    pub(crate) fn is_crowded(&self) {
+        self.crowded.set(true);
+    }
+
+    /// Whether that has happened since it was last asked.
+    pub(crate) fn was_crowded(&self) -> bool {
+        self.crowded.take()
     }
 
     /// Which tokens are ready now and for what, without waiting; at most a batch. Put it back with
@@ -189,7 +205,7 @@ impl Poller {
 mod tests {
     use super::*;
 
-    fn pair() -> (OwnedFd, OwnedFd) {
+    fn pair() -> (Private, Private) {
         let name = [b"kvx-test-".as_slice(), &crate::shm::host::random().unwrap()].concat();
         let listener = listen(&name).unwrap();
         let client = connect(&name).unwrap();

@@ -4,19 +4,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
-    Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
-use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
     Capabilities, DeviceAccess, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
-    RegionId, Result, Revocation, Ticket, Unavailable, WithoutAList,
+    RegionId, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
+use super::address::Address;
 use super::config::Config;
 use super::error::{NAME, error};
-use super::host::{self, Host};
+use super::host::Host;
 use super::link::{ShmLink, Wiring};
 use super::memory::{Reach, Regions, readable_by_others, shared_by_device};
 use super::progress::{Command, Machine};
@@ -54,6 +55,10 @@ impl Factory for Shm {
         Placement { order: 10, without_a_list: WithoutAList::Open, speaks_for: &[] }
     }
 
+    fn admission(&self) -> Admission {
+        Admission::Proven
+    }
+
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
         Host::this().map_err(|why| {
             Unavailable::because(why.sentence().to_owned(), "mount /proc in this container")
@@ -75,55 +80,16 @@ impl Factory for Shm {
         let events = Arc::clone(&context.events);
         let name = format!("kvx-shm {}", context.agent.name);
         let devices = context.devices.clone();
+        let secret = context.secret.clone();
         let machine = Machine::new(context, config, Arc::clone(&regions))?;
         let home = machine.home();
         let address = Address { host, socket: machine.socket_name() };
         let reactor = Reactor::start(name, machine, events)?;
         let closed = AtomicBool::new(false);
         let capabilities = Arc::new(capabilities());
-        let opened = Arc::new(Opened { reactor, capabilities, regions, devices, address, closed });
+        let opened = Arc::new(Opened { reactor, capabilities, regions, devices, address, secret, closed });
         home.is(&opened);
         Ok(Arc::new(ShmTransport(opened)))
-    }
-}
-
-/// Where a transport is reached; travels in the metadata.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Address {
-    pub(crate) host: Host,
-    /// The name of its socket in the abstract namespace.
-    pub(crate) socket: Vec<u8>,
-}
-
-impl Address {
-    const VERSION: u8 = 1;
-    /// The kernel's own limit, less the leading NUL.
-    const MAX_SOCKET: usize = 107;
-
-    fn encode(&self) -> Vec<u8> {
-        let mut out = vec![Self::VERSION];
-        out.put(&self.host.boot);
-        out.put_u64(self.host.network);
-        out.put_block(&self.socket);
-        out
-    }
-
-    fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("SHM address", bytes);
-        let version = reader.u8()?;
-        if version != Self::VERSION {
-            return Err(error(
-                Kind::Incompatible,
-                format!("the peer's SHM address has version {version}, this release knows {}", Self::VERSION),
-            ));
-        }
-        let host = Host { boot: reader.array()?, network: reader.u64()? };
-        let socket = reader.block(Self::MAX_SOCKET)?.to_vec();
-        if socket.is_empty() {
-            return Err(reader.malformed("a socket without a name"));
-        }
-        reader.end()?;
-        Ok(Address { host, socket })
     }
 }
 
@@ -135,6 +101,7 @@ pub(crate) struct Opened {
     /// The devices of this agent.
     pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
     address: Address,
+    secret: Option<Secret>,
     closed: AtomicBool,
 }
 
@@ -180,6 +147,7 @@ unsafe impl Transport for ShmTransport {
         let wiring = Arc::new(Wiring {
             id,
             peer: peer.identity.clone(),
+            keys: Keys::new(&peer.invitation, self.0.secret.as_ref()),
             sight: Default::default(),
             gone: Default::default(),
         });
@@ -217,39 +185,5 @@ impl LocalRegion for ShmRegion {
             Ok(region) => self.opened.reactor.submit(Command::Revoke { region, done }),
             Err(unproven) => done.settle(Err(unproven)),
         }
-    }
-}
-
-/// A name for a socket that nobody can guess.
-pub(crate) fn random_socket_name() -> Result<Vec<u8>> {
-    let random = u128::from_be_bytes(host::random()?);
-    Ok(format!("kvx-shm-{random:032x}").into_bytes())
-}
-
-/// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
-pub(crate) fn name_socket_name(agent: &str) -> Vec<u8> {
-    let hash = agent
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-    format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_travel_as_they_are_and_nothing_else_passes() {
-        let address =
-            Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
-        let bytes = address.encode();
-        assert_eq!(Address::decode(&bytes).unwrap(), address);
-        for len in 0..bytes.len() {
-            assert!(Address::decode(&bytes[..len]).is_err());
-        }
-        let newer = [&[9], &bytes[1..]].concat();
-        assert_eq!(Address::decode(&newer).unwrap_err().kind(), Kind::Incompatible);
-        let nameless = Address { socket: Vec::new(), ..address };
-        assert_eq!(Address::decode(&nameless.encode()).unwrap_err().kind(), Kind::Malformed);
     }
 }

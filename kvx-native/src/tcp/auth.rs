@@ -1,100 +1,62 @@
-//! The handshake of a lane: versions, the shared secret, and who is who. Pure: bytes in, bytes out.
+//! The handshake of a lane: versions, invitation and secret, and who comes. Pure: bytes in, bytes out.
 //!
-//! With a shared secret each message is proved by HMAC-SHA-256 over everything said so far, under a label of its own:
-//! the owner proves first (over the initiator's fresh nonce), then the initiator (over the owner's fresh nonce and the
-//! identities), then the owner once more over its answer. No identity leaves an end before the other has proved itself,
-//! and a recorded conversation fails at the fresh nonces. The bytes that follow are not protected: the secret keeps
-//! strangers out, not eavesdroppers.
+//! Each message is proven by [`Keys`] over everything said so far, under a label of its own. The owner proves first
+//! (over the initiator's fresh nonce) that it is who the metadata invited to, then the initiator (over the owner's
+//! fresh nonce and its identity) that it was invited, then the owner once more. No identity leaves an end before the
+//! other has proven itself, and a recorded conversation fails at the fresh nonces. An initiator that is not answered by
+//! whom it wanted asks for a proof of the secret alone, if there is one: then that owner has restarted. The bytes that
+//! follow are not protected: this keeps strangers out, not eavesdroppers.
 
-use hmac::{Hmac, KeyInit, Mac};
+use kvx_backend::control::proof::{Claim, Keys, PROOF, nonce, other_secret, stranger};
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Incarnation, Kind, Result, Secret};
-use sha2::Sha256;
+use kvx_core::{Error, Identity, Kind, Result};
 
 use super::frames::{
-    Answer, Challenge, Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse,
+    Challenge, Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse,
 };
 
-/// Bytes of a proof.
-const PROOF: usize = 32;
+/// What an initiator says in a PROOF, and an owner in its ANSWER: it is let in.
+const INVITED: u8 = 0;
+/// Likewise: it has the metadata of another life, or of another agent.
+const MISTAKEN: u8 = 1;
 
-#[derive(Clone, Copy)]
-enum Label {
-    Owner,
-    Initiator,
-    Answer,
-}
+const CHALLENGES: &str = "kvx tcp 2: the owner challenges";
+const ENTERS: &str = "kvx tcp 2: the initiator enters";
+const WELCOMES: &str = "kvx tcp 2: the owner welcomes";
+const ASKS: &str = "kvx tcp 2: the initiator asks who has the secret";
+const TELLS: &str = "kvx tcp 2: the owner tells that it has the secret";
 
-impl Label {
-    fn bytes(self) -> &'static [u8] {
-        match self {
-            Label::Owner => b"kvx tcp 1: the owner proves itself",
-            Label::Initiator => b"kvx tcp 1: the initiator proves itself",
-            Label::Answer => b"kvx tcp 1: the owner answers",
-        }
-    }
-}
-
-/// What was said so far, and the secret to prove it with.
+/// What was said so far, and what to prove it with.
 struct Transcript {
-    secret: Option<Secret>,
+    keys: Keys,
     said: Vec<u8>,
 }
 
 impl Transcript {
+    fn new(keys: Keys) -> Self {
+        Transcript { keys, said: Vec::new() }
+    }
+
     fn add(&mut self, message: &[u8]) {
         self.said.put_block(message);
     }
 
-    fn mac(&self, label: Label) -> Option<Hmac<Sha256>> {
-        let secret = self.secret.as_ref()?;
-        let mut mac =
-            <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
-        mac.update(label.bytes());
-        mac.update(&self.said);
-        Some(mac)
+    fn both(&self, label: &str) -> Claim {
+        self.keys.both(label, &[&self.said])
     }
 
-    /// Appends the proof, which is empty without a secret.
-    fn prove(&self, label: Label, out: &mut Vec<u8>) {
-        match self.mac(label) {
-            Some(mac) => out.put_block(&mac.finalize().into_bytes()),
-            None => out.put_block(&[]),
-        }
-    }
-
-    /// Checks a proof in a time that does not depend on it.
-    fn check(&self, label: Label, proof: &[u8]) -> Result<()> {
-        match self.mac(label) {
-            Some(mac) => mac.verify_slice(proof).map_err(|_| {
-                Error::new(Kind::Denied, "the shared secrets of the two agents differ: give both the same")
-            }),
-            None if proof.is_empty() => Ok(()),
-            None => {
-                Err(Error::new(Kind::Malformed, "malformed handshake: a proof where nobody has a secret"))
-            }
-        }
+    /// Errors: `Denied` without a secret.
+    fn secret(&self, label: &str) -> Result<Claim> {
+        self.keys.secret(label, &[&self.said]).ok_or_else(stranger)
     }
 }
 
-/// Splits a message into what is proved and the proof.
+/// Splits a message into what is proven and the proof.
 fn split_proof<'a>(what: &'static str, body: &'a [u8], head: usize) -> Result<(&'a [u8], &'a [u8])> {
     let mut reader = Reader::new(what, body);
-    let head = reader.bytes(head)?;
-    let proof = reader.block(PROOF)?;
+    let split = (reader.bytes(head)?, reader.bytes(PROOF)?);
     reader.end()?;
-    Ok((head, proof))
-}
-
-/// Fresh random bytes.
-pub(super) fn nonce<const N: usize>() -> Result<[u8; N]> {
-    let mut nonce = [0; N];
-    let got = rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
-    if got != nonce.len() {
-        return Err(Error::new(Kind::Native, "the operating system gave too few random bytes; try again"));
-    }
-    Ok(nonce)
+    Ok(split)
 }
 
 fn unexpected(header: Header) -> Error {
@@ -120,35 +82,42 @@ fn no_version(owner: Versions, initiator: Versions) -> Error {
 }
 
 /// What the initiator learns at the end.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Welcome,
-    Restarted(Incarnation),
+    /// Whoever answers is not whom the metadata invited to.
+    Restarted,
+}
+
+/// How an initiator's handshake stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    Nothing,
+    ToEnter,
+    WhoHasTheSecret,
 }
 
 /// The initiator's side of a handshake.
 pub(super) struct InitiatorHandshake {
     transcript: Transcript,
     own: Identity,
-    expected: Identity,
-    challenged: bool,
+    asked: Asked,
 }
 
 impl InitiatorHandshake {
     /// Says hello.
     pub(super) fn start(
-        secret: Option<Secret>,
+        keys: Keys,
         own: Identity,
-        expected: Identity,
         (link, lane): ([u8; 16], u8),
         out: &mut Vec<u8>,
     ) -> Result<Self> {
         let hello =
-            Hello { versions: VERSIONS, secret: secret.is_some(), link, lane, nonce: nonce()? }.encode();
+            Hello { versions: VERSIONS, secret: keys.have_secret(), link, lane, nonce: nonce()? }.encode();
         put_frame(out, Frame::Hello, 0, |out| out.put(&hello));
-        let mut transcript = Transcript { secret, said: Vec::new() };
+        let mut transcript = Transcript::new(keys);
         transcript.add(&hello);
-        Ok(InitiatorHandshake { transcript, own, expected, challenged: false })
+        Ok(InitiatorHandshake { transcript, own, asked: Asked::Nothing })
     }
 
     /// Takes a frame of the owner's. `Some`: the end. An error ends the connection; `out` may hold a last word.
@@ -158,19 +127,18 @@ impl InitiatorHandshake {
         body: &[u8],
         out: &mut Vec<u8>,
     ) -> Result<Option<Verdict>> {
-        match (header.frame, self.challenged) {
+        match (header.frame, self.asked) {
+            (Frame::Refuse, Asked::WhoHasTheSecret) => Err(other_secret()),
             (Frame::Refuse, _) => Err(read_refuse(body)),
-            (Frame::Challenge, false) => {
-                self.challenged = true;
-                self.challenge(body, out).inspect_err(|error| put_refuse(out, error))?;
-                Ok(None)
+            (Frame::Challenge, Asked::Nothing) => {
+                self.challenge(body, out).inspect_err(|error| put_refuse(out, error))
             }
-            (Frame::Answer, true) => self.answer(body).map(Some),
+            (Frame::Answer, Asked::ToEnter | Asked::WhoHasTheSecret) => self.answer(body).map(Some),
             _ => Err(unexpected(header)),
         }
     }
 
-    fn challenge(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<()> {
+    fn challenge(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<Option<Verdict>> {
         let mut reader = Reader::new("Challenge", body);
         let challenge = Challenge::decode(&mut reader)?;
         let (head, proof) = split_proof("Challenge", body, body.len() - reader.left())?;
@@ -178,40 +146,40 @@ impl InitiatorHandshake {
             let chosen = Versions { min: challenge.version, max: challenge.version };
             return Err(no_version(chosen, VERSIONS));
         }
-        match (self.transcript.secret.is_some(), challenge.secret) {
+        match (self.transcript.keys.have_secret(), challenge.secret) {
             (true, false) => return Err(one_sided("this agent")),
             (false, true) => return Err(one_sided("the peer")),
             _ => {}
         }
         self.transcript.add(head);
-        self.transcript.check(Label::Owner, proof)?;
-        let mut message = Vec::new();
-        message.put_identity(&self.own);
-        message.put_identity(&self.expected);
+        let invited = self.transcript.both(CHALLENGES).holds(proof);
+        if !invited && !challenge.secret {
+            return Ok(Some(Verdict::Restarted));
+        }
+        let mut message = vec![if invited { INVITED } else { MISTAKEN }];
+        if invited {
+            message.put_identity(&self.own);
+        }
         self.transcript.add(&message);
-        self.transcript.prove(Label::Initiator, &mut message);
+        let proof =
+            if invited { self.transcript.both(ENTERS) } else { self.transcript.secret(ASKS)? }.proof();
+        message.put(&proof);
         put_frame(out, Frame::Proof, 0, |out| out.put(&message));
-        Ok(())
+        self.asked = if invited { Asked::ToEnter } else { Asked::WhoHasTheSecret };
+        Ok(None)
     }
 
     fn answer(&mut self, body: &[u8]) -> Result<Verdict> {
-        let mut reader = Reader::new("Answer", body);
-        let _its_own_word = reader.u8()?;
-        let who = reader.identity()?;
-        let (head, proof) = split_proof("Answer", body, body.len() - reader.left())?;
+        let (head, proof) = split_proof("Answer", body, 1)?;
         self.transcript.add(head);
-        self.transcript.check(Label::Answer, proof)?;
-        match Answer::of(&who, &self.expected) {
-            Answer::Welcome => Ok(Verdict::Welcome),
-            Answer::Restarted => Ok(Verdict::Restarted(who.incarnation)),
-            Answer::Stranger => Err(Error::new(
-                Kind::PeerLost,
-                format!(
-                    "agent {} answers where {} was: connect with its new metadata",
-                    who.name, self.expected.name
-                ),
-            )),
-        }
+        let (verdict, claim) = match (head, self.asked) {
+            ([INVITED], Asked::ToEnter) => (Verdict::Welcome, self.transcript.both(WELCOMES)),
+            ([MISTAKEN], Asked::WhoHasTheSecret) => (Verdict::Restarted, self.transcript.secret(TELLS)?),
+            _ => {
+                return Err(Error::new(Kind::Malformed, "malformed handshake: the answer to something else"));
+            }
+        };
+        if claim.holds(proof) { Ok(verdict) } else { Err(other_secret()) }
     }
 }
 
@@ -223,21 +191,25 @@ pub(super) enum Step {
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
     Welcome { who: Identity, link: [u8; 16], lane: u8 },
     /// Answered that it wants somebody else: close when that is sent.
-    Mistaken { who: Identity },
+    Mistaken,
 }
 
 /// The owner's side of a handshake.
 pub(super) struct OwnerHandshake {
     transcript: Transcript,
-    own: Identity,
     hello: Option<Hello>,
-    /// Why nobody may come in, if that is so.
+    /// Why nobody may come in, if that is so: told to who may.
     full: Option<Error>,
 }
 
 impl OwnerHandshake {
-    pub(super) fn new(secret: Option<Secret>, own: Identity, full: Option<Error>) -> Self {
-        OwnerHandshake { transcript: Transcript { secret, said: Vec::new() }, own, hello: None, full }
+    pub(super) fn new(keys: Keys, full: Option<Error>) -> Self {
+        OwnerHandshake { transcript: Transcript::new(keys), hello: None, full }
+    }
+
+    /// Whether the initiator has said anything.
+    pub(super) fn has_said_hello(&self) -> bool {
+        self.hello.is_some()
     }
 
     /// Takes a frame of the initiator's. An error ends the connection; `out` holds a last word.
@@ -258,11 +230,8 @@ impl OwnerHandshake {
 
     fn hello(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<()> {
         let hello = Hello::decode(body)?;
-        if let Some(full) = self.full.take() {
-            return Err(full);
-        }
         let version = VERSIONS.common(hello.versions).ok_or_else(|| no_version(VERSIONS, hello.versions))?;
-        match (self.transcript.secret.is_some(), hello.secret) {
+        match (self.transcript.keys.have_secret(), hello.secret) {
             (true, false) => return Err(one_sided("the owner")),
             (false, true) => return Err(one_sided("the initiator")),
             _ => {}
@@ -270,31 +239,47 @@ impl OwnerHandshake {
         let mut message = Challenge { version, secret: hello.secret, nonce: nonce()? }.encode();
         self.transcript.add(body);
         self.transcript.add(&message);
-        self.transcript.prove(Label::Owner, &mut message);
+        message.put(&self.transcript.both(CHALLENGES).proof());
         put_frame(out, Frame::Challenge, 0, |out| out.put(&message));
         self.hello = Some(hello);
         Ok(())
     }
 
     fn proof(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
-        let mut reader = Reader::new("Proof", body);
-        let (who, expected) = (reader.identity()?, reader.identity()?);
-        let (head, proof) = split_proof("Proof", body, body.len() - reader.left())?;
-        self.transcript.add(head);
-        self.transcript.check(Label::Initiator, proof)?;
-        let answer = Answer::of(&self.own, &expected);
-        let mut message = vec![answer as u8];
-        message.put_identity(&self.own);
+        let Some((said, proof)) = body.split_at_checked(body.len().saturating_sub(PROOF)) else {
+            return Err(stranger());
+        };
+        self.transcript.add(said);
+        let mistaken = said == [MISTAKEN];
+        let claim = if mistaken { self.transcript.secret(ASKS)? } else { self.transcript.both(ENTERS) };
+        if !claim.holds(proof) {
+            return Err(stranger());
+        }
+        let mut message = vec![if mistaken { MISTAKEN } else { INVITED }];
         self.transcript.add(&message);
-        self.transcript.prove(Label::Answer, &mut message);
+        if mistaken {
+            message.put(&self.transcript.secret(TELLS)?.proof());
+            put_frame(out, Frame::Answer, 0, |out| out.put(&message));
+            return Ok(Step::Mistaken);
+        }
+        let mut reader = Reader::new("Proof", said);
+        let _invited = reader.u8()?;
+        let who = reader.identity()?;
+        reader.end()?;
+        if let Some(full) = self.full.take() {
+            return Err(full);
+        }
+        message.put(&self.transcript.both(WELCOMES).proof());
         put_frame(out, Frame::Answer, 0, |out| out.put(&message));
         let (link, lane) = self.hello.as_ref().map_or(([0; 16], 0), |hello| (hello.link, hello.lane));
-        Ok(if answer == Answer::Welcome { Step::Welcome { who, link, lane } } else { Step::Mistaken { who } })
+        Ok(Step::Welcome { who, link, lane })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::{Incarnation, Invitation, Secret};
+
     use super::super::frames::HEADER;
     use super::*;
 
@@ -302,8 +287,8 @@ mod tests {
         Identity { name: name.into(), incarnation: Incarnation([life; 16]) }
     }
 
-    fn secret(text: &str) -> Option<Secret> {
-        Some(Secret::new(text.as_bytes().to_vec()).unwrap())
+    fn secret(byte: u8) -> Option<Secret> {
+        Some(Secret::from_bytes([byte; 32]))
     }
 
     fn frame(bytes: &[u8]) -> (Header, &[u8]) {
@@ -319,11 +304,17 @@ mod tests {
         frames: Vec<Vec<u8>>,
     }
 
-    fn converse(ours: Option<Secret>, theirs: Option<Secret>, expected: Identity) -> Conversation {
+    fn keys(life: u8, secret: Option<Secret>) -> Keys {
+        Keys::new(&Invitation::from_bytes([life; 32]), secret.as_ref())
+    }
+
+    /// Between one that was invited by life `expected` and life 2 of the owner.
+    fn converse(ours: Option<Secret>, theirs: Option<Secret>, expected: u8) -> Conversation {
         let mut frames = vec![Vec::new()];
         let mut initiator =
-            InitiatorHandshake::start(ours, who("d0", 1), expected, ([8; 16], 3), &mut frames[0]).unwrap();
-        let mut owning = OwnerHandshake::new(theirs, who("p0", 2), None);
+            InitiatorHandshake::start(keys(expected, ours), who("d0", 1), ([8; 16], 3), &mut frames[0])
+                .unwrap();
+        let mut owning = OwnerHandshake::new(keys(2, theirs), None);
         loop {
             let mut reply = Vec::new();
             let (header, body) = frame(frames.last().unwrap());
@@ -353,9 +344,9 @@ mod tests {
     }
 
     #[test]
-    fn the_same_secret_or_none_lets_in() {
-        for secret in [None, secret("sixteen bytes ok")] {
-            let done = converse(secret.clone(), secret, who("p0", 2));
+    fn the_same_secret_or_none_lets_in_who_was_invited() {
+        for secret in [None, secret(3)] {
+            let done = converse(secret.clone(), secret, 2);
             assert_eq!(done.initiator.unwrap(), Verdict::Welcome);
             assert!(
                 matches!(done.owner.unwrap(), Step::Welcome { who: initiator, link: [8, ..], lane: 3 } if initiator == who("d0", 1))
@@ -365,21 +356,31 @@ mod tests {
 
     #[test]
     fn another_secret_or_a_missing_one_is_denied_on_both_ends_before_any_name_is_told() {
-        let (a, b) = (secret("sixteen bytes ok"), secret("seventeen bytes!!"));
+        let (a, b) = (secret(3), secret(4));
         for (ours, theirs) in [(a.clone(), b.clone()), (a.clone(), None), (None, b)] {
-            let done = converse(ours, theirs, who("p0", 2));
-            assert_eq!(kinds(&done), (Kind::Denied, Kind::Denied));
-            for message in &done.frames {
-                assert!(!message.windows(2).any(|word| word == b"p0" || word == b"d0"));
+            for expected in [2, 9] {
+                let done = converse(ours.clone(), theirs.clone(), expected);
+                assert_eq!(kinds(&done), (Kind::Denied, Kind::Denied));
+                assert!(done.frames.iter().all(|frame| !frame.windows(2).any(|word| word == b"d0")));
             }
         }
     }
 
     #[test]
+    fn another_life_is_told_without_a_name_and_with_a_secret_only_by_who_has_it() {
+        for secret in [None, secret(3)] {
+            let done = converse(secret.clone(), secret.clone(), 9);
+            assert_eq!(done.initiator.unwrap(), Verdict::Restarted);
+            assert!(matches!(done.owner.unwrap(), Step::Mistaken if secret.is_some()) || secret.is_none());
+            assert!(done.frames.iter().all(|frame| !frame.windows(2).any(|word| word == b"d0")));
+        }
+    }
+
+    #[test]
     fn a_recorded_conversation_is_refused() {
-        let secret = secret("sixteen bytes ok");
-        let recorded = converse(secret.clone(), secret.clone(), who("p0", 2));
-        let mut owning = OwnerHandshake::new(secret, who("p0", 2), None);
+        let secret = secret(3);
+        let recorded = converse(secret.clone(), secret.clone(), 2);
+        let mut owning = OwnerHandshake::new(keys(2, secret), None);
         let (header, body) = frame(&recorded.frames[0]);
         assert!(matches!(owning.frame(header, body, &mut Vec::new()).unwrap(), Step::More));
         let (header, body) = frame(&recorded.frames[2]);
@@ -389,28 +390,48 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_without_the_secret_cannot_answer_for_another() {
-        let secret = secret("sixteen bytes ok");
-        // Reflects the initiator's own proof.
-        let mut hello = Vec::new();
-        let mut initiator =
-            InitiatorHandshake::start(secret.clone(), who("d0", 1), who("p0", 2), ([8; 16], 0), &mut hello)
-                .unwrap();
-        let mut challenge = Challenge { version: 1, secret: true, nonce: [1; 32] }.encode();
-        challenge.put_block(&[0; PROOF]);
-        let header = Header { frame: Frame::Challenge, len: challenge.len(), id: 0 };
-        assert_eq!(initiator.frame(header, &challenge, &mut Vec::new()).unwrap_err().kind(), Kind::Denied);
+    fn who_answers_for_another_and_cannot_prove_it_is_told_no_name() {
+        for (secret, kind) in [(None, None), (secret(3), Some(Kind::Denied))] {
+            let mut out = Vec::new();
+            let mut initiator =
+                InitiatorHandshake::start(keys(2, secret.clone()), who("d0", 1), ([8; 16], 0), &mut out)
+                    .unwrap();
+            let mut challenge =
+                Challenge { version: VERSIONS.max, secret: secret.is_some(), nonce: [1; 32] }.encode();
+            challenge.put(&[0; PROOF]);
+            let header = Header { frame: Frame::Challenge, len: challenge.len(), id: 0 };
+            let verdict = initiator.frame(header, &challenge, &mut out).unwrap();
+            if kind.is_none() {
+                assert_eq!(verdict, Some(Verdict::Restarted));
+            } else {
+                let answer = [&[MISTAKEN][..], &[0; PROOF]].concat();
+                let header = Header { frame: Frame::Answer, len: answer.len(), id: 0 };
+                let error = initiator.frame(header, &answer, &mut out).unwrap_err();
+                assert_eq!(Some(error.kind()), kind);
+            }
+            assert!(!out.windows(2).any(|word| word == b"d0"));
+        }
     }
 
     #[test]
-    fn another_life_or_another_agent_is_told_apart() {
-        let restarted = converse(None, None, who("p0", 9));
-        assert_eq!(restarted.initiator.unwrap(), Verdict::Restarted(Incarnation([2; 16])));
-        assert!(matches!(restarted.owner.unwrap(), Step::Mistaken { .. }));
-        let stranger = converse(None, None, who("p1", 2));
-        let error = stranger.initiator.unwrap_err();
-        assert_eq!(error.kind(), Kind::PeerLost);
-        assert!(error.sentence().contains("p0") && error.sentence().contains("p1"), "{error}");
+    fn who_may_come_in_is_told_that_there_is_no_room_and_nobody_else() {
+        let full = || Some(Error::new(Kind::Exhausted, "raise the limit"));
+        for (invited, kind) in [(2, Kind::Exhausted), (9, Kind::Denied)] {
+            let (mut hello, mut challenge, mut proof) = (Vec::new(), Vec::new(), Vec::new());
+            let mut initiator =
+                InitiatorHandshake::start(keys(2, None), who("d0", 1), ([8; 16], 0), &mut hello).unwrap();
+            let mut owning = OwnerHandshake::new(keys(2, None), full());
+            let (header, body) = frame(&hello);
+            owning.frame(header, body, &mut challenge).unwrap();
+            let (header, body) = frame(&challenge);
+            initiator.frame(header, body, &mut proof).unwrap();
+            if invited != 2 {
+                let last = proof.len() - 1;
+                proof[last] ^= 1;
+            }
+            let (header, body) = frame(&proof);
+            assert_eq!(owning.frame(header, body, &mut Vec::new()).unwrap_err().kind(), kind);
+        }
     }
 
     #[test]
@@ -423,28 +444,23 @@ mod tests {
             nonce: [0; 32],
         }
         .encode();
-        let mut owning = OwnerHandshake::new(None, who("p0", 2), None);
+        let mut owning = OwnerHandshake::new(keys(2, None), None);
         let header = Header { frame: Frame::Hello, len: future.len(), id: 0 };
         let error = owning.frame(header, &future, &mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), Kind::Incompatible);
-        assert!(error.sentence().contains("1 to 1") && error.sentence().contains("7 to 9"), "{error}");
+        assert!(error.sentence().contains("2 to 2") && error.sentence().contains("7 to 9"), "{error}");
     }
 
     #[test]
     fn a_changed_bit_of_a_proof_keeps_the_stranger_out() {
-        let secret = secret("sixteen bytes ok");
-        let proof_bits = 8 * frame(&converse(secret.clone(), secret.clone(), who("p0", 2)).frames[2]).1.len();
+        let secret = secret(3);
+        let proof_bits = 8 * frame(&converse(secret.clone(), secret.clone(), 2).frames[2]).1.len();
         for bit in 0..proof_bits {
             let mut hello = Vec::new();
-            let mut initiator = InitiatorHandshake::start(
-                secret.clone(),
-                who("d0", 1),
-                who("p0", 2),
-                ([8; 16], 0),
-                &mut hello,
-            )
-            .unwrap();
-            let mut owning = OwnerHandshake::new(secret.clone(), who("p0", 2), None);
+            let mut initiator =
+                InitiatorHandshake::start(keys(2, secret.clone()), who("d0", 1), ([8; 16], 0), &mut hello)
+                    .unwrap();
+            let mut owning = OwnerHandshake::new(keys(2, secret.clone()), None);
             let (mut challenge, mut proof) = (Vec::new(), Vec::new());
             let (header, body) = frame(&hello);
             owning.frame(header, body, &mut challenge).unwrap();

@@ -1,9 +1,8 @@
 //! What comes in and what goes out on a connection: headers and small frames by way of buffers, payload straight
 //! between the socket and where it belongs.
 
-use std::os::fd::OwnedFd;
-
 use kvx_core::Result;
+use kvx_core::fork::Private;
 
 use super::chunk::{Bin, Chunk};
 use super::conn::{Role, Scope};
@@ -54,7 +53,7 @@ impl Input {
     /// Reads what is there, as far as there is a place for it. Says how many bytes came, and how many were wanted.
     pub(super) fn read(
         &mut self,
-        socket: &OwnedFd,
+        socket: &Private,
         small: bool,
         pieces: &mut Vec<libc::iovec>,
     ) -> Result<(Option<usize>, usize)> {
@@ -153,6 +152,11 @@ impl Input {
         (self.body.len() == len).then_some(&*self.body)
     }
 
+    /// Bytes of an unfinished frame.
+    pub(super) fn held(&self) -> usize {
+        self.body.capacity()
+    }
+
     pub(super) fn body_end(&mut self) {
         self.body.clear();
         self.body.shrink_to(GROWTH);
@@ -188,6 +192,11 @@ pub(super) struct Output {
 impl Output {
     pub(super) fn at_boundary(&self) -> bool {
         self.head_at == self.head.len() && self.chunk.left() == 0 && self.tail_at == self.tail.len()
+    }
+
+    /// Bytes that wait for the peer to take them.
+    pub(super) fn held(&self) -> usize {
+        self.head.capacity() + self.spilled.capacity() + self.tail.capacity() + self.control.capacity()
     }
 
     /// Where a DATA frame writes its header.

@@ -1,5 +1,7 @@
 //! Pieces of memory on their way to or from the kernel, and the bytes that nobody wants.
 
+use kvx_core::memory::copy_shared;
+
 /// The most pieces of one system call, with room for what goes before and after the payload.
 pub(super) const MAX_PIECES: usize = 1000;
 
@@ -81,7 +83,7 @@ impl Chunk {
             let (now, later) = left.split_at(left.len().min(piece.iov_len));
             // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and may write; `now`
             // is a buffer of the connection, which no region overlaps.
-            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), piece.iov_base.cast(), now.len()) };
+            unsafe { copy_shared(now.as_ptr(), piece.iov_base.cast(), now.len()) };
             self.advance(now.len());
             left = later;
         }
@@ -93,11 +95,13 @@ impl Chunk {
         copy.clear();
         copy.reserve_exact(self.left);
         for piece in &self.pieces[self.at..] {
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read;
-            // `copy` is a vector of the connection's, which no region overlaps.
-            copy.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(piece.iov_base.cast_const().cast(), piece.iov_len)
-            });
+            let from = copy.len();
+            copy.resize(from + piece.iov_len, 0);
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read,
+            // and that others may write to; `copy` is a vector of the connection's, which no region overlaps.
+            unsafe {
+                copy_shared(piece.iov_base.cast_const().cast(), copy.as_mut_ptr().add(from), piece.iov_len);
+            }
         }
         self.clear();
         self.push(copy.as_mut_ptr(), copy.len());

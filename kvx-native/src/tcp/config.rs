@@ -6,7 +6,7 @@
 //! | `advertise` | the bound address | what peers connect to: addresses or names, each with or without a port |
 //! | `ports` | a free one | `7000` or `7000-7010`: the first free port is taken |
 //! | `connections` | 2 | bulk lanes of a link that this agent opens; a small lane comes on top |
-//! | `max_connections` | 1024 | connections of peers that are served at a time |
+//! | `max_connections` | 12288 | connections of peers that are served at a time: enough for 4,096 peers |
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;
@@ -18,7 +18,8 @@ use super::address::MAX_ADDRESSES;
 /// Bulk lanes of a link, unless `tcp.connections` says otherwise.
 const CONNECTIONS: u64 = 2;
 /// Connections served at a time, unless `tcp.max_connections` says otherwise.
-const MAX_CONNECTIONS: u64 = 1024;
+/// It is enough for 4,096 peers with a small lane and two bulk lanes each.
+const MAX_CONNECTIONS: u64 = 4096 * (1 + CONNECTIONS);
 
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]

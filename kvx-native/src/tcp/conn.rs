@@ -1,11 +1,11 @@
 //! One connection: bytes in, frames out, and the other way round. What frames mean is up to its role.
 
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Identity, Incarnation, Kind, LinkId, Result, TransferId};
+use kvx_core::fork::Private;
+use kvx_core::{Error, Kind, LinkId, Result, TransferId};
 
 use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
 use super::buffers::{Input, Output, ReadState};
@@ -13,6 +13,7 @@ use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
+use super::held::Held;
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;
@@ -26,6 +27,7 @@ pub(super) struct Scope {
     pub(super) effects: Vec<Effect>,
     /// Bytes of queued descriptions, over all lanes that are served.
     pub(super) described: usize,
+    pub(super) held: Held,
     /// The most payload that is moved at a time now.
     pub(super) piece: usize,
     /// A small transfer has come.
@@ -41,7 +43,7 @@ pub(super) enum Effect {
     /// A lane is up.
     Welcome { link: LinkId, lane: u8 },
     /// Another incarnation answered.
-    Restarted { link: LinkId, incarnation: Incarnation },
+    Restarted { link: LinkId },
     /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
     Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
     /// A transfer's local memory cannot be read or written.
@@ -52,8 +54,6 @@ pub(super) enum Effect {
     Entered { key: usize },
     /// A peer takes back a request of another of its lanes.
     Cancelled { link: [u8; 16], lane: u8, id: u64 },
-    /// A peer looked for somebody else.
-    Mistaken { who: Identity },
 }
 
 /// What a connection is.
@@ -105,8 +105,8 @@ impl Role {
                             lane: *lane,
                         })
                     }
-                    Some(Verdict::Restarted(incarnation)) => {
-                        scope.effects.push(Effect::Restarted { link: *link, incarnation });
+                    Some(Verdict::Restarted) => {
+                        scope.effects.push(Effect::Restarted { link: *link });
                         Ok(Change::Close)
                     }
                 }
@@ -118,8 +118,8 @@ impl Role {
                     let served = ServedLane::new(key, who, link, lane);
                     Ok(Change::Become { role: Role::Served(Box::new(served)), lane })
                 }
-                Step::Mistaken { who } => {
-                    scope.effects.push(Effect::Mistaken { who });
+                Step::Mistaken => {
+                    tracing::debug!("a peer looks for another agent, or another life of this one");
                     Ok(Change::Close)
                 }
             },
@@ -209,7 +209,7 @@ fn out_of_turn(header: Header) -> Error {
 
 /// A connection.
 pub(super) struct Conn {
-    socket: OwnedFd,
+    socket: Private,
     pub(super) peer: SocketAddr,
     /// Goes before bulk connections.
     pub(super) small: bool,
@@ -225,6 +225,8 @@ pub(super) struct Conn {
     hung_up: bool,
     /// Since when its socket takes nothing, as far as that matters to others.
     full_since: Option<Instant>,
+    /// What is counted as held for its peer.
+    held: usize,
     pub(super) input: Input,
     pub(super) output: Output,
     pub(super) role: Role,
@@ -234,7 +236,7 @@ pub(super) struct Conn {
 const STUCK: Duration = Duration::from_millis(100);
 
 impl Conn {
-    pub(super) fn new(socket: OwnedFd, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
+    pub(super) fn new(socket: Private, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
         Conn {
             socket,
             peer,
@@ -246,13 +248,28 @@ impl Conn {
             writable: false,
             hung_up: false,
             full_since: None,
+            held: 0,
             input: Input::new(),
             output: Output::default(),
             role,
         }
     }
 
-    pub(super) fn socket(&self) -> &OwnedFd {
+    /// Counts what a peer that is served has us hold now. Errors: `Exhausted` for one that goes too far.
+    pub(super) fn note_held(&mut self, held: &mut Held) -> Result<()> {
+        let Role::Served(lane) = &self.role else { return Ok(()) };
+        let bytes = self.input.held() + lane.held() + self.output.held();
+        held.note(&lane.who, &mut self.held, bytes)
+    }
+
+    /// It goes, and all that was held for it.
+    pub(super) fn let_go_of_held(&mut self, held: &mut Held) {
+        if let Role::Served(lane) = &self.role {
+            held.note(&lane.who, &mut self.held, 0).ok(); // too much for the others of this peer is seen in their turn
+        }
+    }
+
+    pub(super) fn socket(&self) -> &Private {
         &self.socket
     }
 

@@ -22,6 +22,15 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
         );
         return error.kind_is(Kind::Exhausted);
     }
+    if matches!(errno, Errno::NOMEM | Errno::NOBUFS | Errno::AGAIN) {
+        let error = Error::os(
+            format!(
+                "this machine has no room for a connection to {address} now: free memory, then post or connect again"
+            ),
+            errno,
+        );
+        return error.kind_is(Kind::Exhausted);
+    }
     let hint = match errno {
         Errno::CONNREFUSED => {
             "nobody listens there: check that the peer runs and that its metadata is current"

@@ -122,6 +122,11 @@ impl RequestLane {
             || self.bytes < WINDOW && self.requests.len() < MAX_REQUESTS && self.described < MAX_DESCRIBED
     }
 
+    /// Whether requests are out whose ends have not come.
+    pub(super) fn owes_ends(&self) -> bool {
+        !self.requests.is_empty()
+    }
+
     /// Bytes of the requests that are out.
     pub(super) fn load(&self) -> u64 {
         self.bytes

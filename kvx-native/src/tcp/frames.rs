@@ -9,8 +9,8 @@
 //! initiator                                   owner
 //! HELLO     versions, lane, nonce        ->
 //!                                        <-   CHALLENGE  version, nonce, proof        (or REFUSE)
-//! PROOF     who I am, whom I expect, proof ->
-//!                                        <-   ANSWER     welcome or not, who I am, proof
+//! PROOF     who I am, proof              ->
+//!                                        <-   ANSWER     welcome or not, proof
 //! READ id   described blocks             ->
 //!                                        <-   DATA id …  (any number, together the blocks in their order)
 //!                                        <-   END id     (empty: done; else a refusal)
@@ -36,7 +36,7 @@
 
 use kvx_backend::control::Refusal;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, Result, transport};
+use kvx_core::{Error, Kind, Result, transport};
 
 use crate::described;
 
@@ -186,7 +186,7 @@ pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
 }
 
 /// Versions of this protocol that this build speaks.
-pub(super) const VERSIONS: Versions = Versions { min: 1, max: 1 };
+pub(super) const VERSIONS: Versions = Versions { min: 2, max: 2 };
 
 /// A range of versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -271,28 +271,6 @@ impl Challenge {
     }
 }
 
-/// The owner's last word in the handshake: who it is, and whether that is who was expected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(super) enum Answer {
-    Welcome = 0,
-    /// Another incarnation of the expected agent.
-    Restarted = 1,
-    /// Another agent.
-    Stranger = 2,
-}
-
-impl Answer {
-    /// How an agent answers who expects another one.
-    pub(super) fn of(own: &Identity, expected: &Identity) -> Self {
-        match (own.name == expected.name, own.incarnation == expected.incarnation) {
-            (true, true) => Answer::Welcome,
-            (true, false) => Answer::Restarted,
-            (false, _) => Answer::Stranger,
-        }
-    }
-}
-
 /// A refusal before the ends know each other.
 pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
     put_frame(out, Frame::Refuse, 0, |out| Refusal::from(error).encode(out));
@@ -301,7 +279,7 @@ pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
 /// What a REFUSE says.
 pub(super) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
-        // That it is another incarnation is believed only of who has proven to know the secret, in an answer.
+        // That it is another incarnation is told by proofs, not by refusals.
         Ok(Err(error)) if error.kind() == Kind::PeerRestarted => {
             Error::new(Kind::PeerLost, error.sentence().to_owned())
         }

@@ -9,10 +9,13 @@ use kvx_core::{Error, LinkId, Result, TransferId};
 use super::auth::InitiatorHandshake;
 use super::conn::{Conn, Role};
 use super::error;
-use super::peers::Peer;
+use super::peers::OpenedLink;
 use super::progress::{HANDSHAKE, Machine};
 use super::socket;
 use super::transport::Shared;
+
+/// How often a link is greeted again whose owner hung up.
+const GREETED_AGAIN: u8 = 20;
 
 impl Machine {
     /// A lane is up: the small one opens the others, the last one makes the link.
@@ -49,6 +52,16 @@ impl Machine {
         Ok(())
     }
 
+    /// The other end hung up before it said anything, as it does to the oldest of too many that have proven nothing:
+    /// opens the lane once more, some times. Says whether it did.
+    pub(super) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
+        let Some(peer) = self.peers.get_mut(&link).filter(|peer| peer.greeted_again < GREETED_AGAIN) else {
+            return false;
+        };
+        peer.greeted_again += 1;
+        self.open_lane(link, lane, now).is_ok()
+    }
+
     /// Opens the small lane of a link, at the next address if `failed` says that the current one is no good.
     pub(super) fn open_link(&mut self, link: LinkId, failed: Option<Error>, now: Instant, out: &mut Outbox) {
         let mut failed = failed;
@@ -71,7 +84,7 @@ impl Machine {
     }
 
     /// Takes a link and its connections out.
-    pub(super) fn disband(&mut self, link: LinkId) -> Option<Peer> {
+    pub(super) fn disband(&mut self, link: LinkId) -> Option<OpenedLink> {
         let peer = self.peers.remove(&link)?;
         for key in peer.lanes.iter().flatten() {
             self.remove(*key);
@@ -95,12 +108,16 @@ impl Machine {
 }
 
 /// A connect has ended: says hello, or why it failed.
-pub(super) fn greet(conn: &mut Conn, link: LinkId, lane: u8, peer: &Peer, shared: &Shared) -> Result<()> {
+pub(super) fn greet(
+    conn: &mut Conn,
+    link: LinkId,
+    lane: u8,
+    peer: &OpenedLink,
+    shared: &Shared,
+) -> Result<()> {
     socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-    let (own, expected) = (shared.agent.clone(), peer.who.clone());
-    let which = (peer.nonce, lane);
-    let handshake =
-        InitiatorHandshake::start(shared.secret.clone(), own, expected, which, &mut conn.output.control)?;
+    let (keys, own, which) = (peer.keys.clone(), shared.agent.clone(), (peer.nonce, lane));
+    let handshake = InitiatorHandshake::start(keys, own, which, &mut conn.output.control)?;
     conn.role = Role::Greeting { link, lane, handshake: Box::new(handshake) };
     Ok(())
 }

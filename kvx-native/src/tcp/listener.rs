@@ -2,8 +2,8 @@
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::OwnedFd;
 
+use kvx_core::fork::Private;
 use kvx_core::{Error, Kind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -16,7 +16,7 @@ const BACKLOG: i32 = 1024;
 /// A listening socket and what peers connect to.
 #[derive(Debug)]
 pub(super) struct Listener {
-    pub(super) socket: OwnedFd,
+    pub(super) socket: Private,
     pub(super) addresses: Vec<SocketAddr>,
 }
 
@@ -60,7 +60,7 @@ fn or_port(address: SocketAddr, port: u16) -> SocketAddr {
     if address.port() == 0 { SocketAddr::new(address.ip(), port) } else { address }
 }
 
-fn bound(address: SocketAddr) -> Result<OwnedFd, Errno> {
+fn bound(address: SocketAddr) -> Result<Private, Errno> {
     let socket = stream_socket(address)?;
     rustix::net::sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &address)?;
@@ -69,12 +69,13 @@ fn bound(address: SocketAddr) -> Result<OwnedFd, Errno> {
 }
 
 /// A TCP socket of the family of `address`, not blocking, not inherited.
-pub(super) fn stream_socket(address: SocketAddr) -> Result<OwnedFd, Errno> {
+pub(super) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+        .map(Private::from)
 }
 
-fn local_address(socket: &OwnedFd) -> Result<SocketAddr, Errno> {
+fn local_address(socket: &Private) -> Result<SocketAddr, Errno> {
     rustix::net::getsockname(socket)?.try_into()
 }
 

@@ -9,7 +9,7 @@ use kvx_core::{Bound, Error, Kind, Memory, Placed, RegionId, RegionKey, Result, 
 
 use super::ending::Concern;
 use super::progress::Command;
-use super::staging::Stage;
+use super::staging::DeviceStage;
 use super::transport::Handle;
 
 /// A region that peers may reach.
@@ -18,7 +18,7 @@ pub(super) struct Served {
     pub(super) id: RegionId,
     pub(super) memory: Arc<Memory>,
     /// Where it bounces, if it lies on a device.
-    pub(super) stage: Option<Arc<Stage>>,
+    pub(super) stage: Option<Arc<DeviceStage>>,
 }
 
 /// All regions of one agent that TCP serves.
@@ -30,14 +30,14 @@ impl Regions {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, spec: RegionSpec, stage: Option<Arc<Stage>>) -> Arc<Served> {
+    pub(super) fn add(&self, spec: RegionSpec, stage: Option<Arc<DeviceStage>>) -> Arc<Served> {
         let RegionSpec { id, key, memory } = spec;
         let served = Arc::new(Served { id, memory, stage });
         self.table().open(id, key, Arc::clone(&served));
         served
     }
 
-    fn remove(&self, served: &Served) {
+    pub(super) fn remove(&self, served: &Served) {
         let revoked = self.table().revoke(served.id);
         drop(revoked); // without the lock: it may be the last to hold the memory
     }
@@ -57,7 +57,7 @@ pub(super) struct TcpRegion {
 }
 
 /// What peers are told: the number of its stage; nothing of host memory.
-fn export(stage: Option<&Stage>) -> Vec<u8> {
+fn export(stage: Option<&DeviceStage>) -> Vec<u8> {
     stage.map_or_else(Vec::new, |stage| stage.number.to_le_bytes().to_vec())
 }
 

@@ -10,6 +10,8 @@ mod ending;
 mod error;
 mod fetch;
 mod frames;
+pub(crate) mod fuzz;
+mod held;
 mod link;
 mod linking;
 mod listener;

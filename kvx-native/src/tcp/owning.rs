@@ -1,10 +1,13 @@
 //! The machine's side as an owner: who comes in, what they take back, and what is taken back from them.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Outbox;
+use kvx_core::fork::Private;
 use kvx_core::{Error, Kind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
@@ -15,7 +18,6 @@ use super::ending::LateAnswer;
 use super::frames::put_end;
 use super::progress::{HANDSHAKE, Machine};
 use super::socket;
-use super::transport::Shared;
 
 /// Connections whose handshake is not done; one more drops the oldest.
 const MAX_HANDSHAKES: usize = 512;
@@ -30,6 +32,7 @@ impl Machine {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match rustix::net::acceptfrom_with(&self.listener.socket, flags) {
                 Ok((socket, peer)) => {
+                    let socket = Private::from(socket);
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     let peer = peer.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
                     if let Err(error) = socket::tune(&socket, self.scope.shared.peer_timeout) {
@@ -63,14 +66,24 @@ impl Machine {
                 format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
             )
         });
-        let Shared { secret, agent, .. } = &*self.scope.shared;
-        Role::Greeted(Box::new(OwnerHandshake::new(secret.clone(), agent.clone(), full)))
+        Role::Greeted(Box::new(OwnerHandshake::new(self.scope.shared.keys.clone(), full)))
     }
 
     fn admit(&mut self, conn: Conn, now: Instant) {
         if self.handshakes >= MAX_HANDSHAKES {
-            let waiting = self.conns.iter().filter(|(_, conn)| matches!(conn.role, Role::Greeted(_)));
-            if let Some(key) = waiting.min_by_key(|(_, conn)| conn.deadline).map(|(key, _)| key) {
+            // Whoever has said nothing goes first, of the address that has most of them; then the oldest.
+            let waiting = || {
+                self.conns.iter().filter_map(|(key, conn)| match &conn.role {
+                    Role::Greeted(handshake) => Some((key, conn, handshake.has_said_hello())),
+                    _ => None,
+                })
+            };
+            let mut crowds = HashMap::<_, usize>::new();
+            waiting().for_each(|(_, conn, _)| *crowds.entry(conn.peer.ip()).or_default() += 1);
+            let first_to_go = waiting().min_by_key(|(_, conn, said)| {
+                (Reverse(crowds.get(&conn.peer.ip()).copied()), *said, conn.deadline)
+            });
+            if let Some(key) = first_to_go.map(|(key, ..)| key) {
                 self.remove(key);
             }
         }

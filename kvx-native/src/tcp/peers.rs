@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::proof::Keys;
 use kvx_backend::control::{Look, NoticesToPeer, Silence};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
@@ -38,11 +39,14 @@ struct Transfer {
 }
 
 /// A link of ours.
-pub(super) struct Peer {
+pub(super) struct OpenedLink {
     pub(super) id: LinkId,
     pub(super) who: Identity,
     /// What its lanes have in common.
     pub(super) nonce: [u8; 16],
+    pub(super) greeted_again: u8,
+    /// What we prove ourselves to the peer by.
+    pub(super) keys: Keys,
     pub(super) addresses: Vec<SocketAddr>,
     /// The address that is tried, or that answered.
     pub(super) address: usize,
@@ -59,19 +63,21 @@ pub(super) struct Peer {
     silence: Silence,
 }
 
-impl Peer {
+impl OpenedLink {
     pub(super) fn new(
         id: LinkId,
-        (who, nonce): (Identity, [u8; 16]),
+        (who, keys, nonce): (Identity, Keys, [u8; 16]),
         addresses: Vec<SocketAddr>,
         bulk_lanes: usize,
         standing: Arc<Standing>,
         up_by: Instant,
     ) -> Self {
-        Peer {
+        OpenedLink {
             id,
             who,
+            keys,
             nonce,
+            greeted_again: 0,
             addresses,
             address: 0,
             lanes: vec![None; bulk_lanes + 1],
@@ -257,9 +263,16 @@ impl Peer {
         self.silence.heard(now);
     }
 
-    /// Notes whether something is in flight. `Some`: it has just begun, look at the silence then.
-    pub(super) fn note_busy(&mut self, now: Instant, timeout: Duration) -> Option<Instant> {
-        let in_flight = !self.transfers.is_empty() || self.notices.await_answer();
+    /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
+    /// at the silence then.
+    pub(super) fn note_busy(
+        &mut self,
+        now: Instant,
+        timeout: Duration,
+        conns: &Slab<Conn>,
+    ) -> Option<Instant> {
+        let owed = || self.lanes.iter().flatten().any(|key| owes_ends(&conns[*key]));
+        let in_flight = !self.transfers.is_empty() || self.notices.await_answer() || owed();
         let begun = self.silence.note(self.is_up() && in_flight, || now)?;
         Some(begun + Silence::step(timeout))
     }
@@ -287,6 +300,10 @@ impl Peer {
 
 fn has_room(conn: &Conn) -> bool {
     matches!(&conn.role, Role::Requests(lane) if lane.has_room())
+}
+
+fn owes_ends(conn: &Conn) -> bool {
+    matches!(&conn.role, Role::Requests(lane) if lane.owes_ends())
 }
 
 fn is_fenced(conn: &Conn) -> bool {
@@ -319,7 +336,10 @@ fn issue_next(
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::Incarnation;
+    use std::os::fd::OwnedFd;
+
+    use kvx_core::fork::Private;
+    use kvx_core::{Incarnation, Invitation};
 
     use super::*;
 
@@ -327,7 +347,7 @@ mod tests {
 
     /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the test moves.
     struct SilentPeer {
-        peer: Peer,
+        peer: OpenedLink,
         conns: Slab<Conn>,
         now: Instant,
     }
@@ -335,16 +355,19 @@ mod tests {
     impl SilentPeer {
         fn new() -> Self {
             let (now, mut conns) = (Instant::now(), Slab::new());
-            let (socket, address) =
-                (std::fs::File::open("/dev/null").unwrap().into(), ([127, 0, 0, 1], 1).into());
+            let (socket, address) = (
+                Private::from(OwnedFd::from(std::fs::File::open("/dev/null").unwrap())),
+                ([127, 0, 0, 1], 1).into(),
+            );
             let role = Role::Connecting { link: LinkId(1), lane: 0 };
             let lane = conns.insert(Conn::new(socket, address, role, now));
-            let who = Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) };
-            let mut peer = Peer::new(LinkId(1), (who, [0; 16]), vec![address], 0, Arc::default(), now);
+            let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
+            let who = (Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) }, keys, [0; 16]);
+            let mut peer = OpenedLink::new(LinkId(1), who, vec![address], 0, Arc::default(), now);
             (peer.lanes[0], peer.lanes_up) = (Some(lane), 1);
             peer.notify(Box::default(), Ticket::new(|_| {}), &mut Outbox::default());
             peer.notices.next_to_send().unwrap();
-            assert_eq!(peer.note_busy(now, TIMEOUT), Some(now + TIMEOUT / 4));
+            assert_eq!(peer.note_busy(now, TIMEOUT, &conns), Some(now + TIMEOUT / 4));
             SilentPeer { peer, conns, now }
         }
 

@@ -17,9 +17,10 @@ use super::chunk::{Bin, MAX_PIECES};
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
 use super::frames::MAX_DATA;
+use super::held::{self, Held};
 use super::linking::greet;
 use super::listener::Listener;
-use super::peers::Peer;
+use super::peers::OpenedLink;
 use super::transport::Shared;
 use super::wake::{Event, Wake};
 
@@ -42,7 +43,7 @@ const SMALL_TURNS: usize = 32;
 
 /// What other threads ask of the machine; `Staged`: look after the stream of this token, a device has copied for it.
 pub(super) enum Command {
-    Connect(Box<Peer>),
+    Connect(Box<OpenedLink>),
     Post { link: LinkId, plan: Arc<Bound>, id: TransferId, done: Ticket },
     Notify { link: LinkId, bytes: Box<[u8]>, done: Ticket },
     Cancel { link: LinkId, id: TransferId },
@@ -62,7 +63,7 @@ pub(super) struct Machine {
     /// When to accept again.
     pub(super) accept_at: Option<Instant>,
     pub(super) conns: Slab<Conn>,
-    pub(super) peers: HashMap<LinkId, Peer>,
+    pub(super) peers: HashMap<LinkId, OpenedLink>,
     /// Connections with something to do.
     small: VecDeque<usize>,
     bulk: VecDeque<usize>,
@@ -95,6 +96,7 @@ impl Machine {
                 pieces: Vec::with_capacity(MAX_PIECES + 2),
                 effects: Vec::new(),
                 described: 0,
+                held: Held::default(),
                 piece: MAX_DATA,
                 small_came: false,
             },
@@ -188,6 +190,7 @@ impl Machine {
             }
             _ => {}
         }
+        conn.let_go_of_held(&mut self.scope.held);
         if let Some(lane) = conn.role.up_mut() {
             lane.release(&self.scope.shared.ending);
         }
@@ -222,6 +225,7 @@ impl Machine {
                 Err(error)
             }
         };
+        let moved = moved.and_then(|moved| conn.note_held(&mut self.scope.held).map(|()| moved));
         let finished = conn.closing && !conn.has_output();
         let full = conn.note_full(now);
         if let (Ok((received, _)), Some(peer)) = (&moved, link.and_then(|link| self.peers.get_mut(&link)))
@@ -233,6 +237,7 @@ impl Machine {
             self.by(at, now);
         }
         self.take_effect(now, out);
+        self.drop_greediest(now, out);
         match moved {
             Ok((received, sent)) => {
                 if finished {
@@ -254,14 +259,22 @@ impl Machine {
         for effect in effects.drain(..) {
             match effect {
                 Effect::Welcome { link, lane } => self.welcome(link, lane, now, out),
-                Effect::Restarted { link, incarnation } => {
-                    let Some(mut peer) = self.disband(link) else { continue };
+                Effect::Restarted { link } => {
+                    let Some(peer) = self.peers.get(&link) else { continue };
                     let why = Error::new(
                         Kind::PeerRestarted,
-                        format!("agent {} has restarted: connect with its new metadata", peer.who.name),
+                        format!(
+                            "whoever answers for agent {} does not know its metadata: connect with its new metadata",
+                            peer.who.name
+                        ),
                     );
+                    if peer.lanes_up == 0 && peer.address + 1 < peer.addresses.len() {
+                        self.open_link(link, Some(why), now, out);
+                        continue;
+                    }
+                    let Some(mut peer) = self.disband(link) else { continue };
                     peer.fail(&error::of_peer(why, &peer.who), &self.scope.shared.ending, out);
-                    out.link(link, LinkState::Restarted(incarnation));
+                    out.link(link, LinkState::Restarted);
                 }
                 Effect::Ended { link, transfer, result } => {
                     let Some(peer) = self.peers.get_mut(&link) else { continue };
@@ -286,12 +299,19 @@ impl Machine {
                 }
                 Effect::Entered { key } => self.entered(key, now, out),
                 Effect::Cancelled { link, lane, id } => self.cancelled(link, lane, id, now, out),
-                Effect::Mistaken { who } => {
-                    tracing::debug!(peer = ?who, "a peer looks for another agent, or another life of this one");
-                }
             }
         }
         self.scope.effects = effects;
+    }
+
+    /// All peers together hold too much: the one that holds most loses its connections.
+    fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
+        let Some(greediest) = self.scope.held.greediest() else { return };
+        let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
+        let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
+        for key in keys {
+            self.failed(key, held::too_much(), now, out);
+        }
     }
 
     /// A connection is of no use any more.
@@ -299,13 +319,21 @@ impl Machine {
         let Some(conn) = self.remove(key) else { return };
         let from = conn.peer;
         match conn.role.lane() {
-            None if matches!(error.kind(), Kind::Malformed | Kind::Denied | Kind::Incompatible) => {
+            None if matches!(
+                error.kind(),
+                Kind::Malformed | Kind::Denied | Kind::Incompatible | Kind::Exhausted
+            ) =>
+            {
                 self.warn(from, &error, now);
             }
             None => tracing::debug!(%from, %error, "a TCP connection ended"),
             Some((link, lane)) => {
                 if error.kind() == Kind::Malformed {
                     self.warn(from, &error, now);
+                }
+                let in_greeting = matches!(conn.role, Role::Greeting { .. });
+                if in_greeting && error.kind() == Kind::PeerLost && self.greet_again(link, lane, now) {
+                    return;
                 }
                 let said = matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
                 if lane == 0 && conn.role.is_greeting() && !said {
@@ -336,7 +364,7 @@ impl Machine {
         for link in eager.drain(..) {
             let Some(peer) = self.peers.get_mut(&link) else { continue };
             peer.issue(&mut self.conns, &mut self.scope, |key| touched.push(key));
-            if let Some(at) = peer.note_busy(now, self.scope.shared.peer_timeout) {
+            if let Some(at) = peer.note_busy(now, self.scope.shared.peer_timeout, &self.conns) {
                 self.by(at, now);
             }
         }

@@ -1,9 +1,10 @@
 //! System calls on a connection's socket.
 
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
+use kvx_core::fork::Private;
 use kvx_core::{Error, Kind, Result};
 use rustix::io::Errno;
 use rustix::net::sockopt;
@@ -18,7 +19,7 @@ const KEEPALIVE_PROBES: u32 = 3;
 const UNACKNOWLEDGED: Duration = Duration::from_secs(60);
 
 /// Starts to connect.
-pub(super) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<OwnedFd, Errno> {
+pub(super) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Private, Errno> {
     let socket = stream_socket(address)?;
     tune(&socket, peer_timeout)?;
     match rustix::net::connect(&socket, &address) {
@@ -28,7 +29,7 @@ pub(super) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Own
 }
 
 /// Options of every connection: no delay, and an end for half-dead ones.
-pub(super) fn tune(socket: &OwnedFd, peer_timeout: Duration) -> Result<(), Errno> {
+pub(super) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
@@ -39,7 +40,7 @@ pub(super) fn tune(socket: &OwnedFd, peer_timeout: Duration) -> Result<(), Errno
 }
 
 /// Whether a connect that was started has succeeded.
-pub(super) fn connected(socket: &OwnedFd) -> Result<(), Errno> {
+pub(super) fn connected(socket: &Private) -> Result<(), Errno> {
     sockopt::socket_error(socket)??;
     rustix::net::getpeername(socket)?.map(|_| ()).ok_or(Errno::NOTCONN)
 }
@@ -48,7 +49,7 @@ pub(super) fn connected(socket: &OwnedFd) -> Result<(), Errno> {
 ///
 /// # Safety
 /// Each piece names readable memory.
-pub(super) unsafe fn send(socket: &OwnedFd, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
     // SAFETY: all zeros is a message header without address, pieces and ancillary data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
@@ -63,7 +64,7 @@ pub(super) unsafe fn send(socket: &OwnedFd, pieces: &mut [libc::iovec]) -> Resul
 ///
 /// # Safety
 /// Each piece names writable memory.
-pub(super) unsafe fn receive(socket: &OwnedFd, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+pub(super) unsafe fn receive(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
     // SAFETY: the pieces outlive the call; the caller vouches for what they name.
     let got = unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {

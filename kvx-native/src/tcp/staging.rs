@@ -16,14 +16,14 @@ const SMALL: Buffers = Buffers { len: 64 << 10, count: 16, depth: 4 };
 
 /// The bounce buffers of one device.
 #[derive(Debug)]
-pub(super) struct Stage {
+pub(super) struct DeviceStage {
     /// Its number, which peers are told: blocks of one request lie on one stage.
     pub(super) number: u32,
     small: Stager,
     bulk: Stager,
 }
 
-impl Stage {
+impl DeviceStage {
     /// The buffers for streams of this lane.
     pub(super) fn stager(&self, lane: u8) -> &Stager {
         if lane == 0 { &self.small } else { &self.bulk }
@@ -32,11 +32,11 @@ impl Stage {
 
 /// The stages of an agent.
 #[derive(Debug, Default)]
-pub(super) struct Stages(Mutex<Vec<Arc<Stage>>>);
+pub(super) struct DeviceStages(Mutex<Vec<Arc<DeviceStage>>>);
 
-impl Stages {
+impl DeviceStages {
     /// The stage for this memory; `None` for host memory. Its buffers are made now: may block. Errors: the device's.
-    pub(super) fn of(&self, memory: &Memory, ending: &Arc<Ending>) -> Result<Option<Arc<Stage>>> {
+    pub(super) fn of(&self, memory: &Memory, ending: &Arc<Ending>) -> Result<Option<Arc<DeviceStage>>> {
         let Some(access) = memory.device_access() else { return Ok(None) };
         let stage = self.find(access, ending);
         stage.small.prepare()?;
@@ -44,7 +44,7 @@ impl Stages {
         Ok(Some(stage))
     }
 
-    fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<Stage> {
+    fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<DeviceStage> {
         let mut stages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = stages.iter().find(|stage| Arc::ptr_eq(stage.bulk.access(), access)) {
             return Arc::clone(known);
@@ -55,7 +55,7 @@ impl Stages {
         };
         let (small, bulk) = (stager(SMALL), stager(Buffers::default()));
         // 0 stands for host memory.
-        let stage = Arc::new(Stage { number: stages.len() as u32 + 1, small, bulk });
+        let stage = Arc::new(DeviceStage { number: stages.len() as u32 + 1, small, bulk });
         stages.push(Arc::clone(&stage));
         stage
     }
@@ -89,7 +89,7 @@ pub(super) fn share_stages(plan: &Bound, pair: &Pair, grid: usize) -> bool {
 
 /// Blocks on one device, to become a stream.
 pub(super) struct Staged {
-    stage: Arc<Stage>,
+    stage: Arc<DeviceStage>,
     memories: Vec<Arc<Memory>>,
     extents: Extents,
 }

@@ -3,26 +3,26 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
-    Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+    Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Error, Identity, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
+    Capabilities, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement,
     Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
 use super::address;
-use super::auth;
 use super::config::Config;
 use super::ending::Ending;
 use super::error::NAME;
 use super::link::{Standing, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
-use super::peers::Peer;
+use super::peers::OpenedLink;
 use super::progress::{Command, Machine};
-use super::staging::Stages;
+use super::staging::DeviceStages;
 
 /// TCP: the embedded transport between hosts, with nothing to install.
 ///
@@ -37,6 +37,10 @@ impl Factory for Tcp {
 
     fn placement(&self) -> Placement {
         Placement { order: 90, without_a_list: WithoutAList::Open, speaks_for: &[] }
+    }
+
+    fn admission(&self) -> Admission {
+        Admission::Proven
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
@@ -85,11 +89,13 @@ pub(super) fn capabilities() -> Capabilities {
 pub(super) struct Shared {
     pub(super) config: Config,
     pub(super) agent: Identity,
+    /// What peers prove to us by.
+    pub(super) keys: Keys,
     pub(super) secret: Option<Secret>,
     pub(super) events: Arc<dyn Events>,
     pub(super) peer_timeout: Duration,
     pub(super) regions: Regions,
-    pub(super) stages: Stages,
+    pub(super) stages: DeviceStages,
     pub(super) ending: Arc<Ending>,
 }
 
@@ -122,11 +128,12 @@ fn open(context: Context) -> Result<TcpTransport> {
     let shared = Arc::new(Shared {
         config,
         agent: context.agent,
+        keys: Keys::new(&context.invitation, context.secret.as_ref()),
         secret: context.secret,
         events: context.events,
         peer_timeout: context.peer_timeout,
         regions: Regions::default(),
-        stages: Stages::default(),
+        stages: DeviceStages::default(),
         ending: Arc::default(),
     });
     let machine = Machine::new(Arc::clone(&shared), listener)?;
@@ -163,10 +170,11 @@ unsafe impl Transport for TcpTransport {
         let addresses =
             address::decode(peer.address).map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
         let standing = Arc::new(Standing::default());
-        let Shared { config, peer_timeout, .. } = &*self.handle.shared;
+        let Shared { config, peer_timeout, secret, .. } = &*self.handle.shared;
+        let keys = Keys::new(&peer.invitation, secret.as_ref());
         let up_by = Instant::now() + *peer_timeout;
-        let who = (peer.identity.clone(), auth::nonce()?);
-        let peer = Peer::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
+        let who = (peer.identity.clone(), keys, Incarnation::random()?.0);
+        let peer = OpenedLink::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
         self.handle.reactor.submit(Command::Connect(Box::new(peer)));
         Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
     }
@@ -176,22 +184,7 @@ unsafe impl Transport for TcpTransport {
     }
 
     fn shutdown(&self, done: Ticket) {
-        let handle = Arc::clone(&self.handle);
-        // On a thread of its own, because this may be the reactor's, which cannot wait for itself.
-        let ticket = Arc::new(std::sync::Mutex::new(Some(done)));
-        let ours = Arc::clone(&ticket);
-        let stop = move || {
-            handle.reactor.stop();
-            if let Some(done) = ours.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
-                done.settle(Ok(()));
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("kvx-tcp stop".into()).spawn(stop) {
-            self.handle.reactor.stop();
-            if let Some(done) = ticket.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
-                let error = Error::os("no thread to end TCP with; its own was asked to end", error);
-                done.settle(Err(error.kind_is(Kind::Exhausted).backend(NAME)));
-            }
-        }
+        self.handle.reactor.stop();
+        done.settle(Ok(()));
     }
 }

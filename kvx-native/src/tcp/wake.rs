@@ -43,7 +43,7 @@ fn refused(errno: Errno) -> Error {
 }
 
 impl Wake {
-    pub(super) fn new(listener: &OwnedFd) -> Result<Self> {
+    pub(super) fn new(listener: impl AsFd) -> Result<Self> {
         let make = || {
             let epoll = epoll::create(CreateFlags::CLOEXEC)?;
             let timer = rustix::time::timerfd_create(
@@ -51,7 +51,7 @@ impl Wake {
                 TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
             )?;
             epoll::add(&epoll, &timer, EventData::new_u64(TIMER), EventFlags::IN)?;
-            epoll::add(&epoll, listener, EventData::new_u64(LISTENER), EventFlags::IN | EventFlags::ET)?;
+            epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN | EventFlags::ET)?;
             let fds = [epoll.as_raw_fd()];
             Ok(Wake { epoll, fds, timer, armed: None, events: Vec::with_capacity(EVENTS) })
         };

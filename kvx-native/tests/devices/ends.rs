@@ -70,7 +70,7 @@ impl Ends {
         };
         let ours = reader.register("kv", memory(local, &devices[0])).unwrap();
         let theirs = owner.register("kv", memory(remote, &devices[1])).unwrap();
-        let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+        let peer = reader.connect(owner.metadata().unwrap()).unwrap();
         let ends = Ends { owner, reader, devices, ours, theirs, peer };
         ends.fill(&ends.ours, 1);
         ends.fill(&ends.theirs, 2);

@@ -123,7 +123,7 @@ fn two_devices_share_a_plan_over_tcp() {
     for (at, region) in theirs.iter().enumerate() {
         region.copy_in(0, &[at as u8 + 1; LEN]).unwrap();
     }
-    let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let grid = Grid::packed(4096, 16);
     let local = GridSet::join(ours.iter().map(|region| region.grid(grid).unwrap())).unwrap();
     let remote = (0..3).map(|at| peer.region(&name(at)).unwrap().grid(grid).unwrap());

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Memory, Options, Peer, PeerRegion, Plan, Region, Registry, Report, Result};
 use kvx_native::Shm;
+use rustix::fs::MemfdFlags;
 
 /// Nothing in these tests takes this long unless it hangs.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
@@ -32,15 +33,24 @@ pub(crate) fn agent_with(name: &str, options: &str) -> Agent {
 pub(crate) enum On {
     Pool,
     Foreign,
+    /// A memory file of the program's own, adopted.
+    File,
 }
 
 pub(crate) const BOTH: [On; 2] = [On::Pool, On::Foreign];
+pub(crate) const ALL: [On; 3] = [On::Pool, On::Foreign, On::File];
 
 impl On {
     pub(crate) fn memory(self, len: usize) -> Memory {
         match self {
             On::Pool => Memory::pool(len).build().unwrap(),
             On::Foreign => Memory::owned(vec![0; len]),
+            On::File => {
+                let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+                let file = rustix::fs::memfd_create("engine", flags).unwrap();
+                rustix::fs::ftruncate(&file, len as u64).unwrap();
+                Memory::adopt_file(file, len).unwrap()
+            }
         }
     }
 }
@@ -83,7 +93,7 @@ pub(crate) fn write(local: &Region, remote: &PeerRegion, ours: &[u32], theirs: &
 }
 
 pub(crate) fn connect(from: &Agent, to: &Agent) -> Peer {
-    from.connect(&to.metadata().unwrap()).unwrap()
+    from.connect(to.metadata().unwrap()).unwrap()
 }
 
 pub(crate) fn run(peer: &Peer, plan: &Plan) -> Result<Report> {

@@ -22,10 +22,10 @@ pub(crate) fn agent(name: &str) -> Agent {
     Agent::builder(name).build(&registry()).unwrap()
 }
 
-pub(crate) fn agent_with(name: &str, options: &str, secret: Option<&str>) -> Agent {
+pub(crate) fn agent_with(name: &str, options: &str, secret: Option<u8>) -> Agent {
     let mut builder = Agent::builder(name).options(Options::parse(options).unwrap());
     if let Some(secret) = secret {
-        builder = builder.secret(Secret::new(secret.as_bytes().to_vec()).unwrap());
+        builder = builder.secret(Secret::from_bytes([secret; 32]));
     }
     builder.build(&registry()).unwrap()
 }
@@ -72,7 +72,7 @@ impl Pair {
         let bytes = pattern(len, 7);
         let theirs = owner.register("kv", Memory::owned(bytes.clone())).unwrap();
         let ours = reader.register("kv", Memory::owned(vec![0; len])).unwrap();
-        let peer = reader.connect(&owner.metadata().unwrap()).unwrap();
+        let peer = reader.connect(owner.metadata().unwrap()).unwrap();
         peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
         Pair { owner, theirs, reader, ours, peer, bytes }
     }

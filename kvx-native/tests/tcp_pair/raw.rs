@@ -1,9 +1,10 @@
 //! The wire format by hand, for peers that do not keep to it.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvx_backend::control::proof::Keys;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Agent, Identity, Incarnation, Metadata, RegionId, RegionKey};
 
@@ -40,13 +41,34 @@ pub(crate) fn hello(secret: bool, lane: u8) -> Vec<u8> {
 
 fn hello_of(link: [u8; 16], secret: bool, lane: u8) -> Vec<u8> {
     let mut body = b"kvx-tcp\n".to_vec();
-    body.put_u16(1);
-    body.put_u16(1);
+    body.put_u16(2);
+    body.put_u16(2);
     body.put_u8(secret.into());
     body.put_u8(lane);
     body.put(&link);
     body.put(&[7; 32]);
     frame(HELLO, 0, &body)
+}
+
+/// What proves to an agent without a secret, and from it.
+pub(crate) fn keys_of(agent: &Agent) -> Keys {
+    let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
+    Keys::new(&metadata.invited.unwrap().by, None)
+}
+
+/// What was said in a handshake, as its proofs take it in.
+#[derive(Default)]
+struct Said(Vec<u8>);
+
+impl Said {
+    fn add(&mut self, message: &[u8]) -> &mut Self {
+        self.0.put_block(message);
+        self
+    }
+
+    fn proof(&self, keys: &Keys, label: &str) -> [u8; 32] {
+        keys.both(label, &[&self.0]).proof()
+    }
 }
 
 /// The nonce of a link.
@@ -92,14 +114,7 @@ pub(crate) fn key_of(agent: &Agent, name: &str) -> (RegionId, RegionKey) {
 
 /// A port that is free now, and that the system gives to nobody who does not ask for it.
 pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    loop {
-        let offset = u64::from(std::process::id()) * 97 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 12_000 + (offset % 20_000) as u16;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
+    kvx_testkit::free_port(0).unwrap()
 }
 
 /// A connection that speaks by hand.
@@ -124,40 +139,40 @@ impl Raw {
 
     /// One of several lanes of a link.
     pub(crate) fn lane_of(agent: &Agent, link: [u8; 16], lane: u8) -> Self {
-        let mut raw = Self::connect(address_of(agent));
-        raw.send(&hello_of(link, false, lane));
-        assert_eq!(raw.frame().unwrap().0, CHALLENGE);
-        let mut body = Vec::new();
+        let (mut raw, keys, mut said) = (Self::connect(address_of(agent)), keys_of(agent), Said::default());
+        let hello = hello_of(link, false, lane);
+        raw.send(&hello);
+        let (kind, _, challenge) = raw.frame().unwrap();
+        assert_eq!(kind, CHALLENGE);
+        let mut body = vec![0];
         body.put_identity(&Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) });
-        body.put_identity(agent.identity());
-        body.put_block(&[]);
+        said.add(&hello[16..]).add(&challenge[..challenge.len() - 32]).add(&body);
+        body.put(&said.proof(&keys, "kvx tcp 2: the initiator enters"));
         raw.send(&frame(PROOF, 0, &body));
         assert_eq!(raw.frame().unwrap().0, ANSWER);
         raw
     }
 
     /// The owner's part of a handshake without a secret, as whoever is expected. Says which lane it is.
-    pub(crate) fn welcome(&mut self) -> u8 {
-        self.welcome_when(|| {})
+    pub(crate) fn welcome(&mut self, keys: &Keys) -> u8 {
+        self.welcome_when(keys, || {})
     }
 
     /// The same; calls `asked` before its last word, which answers what has come by then.
-    pub(crate) fn welcome_when(&mut self, asked: impl FnOnce()) -> u8 {
+    pub(crate) fn welcome_when(&mut self, keys: &Keys, asked: impl FnOnce()) -> u8 {
         let (kind, _, hello) = self.frame().unwrap();
         assert_eq!(kind, HELLO);
-        let mut challenge = Vec::new();
-        challenge.put_u16(1);
+        let (mut challenge, mut said) = (Vec::new(), Said::default());
+        challenge.put_u16(2);
         challenge.put_u8(0);
         challenge.put(&[1; 32]);
-        challenge.put_block(&[]);
+        said.add(&hello).add(&challenge);
+        challenge.put(&said.proof(keys, "kvx tcp 2: the owner challenges"));
         self.send(&frame(CHALLENGE, 0, &challenge));
         let (kind, _, proof) = self.frame().unwrap();
         assert_eq!(kind, PROOF);
-        let mut reader = Reader::new("proof", &proof);
-        let (_, expected) = (reader.identity().unwrap(), reader.identity().unwrap());
-        let mut answer = vec![0];
-        answer.put_identity(&expected);
-        answer.put_block(&[]);
+        said.add(&proof[..proof.len() - 32]).add(&[0]);
+        let answer = [&[0][..], &said.proof(keys, "kvx tcp 2: the owner welcomes")].concat();
         asked();
         self.send(&frame(ANSWER, 0, &answer));
         hello[13]

@@ -1,13 +1,13 @@
 //! The functions of the table.
 
 use std::ffi::{c_int, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::addr_of;
 
 use kvx::Op;
 
+use super::adopted::{DEVICE, HOST, adopt};
 use super::libstdcxx::{Str, Vector};
-use super::{Blob, Descriptors, Extra, HOST, Object};
+use super::{Blob, Descriptors, Extra, Object, guarded};
 use crate::engine::Engine;
 use crate::handles::Handle;
 use crate::log::warn;
@@ -43,20 +43,17 @@ pub(super) fn address_of(function: Function) -> *const c_void {
 /// # Safety
 /// `this` is an object that `create` made and nobody has destroyed.
 unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> Outcome<Status>) -> c_int {
-    let whole = catch_unwind(AssertUnwindSafe(|| {
+    let whole = guarded(|| {
         if let Err(error) = kvx_core::fork::check() {
             warn(error);
             return Err(Status::Backend);
         }
         // SAFETY: the caller's promise; the engine is shared by all threads.
         body(unsafe { &*addr_of!((*this).ours) })
-    }));
+    });
     match whole {
-        Ok(Ok(status) | Err(status)) => status as c_int,
-        Err(_) => {
-            warn("a call panicked: report this as a bug of kvx");
-            Status::Backend as c_int
-        }
+        Some(Ok(status) | Err(status)) => status as c_int,
+        None => Status::Backend as c_int,
     }
 }
 
@@ -76,19 +73,31 @@ unsafe fn give(handle: Outcome<Handle>, out: *mut Handle) -> Outcome<Status> {
     })
 }
 
+/// As all below that only answer a constant, it has nothing that could panic.
 extern "C" fn yes(_: *const Object) -> bool {
     true
 }
 
-pub(super) extern "C" fn kinds() -> Vector<c_int> {
-    let mut kinds = Vector::<c_int>::EMPTY;
-    // SAFETY: it is empty, and its one element is written.
-    unsafe { Vector::grow(&mut kinds, 1).write(HOST) };
-    kinds
+fn listed(kinds: &[c_int]) -> Vector<c_int> {
+    let mut list = Vector::<c_int>::EMPTY;
+    // SAFETY: it is empty, and has room for as many as are copied there.
+    unsafe { Vector::grow(&mut list, kinds.len()).copy_from_nonoverlapping(kinds.as_ptr(), kinds.len()) };
+    list
 }
 
-extern "C" fn kinds_of(_: *const Object) -> Vector<c_int> {
-    kinds()
+/// What KVX can serve. NIXL asks this of every plug-in, also of those that nobody uses: no driver is started for it.
+pub(super) extern "C" fn kinds() -> Vector<c_int> {
+    guarded(|| listed(&[HOST, DEVICE])).unwrap_or(Vector::EMPTY)
+}
+
+/// What this agent serves: memory of GPUs where there are some. NIXL registers no other with it.
+unsafe extern "C" fn kinds_of(this: *const Object) -> Vector<c_int> {
+    let kinds = guarded(|| {
+        // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+        let engine = unsafe { &*addr_of!((*this).ours) };
+        listed(if engine.devices().all().is_empty() { &[HOST] } else { &[HOST, DEVICE] })
+    });
+    kinds.unwrap_or(Vector::EMPTY)
 }
 
 /// Of slots that are not KVX's: `NIXL_ERR_NOT_SUPPORTED`.
@@ -110,9 +119,9 @@ unsafe extern "C" fn register(
 ) -> c_int {
     // SAFETY: as above.
     unsafe {
-        on(this, |engine| match *kind {
-            HOST => give(engine.register((*blob).address, (*blob).len), out),
-            _ => Err(Status::NotSupported),
+        on(this, |engine| {
+            let memory = adopt(&*blob, *kind, engine.devices())?;
+            give(engine.register(memory), out)
         })
     }
 }
@@ -224,7 +233,7 @@ unsafe extern "C" fn load_peer(this: *mut Object, agent: *const Str, introductio
 unsafe extern "C" fn load_remote(
     this: *mut Object,
     blob: *const Blob,
-    kind: *const c_int,
+    _: *const c_int,
     agent: *const Str,
     out: *mut Handle,
 ) -> c_int {
@@ -233,10 +242,7 @@ unsafe extern "C" fn load_remote(
         on(this, |engine| {
             let (address, len, data) =
                 ((*blob).address, (*blob).len as u64, Str::bytes(addr_of!((*blob).data)));
-            match *kind {
-                HOST => give(engine.load_remote(address, len, data, &Str::text(agent)), out),
-                _ => Err(Status::NotSupported),
-            }
+            give(engine.load_remote(address, len, data, &Str::text(agent)), out)
         })
     }
 }

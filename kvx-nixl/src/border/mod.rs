@@ -2,6 +2,7 @@
 //!
 //! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no panic leaves it.
 
+mod adopted;
 mod entries;
 mod libstdcxx;
 
@@ -94,8 +95,6 @@ const _: () =
 const _: () =
     assert!(std::mem::offset_of!(Object, failed) == 160 && std::mem::offset_of!(Object, agent) == 168);
 
-/// `DRAM_SEG`.
-const HOST: c_int = 0;
 const NAME: &std::ffi::CStr = c"KVX";
 /// A kvx agent's name has at most so many bytes.
 const LONGEST_NAME: usize = kvx::MAX_NAME;
@@ -159,15 +158,24 @@ extern "C" fn version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
+/// It cannot panic: NIXL has this function from `nixl_plugin_init`, which finds the heap first.
 extern "C" fn options() -> Map {
     Map::empty()
+}
+
+/// Runs what could panic; nothing comes of it if it did, which is told.
+fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
+    let done = catch_unwind(AssertUnwindSafe(body));
+    if done.is_err() {
+        warn("a call panicked: report this as a bug of kvx");
+    }
+    done.ok()
 }
 
 /// Makes an engine. Null is a refusal, which is told.
 unsafe extern "C" fn create(setup: *const Setup) -> *mut Object {
     // SAFETY: NIXL's parameters are good for the call.
-    let made = catch_unwind(AssertUnwindSafe(|| unsafe { make(setup) }));
-    made.ok().flatten().unwrap_or(null_mut())
+    guarded(|| unsafe { make(setup) }).flatten().unwrap_or(null_mut())
 }
 
 unsafe fn make(setup: *const Setup) -> Option<*mut Object> {
@@ -215,5 +223,5 @@ unsafe extern "C" fn destroy(object: *mut Object) {
         drop(Box::from_raw(object.cast::<std::mem::MaybeUninit<Object>>()));
         engine
     };
-    drop(catch_unwind(AssertUnwindSafe(|| engine.end())));
+    guarded(|| engine.end());
 }

@@ -132,6 +132,17 @@ fn swapped_functions_are_refused_unless_any_order_is_asked_for() {
 }
 
 #[test]
+fn as_many_strangers_as_some_release_had_are_taken() {
+    for count in 0..10 {
+        let mut names: Vec<_> = whole().into_iter().filter(|name| !name.ends_with("stranger")).collect();
+        let public = names.iter().position(|name| name.contains("getPublicData")).unwrap();
+        let strangers = (0..count).map(|number| format!("_ZN17nixlBackendEngine{number}stranger"));
+        names.splice(public..public, strangers);
+        assert_eq!(order(&file(&names)).unwrap().is_known(), [3, 4, 7].contains(&count), "{count}");
+    }
+}
+
+#[test]
 fn plug_ins_of_one_folder_have_to_agree() {
     let short = whole()[..whole().len() - 1].to_vec();
     let folder = Folder::new("agree", &[("UCX", file(&short)), ("POSIX", file(&whole()))]);

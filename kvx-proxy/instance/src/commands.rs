@@ -62,7 +62,7 @@ fn obey(state: &State, command: Command) {
     match command {
         Command::Script(script) => state.lock().scripts.push(script),
         Command::ClearScripts => state.lock().scripts.clear(),
-        Command::Pace(pace) => state.lock().pace = pace,
+        Command::Delays(delays) => state.lock().delays = delays,
         Command::Health(health) => state.lock().health = health,
         Command::Listen(listens) => drop(state.listens.send_replace(listens)),
         Command::Report => return say(&Line::Report(Box::new(state.report()))),

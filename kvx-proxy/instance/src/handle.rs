@@ -9,10 +9,17 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::commands::VARIABLE;
-use crate::settings::{Command, Line, Pace, Report, Script, Settings};
+use crate::settings::{Begun, Command, Delays, Line, Report, Script, Settings};
 
 /// How long an instance may take to answer a command.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What an instance has told unasked, and those in whose place it was started.
+#[derive(Debug, Default)]
+struct Heard {
+    violations: Mutex<Vec<String>>,
+    begun: Mutex<Vec<Begun>>,
+}
 
 /// An instance in a process of its own, which ends with this.
 #[derive(Debug)]
@@ -21,7 +28,7 @@ pub struct Instance {
     process: Child,
     stdin: ChildStdin,
     lines: Receiver<Line>,
-    violations: Arc<Mutex<Vec<String>>>,
+    heard: Arc<Heard>,
     port: u16,
     bootstrap: u16,
 }
@@ -37,7 +44,7 @@ impl Instance {
         Self::start_with(settings, Arc::default())
     }
 
-    fn start_with(settings: Settings, violations: Arc<Mutex<Vec<String>>>) -> Self {
+    fn start_with(settings: Settings, heard: Arc<Heard>) -> Self {
         let mut process = Process::new(std::env::current_exe().expect("this program has a path"));
         let text = serde_json::to_string(&settings).expect("settings are JSON");
         let mut process = process
@@ -49,12 +56,15 @@ impl Instance {
         let stdin = process.stdin.take().expect("it is piped");
         let stdout = BufReader::new(process.stdout.take().expect("it is piped"));
         let (sender, lines) = channel();
-        let collected = violations.clone();
+        let collected = heard.clone();
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 match serde_json::from_str(&line) {
                     Ok(Line::Violation(sentence)) => {
-                        collected.lock().expect("nothing panics with it").push(sentence)
+                        collected.violations.lock().expect("nothing panics with it").push(sentence)
+                    }
+                    Ok(Line::Begun(begun)) => {
+                        collected.begun.lock().expect("nothing panics with it").push(begun)
                     }
                     Ok(line) => {
                         if sender.send(line).is_err() {
@@ -65,7 +75,7 @@ impl Instance {
                 }
             }
         });
-        let mut instance = Instance { settings, process, stdin, lines, violations, port: 0, bootstrap: 0 };
+        let mut instance = Instance { settings, process, stdin, lines, heard, port: 0, bootstrap: 0 };
         match instance.hear() {
             Line::Listening { port, bootstrap } => (instance.port, instance.bootstrap) = (port, bootstrap),
             _ => panic!("the instance did not begin with where it listens"),
@@ -95,10 +105,21 @@ impl Instance {
 
     /// What of vLLM's rules has been broken toward it, also toward those in whose place it was started.
     pub fn violations(&mut self) -> Vec<String> {
+        self.hear_all();
+        self.heard.violations.lock().expect("nothing panics with it").clone()
+    }
+
+    /// The completions that it has begun with, and those in whose place it was started, if its settings let it tell.
+    pub fn begun(&mut self) -> Vec<Begun> {
+        self.hear_all();
+        self.heard.begun.lock().expect("nothing panics with it").clone()
+    }
+
+    /// Hears what it has said before.
+    fn hear_all(&mut self) {
         if !std::thread::panicking() && matches!(self.process.try_wait(), Ok(None)) {
-            self.report(); // what it has said before has been heard then
+            self.report();
         }
-        self.violations.lock().expect("nothing panics with it").clone()
     }
 
     /// Has something go wrong with its next requests.
@@ -112,8 +133,8 @@ impl Instance {
     }
 
     /// Changes how fast it is.
-    pub fn pace(&mut self, pace: Pace) {
-        self.order(&Command::Pace(pace));
+    pub fn delays(&mut self, delays: Delays) {
+        self.order(&Command::Delays(delays));
     }
 
     /// Changes what it says of its health: a status, or none to say nothing.
@@ -178,7 +199,7 @@ impl Instance {
         let settings = Settings { port: self.port, ..self.settings.clone() };
         self.process.kill().ok(); // an error: it was killed before
         self.process.wait().ok();
-        *self = Self::start_with(settings, self.violations.clone());
+        *self = Self::start_with(settings, self.heard.clone());
     }
 
     fn signal(&self, signal: Signal) {

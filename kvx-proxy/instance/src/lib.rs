@@ -24,4 +24,4 @@ mod stream;
 pub use commands::run_if_asked;
 pub use handle::Instance;
 pub use model::{answer_to, count_tokens, piece};
-pub use settings::{Connector, Fault, Leg, Lie, Pace, Report, Script, Seen, Settings};
+pub use settings::{Begun, Connector, Delays, Fault, Leg, Report, Script, Seen, Settings, WrongAnswer, now};

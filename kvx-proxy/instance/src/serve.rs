@@ -1,6 +1,8 @@
 //! What an instance answers, path by path.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -21,8 +23,8 @@ use crate::call::{Fetched, fetch};
 use crate::model;
 use crate::openai::{Asked, error};
 use crate::params::{self, Source, Task};
-use crate::settings::{Connector, Fault, Leg, Lie, Seen};
-use crate::state::{Running, State};
+use crate::settings::{Begun, Connector, Fault, Leg, Line, Seen, WrongAnswer, now};
+use crate::state::{Running, State, say};
 use crate::stream::{BrokenOff, Work};
 
 type Answer = Response<BoxBody<Bytes, BrokenOff>>;
@@ -62,9 +64,10 @@ pub(crate) fn bind(port: u16) -> std::io::Result<TcpListener> {
 async fn connection(state: Arc<State>, stream: tokio::net::TcpStream, bootstrap: bool) {
     state.connections.fetch_add(1, Ordering::Relaxed);
     let mut listens = state.listens.subscribe();
+    let peer = Peer::of(&stream);
     let service = service_fn(|request| {
-        let state = state.clone();
-        async move { if bootstrap { Ok(query(&state)) } else { answer(state, request).await } }
+        let (state, peer) = (state.clone(), peer.clone());
+        async move { if bootstrap { Ok(query(&state)) } else { answer(state, peer, request).await } }
     });
     let builder = auto::Builder::new(TokioExecutor::new());
     let served = builder.serve_connection(TokioIo::new(stream), service);
@@ -86,7 +89,26 @@ fn query(state: &State) -> Answer {
     json_answer(200, &Value::Object((0..state.settings.dp_size).map(rank).collect()))
 }
 
-async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, BrokenOff> {
+/// The other end of a connection.
+#[derive(Clone)]
+struct Peer(Option<Arc<std::net::TcpStream>>);
+
+impl Peer {
+    fn of(stream: &tokio::net::TcpStream) -> Self {
+        let second = stream.as_fd().try_clone_to_owned();
+        Peer(second.ok().map(|second| Arc::new(second.into())))
+    }
+
+    /// Whether it has closed the connection: nobody waits for an answer.
+    fn has_gone(&self) -> bool {
+        // The descriptor is its stream's: it does not block.
+        let looked = self.0.as_ref().map(|stream| stream.peek(&mut [0]));
+        !matches!(looked, Some(Ok(1..)))
+            && !matches!(looked, Some(Err(error)) if error.kind() == ErrorKind::WouldBlock)
+    }
+}
+
+async fn answer(state: Arc<State>, peer: Peer, request: Request<Incoming>) -> Result<Answer, BrokenOff> {
     let (parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     if path == "/health" {
@@ -132,7 +154,7 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Answer,
     if parts.method == Method::POST && (chat || path == "/v1/completions") {
         let id = header("x-request-id").unwrap_or_else(|| state.internal_id("own"));
         let rank = header("x-data-parallel-rank").and_then(|rank| rank.parse().ok());
-        return complete(state, seen, chat, &id, rank).await;
+        return complete(state, peer, seen, chat, &id, rank).await;
     }
     if let Some(params) = seen.body.get("kv_transfer_params").filter(|params| !params.is_null()) {
         state.violation(&format!("{path} came with kv_transfer_params {params}"), false);
@@ -211,14 +233,15 @@ async fn hand_over(state: &State, wanted: &Value) -> Answer {
 /// A completion or chat completion.
 async fn complete(
     state: Arc<State>,
+    peer: Peer,
     mut seen: Seen,
     chat: bool,
-    id: &str,
+    outer: &str,
     rank: Option<u32>,
 ) -> Result<Answer, BrokenOff> {
     let body = seen.body.clone();
     let asked = Asked::read(chat, &body, &state.settings.models);
-    let id = if chat { format!("chatcmpl-{id}") } else { format!("cmpl-{id}") };
+    let id = if chat { format!("chatcmpl-{outer}") } else { format!("cmpl-{outer}") };
     // A completion's request in the engine has the index of its prompt.
     let name = if chat { id.clone() } else { format!("{id}-0") };
     let tokens = asked.as_ref().map_or(1, |asked| model::count_tokens(asked.prompt(0).0));
@@ -230,6 +253,13 @@ async fn complete(
     };
     seen.leg = Some(leg);
     state.note(seen);
+    if state.settings.tells {
+        let begun = Begun { id: outer.to_owned(), leg, at: now() };
+        // One that was given up while this process was stopped is no leg any more.
+        if !peer.has_gone() {
+            say(&Line::Begun(begun));
+        }
+    }
     if state.lock().dead {
         return Ok(json_answer(
             500,
@@ -306,9 +336,9 @@ async fn prefill(
             state.lock().counts.turns_loaded += 1;
         }
     }
-    let pace = state.lock().pace;
-    if pace.prefill_ms > 0 {
-        tokio::time::sleep(Duration::from_millis(pace.prefill_ms)).await;
+    let delays = state.lock().delays;
+    if delays.prefill_ms > 0 {
+        tokio::time::sleep(Duration::from_millis(delays.prefill_ms)).await;
     }
     let (prompt, cache) = asked.prompt(0);
     let tokens = model::count_tokens(prompt);
@@ -347,28 +377,28 @@ async fn prefill(
     match fault {
         Some(Fault::CloseFirst) => return Err(BrokenOff),
         Some(Fault::HangFirst) => return std::future::pending().await,
-        Some(Fault::Lie(lie)) => return Ok(lied(lie, &mut body)),
+        Some(Fault::Wrong(wrong)) => return Ok(wrong_answer(wrong, &mut body)),
         _ => {}
     }
     Ok(json_answer(200, &body))
 }
 
-fn lied(lie: Lie, body: &mut Value) -> Answer {
+fn wrong_answer(wrong: WrongAnswer, body: &mut Value) -> Answer {
     let kind = Some(hyper::header::HeaderValue::from_static("application/json"));
     let params = &mut body["kv_transfer_params"];
-    match lie {
-        Lie::NoRequestId => params["remote_request_id"] = Value::Null,
-        Lie::FlatBlocks => params["remote_block_ids"] = params["remote_block_ids"][0].clone(),
-        Lie::BothFlags => params["do_remote_decode"] = true.into(),
-        Lie::NoObject => *params = "everything is well".into(),
-        Lie::OtherHost => {
+    match wrong {
+        WrongAnswer::NoRequestId => params["remote_request_id"] = Value::Null,
+        WrongAnswer::FlatBlocks => params["remote_block_ids"] = params["remote_block_ids"][0].clone(),
+        WrongAnswer::BothFlags => params["do_remote_decode"] = true.into(),
+        WrongAnswer::NoObject => *params = "everything is well".into(),
+        WrongAnswer::OtherHost => {
             params["remote_host"] = "127.0.0.1".into();
             params["remote_port"] = 1.into();
         }
-        Lie::ErrorWith200 => *body = error(500, "scripted"),
-        Lie::NoJson => return whole(200, kind, Bytes::from_static(b"{\"choices\": [")),
-        Lie::Empty => return whole(200, kind, Bytes::new()),
-        Lie::Huge => body["padding"] = "x".repeat(64 << 20).into(),
+        WrongAnswer::ErrorWith200 => *body = error(500, "scripted"),
+        WrongAnswer::NoJson => return whole(200, kind, Bytes::from_static(b"{\"choices\": [")),
+        WrongAnswer::Empty => return whole(200, kind, Bytes::new()),
+        WrongAnswer::Huge => body["padding"] = "x".repeat(64 << 20).into(),
     }
     json_answer(200, body)
 }
@@ -380,13 +410,13 @@ async fn decode(state: Arc<State>, work: Work) -> Result<Answer, BrokenOff> {
         let kind = ("content-type", "text/event-stream; charset=utf-8");
         return Ok(built(Response::builder().header(kind.0, kind.1), body));
     }
-    let pace = state.lock().pace;
+    let delays = state.lock().delays;
     let computed = work.source.is_none();
     let caches = match work.caches(&state).await {
         Ok(caches) => caches,
         Err(sentence) => return Ok(json_answer(500, &error(500, &sentence))),
     };
-    let millis = if computed { pace.prefill_ms } else { 0 } + pace.token_ms * work.asked.max_tokens;
+    let millis = if computed { delays.prefill_ms } else { 0 } + delays.token_ms * work.asked.max_tokens;
     if millis > 0 {
         tokio::time::sleep(Duration::from_millis(millis)).await;
     }

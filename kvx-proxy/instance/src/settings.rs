@@ -1,6 +1,7 @@
 //! What a test sets, scripts and is told: the words between it and an instance.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -38,11 +39,13 @@ pub struct Settings {
     /// The key that clients must send.
     pub api_key: Option<String>,
     /// How fast it is.
-    pub pace: Pace,
+    pub delays: Delays,
     /// Whether a decode leg fetches blocks at all. Without, the answer comes from the prompt: for measurements.
     pub fetches: bool,
     /// How many requests it keeps for [`Report::seen`].
     pub keeps: usize,
+    /// Whether it tells of each completion that it begins with.
+    pub tells: bool,
 }
 
 impl Default for Settings {
@@ -56,9 +59,10 @@ impl Default for Settings {
             lease_ms: 30_000,
             handshake_ms: 300,
             api_key: None,
-            pace: Pace::default(),
+            delays: Delays::default(),
             fetches: true,
             keeps: 1000,
+            tells: false,
         }
     }
 }
@@ -66,7 +70,7 @@ impl Default for Settings {
 /// How fast an instance is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Pace {
+pub struct Delays {
     /// Milliseconds of a prefill.
     pub prefill_ms: u64,
     /// Milliseconds before each token of a decode.
@@ -106,12 +110,12 @@ pub enum Fault {
     /// The same, and then it closes the connection.
     CloseInCharacter(u32),
     /// A prefill's answer is wrong.
-    Lie(Lie),
+    Wrong(WrongAnswer),
 }
 
 /// How a prefill's answer is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Lie {
+pub enum WrongAnswer {
     /// No `remote_request_id`: stops the engine of who gets it.
     NoRequestId,
     /// Block ids in one flat list: stops the engine of who gets it. What vLLM 0.16 answers.
@@ -160,6 +164,23 @@ pub struct Seen {
     pub leg: Option<Leg>,
 }
 
+/// A completion that an instance begins with, while its router waits for it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Begun {
+    /// Its `X-Request-Id`.
+    pub id: String,
+    /// What it is.
+    pub leg: Leg,
+    /// When it began, by the [clock](now) of all processes of this machine.
+    pub at: Duration,
+}
+
+/// The time since this machine has started.
+pub fn now() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
 /// What an instance has counted since it started.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
@@ -198,7 +219,7 @@ pub struct Report {
 pub(crate) enum Command {
     Script(Script),
     ClearScripts,
-    Pace(Pace),
+    Delays(Delays),
     /// The status of `/health`, or none to hang.
     Health(Option<u16>),
     /// Whether it listens.
@@ -217,4 +238,5 @@ pub(crate) enum Line {
     Done,
     Report(Box<Report>),
     Violation(String),
+    Begun(Begun),
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 
 use crate::blocks::Blocks;
-use crate::settings::{Fault, Leg, Line, Pace, Report, Script, Seen, Settings};
+use crate::settings::{Delays, Fault, Leg, Line, Report, Script, Seen, Settings};
 
 pub(crate) struct State {
     pub(crate) settings: Settings,
@@ -25,7 +25,7 @@ pub(crate) struct State {
 
 pub(crate) struct Inner {
     pub(crate) scripts: Vec<Script>,
-    pub(crate) pace: Pace,
+    pub(crate) delays: Delays,
     pub(crate) health: Option<u16>,
     pub(crate) blocks: Blocks,
     pub(crate) counts: Report,
@@ -37,7 +37,7 @@ impl State {
     pub(crate) fn new(settings: Settings, port: u16) -> Arc<Self> {
         let inner = Inner {
             scripts: Vec::new(),
-            pace: settings.pace,
+            delays: settings.delays,
             health: Some(200),
             blocks: Blocks::new(Duration::from_millis(settings.lease_ms)),
             counts: Report::default(),

@@ -148,7 +148,7 @@ impl Work {
     }
 
     async fn write(self, state: &State, writer: &Writer) -> Result<(), Ended> {
-        let pace = state.lock().pace;
+        let delays = state.lock().delays;
         let caches = match self.caches(state).await {
             Ok(caches) => caches,
             Err(sentence) => {
@@ -158,7 +158,7 @@ impl Work {
         };
         let (asked, id) = (&self.asked, self.id.as_str());
         if self.source.is_none() {
-            writer.pause(pace.prefill_ms).await?;
+            writer.pause(delays.prefill_ms).await?;
         }
         self.fail(writer, 0).await?;
         for index in (0..caches.len() as u64).filter(|_| asked.chat) {
@@ -170,7 +170,7 @@ impl Work {
             }
         }
         for token in 0..asked.max_tokens {
-            writer.pause(pace.token_ms).await?;
+            writer.pause(delays.token_ms).await?;
             if token > 0 {
                 self.fail(writer, token).await?;
             }

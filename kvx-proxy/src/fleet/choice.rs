@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::instance::{InFlight, Instance};
+use super::models::Named;
 use crate::setup::Choice;
 
 /// How much more than its share an instance may have to do before prefix affinity leaves it.
-const BOUND: f64 = 1.25;
+pub(super) const BOUND: f64 = 1.25;
 
 /// What a request needs of an instance.
 pub(crate) struct Wanted<'a> {
@@ -16,8 +17,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) tokens: u64,
     /// A hash of the beginning of its prompt.
     pub(crate) prefix: u64,
-    /// The model's [bit](super::models::ModelNames::bit), if it names one.
-    pub(crate) model: Option<u64>,
+    /// The model, if it names one.
+    pub(crate) model: Option<Named<'a>>,
     /// Who has failed it already: taken only if there is nobody else.
     pub(crate) avoid: &'a [Arc<Instance>],
     pub(crate) now: Instant,
@@ -32,75 +33,95 @@ pub(crate) struct Turns {
 
 const STRIDE: f64 = 65536.0;
 
-/// Gives the request to one of `instances` that `fits`, if any may be asked.
-pub(super) fn choose(
-    instances: &[Arc<Instance>],
-    turns: &Turns,
-    choice: Choice,
-    wanted: &Wanted<'_>,
-    eject_for: Duration,
-    fits: impl Fn(&Instance) -> bool,
-) -> Option<InFlight> {
-    let avoided =
-        |one: &Arc<Instance>| wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state));
-    let may = |one: &Arc<Instance>| {
-        !one.setup.draining
-            && one.state.is_open(wanted.now)
-            && wanted.model.is_none_or(|model| one.state.models.serve(model))
-            && fits(one)
-    };
-    // A trial that somebody else has just taken is gone for us: look again, but not for ever.
-    for _ in 0..4 {
-        let first = best(instances, turns, choice, wanted, |one| may(one) && !avoided(one));
-        let best = first.or_else(|| match wanted.avoid {
-            [] => None,
-            _ => best(instances, turns, choice, wanted, may),
-        });
-        if let Some(taken) = best?.take(wanted.tokens, wanted.now, eject_for) {
-            return Some(taken);
-        }
-    }
-    None
+/// The instances of one role, and how one of them is chosen.
+pub(super) struct Candidates<'a> {
+    pub(super) instances: &'a [Arc<Instance>],
+    pub(super) turns: &'a Turns,
+    pub(super) choice: Choice,
+    /// For how long nobody else tries one that is tried again.
+    pub(super) eject_for: Duration,
 }
 
-fn best<'a>(
-    instances: &'a [Arc<Instance>],
-    turns: &Turns,
-    choice: Choice,
-    wanted: &Wanted<'_>,
-    may: impl Fn(&Arc<Instance>) -> bool,
-) -> Option<&'a Arc<Instance>> {
-    let load = |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
-    match choice {
-        Choice::LeastTokens => {
-            // Equal ones take turns.
-            let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
-            let (before, after) = instances.split_at(start);
-            least(after.iter().chain(before).filter(|one| may(one)), load)
-        }
-        Choice::RoundRobin => {
-            let best =
-                least(instances.iter().filter(|one| may(one)), |one| one.state.pass.load(Relaxed) as f64)?;
-            // Whoever was away is not behind: it takes part from now on.
-            let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
-            turns.pass.store(pass, Relaxed);
-            best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
-            Some(best)
-        }
-        Choice::Prefix => {
-            let (mut tokens, mut weights) = (wanted.tokens, 0.0);
-            for one in instances.iter().filter(|one| may(one)) {
-                tokens += one.state.outstanding();
-                weights += one.setup.weight;
+impl<'a> Candidates<'a> {
+    /// Gives the request to one that `fits` and is open; if there is none, to one that was left out and may be better
+    /// than none.
+    pub(super) fn choose(&self, wanted: &Wanted<'_>, fits: impl Fn(&Instance) -> bool) -> Option<InFlight> {
+        self.choose_open(wanted, &fits).or_else(|| {
+            let usable = |one: &Arc<Instance>| one.state.is_usable() && fits(one);
+            Some(self.best_for(wanted, usable)?.take_anyway(wanted.tokens))
+        })
+    }
+
+    /// Gives the request to one that `fits` and is open.
+    pub(super) fn choose_open(
+        &self,
+        wanted: &Wanted<'_>,
+        fits: impl Fn(&Instance) -> bool,
+    ) -> Option<InFlight> {
+        let open = |one: &Arc<Instance>| one.state.is_open(wanted.now) && fits(one);
+        // A trial that somebody else has just taken is gone for us: look again, but not for ever.
+        for _ in 0..4 {
+            let best = self.best_for(wanted, open)?;
+            if let Some(taken) = best.take(wanted.tokens, wanted.now, self.eject_for) {
+                return Some(taken);
             }
-            let bound = (tokens as f64 / weights * BOUND).max(0.0);
-            // A request alone never exceeds its own bound on an idle instance.
-            let within =
-                |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
-            let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
-            least(instances.iter().filter(|one| within(one)), near)
-                // All have so little to do that this request alone is beyond a share.
-                .or_else(|| least(instances.iter().filter(|one| may(one)), load))
+        }
+        None
+    }
+
+    /// The best one that `may` be asked and that the request does not avoid; if there is none, the best of those.
+    fn best_for(
+        &self,
+        wanted: &Wanted<'_>,
+        may: impl Fn(&Arc<Instance>) -> bool,
+    ) -> Option<&'a Arc<Instance>> {
+        let avoided =
+            |one: &Arc<Instance>| wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state));
+        let may = |one: &Arc<Instance>| {
+            !one.setup.draining && wanted.model.is_none_or(|model| one.state.models.serve(model)) && may(one)
+        };
+        let first = self.best(wanted, |one| may(one) && !avoided(one));
+        first.or_else(|| match wanted.avoid {
+            [] => None,
+            _ => self.best(wanted, may),
+        })
+    }
+
+    fn best(&self, wanted: &Wanted<'_>, may: impl Fn(&Arc<Instance>) -> bool) -> Option<&'a Arc<Instance>> {
+        let Candidates { instances, turns, choice, .. } = *self;
+        let load = |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
+        match choice {
+            Choice::LeastTokens => {
+                // Equal ones take turns.
+                let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
+                let (before, after) = instances.split_at(start);
+                least(after.iter().chain(before).filter(|one| may(one)), load)
+            }
+            Choice::RoundRobin => {
+                let best = least(instances.iter().filter(|one| may(one)), |one| {
+                    one.state.pass.load(Relaxed) as f64
+                })?;
+                // Whoever was away is not behind: it takes part from now on.
+                let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
+                turns.pass.store(pass, Relaxed);
+                best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
+                Some(best)
+            }
+            Choice::Prefix => {
+                let (mut tokens, mut weights) = (wanted.tokens, 0.0);
+                for one in instances.iter().filter(|one| may(one)) {
+                    tokens += one.state.outstanding();
+                    weights += one.setup.weight;
+                }
+                let bound = (tokens as f64 / weights * BOUND).max(0.0);
+                // A request alone never exceeds its own bound on an idle instance.
+                let within =
+                    |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
+                let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
+                least(instances.iter().filter(|one| within(one)), near)
+                    // All have so little to do that this request alone is beyond a share.
+                    .or_else(|| least(instances.iter().filter(|one| may(one)), load))
+            }
         }
     }
 }

@@ -89,9 +89,11 @@ pub(crate) struct State {
     pub(crate) failures_total: AtomicU64,
     /// 0: open. [`DOWN`]: closed by its health. Else closed until so many milliseconds after `started`.
     closed_until: AtomicU64,
+    /// Whether it refused connections when it was left out.
+    refuses: AtomicBool,
     /// Where round robin stands, in strides.
     pub(super) pass: AtomicU64,
-    /// Which models it serves, a bit each; all before it has said so.
+    /// Which models it serves.
     pub(crate) models: Models,
     /// A data parallel rank's turn.
     turn: AtomicU64,
@@ -122,6 +124,7 @@ impl Default for State {
             requests_total: AtomicU64::new(0),
             failures_total: AtomicU64::new(0),
             closed_until: AtomicU64::new(DOWN),
+            refuses: AtomicBool::new(false),
             pass: AtomicU64::new(0),
             models: Models::default(),
             turn: AtomicU64::new(0),
@@ -153,6 +156,15 @@ impl State {
     /// Whether it is open without any doubt.
     pub(crate) fn is_sound(&self) -> bool {
         self.closed_until.load(Relaxed) == 0
+    }
+
+    /// Whether it may be asked if nobody is open: it was left out for how it answered, if at all.
+    pub(crate) fn is_usable(&self) -> bool {
+        match self.closed_until.load(Relaxed) {
+            0 => true,
+            DOWN => false,
+            _ => !self.refuses.load(Relaxed),
+        }
     }
 
     /// Whether its health checks fail, or none has passed yet.
@@ -226,16 +238,19 @@ impl State {
         if self.is_down() || (faults.requests < health.eject_after && faults.ejected == 0) {
             return false;
         }
-        // Better a sick one than none: only one that takes no connection is left out then.
-        if alone && reason != Reason::Refused {
+        let refused = reason == Reason::Refused;
+        // Better a sick one than none: only one that refuses connections is left out then.
+        if alone && !refused {
             return false;
         }
-        // Whatever else was at work there when it was left out fails too, and says nothing new.
-        if !self.is_open(now) && !self.trying.swap(false, Relaxed) {
+        // Whatever else was at work there when it was left out fails too, and says nothing new, unless it refuses now.
+        let says_more = refused && !self.refuses.load(Relaxed);
+        if !self.is_open(now) && !self.trying.swap(false, Relaxed) && !says_more {
             return false;
         }
         let doubled = health.eject_for.saturating_mul(1 << faults.ejected.min(4));
         faults.ejected += 1;
+        self.refuses.store(refused, Relaxed);
         self.closed_until.store(self.millis(now) + doubled.as_millis() as u64, Relaxed);
         true
     }
@@ -337,9 +352,17 @@ impl Instance {
         self.setup.name()
     }
 
-    /// Whether these two may serve a request together.
+    /// The next one of its data parallel ranks, if the proxy shall pick one.
+    pub(crate) fn next_rank(&self) -> Option<usize> {
+        let ranks = self.setup.ranks as usize;
+        (ranks > 1).then(|| self.state.next_rank(ranks))
+    }
+
+    /// Whether these two may serve a request together: they are of one pool and compatible, as far as the set-up says
+    /// what is, and have a model in common, as far as they have said what they serve.
     pub(crate) fn pairs_with(&self, other: &Instance) -> bool {
         self.pool == other.pool
+            && self.state.models.share_one(&other.state.models)
             && match (&self.setup.compatibility, &other.setup.compatibility) {
                 (Some(one), Some(other)) => one == other,
                 _ => true,
@@ -348,13 +371,15 @@ impl Instance {
 
     /// Gives it a request of so many tokens, unless it may not be asked any more.
     pub(super) fn take(self: &Arc<Self>, tokens: u64, now: Instant, eject_for: Duration) -> Option<InFlight> {
-        if !self.state.enter(now, eject_for) {
-            return None;
-        }
+        self.state.enter(now, eject_for).then(|| self.take_anyway(tokens))
+    }
+
+    /// Gives it a request of so many tokens, though it may be left out.
+    pub(super) fn take_anyway(self: &Arc<Self>, tokens: u64) -> InFlight {
         self.state.outstanding.fetch_add(tokens, Relaxed);
         self.state.requests.fetch_add(1, Relaxed);
         self.state.requests_total.fetch_add(1, Relaxed);
-        Some(InFlight { instance: Arc::clone(self), tokens })
+        InFlight { instance: Arc::clone(self), tokens }
     }
 }
 
@@ -447,6 +472,26 @@ mod tests {
         state.healthy();
         let failed = || state.failed(Reason::Slow, "late", &health(), false, now);
         assert!(!failed() && failed(), "another could take over");
+    }
+
+    #[test]
+    fn an_instance_that_was_slow_is_usable_until_it_refuses() {
+        let state = State::default();
+        let now = Instant::now();
+        let failed = |reason| state.failed(reason, "x", &health(), false, now);
+        assert!(!state.is_usable(), "no check has passed");
+        state.healthy();
+        assert!(!failed(Reason::Slow) && failed(Reason::Slow) && !state.is_open(now));
+        assert!(state.is_usable());
+        assert!(failed(Reason::Refused) && !state.is_usable(), "that is news");
+        assert!(!failed(Reason::Refused), "and that is none");
+        state.succeeded();
+        assert!(
+            !failed(Reason::Slow) && failed(Reason::Slow) && state.is_usable(),
+            "it takes connections again"
+        );
+        (0..2).for_each(|_| _ = state.unhealthy("500", &health(), false));
+        assert!(!state.is_usable());
     }
 
     #[test]

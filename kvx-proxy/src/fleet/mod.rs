@@ -5,13 +5,15 @@ pub(crate) mod instance;
 pub(crate) mod models;
 pub(crate) mod watch;
 
-use std::sync::Arc;
+use std::cell::OnceCell;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use choice::{Turns, Wanted};
-use instance::{InFlight, Instance, Role, State};
-use models::ModelNames;
+use choice::{Candidates, Turns, Wanted};
+use instance::{InFlight, Instance, Reason, Role, State};
+use models::{ModelNames, Named};
 
-use crate::setup::{Choice, Connector, InstanceSetup, Setup};
+use crate::setup::{Choice, Connector, Health, InstanceSetup, Setup};
 
 /// A pool of the set-up.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ pub(crate) struct Fleet {
     decode_turns: Turns,
     choice: Choice,
     eject_for: std::time::Duration,
+    /// Held by whoever leaves an instance out: nobody else does between the look at who is left and that.
+    leaving_out: Arc<Mutex<()>>,
 }
 
 impl Fleet {
@@ -47,6 +51,7 @@ impl Fleet {
             decode_turns: Turns::default(),
             choice: setup.choice,
             eject_for: setup.health.eject_for,
+            leaving_out: before.map(|before| Arc::clone(&before.leaving_out)).unwrap_or_default(),
         };
         for (place, pool) in setup.pools.iter().enumerate() {
             fleet.pools.push(Pool {
@@ -97,6 +102,7 @@ impl Fleet {
             names: Arc::clone(&self.names),
             prefill_turns: Turns::default(),
             decode_turns: Turns::default(),
+            leaving_out: Arc::clone(&self.leaving_out),
             ..*self
         }
     }
@@ -135,22 +141,52 @@ impl Fleet {
         self.of(role).iter().find(|one| one.pool == pool && one.name() == name)
     }
 
+    fn candidates(&self, role: Role) -> Candidates<'_> {
+        let turns = match role {
+            Role::Prefill => &self.prefill_turns,
+            Role::Decode => &self.decode_turns,
+        };
+        Candidates { instances: self.of(role), turns, choice: self.choice, eject_for: self.eject_for }
+    }
+
     /// A prefill instance that some decode instance goes with.
     pub(crate) fn choose_prefill(&self, wanted: &Wanted<'_>) -> Option<InFlight> {
+        self.choose_prefill_if(wanted, false).or_else(|| self.choose_prefill_if(wanted, true))
+    }
+
+    /// The same of instances that are open, or of those that were left out and are usable, too.
+    fn choose_prefill_if(&self, wanted: &Wanted<'_>, usable: bool) -> Option<InFlight> {
         let decodes = |one: &Instance| {
             !one.setup.draining
-                && one.state.is_open(wanted.now)
+                && (one.state.is_open(wanted.now) || (usable && one.state.is_usable()))
                 && wanted.model.is_none_or(|model| one.state.models.serve(model))
         };
-        // Most fleets name no compatibility: then a pool has a decode instance for all or for none.
-        let served: Vec<bool> = (0..self.pools.len())
-            .map(|pool| self.decode.iter().any(|one| one.pool == pool && decodes(one)))
+        // Most pools name no compatibility and have the same models everywhere: one decode instance says it for all.
+        let of_first_decode: Vec<Option<u64>> = (0..self.pools.len())
+            .map(|pool| self.decode.iter().find(|one| one.pool == pool && decodes(one)))
+            .map(|one| Some(one?.state.models.bits()))
             .collect();
-        choice::choose(&self.prefill, &self.prefill_turns, self.choice, wanted, self.eject_for, |one| {
-            served[one.pool]
-                && (one.setup.compatibility.is_none()
-                    || self.decode.iter().any(|decode| one.pairs_with(decode) && decodes(decode)))
-        })
+        // Where it does not, those of each pool do together.
+        let of_all_decodes = OnceCell::new();
+        let served_by_all = || {
+            let mut served = vec![0; self.pools.len()];
+            for decode in self.decode.iter().filter(|one| decodes(one)) {
+                served[decode.pool] |= decode.state.models.bits();
+            }
+            served
+        };
+        let fits = |one: &Instance| {
+            let Some(of_first) = of_first_decode[one.pool] else { return false };
+            let (bits, goes_with_all) = (one.state.models.bits(), one.setup.compatibility.is_none());
+            if goes_with_all && models::owned(bits & of_first) {
+                return true;
+            }
+            let both = bits & of_all_decodes.get_or_init(served_by_all)[one.pool];
+            (goes_with_all && models::owned(both))
+                || (both != 0 && self.decode.iter().any(|decode| one.pairs_with(decode) && decodes(decode)))
+        };
+        let prefills = self.candidates(Role::Prefill);
+        if usable { prefills.choose(wanted, fits) } else { prefills.choose_open(wanted, fits) }
     }
 
     /// A decode instance that goes with a prefill instance.
@@ -160,24 +196,46 @@ impl Fleet {
             Choice::Prefix => Choice::LeastTokens,
             other => other,
         };
-        choice::choose(&self.decode, &self.decode_turns, choice, wanted, self.eject_for, |one| {
-            one.pairs_with(prefill)
-        })
+        Candidates { choice, ..self.candidates(Role::Decode) }.choose(wanted, |one| one.pairs_with(prefill))
     }
 
     /// A decode instance that does everything.
     pub(crate) fn choose_alone(&self, wanted: &Wanted<'_>) -> Option<InFlight> {
-        choice::choose(&self.decode, &self.decode_turns, self.choice, wanted, self.eject_for, |_| true)
+        self.candidates(Role::Decode).choose(wanted, |_| true)
     }
 
-    /// Takes a decode instance by its name.
+    /// Takes a decode instance by its name, if it is open.
     pub(crate) fn take_decode(&self, name: &str, wanted: &Wanted<'_>) -> Option<InFlight> {
-        let only = |one: &Instance| one.name() == name;
-        choice::choose(&self.decode, &self.decode_turns, self.choice, wanted, self.eject_for, only)
+        self.candidates(Role::Decode).choose_open(wanted, |one| one.name() == name)
     }
 
-    /// Whether another instance of the same pool and role could take what this one gets.
-    pub(crate) fn is_last(&self, instance: &Instance) -> bool {
+    /// A request failed. Returns whether its instance is left out now: the last one of its pool and role never is for
+    /// how it answers.
+    pub(crate) fn failed(
+        &self,
+        instance: &Instance,
+        reason: Reason,
+        words: &str,
+        health: &Health,
+        now: Instant,
+    ) -> bool {
+        let _one_at_a_time = self.leave_out();
+        instance.state.failed(reason, words, health, self.is_last(instance), now)
+    }
+
+    /// A health check failed; `late` says that no answer came in time. Returns whether its instance is down for it now:
+    /// the last one of its pool and role never is for being late.
+    pub(crate) fn unhealthy(&self, instance: &Instance, words: &str, health: &Health, late: bool) -> bool {
+        let _one_at_a_time = self.leave_out();
+        instance.state.unhealthy(words, health, late && self.is_last(instance))
+    }
+
+    fn leave_out(&self) -> MutexGuard<'_, ()> {
+        self.leaving_out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether no other instance of the same pool and role could take what this one gets.
+    fn is_last(&self, instance: &Instance) -> bool {
         !self.of(instance.role).iter().any(|other| {
             other.pool == instance.pool
                 && other.state.is_sound()
@@ -186,10 +244,11 @@ impl Fleet {
         })
     }
 
-    /// Whether a request could be served: some prefill and some decode instance of one pool are up, or a pool has no
-    /// prefill instance at all.
+    /// Whether a request could be served: some prefill and some decode instance of one pool are usable, or a pool has
+    /// no prefill instance at all.
     pub(crate) fn is_ready(&self) -> bool {
-        let up = |one: &&Arc<Instance>, pool| one.pool == pool && one.state.is_sound() && !one.setup.draining;
+        let up =
+            |one: &&Arc<Instance>, pool| one.pool == pool && one.state.is_usable() && !one.setup.draining;
         (0..self.pools.len()).any(|pool| {
             let alone = !self.prefill.iter().any(|one| one.pool == pool);
             self.decode.iter().any(|one| up(&one, pool))
@@ -197,19 +256,17 @@ impl Fleet {
         })
     }
 
-    /// Whether some pool has both a prefill and a decode instance for this model, be they up or not.
-    pub(crate) fn has_pair(&self, model: Option<u64>) -> bool {
+    /// Whether a prefill and a decode instance for this model go together, be they up or not.
+    pub(crate) fn has_pair(&self, model: Option<Named<'_>>) -> bool {
         let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
         self.prefill.iter().any(|prefill| {
-            serves(prefill) && self.decode.iter().any(|decode| decode.pool == prefill.pool && serves(decode))
+            serves(prefill) && self.decode.iter().any(|decode| serves(decode) && prefill.pairs_with(decode))
         })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
 
     fn fleet(text: &str) -> Fleet {
@@ -308,6 +365,31 @@ mod tests {
     }
 
     #[test]
+    fn affinity_takes_no_instance_beyond_its_bound() {
+        let weights = [1.0, 2.0, 1.0, 4.0];
+        let fleet = decodes("prefix", &weights);
+        let load = |one: &Instance| one.state.outstanding() as f64 / one.setup.weight;
+        let mut held = Vec::new();
+        for step in 0..4000u64 {
+            let bits = choice::hash(&step.to_le_bytes());
+            let tokens = 1 + bits % 1000;
+            // Three prefixes that everybody asks for.
+            let chosen =
+                fleet.choose_alone(&wanted(tokens, choice::hash(&[(bits >> 40) as u8 % 3]))).unwrap();
+            let total: u64 = fleet.decode.iter().map(|one| one.state.outstanding()).sum();
+            let bound = total as f64 / weights.iter().sum::<f64>() * choice::BOUND;
+            if held.len() >= 100 {
+                let most = load(&chosen.instance);
+                assert!(most <= bound, "{} has {most}, its bound is {bound}", chosen.instance.name());
+            }
+            held.push(chosen);
+            if held.len() > 200 {
+                held.swap_remove(bits as usize % 200);
+            }
+        }
+    }
+
+    #[test]
     fn only_compatible_instances_of_one_pool_are_paired() {
         let fleet = fleet(
             "[[pool]]\nname = 'a'\nprefill = [{ url = 'http://p1:1', compatibility = 'x' }]
@@ -324,6 +406,37 @@ mod tests {
         for _ in 0..20 {
             assert_eq!(fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(), "p2:1");
         }
+    }
+
+    #[test]
+    fn without_a_model_only_instances_with_a_common_one_are_paired() {
+        let fleet = fleet(
+            "[[pool]]\nprefill = ['http://p1:1', 'http://p2:1', 'http://p3:1']
+             decode = ['http://d1:1', 'http://d2:1', 'http://d3:1']",
+        );
+        // The third of each have one of so many names that they share a bit with another one's.
+        let models = |number: u32| -> Vec<String> {
+            let range = if number == 3 { 0..99 } else { 100 * number..100 * number + 1 };
+            range.map(|model| format!("model-{model}")).collect()
+        };
+        for (one, number) in fleet.prefill.iter().zip([3, 1, 2]).chain(fleet.decode.iter().zip([2, 3, 1])) {
+            let cards: Vec<_> = models(number).iter().map(|id| serde_json::json!({ "id": id })).collect();
+            one.state.models.learn(&serde_json::json!({ "data": cards }), &fleet.names);
+        }
+        for _ in 0..20 {
+            let prefill = fleet.choose_prefill(&wanted(1, 0)).unwrap();
+            let decode = fleet.choose_partner(&prefill.instance, &wanted(1, 0)).unwrap();
+            let pair = (prefill.instance.name().to_owned(), decode.instance.name().to_owned());
+            let right = [("p1:1", "d2:1"), ("p2:1", "d3:1"), ("p3:1", "d1:1")];
+            assert!(right.contains(&(&*pair.0, &*pair.1)), "{pair:?}");
+        }
+        let fleet = fleet.without(0, Role::Decode, "d2:1").without(0, Role::Decode, "d3:1");
+        for _ in 0..20 {
+            assert_eq!(fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(), "p3:1");
+        }
+        assert!(fleet.has_pair(None) && fleet.has_pair(Some(fleet.names.named("model-200"))));
+        let fleet = fleet.without(0, Role::Prefill, "p3:1");
+        assert!(!fleet.has_pair(None) && fleet.choose_prefill(&wanted(1, 0)).is_none());
     }
 
     #[test]
@@ -365,6 +478,71 @@ mod tests {
         assert!(fleet.is_last(last) && fleet.is_ready());
         (0..2).for_each(|_| _ = last.state.unhealthy("x", &Default::default(), false));
         assert!(fleet.choose_alone(&wanted(1, 0)).is_none() && !fleet.is_ready());
+    }
+
+    #[test]
+    fn whoever_was_slow_is_asked_again_once_nobody_else_is_left() {
+        let fleet = fleet(
+            "[health]\neject_after = 1\n[[pool]]\nprefill = ['http://p0:1', 'http://p1:1']
+             decode = ['http://d0:1', 'http://d1:1']",
+        );
+        let health = Health { eject_after: 1, ..Health::default() };
+        let failed = |one: &Instance, reason| fleet.failed(one, reason, "x", &health, Instant::now());
+        let pair = || {
+            let prefill = fleet.choose_prefill(&wanted(1, 0))?;
+            let decode = fleet.choose_partner(&prefill.instance, &wanted(1, 0))?;
+            Some([prefill.instance.name().to_owned(), decode.instance.name().to_owned()])
+        };
+        for (role, others) in [(Role::Prefill, &fleet.decode), (Role::Decode, &fleet.prefill)] {
+            let [slow, last] = fleet.of(role) else { panic!("two instances") };
+            assert!(failed(slow, Reason::Slow));
+            for _ in 0..5 {
+                assert_ne!(fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(), slow.name());
+                let decode = fleet.choose_partner(&others[0], &wanted(1, 0)).unwrap();
+                assert_ne!(decode.instance.name(), slow.name(), "another one is there");
+            }
+            // The last one says that it is ill.
+            (0..2).for_each(|_| _ = fleet.unhealthy(last, "500", &health, false));
+            for _ in 0..5 {
+                let pair = pair().expect("a slow one is better than none");
+                assert!(pair.contains(&slow.name().to_owned()), "{pair:?}");
+            }
+            assert!(fleet.is_ready() && !slow.state.is_sound());
+            assert!(!failed(slow, Reason::Slow), "it stays as it is");
+            assert!(pair().is_some());
+            assert!(failed(slow, Reason::Refused) && pair().is_none() && !fleet.is_ready());
+            slow.state.succeeded();
+            last.state.healthy();
+        }
+    }
+
+    #[test]
+    fn two_that_fail_at_once_are_not_both_left_out() {
+        let fleet = decodes("least-tokens", &[1.0; 2]);
+        let health = Health { eject_after: 1, down_after: 1, ..Health::default() };
+        let begin = std::sync::Barrier::new(2);
+        // To keep them takes a while, in which the other one may look who is left.
+        let words = "late ".repeat(1 << 20);
+        for round in 0..40 {
+            std::thread::scope(|scope| {
+                for one in &fleet.decode {
+                    let (fleet, health, begin, words) = (&fleet, &health, &begin, &words);
+                    scope.spawn(move || {
+                        begin.wait();
+                        match round % 2 {
+                            0 => fleet.failed(one, Reason::Slow, words, health, Instant::now()),
+                            _ => fleet.unhealthy(one, words, health, true),
+                        }
+                    });
+                }
+            });
+            let sound = fleet.decode.iter().filter(|one| one.state.is_sound()).count();
+            assert_eq!(sound, 1, "round {round}");
+            fleet.decode.iter().for_each(|one| {
+                one.state.healthy();
+                one.state.succeeded();
+            });
+        }
     }
 
     /// The bar is 5 us; this only says that it is not off by orders of magnitude on a busy machine.

@@ -66,7 +66,7 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
     let well = match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
         Ok((status, _)) if !status.is_server_error() => Ok(()),
         Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
-        Err(fault) => Err((format!("GET /health: {fault}"), matches!(fault, Fault::Late(_)))),
+        Err(fault) => Err((format!("GET /health: {fault}"), fault.is_late())),
     };
     let well = match well {
         Ok(()) => {
@@ -80,7 +80,7 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
             match asks {
                 true => {
                     let told = learn_kind(live, instance).await;
-                    told.map(drop).map_err(|fault| (fault.to_string(), matches!(fault, Fault::Late(_))))
+                    told.map(drop).map_err(|fault| (fault.to_string(), fault.is_late()))
                 }
                 false => Ok(()),
             }
@@ -94,10 +94,9 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
             }
         }
         Err((words, late)) => {
-            // One that is too busy to say how it is is better than none.
-            let spared = late && live.fleet.is_last(instance);
             core.errors.add(instance.name(), &words);
-            if instance.state.unhealthy(&words, &live.setup.health, spared) {
+            // One that is too busy to say how it is is better than none.
+            if live.fleet.unhealthy(instance, &words, &live.setup.health, late) {
                 core.metrics.ejection(Reason::Health.as_str());
                 tracing::warn!(instance = instance.name(), role = instance.role.as_str(), words, "is down");
             }

@@ -51,7 +51,7 @@ fn choose(
     avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
 ) -> Option<InFlight> {
     let fleet = &job.live.fleet;
-    let model = to.model.map(|model| fleet.names.bit(model));
+    let model = to.model.map(|model| fleet.names.named(model));
     if let Some(name) = to.stored_by {
         return fleet.take_decode(name, &job.wanted(to.tokens, 0, None, &[]));
     }

@@ -51,7 +51,7 @@ impl Live {
             upstream,
             admission,
             keys,
-            key_for_instances: setup.openai_api_key.as_deref().and_then(headers::bearer),
+            key_for_instances: setup.openai_api_key.as_ref().and_then(|key| headers::bearer(key.text())),
             setup: Arc::new(setup),
         })
     }
@@ -209,8 +209,8 @@ impl Core {
     pub(crate) fn blame(&self, live: &Live, instance: &Instance, fault: &Fault) {
         let what = format!("{} leg: {fault}", instance.role.as_str());
         let reason = match fault {
-            // One that is busy does what it can.
-            Fault::Late(_) | Fault::Busy(_) => Reason::Slow,
+            // One that is busy does what it can: it may be too busy to take connections.
+            Fault::Late(_) | Fault::Busy(_) | Fault::Unreached(_) => Reason::Slow,
             Fault::Refused(_) => Reason::Refused,
             _ => Reason::Errors,
         };
@@ -219,8 +219,7 @@ impl Core {
 
     pub(crate) fn blame_for(&self, live: &Live, instance: &Instance, reason: Reason, what: &str) {
         self.errors.add(instance.name(), what);
-        let alone = live.fleet.is_last(instance);
-        if instance.state.failed(reason, what, &live.setup.health, alone, Instant::now()) {
+        if live.fleet.failed(instance, reason, what, &live.setup.health, Instant::now()) {
             self.metrics.ejection(reason.as_str());
             tracing::warn!(instance = instance.name(), what, "left out for a while");
         }

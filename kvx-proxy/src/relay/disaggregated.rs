@@ -57,7 +57,7 @@ impl From<ParamsError> for Missed {
 pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
     let live = Arc::clone(&job.live);
     let fleet = &live.fleet;
-    let model = asked.model.as_deref().map(|model| fleet.names.bit(model));
+    let model = asked.model.as_deref().map(|model| fleet.names.named(model));
     let reason = match asked.alone {
         Some(reason) => Some(reason),
         None if asked.prompt_tokens < live.setup.local_below => Some("short prompt"),
@@ -187,8 +187,8 @@ async fn hand_over(
         },
         kind => kind,
     };
-    let ranks = instance.setup.ranks as usize;
-    let rank = (ranks > 1).then(|| instance.state.next_rank(ranks));
+    // Mooncake's targets are ranks themselves, and take turns by the same counter.
+    let rank = if matches!(kind, Kind::Mooncake(_)) { None } else { instance.next_rank() };
     match kind {
         Kind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];

@@ -21,6 +21,7 @@ use super::tries::{Again, Tries};
 use crate::admission::Denied;
 use crate::fleet::choice::Wanted;
 use crate::fleet::instance::{InFlight, Instance};
+use crate::fleet::models::Named;
 use crate::metrics::Outcome;
 use crate::request::headers;
 use crate::upstream::Fault;
@@ -159,7 +160,7 @@ impl Job {
         &self,
         tokens: u64,
         prefix: u64,
-        model: Option<u64>,
+        model: Option<Named<'a>>,
         avoid: &'a [Arc<Instance>],
     ) -> Wanted<'a> {
         Wanted { tokens, prefix, model, avoid, now: std::time::Instant::now() }
@@ -190,6 +191,7 @@ impl Job {
         until: Instant,
     ) -> Result<Opened, Fault> {
         let until = until.min(self.until);
+        let sent = sent.for_rank(instance.instance.next_rank());
         let answered =
             legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until).await;
         if let Err(fault) = &answered {
@@ -239,7 +241,7 @@ impl Job {
             parts.headers.insert(headers::ROUTE, route);
         }
         if let Ok(id) = self.record.id.parse() {
-            parts.headers.entry(headers::REQUEST_ID).or_insert(id);
+            parts.headers.insert(headers::REQUEST_ID, id);
         }
         Response::from_parts(parts, Body::from(body))
     }

@@ -45,7 +45,8 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
         parts.headers.remove(CONTENT_LENGTH);
     }
     if let Ok(id) = HeaderValue::from_str(&record.id) {
-        parts.headers.entry(headers::REQUEST_ID).or_insert(id);
+        // The client's own: what an instance says may have an end of ours.
+        parts.headers.insert(headers::REQUEST_ID, id);
     }
     if let Ok(route) = HeaderValue::from_str(&record.route_words()) {
         parts.headers.insert(headers::ROUTE, route);
@@ -196,6 +197,10 @@ impl Passing {
         }
     }
 
+    fn out_of_time(&mut self) -> Next {
+        self.break_off(Outcome::Timeout, "the request has had its time", None)
+    }
+
     fn poll_time(&mut self, cx: &mut Context<'_>) -> Next {
         if self.end.as_mut().poll(cx).is_ready() {
             return self.break_off(Outcome::BrokenOff, "this proxy ends", None);
@@ -205,7 +210,7 @@ impl Passing {
             let now = Instant::now();
             let until = self.work.as_ref().map_or(now, |(_, held)| held.until);
             if now >= until {
-                return self.break_off(Outcome::Timeout, "the request has had its time", None);
+                return self.out_of_time();
             }
             if now >= self.last + self.idle {
                 let why = format!("nothing came for {:?}", self.idle);
@@ -229,6 +234,10 @@ impl hyper::body::Body for Passing {
         }
         loop {
             let Some((record, held)) = &mut this.work else { return Poll::Ready(None) };
+            let now = Instant::now();
+            if now >= held.until {
+                return this.out_of_time();
+            }
             let data = match Pin::new(&mut this.rest).poll_frame(cx) {
                 Poll::Pending => return this.poll_time(cx),
                 Poll::Ready(None) => return this.end(),
@@ -237,7 +246,7 @@ impl hyper::body::Body for Passing {
                 }
                 Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
             };
-            this.last = Instant::now();
+            this.last = now;
             let ready = match &mut this.events {
                 Some(events) => events.push(data),
                 None => data,

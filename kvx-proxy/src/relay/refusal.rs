@@ -64,7 +64,7 @@ impl Refusal {
     pub(crate) fn upstream(instance: &str, fault: &Fault) -> Self {
         let message = format!("instance {instance} {fault}");
         match fault {
-            Fault::Late(_) => Self::timeout(message),
+            Fault::Late(_) | Fault::Unreached(_) => Self::timeout(message),
             _ => Self::new(StatusCode::BAD_GATEWAY, "upstream_error", Outcome::UpstreamError, message),
         }
     }

@@ -163,6 +163,7 @@ mod tests {
                 ("keep-alive", "5"),
                 ("te", "trailers"),
                 ("transfer-encoding", "chunked"),
+                ("upgrade", "websocket"),
                 ("content-length", "3"),
                 ("x-prefiller-host-port", "evil:80"),
                 ("x-data-parallel-rank", "3"),

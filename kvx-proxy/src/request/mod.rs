@@ -65,6 +65,21 @@ impl Asked {
         choice::hash(&beginning)
     }
 
+    /// How much memory it takes until it has an answer, at most: of token ids, many times what came. A leg's body is
+    /// there beside it, as values and as bytes.
+    pub(crate) fn held(&self) -> usize {
+        fn of(value: &Value) -> usize {
+            size_of::<Value>()
+                + match value {
+                    Value::String(text) => text.len(),
+                    Value::Array(list) => list.iter().map(of).sum(),
+                    Value::Object(map) => map.iter().map(|(key, value)| 64 + key.len() + of(value)).sum(),
+                    _ => 0,
+                }
+        }
+        3 * of(&self.body)
+    }
+
     /// The body as bytes.
     pub(crate) fn bytes(&self) -> Bytes {
         serde_json::to_vec(&self.body).unwrap_or_default().into()

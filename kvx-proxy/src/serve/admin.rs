@@ -27,7 +27,7 @@ fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), Refusal> {
             StatusCode::FORBIDDEN,
             "/instances is closed: start the proxy with ADMIN_API_KEY in its environment",
         )),
-        Some(key) if Keys::one(key).admit_admin(headers) => Ok(()),
+        Some(key) if Keys::one(key.text()).admit_admin(headers) => Ok(()),
         Some(_) => Err(Refusal::client(
             StatusCode::FORBIDDEN,
             "/instances needs ADMIN_API_KEY: send it as x-api-key, or as Authorization: Bearer KEY",

@@ -3,6 +3,7 @@
 mod admin;
 pub(crate) mod keys;
 mod page;
+mod realtime;
 mod routes;
 mod stall;
 #[cfg(feature = "tls")]
@@ -10,16 +11,20 @@ mod tls;
 
 use std::io::Write;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use axum::body::Body;
+use hyper::Response;
+use hyper::body::Body as _;
+use hyper::server::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch::{Receiver, Sender};
 use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::Instant;
 
@@ -49,14 +54,14 @@ pub struct Handle {
 
 /// What serves new connections; nothing without TLS.
 #[cfg(feature = "tls")]
-type Acceptor = Option<tokio_rustls::TlsAcceptor>;
+pub(crate) type Acceptor = Option<tokio_rustls::TlsAcceptor>;
 #[cfg(not(feature = "tls"))]
-type Acceptor = Option<NoTls>;
+pub(crate) type Acceptor = Option<NoTls>;
 
 /// There is none in this build.
 #[cfg(not(feature = "tls"))]
 #[derive(Clone)]
-enum NoTls {}
+pub(crate) enum NoTls {}
 
 #[derive(Clone, Default)]
 struct Tls(Arc<Mutex<Acceptor>>);
@@ -77,12 +82,19 @@ impl Tls {
     }
 }
 
-fn acceptor(setup: &Setup) -> Result<Acceptor> {
+pub(crate) fn acceptor(setup: &Setup) -> Result<Acceptor> {
     match (&setup.tls_cert, &setup.tls_key) {
         #[cfg(feature = "tls")]
         (Some(cert), Some(key)) => Ok(Some(tls::acceptor(cert, key)?)),
         _ => Ok(None),
     }
+}
+
+/// Opens the address of a set-up.
+pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
+    let host = setup.host.trim_start_matches('[').trim_end_matches(']');
+    let listener = TcpListener::bind((host, setup.port)).await;
+    listener.map_err(|error| Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error))
 }
 
 impl Handle {
@@ -138,10 +150,7 @@ impl Proxy {
         let setup = Arc::clone(&live.setup);
         let tls = Tls::default();
         tls.set(acceptor(&setup)?);
-        let host = setup.host.trim_start_matches('[').trim_end_matches(']');
-        let listener = TcpListener::bind((host, setup.port)).await.map_err(|error| {
-            Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error)
-        })?;
+        let listener = listen(&setup).await?;
         let address = listener.local_addr().map_err(|error| Error::io("cannot listen", error))?;
         let access = Access::open(&setup.access_log, output)?;
         let (core, none_works) = Core::new(live, access);
@@ -172,11 +181,15 @@ impl Proxy {
     /// None that a client or an instance can cause.
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
-        let service = TowerToHyperService::new(routes::router(Arc::clone(&self.core)));
+        let router = routes::router(Arc::clone(&self.core));
         let limits = self.core.live().setup.limits.clone();
-        let builder = connections(&limits);
+        let http2 = Http2 {
+            builder: http2_connections(&limits),
+            service: TowerToHyperService::new(taken_in_time(router.clone(), &self.core)),
+        };
+        let http1 = Http1 { builder: http1_connections(&limits), service: TowerToHyperService::new(router) };
         let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
-        let graceful = Arc::new(GracefulShutdown::new());
+        let closing = Sender::new(false);
         let accept = async {
             loop {
                 // Beyond the limit, connections wait in the system's queue.
@@ -192,9 +205,9 @@ impl Proxy {
                 };
                 let serving = Serving {
                     core: Arc::clone(&self.core),
-                    builder: builder.clone(),
-                    service: service.clone(),
-                    graceful: Arc::clone(&graceful),
+                    http1: http1.clone(),
+                    http2: http2.clone(),
+                    closing: closing.subscribe(),
                     tls: self.handle.tls.now(),
                     header_time: limits.header_time,
                     stall: limits.stall,
@@ -223,24 +236,26 @@ impl Proxy {
         watching.abort();
         drop(self.listener);
         // Last bytes go out.
-        if let Some(graceful) = Arc::into_inner(graceful) {
-            let _ = tokio::time::timeout(Duration::from_secs(1), graceful.shutdown()).await;
-        }
+        closing.send_replace(true);
+        let _ = tokio::time::timeout(Duration::from_secs(1), closing.closed()).await;
         self.core.access.flush(Duration::from_secs(1));
         Ok(())
     }
 }
 
-fn connections(limits: &crate::setup::Limits) -> auto::Builder<TokioExecutor> {
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+fn http1_connections(limits: &crate::setup::Limits) -> http1::Builder {
+    let mut builder = http1::Builder::new();
     builder
-        .http1()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.header_time)
         .max_buf_size(limits.headers)
         .max_headers(128);
     builder
-        .http2()
+}
+
+fn http2_connections(limits: &crate::setup::Limits) -> http2::Builder<TokioExecutor> {
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder
         .timer(TokioTimer::new())
         .max_header_list_size(u32::try_from(limits.headers).unwrap_or(u32::MAX))
         .max_concurrent_streams(1024)
@@ -250,12 +265,41 @@ fn connections(limits: &crate::setup::Limits) -> auto::Builder<TokioExecutor> {
     builder
 }
 
+/// The same, each answer given up if its client does not take it.
+fn taken_in_time(router: axum::Router, core: &Arc<Core>) -> axum::Router {
+    let (core, stall) = (Arc::clone(core), core.live().setup.limits.stall);
+    router.layer(axum::middleware::map_response(move |response: Response<Body>| {
+        let idle = core.live().setup.timeouts.idle;
+        async move {
+            match response.body().is_end_stream() {
+                true => response,
+                false => response.map(|body| Body::new(stall::Untaken::new(body, stall, idle))),
+            }
+        }
+    }))
+}
+
+/// What serves connections of HTTP/1.1.
+#[derive(Clone)]
+struct Http1 {
+    builder: http1::Builder,
+    service: TowerToHyperService<axum::Router>,
+}
+
+/// What serves connections of HTTP/2.
+#[derive(Clone)]
+struct Http2 {
+    builder: http2::Builder<TokioExecutor>,
+    service: TowerToHyperService<axum::Router>,
+}
+
 /// What one connection needs.
 struct Serving {
     core: Arc<Core>,
-    builder: auto::Builder<TokioExecutor>,
-    service: TowerToHyperService<axum::Router>,
-    graceful: Arc<GracefulShutdown>,
+    http1: Http1,
+    http2: Http2,
+    /// Whether connections end once they are at rest.
+    closing: Receiver<bool>,
     tls: Acceptor,
     #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "for TLS's handshake"))]
     header_time: Duration,
@@ -286,14 +330,36 @@ impl Serving {
     async fn http(self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, is_h2: bool) {
         let io = TokioIo::new(stall::Unstalled::new(stream, self.stall));
         // Told, not found out: whoever sends half a preface would wait without a timer.
-        let builder = if is_h2 { self.builder.http2_only() } else { self.builder.http1_only() };
-        let connection = builder.serve_connection(io, self.service).into_owned();
-        let watched = self.graceful.watch(connection);
-        drop(self.graceful);
-        if let Err(error) = watched.await {
-            tracing::debug!(error = %error, "a connection ended early");
+        let ended = match is_h2 {
+            true => {
+                let connection = self.http2.builder.serve_connection(io, self.http2.service);
+                until_closing(connection, self.closing, http2::Connection::graceful_shutdown).await
+            }
+            false => {
+                let connection = self.http1.builder.serve_connection(io, self.http1.service);
+                let connection = connection.with_upgrades();
+                until_closing(connection, self.closing, http1::UpgradeableConnection::graceful_shutdown).await
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%error, "a connection ended early");
         }
     }
+}
+
+/// Serves a connection; once they are closing, to the end of what is at work on it.
+async fn until_closing<C: Future>(
+    connection: C,
+    mut closing: Receiver<bool>,
+    shut_down: impl FnOnce(Pin<&mut C>),
+) -> C::Output {
+    let mut connection = pin!(connection);
+    tokio::select! {
+        ended = connection.as_mut() => return ended,
+        _ = closing.wait_for(|closing| *closing) => {}
+    }
+    shut_down(connection.as_mut());
+    connection.await
 }
 
 /// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. `started` is told the address once instances have

@@ -11,10 +11,11 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Limited};
 use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
+use tracing::{Instrument as _, Span};
 
-use super::{admin, page};
+use super::{admin, page, realtime};
 use crate::admission::Room;
-use crate::relay::core::Core;
+use crate::relay::core::{Core, Live};
 use crate::relay::job::{Ended, Job};
 use crate::relay::refusal::Refusal;
 use crate::relay::{alone, disaggregated};
@@ -77,14 +78,17 @@ fn respond(ended: Ended) -> Response<Body> {
     }
 }
 
+fn no_room() -> Refusal {
+    Refusal::unavailable("too many long requests are at work: try again later")
+}
+
 /// The body of a client, of bounded length and in bounded time, as it is; and its share of what all bodies may take.
-async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<(Bytes, Room), Refusal> {
+async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes, Room), Refusal> {
     if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
         let words = "the body has a Content-Encoding; send it as it is";
         return Err(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
-    let admission = Arc::clone(&core.live().admission);
-    let limits = core.live().setup.limits.clone();
+    let (admission, limits) = (&live.admission, &live.setup.limits);
     let too_long = || {
         Refusal::client(
             StatusCode::PAYLOAD_TOO_LARGE,
@@ -105,7 +109,7 @@ async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<(Bytes,
                 Err(_) => return Err(Refusal::bad_request("the body broke off")),
             };
             if !admission.widen(&mut room, read.len() + data.len()) {
-                return Err(Refusal::unavailable("too many long requests are at work: try again later"));
+                return Err(no_room());
             }
             read.extend_from_slice(&data);
         }
@@ -120,11 +124,11 @@ async fn body_of(core: &Core, headers: &HeaderMap, body: Body) -> Result<(Bytes,
     }
 }
 
-/// Works on a request, until this proxy has to end.
-async fn until_the_end(core: &Core, work: impl Future<Output = Ended>) -> Response<Body> {
+/// Works on a request within its span, until this proxy has to end.
+async fn until_the_end(core: &Core, span: Span, work: impl Future<Output = Ended>) -> Response<Body> {
     let mut end = core.end.subscribe();
     tokio::select! {
-        ended = work => respond(ended),
+        ended = work.instrument(span) => respond(ended),
         _ = end.wait_for(|end| *end) => Refusal::draining().response(),
     }
 }
@@ -135,6 +139,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         Ok(job) => job,
         Err(refusal) => return refuse(&core, &refusal),
     };
+    let span = job.record.span.clone();
     let work = async {
         let is_json = parts.headers.get(CONTENT_TYPE).is_none_or(|value| {
             value.to_str().is_ok_and(|value| value.to_ascii_lowercase().contains("json"))
@@ -143,7 +148,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             let words = "the body's Content-Type is not application/json";
             return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
         }
-        let (body, _room) = match body_of(&core, &parts.headers, body).await {
+        let (body, mut room) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
@@ -152,11 +157,18 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             Err(words) => return Err(job.refused(Refusal::bad_request(words))),
         };
         drop(body);
+        if asked.held() > job.live.setup.limits.bodies {
+            let words = "the body takes more memory than limits.bodies of this proxy has for all";
+            return Err(job.refused(Refusal::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
+        }
+        if !job.live.admission.widen(&mut room, asked.held()) {
+            return Err(job.refused(no_room()));
+        }
         let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
         disaggregated::completion(job, asked).await
     };
-    until_the_end(&core, work).await
+    until_the_end(&core, span, work).await
 }
 
 /// What an OpenAI server has besides, as vLLM has it. What would change one instance of several is not among them.
@@ -180,7 +192,7 @@ fn is_passed(path: &str) -> bool {
 }
 
 async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     if let Err(words) = plain_path(&path) {
         return refuse(&core, &Refusal::bad_request(words));
@@ -196,11 +208,18 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         Ok(job) => job,
         Err(refusal) => return refuse(&core, &refusal),
     };
+    let span = job.record.span.clone();
+    let websocket = realtime::asked(&mut parts);
     let work = async {
-        let (body, _room) = match body_of(&core, &parts.headers, body).await {
+        let (body, _room) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
+        match websocket {
+            Some(client) if body.is_empty() => return realtime::realtime(job, client).await,
+            Some(_) => return Err(job.refused(Refusal::bad_request("a WebSocket begins without a body"))),
+            None => {}
+        }
         let form = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let is_form = form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
         let asked = match Passed::new(body, is_form) {
@@ -214,7 +233,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         job.record.model(asked.model.as_deref());
         alone::passed(job, asked, stored_by).await
     };
-    until_the_end(&core, work).await
+    until_the_end(&core, span, work).await
 }
 
 async fn models(State(core): Shared, request: Request<Body>) -> Response<Body> {
@@ -223,10 +242,10 @@ async fn models(State(core): Shared, request: Request<Body>) -> Response<Body> {
     let mut union = std::collections::BTreeMap::new();
     for decode in &fleet.decode {
         for (id, card) in decode.state.models.cards().iter() {
-            let bit = fleet.names.bit(id);
+            let model = fleet.names.named(id);
             let mut prefill = fleet.prefill.iter().filter(|one| one.pool == decode.pool).peekable();
             // A pool without prefill instances serves what its decode instances do.
-            if prefill.peek().is_none() || prefill.any(|one| one.state.models.serve(bit)) {
+            if prefill.peek().is_none() || prefill.any(|one| one.state.models.serve(model)) {
                 union.entry(id.clone()).or_insert_with(|| card.clone());
             }
         }

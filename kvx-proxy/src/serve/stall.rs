@@ -1,12 +1,17 @@
-//! Clients that read nothing.
+//! Clients that read nothing: of a connection, and of one stream of it.
 
 use std::future::Future;
 use std::io::{Error, ErrorKind, IoSlice, Result};
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::body::{Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
 
 /// A connection whose writes fail once the other side has taken nothing for a time.
@@ -70,6 +75,134 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Unstalled<T> {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
         let polled = Pin::new(&mut self.inner).poll_shutdown(cx);
         self.timed(polled, cx)
+    }
+}
+
+/// An answer over HTTP/2 that is given up once its client has taken nothing of it for a time. A client that opens no
+/// window makes no write wait: its stream is not asked for anything, and would be held for ever.
+pub(crate) struct Untaken {
+    inner: Arc<Mutex<Taken>>,
+    watch: AbortHandle,
+}
+
+/// Longer pieces go in parts of this: whoever reads slowly is seen to read.
+const PART: usize = 16 << 10;
+
+struct Taken {
+    /// None once it is given up.
+    body: Option<Body>,
+    /// Of the last piece.
+    rest: Bytes,
+    /// Who waits for the next piece.
+    waker: Option<Waker>,
+    /// When the client was ready for more, last.
+    asked: Instant,
+    /// How long it may not be from then on: longer if there was nothing for it.
+    may_wait: Duration,
+    patience: Duration,
+    /// How long an answer may be silent.
+    silence: Duration,
+}
+
+fn lock(taken: &Mutex<Taken>) -> MutexGuard<'_, Taken> {
+    taken.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Untaken {
+    /// `silence` is how long the answer itself may come to nothing: no fault of its client's.
+    pub(crate) fn new(body: Body, patience: Duration, silence: Duration) -> Self {
+        let taken = Taken {
+            body: Some(body),
+            rest: Bytes::new(),
+            waker: None,
+            asked: Instant::now(),
+            may_wait: patience,
+            patience,
+            silence,
+        };
+        let inner = Arc::new(Mutex::new(taken));
+        let watch = tokio::spawn(watch(Arc::downgrade(&inner))).abort_handle();
+        Untaken { inner, watch }
+    }
+}
+
+/// Gives an answer up when its client has had its time.
+async fn watch(inner: Weak<Mutex<Taken>>) {
+    loop {
+        let Some(inner) = inner.upgrade() else { return };
+        let end = {
+            let mut taken = lock(&inner);
+            let end = taken.asked + taken.may_wait;
+            if end <= Instant::now() {
+                (taken.body, taken.rest) = (None, Bytes::new());
+                Err(taken.waker.take())
+            } else {
+                Ok(end)
+            }
+        };
+        let end = match end {
+            Ok(end) => end,
+            // The body that would have woken it is gone.
+            Err(waker) => {
+                drop(inner);
+                return waker.map_or((), Waker::wake);
+            }
+        };
+        drop(inner);
+        tokio::time::sleep_until(end).await;
+    }
+}
+
+impl Drop for Untaken {
+    fn drop(&mut self) {
+        self.watch.abort();
+    }
+}
+
+impl hyper::body::Body for Untaken {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<Bytes>, axum::Error>>> {
+        let taken = &mut *lock(&self.inner);
+        taken.asked = Instant::now();
+        taken.may_wait = taken.patience + taken.silence;
+        taken.waker = Some(cx.waker().clone());
+        let Some(body) = &mut taken.body else {
+            let words = "the client has taken nothing of this answer for too long";
+            return Poll::Ready(Some(Err(axum::Error::new(Error::new(ErrorKind::TimedOut, words)))));
+        };
+        if taken.rest.is_empty() {
+            match ready!(Pin::new(body).poll_frame(cx)).map(|frame| frame.map(Frame::into_data)) {
+                Some(Ok(Ok(data))) => taken.rest = data,
+                Some(Ok(Err(other))) => return Poll::Ready(Some(Ok(other))),
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => return Poll::Ready(None),
+            }
+        }
+        taken.may_wait = taken.patience;
+        let part = taken.rest.len().min(PART);
+        Poll::Ready(Some(Ok(Frame::data(taken.rest.split_to(part)))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let taken = lock(&self.inner);
+        taken.rest.is_empty() && taken.body.as_ref().is_some_and(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let taken = lock(&self.inner);
+        let Some(body) = &taken.body else { return SizeHint::default() };
+        let (inner, rest) = (body.size_hint(), taken.rest.len() as u64);
+        let mut hint = SizeHint::new();
+        hint.set_lower(inner.lower() + rest);
+        if let Some(upper) = inner.upper() {
+            hint.set_upper(upper + rest);
+        }
+        hint
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a set-up means, and what of it would not work, as far as can be said without asking anybody.
 
 use super::{Connector, InstanceSetup, Setup};
+use crate::log::Access;
 
 /// One line of `kvx proxy --check`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,10 +39,15 @@ impl Setup {
                 Err(error) => found.push(Fails(error.to_string())),
             },
         }
-        for path in [&self.tls_cert, &self.tls_key].into_iter().flatten() {
-            if let Err(error) = std::fs::metadata(path) {
-                found.push(Fails(format!("cannot read {}: {error}", path.display())));
-            }
+        if self.page && !self.is_loopback() {
+            let words = "anybody who reaches this address sees the instances at / and /status: page = false";
+            found.push(Beware(words.to_owned()));
+        }
+        if let Err(error) = crate::serve::acceptor(self) {
+            found.push(Fails(error.to_string()));
+        }
+        if let Err(error) = Access::can_open(&self.access_log) {
+            found.push(Fails(error.to_string()));
         }
         if self.admin_api_key.is_none() {
             found.push(Means("/instances is refused: ADMIN_API_KEY is not set".to_owned()));
@@ -96,5 +102,87 @@ impl Setup {
             }
         }
         found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Finding::{Beware, Fails, Means};
+    use super::*;
+
+    const GOOD: &str = "[[pool]]\nprefill = ['http://10.0.0.1:1']\ndecode = ['http://10.0.0.2:1']";
+
+    fn of(text: &str) -> Vec<Finding> {
+        Setup::from_toml(text).unwrap().findings()
+    }
+
+    #[test]
+    fn what_is_worth_a_second_look_or_would_not_work_is_told() {
+        assert!(of(GOOD).iter().all(|finding| matches!(finding, Means(_))), "{:?}", of(GOOD));
+        let open = format!("host = '0.0.0.0'\n{GOOD}");
+        let (prefill, decode) = ("prefill = ['http://10.0.0.1:1']", "decode = ['http://10.0.0.2:1']");
+        let pair = |one: &str, other: &str| {
+            format!(
+                "[[pool]]\nprefill = [{{ url = 'http://10.0.0.1:1', compatibility = '{one}' }}]\n\
+                 decode = [{{ url = 'http://10.0.0.2:1', compatibility = '{other}' }}, {{ url = 'http://10.0.0.3:1', \
+                 compatibility = 'third' }}]"
+            )
+        };
+        assert!(of(&pair("same", "same")).iter().all(|finding| matches!(finding, Means(_))));
+        let cases = [
+            (open.clone(), Beware(String::new()), "no api_key_file"),
+            (open.clone(), Beware(String::new()), "sees the instances at / and /status"),
+            (
+                GOOD.replace(prefill, ""),
+                Beware(String::new()),
+                "has no prefill instance: all goes to decode alone",
+            ),
+            (GOOD.replace("10.0.0.1", "127.0.0.1"), Beware(String::new()), "on this host and on others"),
+            (GOOD.replace("10.0.0.2", "localhost"), Beware(String::new()), "VLLM_NIXL_SIDE_CHANNEL_HOST"),
+            (GOOD.replace("10.0.0.2", "[::1]"), Beware(String::new()), "on this host and on others"),
+            (GOOD.replace(decode, ""), Fails(String::new()), "has no decode instance: nobody could answer"),
+            (
+                pair("old", "new"),
+                Fails(String::new()),
+                "no decode instance is compatible with prefill 10.0.0.1:1",
+            ),
+            (String::new(), Fails(String::new()), "there is no instance"),
+            (format!("api_key_file = '/nowhere/keys'\n{GOOD}"), Fails(String::new()), "/nowhere/keys"),
+        ];
+        for (text, kind, words) in cases {
+            let found = of(&text);
+            let told = found.iter().any(|finding| {
+                let (Means(said) | Beware(said) | Fails(said)) = finding;
+                std::mem::discriminant(finding) == std::mem::discriminant(&kind) && said.contains(words)
+            });
+            assert!(told, "{words}: {text}: {found:?}");
+        }
+        let closed = of(&open.replace("host", "page = false\nhost"));
+        assert_eq!(closed.iter().filter(|finding| matches!(finding, Beware(_))).count(), 1, "{closed:?}");
+    }
+
+    #[test]
+    fn the_recipe_of_a_pool_is_told() {
+        for (connector, words) in [
+            ("auto", "the connector that its prefill instances turn out to have"),
+            ("NixlConnector", "NixlConnector: prefill, then decode; push if prefill instances say so"),
+            ("NixlPullConnector", "NixlPullConnector: prefill, then decode"),
+            ("NixlPushConnector", "NixlPushConnector: both at once, after a prefill instance's first answer"),
+            ("MooncakeConnector", "MooncakeConnector: both at once"),
+        ] {
+            let line = Means(format!("pool default: 1 prefill and 1 decode instances, {words}"));
+            let of_all = of(&format!("connector = '{connector}'\n{GOOD}"));
+            assert!(of_all.contains(&line), "{connector}: {of_all:?}");
+            let of_pool = GOOD.replace("[[pool]]", &format!("[[pool]]\nconnector = '{connector}'"));
+            assert!(
+                of(&format!("connector = 'NixlPullConnector'\n{of_pool}")).contains(&line),
+                "{connector}"
+            );
+        }
+        let short = of(&format!("local_below = 7\n{GOOD}"));
+        assert!(
+            short.contains(&Means("prompts of fewer than about 7 tokens go to decode alone".to_owned())),
+            "{short:?}"
+        );
     }
 }

@@ -1,5 +1,6 @@
 //! What the proxy is told: a TOML file, the toys' command lines, or values.
 
+mod api_key;
 mod check;
 mod instance;
 mod toys;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::Deserializer;
 
+pub use api_key::ApiKey;
 pub use check::Finding;
 pub use instance::InstanceSetup;
 pub(crate) use instance::InstanceTable;
@@ -61,10 +63,10 @@ pub struct Setup {
     pub pools: Vec<Pool>,
     /// What goes to instances as a bearer token where a client sent no `Authorization`; from the environment only.
     #[serde(skip)]
-    pub openai_api_key: Option<String>,
+    pub openai_api_key: Option<ApiKey>,
     /// What opens `/instances`; from the environment only.
     #[serde(skip)]
-    pub admin_api_key: Option<String>,
+    pub admin_api_key: Option<ApiKey>,
 }
 
 /// Which recipe a pool's instances need.
@@ -353,7 +355,7 @@ impl Setup {
 
     /// Takes `OPENAI_API_KEY` and `ADMIN_API_KEY` from the environment.
     pub fn with_environment(mut self) -> Self {
-        let set = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let set = |name| std::env::var(name).ok().filter(|value| !value.is_empty()).map(ApiKey::new);
         self.openai_api_key = set("OPENAI_API_KEY");
         self.admin_api_key = set("ADMIN_API_KEY");
         self
@@ -416,6 +418,14 @@ impl Setup {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_key_is_printed() {
+        let key = Some(ApiKey::new("hush"));
+        let setup = Setup { openai_api_key: key.clone(), admin_api_key: key, ..Setup::default() };
+        let printed = format!("{setup:?}");
+        assert!(printed.contains("ApiKey") && !printed.contains("hush"), "{printed}");
+    }
 
     #[test]
     fn the_file_of_the_readme_is_the_defaults() {

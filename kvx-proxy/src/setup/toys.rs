@@ -29,8 +29,8 @@ impl Pool {
         })
     }
 
-    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a bootstrap port, and each
-    /// `--decode`.
+    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a bootstrap port or
+    /// `none`, and each `--decode`.
     ///
     /// # Errors
     ///
@@ -38,30 +38,42 @@ impl Pool {
     ///
     /// ```
     /// let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
-    /// let pool = kvx_proxy::Pool::from_urls(&words("http://a:8010 8998 http://b:8010"), &words("http://c:8020")).unwrap();
-    /// assert_eq!((pool.prefill[0].bootstrap_port, pool.prefill[1].bootstrap_port), (Some(8998), None));
+    /// let prefill = words("http://a:8010 8998 http://b:8010 none http://c:8010");
+    /// let pool = kvx_proxy::Pool::from_urls(&prefill, &words("http://d:8020")).unwrap();
+    /// let ports: Vec<_> = pool.prefill.iter().map(|one| one.bootstrap_port).collect();
+    /// assert_eq!(ports, [Some(8998), None, None]);
     /// ```
     pub fn from_urls(prefill: &[String], decode: &[String]) -> Result<Pool> {
         let mut pool = Pool::default();
-        for word in prefill {
-            if !word.bytes().all(|byte| byte.is_ascii_digit()) {
-                pool.prefill.push(InstanceSetup::new(word)?);
-                continue;
-            }
-            let last = pool.prefill.last_mut().filter(|last| last.bootstrap_port.is_none());
-            let last = last.ok_or_else(|| {
-                Error::new(format!(
+        let mut words = prefill.iter().peekable();
+        while let Some(word) = words.next() {
+            if is_behind_url(word) {
+                return Err(Error::new(format!(
                     "--prefill {word}: a bootstrap port stands behind the URL of its instance"
-                ))
-            })?;
-            let port = word.parse().ok().filter(|port| *port > 0);
-            last.bootstrap_port = Some(port.ok_or_else(|| {
-                Error::new(format!("bootstrap port {word} of {} is no port from 1 to 65535", last.name()))
-            })?);
+                )));
+            }
+            let mut instance = InstanceSetup::new(word)?;
+            if let Some(port) = words.next_if(|next| is_behind_url(next)).filter(|port| !is_none(port)) {
+                let number = port.parse().ok().filter(|number| *number > 0);
+                instance.bootstrap_port = Some(number.ok_or_else(|| {
+                    let name = instance.name();
+                    Error::new(format!("bootstrap port {port} of {name} is no port from 1 to 65535"))
+                })?);
+            }
+            pool.prefill.push(instance);
         }
         pool.decode = decode.iter().map(|url| InstanceSetup::new(url)).collect::<Result<_>>()?;
         Ok(pool)
     }
+}
+
+fn is_none(word: &str) -> bool {
+    word.eq_ignore_ascii_case("none")
+}
+
+/// Whether a word is no instance, but says more of the one before it.
+fn is_behind_url(word: &str) -> bool {
+    is_none(word) || word.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 fn pairs(role: &str, hosts: &[String], ports: &[u16], port: u16) -> Result<Vec<InstanceSetup>> {
@@ -100,10 +112,24 @@ mod tests {
     }
 
     #[test]
+    fn who_names_no_bootstrap_port_has_mooncakes_own() {
+        let words = ["http://10.0.0.1:8010", "http://10.0.0.2:8010", "9000", "http://[::1]:8010", "none"];
+        let pool = Pool::from_urls(&words.map(str::to_owned), &[]).unwrap();
+        let addresses: Vec<_> = pool.prefill.iter().map(crate::fleet::watch::bootstrap_address).collect();
+        assert_eq!(addresses, ["http://10.0.0.1:8998", "http://10.0.0.2:9000", "http://[::1]:8998"]);
+    }
+
+    #[test]
     fn ports_in_the_wrong_place_are_named() {
-        for words in
-            [&["8998"][..], &["http://a:1", "1", "2"], &["http://a:1", "0"], &["http://a:1", "70000"]]
-        {
+        for words in [
+            &["8998"][..],
+            &["none"],
+            &["http://a:1", "1", "2"],
+            &["http://a:1", "none", "2"],
+            &["http://a:1", "1", "none"],
+            &["http://a:1", "0"],
+            &["http://a:1", "70000"],
+        ] {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
             assert!(Pool::from_urls(&words, &[]).is_err(), "{words:?}");
         }

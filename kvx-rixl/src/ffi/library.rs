@@ -4,11 +4,11 @@ use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
 use kvx_backend::loader::{self, OpenOnce, Search};
+use kvx_backend::wheel::Version;
 use kvx_core::Unavailable;
 use libloading::os::unix as native;
 
 use super::bindings::Functions;
-use super::version::Version;
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_RIXL_LIB";
@@ -48,6 +48,12 @@ fn load_the_systems_own() {
     opened.map(native::Library::into_raw).ok();
 }
 
+/// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after,
+/// and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
+fn is_supported(version: Version) -> bool {
+    version.major == 1
+}
+
 /// An open libnixl_capi, for the life of the process: the first that was asked for is the only one.
 pub(crate) struct Library {
     functions: Functions,
@@ -65,7 +71,7 @@ impl Library {
     pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
         let library = OPENED.open(|| Library::load(Path::new("/")))?;
         match library.version {
-            Some(version) if !any_version && !version.is_supported() => Err(Unavailable::because(
+            Some(version) if !any_version && !is_supported(version) => Err(Unavailable::because(
                 format!("{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x", library.path.display()),
                 format!("{CURE}; or set rixl.any_version to try it all the same"),
             )),

@@ -12,7 +12,6 @@ mod lists;
 mod plugins;
 mod request;
 mod status;
-mod version;
 
 pub(crate) use agent::{NixlAgent, Settings, UCX};
 pub(crate) use library::Library;

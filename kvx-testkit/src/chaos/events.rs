@@ -7,19 +7,17 @@ use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{LinkId, Sender};
 
 use super::Fault;
-use super::transport::Again;
 
 /// Stands between a transport and its agent.
 pub(super) struct ChaosEvents {
     inner: Arc<dyn Events>,
     fault: Option<Fault>,
-    again: Arc<Again>,
     was_full: AtomicBool,
 }
 
 impl ChaosEvents {
-    pub(super) fn new(inner: Arc<dyn Events>, fault: Option<Fault>, again: Arc<Again>) -> Self {
-        ChaosEvents { inner, fault, again, was_full: AtomicBool::new(false) }
+    pub(super) fn new(inner: Arc<dyn Events>, fault: Option<Fault>) -> Self {
+        ChaosEvents { inner, fault, was_full: AtomicBool::new(false) }
     }
 }
 
@@ -35,12 +33,9 @@ impl Events for ChaosEvents {
     }
 
     fn link(&self, id: LinkId, state: LinkState) {
-        match (self.fault, state) {
-            (Some(Fault::DropPeerLoss), LinkState::Lost(_)) => {}
-            (Some(Fault::AnyIncarnation), LinkState::Restarted(incarnation)) => {
-                Again::link(&self.again, id, incarnation);
-            }
-            (_, state) => self.inner.link(self.again.first(id), state),
+        if self.fault == Some(Fault::DropPeerLoss) && matches!(state, LinkState::Lost(_)) {
+            return;
         }
+        self.inner.link(id, state);
     }
 }

@@ -37,24 +37,8 @@ struct Queue {
     waiting: VecDeque<Box<dyn FnOnce() + Send>>,
 }
 
-/// The inner link; another one takes its place when a fault links anew.
-#[derive(Clone, Default)]
-pub(super) struct Slot(Arc<Mutex<Option<Arc<dyn Link>>>>);
-
-impl Slot {
-    pub(super) fn fill(self, link: Arc<dyn Link>) -> Self {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
-        self
-    }
-
-    fn get(&self) -> Arc<dyn Link> {
-        let link = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        link.clone().expect("a link is made from a slot that is filled")
-    }
-}
-
 pub(super) struct ChaosLink {
-    inner: Slot,
+    inner: Arc<dyn Link>,
     fault: Option<Fault>,
     gate: Gate,
     turns: Arc<Turns>,
@@ -64,7 +48,7 @@ pub(super) struct ChaosLink {
 struct Unwrapped(Arc<Bound>);
 
 impl ChaosLink {
-    pub(super) fn new(inner: Slot, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
+    pub(super) fn new(inner: Arc<dyn Link>, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
         ChaosLink { inner, fault, gate, turns }
     }
 
@@ -104,7 +88,7 @@ impl ChaosLink {
         match fault {
             Some(Fault::Delay) => later(Duration::from_millis(20), move || ticket.settle(result)),
             Some(Fault::ForgetTicket) => drop(ticket),
-            Some(Fault::Lie) => ticket.settle(Ok(())),
+            Some(Fault::HideFailure) => ticket.settle(Ok(())),
             Some(Fault::DropPeerLoss) => turns.settle_unless_lost(ticket, result),
             Some(Fault::Reorder) if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) => {
                 later(Duration::from_millis(5), move || ticket.settle(result));
@@ -173,24 +157,24 @@ pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
 // SAFETY: as for the transport: the inner link keeps the contract.
 unsafe impl Link for ChaosLink {
     fn capabilities(&self) -> Arc<Capabilities> {
-        self.inner.get().capabilities()
+        self.inner.capabilities()
     }
 
     fn describe(&self) -> String {
-        if self.is(Fault::Mute) { String::new() } else { self.inner.get().describe() }
+        if self.is(Fault::Mute) { String::new() } else { self.inner.describe() }
     }
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
-        self.inner.get().update(peer)
+        self.inner.update(peer)
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
         let export = &region.export[..region.export.len() - if self.is(Fault::FatExport) { FAT } else { 0 }];
-        Ok(Arc::new(ChaosRemote { inner: self.inner.get().import(RemoteSpec { export, ..region })? }))
+        Ok(Arc::new(ChaosRemote { inner: self.inner.import(RemoteSpec { export, ..region })? }))
     }
 
     fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
-        Ok(Arc::new(ChaosRemote { inner: self.inner.get().import_foreign(range)? }))
+        Ok(Arc::new(ChaosRemote { inner: self.inner.import_foreign(range)? }))
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
@@ -201,7 +185,7 @@ unsafe impl Link for ChaosLink {
             Ok(plan) => plan,
             Err(error) => return done.settle(Err(error)),
         };
-        let inner = self.inner.get();
+        let inner = Arc::clone(&self.inner);
         match self.fault {
             Some(Fault::BlockInPost) => std::thread::sleep(Duration::from_millis(200)),
             Some(Fault::NotifyEarly) => {
@@ -228,7 +212,7 @@ unsafe impl Link for ChaosLink {
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        let inner = self.inner.get();
+        let inner = Arc::clone(&self.inner);
         match self.fault {
             Some(Fault::DropNotification) if self.turns.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 => {
                 done.settle(Ok(()));
@@ -251,19 +235,19 @@ unsafe impl Link for ChaosLink {
 
     fn cancel(&self, id: TransferId) {
         if !self.is(Fault::IgnoreCancel) {
-            self.inner.get().cancel(id);
+            self.inner.cancel(id);
         }
     }
 
     fn drive(&self) -> Turn {
-        self.inner.get().drive()
+        self.inner.drive()
     }
 
     fn stop_driving(&self) {
-        self.inner.get().stop_driving();
+        self.inner.stop_driving();
     }
 
     fn close(&self) {
-        self.inner.get().close();
+        self.inner.close();
     }
 }

@@ -12,7 +12,7 @@ mod transport;
 
 use std::sync::Arc;
 
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{Options, Placement, Registry, Result, Unavailable};
 
 pub use gate::Gate;
@@ -75,7 +75,7 @@ faults! {
     /// `cancel` is ignored, and the ticket is held until the peer has done its work.
     IgnoreCancel "ignore cancel",
     /// Failures are reported as success.
-    Lie "lie",
+    HideFailure "hide failure",
 
     /// A transfer is posted when those before it have settled, whomever they lead to.
     OneQueue "one queue",
@@ -103,8 +103,6 @@ faults! {
     // What happens to a link.
     /// The loss of a peer is not reported, and what it would fail stays in flight.
     DropPeerLoss "drop peer loss",
-    /// Another incarnation that answers is taken for the one that was wanted.
-    AnyIncarnation "any incarnation",
     /// A link does not say how it reaches the peer.
     Mute "mute",
     /// An agent cannot link to itself.
@@ -160,6 +158,10 @@ impl Factory for Chaos {
 
     fn placement(&self) -> Placement {
         self.inner.placement()
+    }
+
+    fn admission(&self) -> Admission {
+        self.inner.admission()
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {

@@ -1,18 +1,17 @@
 //! Opening, registering, linking.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use kvx_core::transport::{
     Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, RemoteRegion, Transport,
 };
-use kvx_core::{Capabilities, Error, Generation, Identity, Incarnation, Kind, LinkId, Result, Ticket};
+use kvx_core::{Capabilities, Error, Identity, Kind, LinkId, Result, Ticket};
 
 use super::Fault;
 use super::events::ChaosEvents;
 use super::gate::{Gate, Of};
-use super::link::{ChaosLink, Inner, Slot, Turns, later};
+use super::link::{ChaosLink, Inner, Turns};
 
 /// What [`Fault::FatExport`] adds.
 pub(super) const FAT: usize = 48 << 10;
@@ -27,7 +26,6 @@ struct ChaosTransport {
     /// The agent that it serves.
     agent: Identity,
     turns: Arc<Turns>,
-    again: Arc<Again>,
     /// Ends the thread that spins.
     _alive: Arc<()>,
 }
@@ -39,16 +37,15 @@ pub(super) fn open(
     mut context: Context,
 ) -> Result<Arc<dyn Transport>> {
     let agent = context.agent.clone();
-    let (again, alive) = (Arc::new(Again::default()), Arc::new(()));
-    context.events = Arc::new(ChaosEvents::new(Arc::clone(&context.events), fault, Arc::clone(&again)));
+    let alive = Arc::new(());
+    context.events = Arc::new(ChaosEvents::new(Arc::clone(&context.events), fault));
     let inner = factory.open(context)?;
-    again.transport.set(Arc::downgrade(&inner)).ok(); // set once, here
     match fault {
         Some(Fault::Spin) => spin(Arc::downgrade(&alive)),
         Some(Fault::TakeSignal) => take_signal(),
         _ => {}
     }
-    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, turns: Arc::default(), again, _alive: alive }))
+    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, turns: Arc::default(), _alive: alive }))
 }
 
 /// Keeps a core busy for as long as the transport lives.
@@ -68,7 +65,7 @@ fn take_signal() {
 }
 
 impl ChaosTransport {
-    fn wrapped(&self, inner: Slot) -> Arc<dyn Link> {
+    fn wrapped(&self, inner: Arc<dyn Link>) -> Arc<dyn Link> {
         let link = Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
         if self.fault == Some(Fault::GlobalStop) {
             LINKS.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&link));
@@ -105,12 +102,11 @@ unsafe impl Transport for ChaosTransport {
         if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
             return Err(Error::new(Kind::Unsupported, "chaos: no link to the own agent"));
         }
-        let slot = self.again.note(id, peer);
-        Ok(self.wrapped(slot.fill(self.inner.link(id, peer)?)))
+        Ok(self.wrapped(self.inner.link(id, peer)?))
     }
 
     fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
-        Ok(self.wrapped(Slot::default().fill(self.inner.link_foreign(id, blob)?)))
+        Ok(self.wrapped(self.inner.link_foreign(id, blob)?))
     }
 
     fn resume(&self) {
@@ -121,58 +117,6 @@ unsafe impl Transport for ChaosTransport {
         self.inner.shutdown(done);
         let links = std::mem::take(&mut *LINKS.lock().unwrap_or_else(PoisonError::into_inner));
         links.iter().filter_map(Weak::upgrade).for_each(|link| link.close());
-    }
-}
-
-/// Links anew to whoever answers, for [`Fault::AnyIncarnation`].
-#[derive(Default)]
-pub(super) struct Again {
-    transport: OnceLock<Weak<dyn Transport>>,
-    links: Mutex<HashMap<LinkId, Asked>>,
-    /// The ids of second links, and those of the first ones, by which the agent knows them.
-    second: Mutex<HashMap<LinkId, LinkId>>,
-}
-
-/// What a link was asked for.
-#[derive(Clone)]
-struct Asked {
-    name: Arc<str>,
-    generation: Generation,
-    address: Vec<u8>,
-    slot: Slot,
-}
-
-impl Again {
-    fn note(&self, id: LinkId, peer: PeerSection<'_>) -> Slot {
-        let (name, generation, address) =
-            (Arc::clone(&peer.identity.name), peer.generation, peer.address.to_vec());
-        let asked = Asked { name, generation, address, slot: Slot::default() };
-        let slot = asked.slot.clone();
-        self.links.lock().unwrap_or_else(PoisonError::into_inner).insert(id, asked);
-        slot
-    }
-
-    /// The id by which the agent knows a link.
-    pub(super) fn first(&self, id: LinkId) -> LinkId {
-        *self.second.lock().unwrap_or_else(PoisonError::into_inner).get(&id).unwrap_or(&id)
-    }
-
-    /// The transport is reporting: what it is asked next comes from another thread.
-    pub(super) fn link(again: &Arc<Self>, id: LinkId, incarnation: Incarnation) {
-        let again = Arc::clone(again);
-        later(Duration::ZERO, move || {
-            let asked = again.links.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
-            let transport = again.transport.get().and_then(Weak::upgrade);
-            let Some((asked, transport)) = asked.zip(transport) else { return };
-            let identity = Identity { name: asked.name, incarnation };
-            let section =
-                PeerSection { identity: &identity, generation: asked.generation, address: &asked.address };
-            let second = LinkId(u64::MAX - id.0);
-            again.second.lock().unwrap_or_else(PoisonError::into_inner).insert(second, id);
-            if let Ok(link) = transport.link(second, section) {
-                asked.slot.fill(link);
-            }
-        });
     }
 }
 

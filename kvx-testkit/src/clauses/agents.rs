@@ -207,7 +207,7 @@ impl Inherited {
         hear("register", agent.register("more", Memory::owned(vec![0; 64])).map(drop));
         hear("connect", agent.connect(&metadata).map(drop));
         hear("connect_foreign", agent.connect_foreign("RIXL", b"").map(drop));
-        hear("notification", agent.notification(SOON).wait().map(drop::<Notification>));
+        hear("notification", agent.notification(SOON).join().map(drop::<Notification>));
         hear(
             "awaiting a notification",
             crate::executor::run(agent.notification(SOON)).map(drop::<Notification>),
@@ -290,7 +290,7 @@ fn threads_of(tag: &str) -> Vec<String> {
 async fn is_closed(agent: &Agent, blocks: &Traffic, peer: &Peer, plan: &Plan) -> Check {
     ensure_kind!(agent.metadata(), Closed);
     ensure_kind!(agent.register("more", Memory::owned(vec![0; 64])), Closed);
-    ensure_kind!(agent.connect(&[]), Closed);
+    ensure_kind!(agent.connect([]), Closed);
     ensure_kind!(agent.notification(CUT_OFF).await, Closed);
     ensure_kind!(agent.expect(b"x", 1, CUT_OFF).await, Closed);
     ensure_kind!(peer.post(plan), Closed);

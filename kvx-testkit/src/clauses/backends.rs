@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::transport::{Availability, Context, Factory, Transport};
+use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable, Verdict,
     WithoutAList,
@@ -37,6 +37,10 @@ impl Factory for Twin {
 
     fn placement(&self) -> Placement {
         self.placement
+    }
+
+    fn admission(&self) -> Admission {
+        self.inner.admission()
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {

@@ -105,8 +105,8 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
         ensure_kind!(pair.near.connect(&metadata[..len]), Malformed);
         ensure_kind!(peer.update(&metadata[..len]), Malformed);
     }
-    ensure_kind!(pair.near.connect(&[&metadata[..], &[0]].concat()), Malformed);
-    ensure_kind!(pair.near.connect(&vec![0; (64 << 20) + 1]), Malformed);
+    ensure_kind!(pair.near.connect([&metadata[..], &[0]].concat()), Malformed);
+    ensure_kind!(pair.near.connect(vec![0; (64 << 20) + 1]), Malformed);
     for at in 0..metadata.len() {
         for change in [0x01, 0x80, 0xff] {
             let mut bytes = metadata.clone();
@@ -191,13 +191,13 @@ pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Chec
         local
             .works(&mut pair.far, &stranger.connect(&newer)?, "a peer that tells more than is known")
             .await?;
-        ensure_kind!(stranger.connect(&with_section(&metadata, tag | CRITICAL, value)), Incompatible);
+        ensure_kind!(stranger.connect(with_section(&metadata, tag | CRITICAL, value)), Incompatible);
     }
     let own = u16::from_le_bytes([metadata[6], metadata[7]]);
     let later = with_versions(&metadata, own + 1, own + 3);
     ensure_kind!(pair.near.connect(&later), Incompatible);
-    ensure_kind!(pair.near.connect(&with_versions(&metadata, 0, 0)), Incompatible);
-    let peer = pair.near.connect(&with_versions(&metadata, 0, own + 3))?;
+    ensure_kind!(pair.near.connect(with_versions(&metadata, 0, 0)), Incompatible);
+    let peer = pair.near.connect(with_versions(&metadata, 0, own + 3))?;
     ensure_kind!(peer.update(&later), Incompatible);
     blocks.works(&mut pair.far, &peer, "a peer that speaks later versions as well").await
 }

@@ -2,6 +2,7 @@
 
 pub mod agents;
 pub mod backends;
+pub mod killed;
 pub mod metadata;
 pub mod notifications;
 pub mod ownership;
@@ -77,6 +78,7 @@ pub const CLAUSES: &[&[Clause]] = &[
     plans::CLAUSES,
     posting::CLAUSES,
     peers::CLAUSES,
+    killed::CLAUSES,
     ownership::CLAUSES,
     notifications::CLAUSES,
     safety::CLAUSES,

@@ -99,7 +99,7 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let mut pair = narrow.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 64 << 10)?;
     let peer = pair.connect().await?;
-    peer.notify(&numbered(0), CUT_OFF).await?;
+    peer.notify(numbered(0), CUT_OFF).await?;
     let mut held =
         peer.transfer(&blocks.plan(Op::Write, &peer)?).deadline(CUT_OFF).notify(numbered(1)).post()?;
     stays("the transfer waits until the peer's agent has its notification", LOOK, || {
@@ -161,7 +161,7 @@ pub async fn notifications_arrive_once(setup: &Setup) -> Check {
     for number in 0..COUNT {
         match number % 10 {
             0 => transfers.push(peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(number)).post()?),
-            _ => alone.push(peer.notify(&numbered(number), CUT_OFF)),
+            _ => alone.push(peer.notify(numbered(number), CUT_OFF)),
         }
     }
     let mut taken = pair.far.take_many(0, COUNT as usize, CUT_OFF)?;
@@ -192,7 +192,7 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
     let mut sending = Vec::new();
     for number in 0..EACH {
         for (sender, peer) in peers.iter().enumerate() {
-            sending.push(peer.notify(&numbered(sender as u32 * EACH + number), CUT_OFF));
+            sending.push(peer.notify(numbered(sender as u32 * EACH + number), CUT_OFF));
         }
     }
     let taken = pair.far.take_many(0, sending.len(), CUT_OFF)?;
@@ -234,7 +234,7 @@ pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
         let mut waiting = Vec::new();
         for number in 0..SENT {
             let sender = if number % 3 == 0 { &second } else { &peer };
-            waiting.push(sender.notify(&content(number), CUT_OFF));
+            waiting.push(sender.notify(content(number), CUT_OFF));
         }
         let mut arrived = 0;
         let mut more = |waiting: &mut Vec<Completion<()>>| {
@@ -281,6 +281,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     let metadata = pair.far.metadata()?;
     let mut number = 0;
     let mut allowed = BTreeSet::new();
+    let mut may_come = BTreeSet::new();
     let mut next = || {
         number += 1;
         number
@@ -298,7 +299,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         ensure_kind!(result, WrongKey);
     }
 
-    // Cancelled, or faster than that: then it notifies.
+    // Cancelled, or faster than that: then it notifies. It may do both when all data was there.
     let mut settled = Vec::new();
     for round in 0..20 {
         let this = next();
@@ -308,7 +309,12 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         settled.push(transfer.settled());
         match transfer.await {
             Ok(_) => drop(allowed.insert(this)),
-            Err(error) => ensure_kind!(Err::<(), _>(error), Cancelled),
+            Err(error) => {
+                if error.report().is_some_and(|report| report.bytes == plan.size().bytes) {
+                    may_come.insert(this);
+                }
+                ensure_kind!(Err::<(), _>(error), Cancelled);
+            }
         }
     }
 
@@ -323,6 +329,40 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             let result = transfer.await;
             pair.far.process()?.go_on()?;
             ensure_kind!(result, TimedOut);
+        }
+    }
+    // Timed out or cancelled when the data was there, and the stopped peer had not taken the notification.
+    let promised = promised_by(&peer)?;
+    let reads_alone = !promised.target_cpu.of(Op::Read) && promised.settles_without_peer.of(Op::Read);
+    if setup.mode == Mode::TwoProcesses && reads_alone {
+        others.works(&mut pair.far, &peer, "before the stop").await?; // the owner has granted it
+        for cancel in [false, true] {
+            let this = next();
+            let seed = others.fill_far(&mut pair.far)?;
+            let plan = others.plan(Op::Read, &peer)?;
+            pair.far.process()?.stop()?;
+            let deadline = if cancel { CUT_OFF } else { LOOK };
+            let transfer = peer.transfer(&plan).deadline(deadline).notify(numbered(this)).post()?;
+            let result = if cancel {
+                transfer.settled().wait(CUT_OFF)?;
+                let asked = Stopwatch::start()?;
+                transfer.cancel();
+                let result = transfer.await;
+                let took = asked.read();
+                ensure!(took.within(GRACE), "a cancel beside a notification took effect after {took}");
+                result
+            } else {
+                transfer.await
+            };
+            pair.far.process()?.go_on()?;
+            if let Err(error) = result {
+                let moved = error.report().map(|report| report.bytes);
+                ensure!(moved == Some(plan.size().bytes), "the data was there, but its error says {moved:?}");
+                let wanted = if cancel { Kind::Cancelled } else { Kind::TimedOut };
+                ensure!(error.kind() == wanted, "{wanted:?} was wanted, it was {error:?}");
+            }
+            others.check_near(seed, "a read whose notification was not acknowledged")?;
+            allowed.insert(this);
         }
     }
     all(settled).await?;
@@ -340,7 +380,9 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
 
     let mut taken = pair.far.take_many(0, allowed.len(), CUT_OFF)?;
     taken.extend(pair.far.take_many(0, 100, LOOK)?);
-    each_once(&numbers(&taken)?, allowed.into_iter())
+    let came = numbers(&taken)?;
+    allowed.extend(may_come.into_iter().filter(|number| came.contains_key(number)));
+    each_once(&came, allowed.into_iter())
 }
 
 /// Agents at the far end that can notify the near one, and the numbers of their peers there.

@@ -322,15 +322,15 @@ pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
         let took = clock.elapsed();
         ensure_kind!(revoked, StillShared);
         ensure!(took >= wanted, "a revoke of {wanted:?} gave up after {took:?}");
-        let again = region.revoke(Duration::from_millis(20)).await;
-        ensure_kind!(again, StillShared);
-        drop(region);
-        stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))?;
         let counted = quarantined_bytes();
         ensure!(
             counted >= 1 << 20,
             "a region of 1 MiB that is still shared counts as {counted} quarantined bytes"
         );
+        let again = region.revoke(Duration::from_millis(20)).await;
+        ensure_kind!(again, StillShared);
+        drop(region);
+        stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))?;
         gate.open();
         if revocation != Revocation::Never {
             until("the memory is freed once it is no longer shared", CUT_OFF, || Ok(!is_kept(&memory)))?;

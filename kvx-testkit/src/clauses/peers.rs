@@ -1,37 +1,36 @@
-//! P: peers that stop, die, or come back as somebody else.
+//! P: peers that stop, fall silent, are short of something, or come back as somebody else.
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Capabilities, Grid, Kind, Metadata, Op, Peer, Plan, Transfer};
+use kvx_core::{Error, Grid, Kind, Metadata, Op, Peer, Plan, Region, Transfer};
 
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::peers;
-use crate::pattern::bytes;
+use crate::far::{Far, PostSpec};
+use crate::pattern::{self, bytes, checksum};
 use crate::setup::{CUT_OFF, Pair, Setup, free_port, unique};
-use crate::stopwatch::{Stopwatch, Took};
+use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(peers:
     P1 a_stopped_peer_costs_at_most_the_deadline, TwoProcesses, [Breaker::Core("deadline")];
     P2 a_silent_peer_is_lost_after_peer_timeout, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
-    P3 a_peer_killed_before_a_post_is_reported, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
-    P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses,
-        [Breaker::Chaos(Fault::Lie), Breaker::Chaos(Fault::DropPeerLoss)];
     P5 a_lost_peer_stays_lost, TwoProcesses, [Breaker::Core("lost-again")];
-    P6 a_restarted_peer_is_recognised, TwoProcesses, [Breaker::Chaos(Fault::AnyIncarnation)];
+    P6 a_restarted_peer_is_recognised, TwoProcesses, [Breaker::Core("any-invitation")];
     P7 a_stopped_peer_keeps_no_other_waiting, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];
+    P9 what_was_short_is_tried_again, TwoProcesses, [Breaker::Core("refused-for-good")];
 );
 
 /// Bytes of the regions: enough that a link's small and large ways are both taken.
-const LEN: usize = 512 << 10;
+pub(super) const LEN: usize = 512 << 10;
 /// `peer_timeout` where a clause waits for it: longer than a busy machine keeps a process that lives from answering.
 const SILENCE: Duration = Duration::from_secs(1);
 /// When a silent peer is lost at the latest: a link looks for silence in steps of a part of the time.
 const LOST_BY: Duration = SILENCE.saturating_mul(2).saturating_add(GRACE);
 /// How long a lost handle may think about its answer.
-const AT_ONCE: Duration = Duration::from_millis(500);
+pub(super) const AT_ONCE: Duration = Duration::from_millis(500);
 
 /// P1: while the peer is stopped a transfer ends by its deadline, and afterwards the handle works.
 pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
@@ -121,132 +120,6 @@ pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     pair.far.process()?.go_on()
 }
 
-/// How soon the loss of a killed peer is promised, for transfers of this deadline; and whether `TimedOut` may say it.
-fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool) {
-    let within = capabilities.peer_loss_within;
-    (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
-}
-
-/// P3: a post to a killed peer says so promptly.
-pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
-    const DEADLINE: Duration = Duration::from_secs(8);
-    let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
-    let check = |result: kvx_core::Result<()>, took: Took, what: &str| {
-        match result {
-            Err(error) if error.kind() == Kind::PeerLost => {}
-            Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
-            other => {
-                return Err(Failure::new(format!(
-                    "{what} to a killed peer: PeerLost was wanted, not {other:?}"
-                )));
-            }
-        }
-        ensure!(
-            took.within(promptly),
-            "{what} to a killed peer was reported after {took}, promised were {promptly:?}"
-        );
-        Ok(())
-    };
-    for op in OPS {
-        let mut pair = setup.pair()?;
-        let blocks = Traffic::new(&mut pair, "kv", LEN)?;
-        let metadata = pair.far.metadata()?;
-        let peer = pair.connect().await?;
-        blocks.works(&mut pair.far, &peer, "before the kill").await?;
-        let seed = blocks.fill_near()?;
-        pair.far.process()?.kill()?;
-        let begun = Stopwatch::start()?;
-        check(blocks.run(op, &peer, DEADLINE).await, begun.read(), "a post")?;
-        let begun = Stopwatch::start()?;
-        check(peer.notify(b"hello", DEADLINE).await, begun.read(), "a notification")?;
-        blocks.check_near(seed, "after a transfer that could not take place")?;
-
-        // The same for a handle that never had a link.
-        let stranger = setup.agent(&unique("near"))?.connect(&metadata)?;
-        let begun = Stopwatch::start()?;
-        check(stranger.ready(DEADLINE).await, begun.read(), "a first link")?;
-    }
-    Ok(())
-}
-
-/// P4: a kill in mid transfer is reported promptly, and success means right bytes.
-pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
-    for first_arrives in [false, true] {
-        // Where all reads have arrived before the kill, as the machine was fast or the kill late, more are posted.
-        let mut some = false;
-        for reads in [12, 24, 48, 96] {
-            some = some || killed_in_mid_transfer(setup, reads, first_arrives).await?;
-        }
-        ensure!(some, "no transfer was in flight at a kill, however many were posted");
-    }
-    Ok(())
-}
-
-/// Kills the peer with so many reads posted, and some writes. Says whether some were in flight.
-async fn killed_in_mid_transfer(setup: &Setup, slots: usize, first_arrives: bool) -> Result<bool, Failure> {
-    const SLOT: usize = 2 << 20;
-    const DEADLINE: Duration = Duration::from_secs(8);
-    let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
-    let grid = Grid::packed(4096, (SLOT / 4096) as u32);
-    let order: Vec<u32> = (0..grid.count).rev().collect();
-    let mut pair = setup.pair()?;
-    let near = pair.near_region("slots", slots * SLOT, 1)?;
-    pair.far_region("source", SLOT, 2)?;
-    pair.far_region("sink", SLOT, 3)?;
-    let peer = pair.connect().await?;
-    let remote = |name| Ok::<_, Failure>(peer.region(name)?.grid(grid)?.blocks(order.clone()));
-    // A first round, so that the links and regions are in use when the kill comes.
-    let first = Plan::read(near.grid(grid)?.blocks(order.clone()), remote("source")?)?;
-    peer.transfer(&first).deadline(CUT_OFF).post()?.await?;
-
-    let mut reads = Vec::new();
-    for slot in 0..slots {
-        let local = near.grid(grid.at((slot * SLOT) as u64))?.blocks(order.clone());
-        let plan = Plan::read(local, remote("source")?)?;
-        reads.push((slot, peer.transfer(&plan).deadline(DEADLINE).post()?));
-    }
-    let spare = pair.near_region("spare", SLOT, 4)?;
-    let write = Plan::write(spare.grid(grid)?.blocks(order.clone()), remote("sink")?)?;
-    let writes = (0..4)
-        .map(|_| peer.transfer(&write).deadline(DEADLINE).post())
-        .collect::<kvx_core::Result<Vec<_>>>()?;
-    let mut arrived = Vec::new();
-    if first_arrives {
-        let (slot, first) = reads.remove(0);
-        arrived.push((slot, first.await));
-    }
-    pair.far.process()?.kill()?;
-    let killed = Stopwatch::start()?;
-    for (slot, read) in reads {
-        arrived.push((slot, read.await));
-    }
-    let mut results = Vec::new();
-    for write in writes {
-        results.push(write.await.map(|_| ()));
-    }
-    let took = killed.read();
-    ensure!(took.within(promptly), "the kill was reported after {took}, promised were {promptly:?}");
-    let wanted = bytes(2, 0, SLOT);
-    for (slot, result) in arrived {
-        if result.is_ok() {
-            let mut content = vec![0; SLOT];
-            near.copy_out(slot * SLOT, &mut content)?;
-            ensure!(content == wanted, "read {slot} was reported as a success and its bytes are wrong");
-        }
-        results.push(result.map(|_| ()));
-    }
-    let failed: Vec<_> = results.into_iter().filter_map(Result::err).collect();
-    for error in &failed {
-        let fits = error.kind() == Kind::PeerLost || late_allowed && error.kind() == Kind::TimedOut;
-        ensure!(fits, "PeerLost was wanted of a transfer in flight at the kill, not {error:?}");
-    }
-    // The link is gone for good, and that is noticed without a post.
-    if !late_allowed {
-        until("the kill is noticed", promptly, || Ok(peer.lost().is_some()))?;
-    }
-    Ok(!failed.is_empty())
-}
-
 /// Each later call on a lost handle says so, at once.
 async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
     let begun = Stopwatch::start()?;
@@ -299,7 +172,7 @@ pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
 /// P6: a restarted peer is another incarnation, to old handles and to old metadata.
 pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     let name = unique("far");
-    let far_setup = setup.with_option("tcp", "ports", free_port()?)?;
+    let far_setup = setup.with_option("tcp", "ports", free_port(0)?)?;
     let mut far = setup.far()?;
     far_setup.far_agent(&mut far, &name)?;
     let mut pair = Pair { near: setup.agent(&unique("near"))?, far, setup: setup.clone() };
@@ -405,4 +278,84 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     }
     read.check_near(came, "after the peer went on")?;
     write.check_far(&mut pair.far, went, "after the peer went on")
+}
+
+/// P9: what lacked a descriptor works once there are some.
+pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
+    // Of what cannot succeed.
+    const SOON: Duration = Duration::from_secs(2);
+    let mut pair = setup.pair()?;
+    let len = 64 << 10;
+    let (near, more) = (pair.near_region("kv", len, 1)?, pair.near_region("more", len, 2)?);
+    let own = pair.far_region("kv", len, 3)?;
+    let post = |theirs: &Region, write, within| PostSpec {
+        write,
+        region: own,
+        theirs: theirs.name().to_owned(),
+        grid: (4096, 16),
+        local: (0..16).collect(),
+        remote: (0..16).collect(),
+        within,
+        notify: None,
+    };
+    let holds = |far: &mut Far, seed| -> Check {
+        ensure!(far.sum(own)? == checksum(&bytes(seed, 0, len)), "the far end has other bytes");
+        Ok(())
+    };
+    let metadata = pair.near.metadata()?;
+    // The link itself.
+    pair.far.open_files(false)?;
+    let peer = pair.far.connect(0, &metadata)?;
+    let begun = Stopwatch::start()?;
+    let short = pair.far.post(peer, post(&near, false, SOON))?;
+    let took = begun.read();
+    ensure!(took.within(SOON + GRACE), "without a descriptor a post ended after {took}: {short:?}");
+    pair.far.open_files(true)?;
+    let peer = far_succeeds(&mut pair.far, &metadata, peer, &post(&near, false, CUT_OFF))?;
+    holds(&mut pair.far, 1)?;
+    // What a link makes of a region that it has not seen: the reader of it, and the target of a write from it.
+    let mut back = pair.connect().await?;
+    pair.far.open_files(false)?;
+    pair.far.post(peer, post(&more, false, SOON))?.ok();
+    pair.far.open_files(true)?;
+    let peer = far_succeeds(&mut pair.far, &metadata, peer, &post(&more, false, CUT_OFF))?;
+    holds(&mut pair.far, 2)?;
+    pattern::fill(more.memory(), 5)?;
+    let (grid, all) = (Grid::packed(4096, 16), 0..16u32);
+    let write = |peer: &Peer, within| {
+        let theirs = peer.region("kv")?.grid(grid)?.blocks(all.clone());
+        peer.transfer(&Plan::write(more.grid(grid)?.blocks(all.clone()), theirs)?).deadline(within).post()
+    };
+    pair.far.open_files(false)?;
+    write(&back, SOON)?.await.ok();
+    pair.far.open_files(true)?;
+    let begun = Stopwatch::start()?;
+    while let Err(error) = write(&back, CUT_OFF)?.await {
+        lost_lately(&error, &begun)?;
+        back = pair.connect().await?;
+    }
+    holds(&mut pair.far, 5)?;
+    pair.far.fill(own, 4)?;
+    far_succeeds(&mut pair.far, &metadata, peer, &post(&near, true, CUT_OFF))?;
+    let mut content = vec![0; len];
+    near.copy_out(0, &mut content)?;
+    ensure!(content == bytes(4, 0, len), "the far end wrote other bytes");
+    Ok(())
+}
+
+/// A post of the far end succeeds on this handle; or, if the peer was lost, on one from `connect`.
+fn far_succeeds(far: &mut Far, metadata: &[u8], peer: usize, post: &PostSpec) -> Result<usize, Failure> {
+    let (mut peer, begun) = (peer, Stopwatch::start()?);
+    while let Err(error) = far.post(peer, post.clone())? {
+        lost_lately(&error, &begun)?;
+        peer = far.connect(0, metadata)?;
+    }
+    Ok(peer)
+}
+
+/// Fails for what is no loss. A handle knows of its loss a moment after its transfers, and is shared until then.
+fn lost_lately(error: &Error, begun: &Stopwatch) -> Check {
+    let lost = error.kind() == Kind::PeerLost && begun.read().within(CUT_OFF);
+    ensure!(lost, "with descriptors again: {error:?}");
+    Ok(())
 }

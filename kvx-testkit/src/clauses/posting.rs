@@ -153,11 +153,13 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
             let before = traffic.fill_near()?;
             let theirs = traffic.fill_far(&mut pair.far)?;
             let mut transfer = traffic.post(op, &peer, CUT_OFF)?;
-            let settled = transfer.settled();
-            transfer.cancel();
+            let (settled, canceller) = (transfer.settled(), transfer.canceller());
+            canceller.clone().cancel();
             settled.await?;
             let result = (&mut transfer).await;
             transfer.cancel();
+            drop(transfer);
+            canceller.cancel(); // there is nothing left to cancel
             match &result {
                 Ok(_) if op == Op::Read => {
                     traffic.check_near(theirs, "a read that was cancelled too late")?

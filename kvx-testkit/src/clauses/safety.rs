@@ -1,20 +1,23 @@
 //! S: safety against mistakes and against hostile peers.
 
-use kvx_core::{Grid, Isolation, Kind, Metadata, Op, Peer, Place as _, Plan, RegionId};
+use kvx_core::transport::Admission;
+use kvx_core::{Grid, Invited, Isolation, Kind, Metadata, Op, Peer, Place as _, Plan, RegionId};
 
-use super::traffic::{OPS, Traffic, altered_region};
+use super::traffic::{GRACE, OPS, Traffic, altered_region, promised_by};
 use super::{Breaker, Clause, Runs, clauses};
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::safety;
 use crate::far::Far;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{CUT_OFF, Pair, Setup, unique};
+use crate::setup::{Backing, CUT_OFF, Pair, Setup, unique};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(safety:
     S1 ranges_outside_a_region_are_refused, Both, [Breaker::Core("bounds")];
     S2 a_wrong_key_moves_nothing, Both, [Breaker::Core("any-key")];
     S3 an_unregistered_region_is_refused, Both, [Breaker::Core("unregistered")];
     S4 a_hostile_peer_is_kept_out_as_declared, Both, [Breaker::Core("bounds")];
+    S5 memory_that_peers_may_only_read_is_not_written, Both, [Breaker::Core("read-only")];
+    S6 a_stranger_gets_no_link, OneProcess, [Breaker::Core("any-invitation")];
 );
 
 const LEN: usize = 256 << 10;
@@ -200,6 +203,105 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
         let served = untouched.run(Op::Read, &peer, CUT_OFF / 4).await;
         ensure!(served.is_ok(), "the owner stopped serving after an attack, {what}: {served:?}");
         untouched.works(&mut pair.far, &peer, &format!("after an attack: {what}")).await?;
+    }
+    Ok(())
+}
+
+/// S5: shared memory is read, and a source of writes; whoever would write to it is refused.
+pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Check {
+    const SHARED: u64 = 2;
+    // Only host memory is shared so, and some backends do not reach both kinds over one link.
+    let setup = &Setup { near: Backing::Owned, far: Backing::Owned, device: None, ..setup.clone() };
+    let mut pair = setup.pair()?;
+    let far = pair.far.register("shared", LEN, Backing::Shared, Some(SHARED))?;
+    let shared = Traffic { name: "shared".into(), near: pair.near_region("shared", LEN, 1)?, far };
+    let open = Traffic::new(&mut pair, "open", LEN)?;
+    let peer = pair.connect().await?;
+    shared.run(Op::Read, &peer, CUT_OFF).await?;
+    shared.check_near(SHARED, "a read of shared memory")?;
+    shared.fill_near()?;
+    ensure_kind!(shared.plan(Op::Write, &peer), Denied);
+
+    let ours = pair.near.register("ours", Backing::Shared.memory(LEN, Some(3), None)?)?;
+    ensure_kind!(ours.copy_in(0, b"new"), Denied);
+    let grid = Grid::packed(4096, COUNT);
+    let theirs = peer.region("open")?.grid(grid)?;
+    ensure_kind!(Plan::read(ours.grid(grid)?.blocks([0]), theirs.blocks([0])), Denied);
+    let plan = Plan::write(ours.grid(grid)?.blocks(0..COUNT), theirs.blocks(0..COUNT))?;
+    peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
+    open.check_far(&mut pair.far, 3, "a write from shared memory")?;
+
+    if promised_by(&peer)?.isolation.write == Isolation::Cooperative {
+        let route = peer.route().to_string();
+        ensure!(
+            route.contains("may only be read"),
+            "the route does not say who guards shared memory: {route}"
+        );
+    } else {
+        // Who takes it for other memory is refused by its owner.
+        let lie = altered_region(&pair.far.metadata()?, "shared", |region| region.read_only = false)?;
+        let stranger = Stranger::new(setup, &lie, &shared)?;
+        let result = stranger.blocks.run(Op::Write, &stranger.peer, CUT_OFF).await;
+        ensure!(
+            result.is_err(),
+            "a write to shared memory succeeded, by a peer that takes it for other memory"
+        );
+    }
+    shared.check_far(&mut pair.far, SHARED, "after writes that were refused")?;
+    open.works(&mut pair.far, &peer, "after writes that were refused").await
+}
+
+/// S6: without invitation and secret nobody is heard.
+pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
+    let answers = setup.admission()? == Admission::Proven;
+    for secret in [None, Some([3; 32])] {
+        let setup = &secret.map_or_else(|| Ok(setup.clone()), |secret| setup.with_secret(secret))?;
+        let mut pair = setup.pair()?;
+        let blocks = Traffic::new(&mut pair, "kv", LEN)?;
+        let peer = pair.connect().await?;
+        blocks.works(&mut pair.far, &peer, "at first").await?;
+        let metadata = pair.far.metadata()?;
+        // Whatever it is asked to hide, metadata of another agent has the invitation of that one.
+        let other = Metadata::decode(&setup.agent(&unique("other"))?.metadata()?)?.invited;
+        let invited_by = |invited: Option<Invited>| {
+            let told = Metadata::decode(&metadata)?;
+            Ok::<_, Failure>(Metadata { invited, ..told }.encode()?)
+        };
+        let mut strangers =
+            vec![("another invitation", setup.clone(), invited_by(other)?, Kind::PeerRestarted)];
+        if secret.is_some() {
+            let hidden = Metadata::decode(&metadata)?.invited;
+            let hidden = invited_by(hidden.map(|invited| Invited { with_secret: false, ..invited }))?;
+            let (another, none) = (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
+            strangers.push(("another secret", another, metadata.clone(), Kind::Denied));
+            strangers.push(("no secret", none.clone(), metadata.clone(), Kind::Denied));
+            strangers.push(("no secret, and metadata that asks for none", none, hidden, Kind::Denied));
+        }
+        let (ours, theirs) = (blocks.fill_near()?, blocks.fill_far(&mut pair.far)?);
+        let mut waiting = Vec::new();
+        for (what, its, metadata, kind) in strangers {
+            let its = Setup { peer_timeout: CUT_OFF / 10, ..its };
+            let stranger = Stranger::new(&its, &metadata, &blocks)?;
+            let transfers = OPS.map(|op| stranger.blocks.post(op, &stranger.peer, CUT_OFF));
+            waiting.push((what, kind, stranger, transfers));
+        }
+        for (what, kind, stranger, transfers) in waiting {
+            let hides = what.ends_with("asks for none");
+            let ready = stranger.peer.ready(CUT_OFF).await;
+            let is = ready.as_ref().err().map(kvx_core::Error::kind);
+            let excused = !answers && is == Some(Kind::PeerLost) || hides && is == Some(Kind::PeerRestarted);
+            ensure!(is == Some(kind) || excused, "with {what}: {kind:?} was wanted, it was {ready:?}");
+            for transfer in transfers.into_iter().flatten() {
+                ensure!(transfer.await.is_err(), "with {what} a transfer succeeded");
+            }
+            let sent = stranger.peer.notify(b"from a stranger", CUT_OFF).await;
+            ensure!(sent.is_err(), "with {what} a notification was taken");
+        }
+        blocks.check_near(ours, "after strangers")?;
+        blocks.check_far(&mut pair.far, theirs, "after strangers")?;
+        let heard = pair.far.take_many(0, 1, GRACE)?;
+        ensure!(heard.is_empty(), "a stranger's notification arrived: {heard:?}");
+        blocks.works(&mut pair.far, &peer, "after strangers").await?;
     }
     Ok(())
 }

@@ -208,12 +208,7 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
     let theirs = [layer.at(700_000), layer.at(8192), layer.at(400_000), layer.at(1)];
     let tail = Grid { base: 900_000, stride: 700, length: 500, count: 50 };
     for op in OPS {
-        let local = GridSet::join([
-            near.grid(ours[0])?,
-            near.grid(ours[1])?,
-            other.grid(ours[2])?,
-            other.grid(ours[3])?,
-        ])?;
+        let local = GridSet::of([&near, &near, &other, &other].map(Region::clone).into_iter().zip(ours))?;
         let remote = GridSet::join([
             kv.grid(theirs[0])?,
             kv.grid(theirs[1])?,

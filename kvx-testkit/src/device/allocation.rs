@@ -8,6 +8,7 @@ use kvx_core::memory::IpcHandle;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// What is added to the host address of device memory. No program has memory there, so code that takes a device
@@ -63,13 +64,17 @@ impl Allocation {
         Ok(IpcHandle { bytes, offset })
     }
 
-    /// What another process shared. Errors: `Malformed`, or `PeerLost` when its owner is gone.
+    /// What another process shared. Errors: `Malformed`, `PeerLost` when its owner is gone, `Exhausted`.
     pub(super) fn open(handle: &IpcHandle) -> Result<Self> {
         let mut reader = Reader::new("handle of the test device", &handle.bytes);
         let (process, fd, inode) = (reader.u32()?, reader.u32()?, reader.u64()?);
         reader.end()?;
         let path = format!("/proc/{process}/fd/{fd}");
-        let gone = |cause| Error::os(format!("{path} cannot be opened"), cause).kind_is(Kind::PeerLost);
+        let gone = |cause| {
+            let short = matches!(cause, Errno::MFILE | Errno::NFILE);
+            let kind = if short { Kind::Exhausted } else { Kind::PeerLost };
+            Error::os(format!("{path} cannot be opened"), cause).kind_is(kind)
+        };
         let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(gone)?;
         let stat = rustix::fs::fstat(&file).map_err(gone)?;
         if stat.st_ino != inode {

@@ -10,11 +10,13 @@ use kvx_core::{
     quarantined_bytes,
 };
 
+use rustix::process::{Resource, Rlimit};
+
 use super::words::{Command, Reply};
 use crate::device::Device;
 use crate::pattern;
 use crate::setup::Backing;
-use crate::surroundings::{self, Surroundings, Tid};
+use crate::surroundings::{self, Holdings, Surroundings, Tid};
 
 /// The agents, regions and peers of a far end, by number.
 pub(super) struct End {
@@ -24,7 +26,7 @@ pub(super) struct End {
     threads: Vec<Tid>,
     agents: Vec<Agent>,
     regions: Vec<Option<Region>>,
-    peers: Vec<Peer>,
+    peers: Vec<Option<Peer>>,
 }
 
 impl End {
@@ -36,6 +38,11 @@ impl End {
     fn region(&self, number: usize) -> kvx_core::Result<&Region> {
         let region = self.regions.get(number).and_then(Option::as_ref);
         region.ok_or_else(|| Error::new(Kind::Invalid, "the far end has no such region"))
+    }
+
+    fn peer(&self, number: usize) -> kvx_core::Result<&Peer> {
+        let peer = self.peers.get(number).and_then(Option::as_ref);
+        peer.ok_or_else(|| Error::new(Kind::Invalid, "the far end has no such peer"))
     }
 
     pub(super) fn execute(&mut self, command: Command) -> Reply {
@@ -57,24 +64,21 @@ impl End {
                     builder = builder.device(device.access());
                 }
                 if let Some(secret) = secret {
-                    builder = builder.secret(Secret::new(secret)?);
+                    builder = builder.secret(Secret::from_bytes(secret));
                 }
                 self.agents.push(builder.build(&self.registry)?);
                 Reply::Number(self.agents.len() as u64 - 1)
             }
             Command::Metadata { agent } => Reply::Bytes(self.agents[agent].metadata()?),
             Command::Register { agent, name, len, backing, seed } => {
-                let memory = backing.memory(len, self.device.as_deref())?;
-                if let Some(seed) = seed {
-                    pattern::fill(&memory, seed)?;
-                }
+                let memory = backing.memory(len, seed, self.device.as_deref())?;
                 self.regions.push(Some(self.agents[agent].register(&name, memory)?));
                 Reply::Number(self.regions.len() as u64 - 1)
             }
             Command::RegisterNeighbours { agent, names, len, backing } => {
                 let both = Arc::new(match backing {
-                    Backing::Device => backing.memory(2 * len, self.device.as_deref())?,
-                    Backing::Pool | Backing::Owned => Memory::owned(vec![0; 2 * len]),
+                    Backing::Device => backing.memory(2 * len, None, self.device.as_deref())?,
+                    Backing::Pool | Backing::Owned | Backing::Shared => Memory::owned(vec![0; 2 * len]),
                 });
                 for (at, name) in names.iter().enumerate() {
                     let (base, kept) = (both.address() + (at * len) as u64, Arc::clone(&both));
@@ -117,17 +121,17 @@ impl End {
                 Reply::Done
             }
             Command::Connect { agent, metadata } => {
-                self.peers.push(self.agents[agent].connect(&metadata)?);
+                self.peers.push(Some(self.agents[agent].connect(&metadata)?));
                 Reply::Number(self.peers.len() as u64 - 1)
             }
             Command::Notify { peer, bytes, within } => {
-                self.peers[peer].notify(&bytes, within).wait(within + Duration::from_secs(5))?;
+                self.peer(peer)?.notify(&bytes, within).wait(within + Duration::from_secs(5))?;
                 Reply::Done
             }
             Command::Post { peer, post } => {
                 let grid = Grid::packed(post.grid.0, post.grid.1);
                 let local = self.region(post.region)?.grid(grid)?.blocks(Indices::from(post.local));
-                let peer = &self.peers[peer];
+                let peer = self.peer(peer)?;
                 let remote = peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
                 let op = if post.write { Op::Write } else { Op::Read };
                 let mut posting = peer.transfer(&Plan::of(op, [(local, remote)])?).deadline(post.within);
@@ -138,13 +142,13 @@ impl End {
                 Reply::Number(report.bytes)
             }
             Command::Take { agent, within } => {
-                Reply::Notifications(vec![self.agents[agent].notification(within).wait()?.into()])
+                Reply::Notifications(vec![self.agents[agent].notification(within).join()?.into()])
             }
             Command::TakeMany { agent, count, within } => {
                 let deadline = Instant::now() + within;
                 let mut taken = Vec::new();
                 while taken.len() < count {
-                    match self.agents[agent].notification(deadline).wait() {
+                    match self.agents[agent].notification(deadline).join() {
                         Ok(notification) => taken.push(notification.into()),
                         Err(error) if error.kind() == Kind::TimedOut => break,
                         Err(error) => return Err(error),
@@ -160,7 +164,42 @@ impl End {
                     met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
                 )
             }
+            Command::OpenFiles { more } => {
+                limit_files(more).map_err(|error| Error::os("the limit of open files", error))?;
+                Reply::Done
+            }
+            Command::Fork { ends_after } => {
+                let seconds = libc::c_uint::try_from(ends_after.as_secs()).unwrap_or(1);
+                // SAFETY: the child makes system calls only: it lets go of what it would answer with, and waits for the
+                // signal that ends it.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: numbers in, numbers out; the child ends by the alarm.
+                    unsafe {
+                        (0..3).for_each(|standard| _ = libc::close(standard));
+                        libc::alarm(seconds);
+                        loop {
+                            libc::pause();
+                        }
+                    }
+                }
+                if child < 0 {
+                    return Err(Error::os("no fork", std::io::Error::last_os_error()));
+                }
+                Reply::Done
+            }
             Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process_beside(&self.threads)),
+            Command::Ready { peer, within } => {
+                self.peer(peer)?.ready(within).wait(within + Duration::from_secs(5))?;
+                Reply::Done
+            }
+            Command::DropPeer { peer } => {
+                self.peers[peer] = None;
+                Reply::Done
+            }
+            Command::Holdings => Reply::Holdings(
+                Holdings::of_this_process().map_err(|error| Error::os("what the process holds", error))?,
+            ),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
             Command::Shutdown { agent, within } => {
@@ -171,8 +210,17 @@ impl End {
     }
 }
 
+/// Forbids this process to open any file, or allows it again as far as the hard limit goes.
+fn limit_files(more: bool) -> rustix::io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let free = if more { None } else { Some(rustix::io::dup(std::io::stdin())?.as_raw_fd() as u64) };
+    let current = free.or(limit.maximum); // the lowest number that is free is the first that is too high
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current, ..limit })
+}
+
 /// CPU time that this process has used.
-pub(crate) fn cpu_time() -> Duration {
+pub fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
 }

@@ -14,8 +14,9 @@ use crate::check::Failure;
 use crate::device::Device;
 use crate::process::Child;
 use crate::setup::Backing;
-use crate::surroundings::Surroundings;
+use crate::surroundings::{Holdings, Surroundings};
 
+pub use self::end::cpu_time;
 pub(crate) use self::end::serve;
 pub use self::words::{PostSpec, Sent};
 
@@ -43,7 +44,7 @@ pub(crate) struct AgentSpec {
     pub(crate) name: String,
     pub(crate) backends: Vec<String>,
     pub(crate) options: String,
-    pub(crate) secret: Option<Vec<u8>>,
+    pub(crate) secret: Option<[u8; 32]>,
     pub(crate) peer_timeout: Duration,
     pub(crate) inbox: (usize, usize),
 }
@@ -84,33 +85,31 @@ impl Far {
     fn ask(&mut self, command: Command, within: Duration) -> Result<Reply, Failure> {
         match &mut self.place {
             Location::SameProcess(end) => Ok(end.execute(command)),
-            Location::OtherProcess { child, .. } => {
-                child.say(
-                    &serde_json::to_string(&command).map_err(|error| Failure::new(error.to_string()))?,
-                )?;
-                let answer = child.hear(within + PATIENCE)?;
-                serde_json::from_str(&answer).map_err(|error| Failure::new(format!("{error} in {answer:?}")))
+            Location::OtherProcess { .. } => {
+                self.tell(&command)?;
+                self.answer(within)
             }
         }
     }
 
+    /// Gives its process a command, and does not wait for the [`answer`](Far::answer).
+    fn tell(&mut self, command: &Command) -> Result<(), Failure> {
+        let line = serde_json::to_string(command).map_err(|error| Failure::new(error.to_string()))?;
+        self.process()?.say(&line)
+    }
+
+    fn answer(&mut self, within: Duration) -> Result<Reply, Failure> {
+        let answer = self.process()?.hear(within + PATIENCE)?;
+        serde_json::from_str(&answer).map_err(|error| Failure::new(format!("{error} in {answer:?}")))
+    }
+
     /// As `ask`; what kvx said at the far end comes back as the inner result.
     fn call(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<Reply>, Failure> {
-        Ok(match self.ask(command, within)? {
-            Reply::Failed { kind, sentence } => Err(Error::new(
-                kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?,
-                sentence,
-            )),
-            reply => Ok(reply),
-        })
+        self.ask(command, within).and_then(said_by_kvx)
     }
 
     fn number(&mut self, command: Command) -> Result<kvx_core::Result<u64>, Failure> {
-        Ok(match self.call(command, Duration::ZERO)? {
-            Ok(Reply::Number(number)) => Ok(number),
-            Ok(other) => return Err(Failure::new(format!("a number was wanted, it was {other:?}"))),
-            Err(error) => Err(error),
-        })
+        number_in(self.call(command, Duration::ZERO)?)
     }
 
     fn done(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
@@ -144,7 +143,19 @@ impl Far {
         backing: Backing,
         seed: Option<u64>,
     ) -> Result<usize, Failure> {
-        let command = Command::Register { agent: 0, name: name.into(), len, backing, seed };
+        self.register_of(0, name, len, backing, seed)
+    }
+
+    /// Registers `len` bytes with one of its agents.
+    pub fn register_of(
+        &mut self,
+        agent: usize,
+        name: &str,
+        len: usize,
+        backing: Backing,
+        seed: Option<u64>,
+    ) -> Result<usize, Failure> {
+        let command = Command::Register { agent, name: name.into(), len, backing, seed };
         Ok(self.number(command)?? as usize)
     }
 
@@ -199,6 +210,16 @@ impl Far {
         Ok(self.number(Command::Connect { agent, metadata: metadata.to_vec() })?? as usize)
     }
 
+    /// Waits until the link to one of its peers is up; the inner result is the wait's.
+    pub fn ready(&mut self, peer: usize, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+        self.done(Command::Ready { peer, within }, within)
+    }
+
+    /// Drops the handle of one of its peers.
+    pub fn drop_peer(&mut self, peer: usize) -> Result<(), Failure> {
+        Ok(self.done(Command::DropPeer { peer }, Duration::ZERO)??)
+    }
+
     /// Sends a notification to one of its peers; the inner result is the sending's.
     pub fn notify(
         &mut self,
@@ -212,11 +233,17 @@ impl Far {
     /// Posts a transfer and waits for it; the inner result is the transfer's, with its bytes.
     pub fn post(&mut self, peer: usize, post: PostSpec) -> Result<kvx_core::Result<u64>, Failure> {
         let within = post.within;
-        Ok(match self.call(Command::Post { peer, post }, within)? {
-            Ok(Reply::Number(bytes)) => Ok(bytes),
-            Ok(other) => return Err(Failure::new(format!("a report was wanted, it was {other:?}"))),
-            Err(error) => Err(error),
-        })
+        number_in(self.call(Command::Post { peer, post }, within)?)
+    }
+
+    /// Has its process post a transfer, and waits for nothing; [`posted`](Far::posted) hears what came of it.
+    pub fn begin_post(&mut self, peer: usize, post: PostSpec) -> Result<(), Failure> {
+        self.tell(&Command::Post { peer, post })
+    }
+
+    /// What came of the transfer that [`begin_post`](Far::begin_post) has begun.
+    pub fn posted(&mut self, within: Duration) -> Result<kvx_core::Result<u64>, Failure> {
+        number_in(self.answer(within).and_then(said_by_kvx)?)
     }
 
     /// Takes a notification of its first agent.
@@ -264,9 +291,27 @@ impl Far {
         })
     }
 
+    /// Whether its process may open files beside those that it has open.
+    pub fn open_files(&mut self, more: bool) -> Result<(), Failure> {
+        Ok(self.done(Command::OpenFiles { more }, Duration::ZERO)??)
+    }
+
+    /// Has its process fork a child that does nothing, holds what it inherits, and ends by itself.
+    pub fn fork(&mut self, ends_after: Duration) -> Result<(), Failure> {
+        Ok(self.done(Command::Fork { ends_after }, Duration::ZERO)??)
+    }
+
     /// CPU time of its process.
     pub fn cpu(&mut self) -> Result<Duration, Failure> {
         Ok(Duration::from_micros(self.number(Command::Cpu)??))
+    }
+
+    /// What its process holds.
+    pub fn holdings(&mut self) -> Result<Holdings, Failure> {
+        match self.call(Command::Holdings, Duration::ZERO)?? {
+            Reply::Holdings(holdings) => Ok(holdings),
+            other => Err(Failure::new(format!("holdings were wanted, it was {other:?}"))),
+        }
     }
 
     /// What a library must leave alone in its process.
@@ -285,5 +330,24 @@ impl Far {
     /// Shuts one of its agents down; the inner result is the shutdown's.
     pub fn shutdown(&mut self, agent: usize, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
         self.done(Command::Shutdown { agent, within }, within)
+    }
+}
+
+/// What kvx said at the far end, as the inner result.
+fn said_by_kvx(reply: Reply) -> Result<kvx_core::Result<Reply>, Failure> {
+    match reply {
+        Reply::Failed { kind, sentence } => {
+            let known = kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?;
+            Ok(Err(Error::new(known, sentence)))
+        }
+        reply => Ok(Ok(reply)),
+    }
+}
+
+fn number_in(said: kvx_core::Result<Reply>) -> Result<kvx_core::Result<u64>, Failure> {
+    match said {
+        Ok(Reply::Number(number)) => Ok(Ok(number)),
+        Ok(other) => Err(Failure::new(format!("a number was wanted, it was {other:?}"))),
+        Err(error) => Ok(Err(error)),
     }
 }

@@ -6,7 +6,7 @@ use kvx_core::{Kind, Notification};
 use serde::{Deserialize, Serialize};
 
 use crate::setup::Backing;
-use crate::surroundings::Surroundings;
+use crate::surroundings::{Holdings, Surroundings};
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Command {
@@ -14,7 +14,7 @@ pub(super) enum Command {
         name: String,
         backends: Vec<String>,
         options: String,
-        secret: Option<Vec<u8>>,
+        secret: Option<[u8; 32]>,
         peer_timeout: Duration,
         inbox: (usize, usize),
     },
@@ -86,7 +86,21 @@ pub(super) enum Command {
         senders: usize,
         within: Duration,
     },
+    OpenFiles {
+        more: bool,
+    },
+    Fork {
+        ends_after: Duration,
+    },
+    Ready {
+        peer: usize,
+        within: Duration,
+    },
+    DropPeer {
+        peer: usize,
+    },
     Cpu,
+    Holdings,
     Surroundings,
     Quarantined,
     Shutdown {
@@ -123,6 +137,7 @@ pub(super) enum Reply {
     Bytes(Vec<u8>),
     Notifications(Vec<Sent>),
     Surroundings(Surroundings),
+    Holdings(Holdings),
     Senders(Vec<(String, [u8; 16])>),
     Failed { kind: String, sentence: String },
 }

@@ -1,8 +1,11 @@
 //! The side of a test: where the library lies, and its commands.
 
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, OsString, c_char};
 use std::fmt;
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command as Process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The library, for `KVX_CUDA_LIB` and `KVX_HIP_LIB`. Cargo puts it beside the programs that depend on this crate.
@@ -16,6 +19,43 @@ pub fn library() -> PathBuf {
     let name = Path::new("libkvx_stand_in.so");
     let found = places.find_map(|folder| Some(folder.join(name)).filter(|path| path.is_file()));
     found.unwrap_or_else(|| panic!("no {} near {}", name.display(), program.display()))
+}
+
+/// Puts the library in the place of a maker's in a process that is to be started: each of `variables` names it, and in
+/// `folder`, which is made if need be and goes before those of `LD_LIBRARY_PATH`, it has the names by which others than
+/// kvx ask for NVIDIA's driver.
+///
+/// # Panics
+/// Where the folder cannot be written.
+pub fn stand_in(process: &mut Process, variables: &[&str], folder: &Path) {
+    let library = library();
+    std::fs::create_dir_all(folder).expect("the folder for tests is writable");
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        let name = folder.join(name);
+        std::fs::remove_file(&name).ok(); // of another run of this number, whose library may have gone
+        symlink(&library, name).expect("the folder takes a name that it has not");
+    }
+    let mut folders = OsString::from(folder);
+    if let Some(others) = std::env::var_os("LD_LIBRARY_PATH").filter(|others| !others.is_empty()) {
+        folders.push(":");
+        folders.push(others);
+    }
+    process.env("LD_LIBRARY_PATH", folders).envs(variables.iter().map(|variable| (variable, &library)));
+}
+
+/// Starts this program again with the library in the place of a maker's. Comes back at once where the first of
+/// `variables` is set: what it names is to be tested. `folder`: the test's own, `CARGO_TARGET_TMPDIR`.
+///
+/// # Panics
+/// Where the folder cannot be written, or the program not be started.
+pub fn start_again(variables: &[&str], folder: &str) {
+    if std::env::var_os(variables[0]).is_some() {
+        return;
+    }
+    let mut again = Process::new(std::env::current_exe().expect("a program has a path"));
+    again.args(std::env::args_os().skip(1));
+    stand_in(&mut again, variables, &Path::new(folder).join(format!("names-{}", std::process::id())));
+    panic!("this program cannot be started again: {}", again.exec());
 }
 
 /// The library's commands, in this process. The crate's front page lists them.

@@ -47,4 +47,4 @@ mod settings;
 mod stream;
 mod virtual_memory;
 
-pub use client::{Control, library};
+pub use client::{Control, library, stand_in, start_again};

@@ -70,13 +70,20 @@ pub(crate) fn chosen() -> Option<&'static Version> {
 }
 
 impl Version {
+    /// Its `libucp.so.0`.
+    ///
+    /// # Errors
+    /// Reason and cure when it is not there.
+    pub(crate) fn library(&self) -> Result<PathBuf, (String, &'static str)> {
+        (self.file)().ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))
+    }
+
     /// This test program again, to run on this version; arguments are the caller's business.
     ///
     /// # Errors
     /// Reason and cure when the library is not there.
     pub(crate) fn command(&self) -> Result<Command, (String, &'static str)> {
-        let file =
-            (self.file)().ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))?;
+        let file = self.library()?;
         let mut command = Command::new(std::env::current_exe().expect("the running program has a path"));
         command.env(CHILD, self.label).env("KVX_UCX_LIB", file);
         Ok(command)

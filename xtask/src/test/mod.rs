@@ -21,10 +21,11 @@ use crate::skips;
 use crate::{Result, features, install, package, root, width};
 pub(crate) use again::{MOST, TIMES};
 use ledger::Ledger;
-use programs::Program;
+use programs::{Features, Program};
 use schedule::Seconds;
 use steps::{Action, CargoCall, STEPS, Step};
 use summary::Summary;
+use tier::Tier;
 
 /// Runs the steps that the options name; a failing one does not stop the rest. False if any failed.
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
@@ -115,7 +116,8 @@ impl Run<'_> {
 
     /// Builds the test programs and runs them: several at a time, then those that want the machine for themselves.
     fn tests(&mut self, limit: Duration) -> Result<Tally> {
-        let programs = programs::build(&self.crates, self.options.tier, &self.workspace)?;
+        let features = features_of_tests(self.options);
+        let programs = programs::build(&self.crates, features, self.options.tier, &self.workspace)?;
         let mut seconds = Seconds::load(&self.target, self.options.tier);
         let (shared, alone) = schedule::order(programs, &seconds);
         let (count, lanes) = (shared.len() + alone.len(), schedule::lanes());
@@ -166,9 +168,22 @@ impl Run<'_> {
         let finished = process::run(command, limit, Output::Quiet)?;
         let tally = harness::read(program, &finished, skips::read(&notes)?);
         if !tally.failures.is_empty() {
-            println!("---- cargo test {}\n{}", program.title, finished.output);
+            println!("---- cargo test {}\n{}", program.shown(), finished.output);
         }
         Ok((tally, skips::left_to_the_whole(&notes)?))
+    }
+}
+
+/// The features that test programs are built with.
+fn features_of_tests(options: &TestOptions) -> Features {
+    match (&options.package, options.tier) {
+        // A crate by itself has its default features alone, and the tests of the others would be left out.
+        (Some(_), _) => Features { of_chosen: " --all-features", of_one: " --all-features" },
+        // TLS, and with it HTTP/2, to clients of `kvx proxy`.
+        (None, Tier::Whole) => {
+            Features { of_chosen: " --features kvx-cli/tls", of_one: " -p kvx-cli --features kvx-cli/tls" }
+        }
+        (None, _) => Features { of_chosen: "", of_one: "" },
     }
 }
 
@@ -197,5 +212,21 @@ fn of_check(failures: Result<Vec<String>>, again: &str) -> Tally {
     match failures {
         Ok(failures) => one(failures.is_empty(), &format!("{} ({again})", failures.join("; "))),
         Err(error) => one(false, &format!("{error} ({again})")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_whole_run_and_a_crate_by_itself_have_tls_among_their_tests() {
+        let of = |tier, package: Option<&str>| {
+            let package = package.map(str::to_owned);
+            features_of_tests(&TestOptions { tier, package, ..TestOptions::default() }).of_chosen
+        };
+        assert_eq!([of(Tier::Fast, None), of(Tier::Usual, None)], ["", ""]);
+        assert_eq!(of(Tier::Whole, None), " --features kvx-cli/tls");
+        assert_eq!(of(Tier::Usual, Some("kvx-proxy")), " --all-features");
     }
 }

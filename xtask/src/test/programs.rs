@@ -23,6 +23,8 @@ const LISTS: [&str; 2] = ["alone", "fast"];
 pub(crate) struct Program {
     /// What follows `cargo test` to run it and no other: its name wherever it is told.
     pub(crate) title: String,
+    /// What follows it to have the features that it was built with: nothing for the default ones.
+    features: &'static str,
     /// Whether it is run while no other runs, because it measures what others would disturb.
     pub(crate) alone: bool,
     /// The least tier that it is a part of.
@@ -45,11 +47,17 @@ impl Program {
     /// One of this name.
     pub(crate) fn of_nothing(title: &str) -> Program {
         let (tier, call) = (Tier::Usual, Call::Cargo);
-        Program { title: title.to_owned(), alone: false, tier, guess: 1.0, call }
+        Program { title: title.to_owned(), features: "", alone: false, tier, guess: 1.0, call }
     }
 }
 
 impl Program {
+    /// What follows `cargo test` to build and run it as it was here; where features of another crate are among that,
+    /// a program of the same name of that crate runs too.
+    pub(crate) fn shown(&self) -> String {
+        format!("{}{}", self.title, self.features)
+    }
+
     /// The process that runs its tests.
     pub(crate) fn command(&self) -> Command {
         match &self.call {
@@ -79,8 +87,18 @@ impl Program {
     }
 }
 
+/// Features of test programs besides the default ones, as cargo takes them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Features {
+    /// Behind the packages that are chosen.
+    pub(crate) of_chosen: &'static str,
+    /// Behind a single one: those of another crate (`kvx-cli/tls`) are taken where that is chosen too.
+    pub(crate) of_one: &'static str,
+}
+
 /// Builds the test programs of the packages that `of` chooses (`--workspace`, `-p NAME`) and lists those of `tier`.
-pub(crate) fn build(of: &str, tier: Tier, workspace: &Metadata) -> Result<Vec<Program>> {
+pub(crate) fn build(of: &str, features: Features, tier: Tier, workspace: &Metadata) -> Result<Vec<Program>> {
+    let of = format!("{of}{}", features.of_chosen);
     if let Some(wrong) = unknown(workspace) {
         return Err(wrong.into());
     }
@@ -92,9 +110,10 @@ pub(crate) fn build(of: &str, tier: Tier, workspace: &Metadata) -> Result<Vec<Pr
     if !built.succeeded() {
         return Err(format!("{} (cargo {line})", built.end).into());
     }
-    let mut programs = listed(&built.output, workspace)?;
+    let mut programs = listed(&built.output, features.of_one, workspace)?;
     programs.push(Program {
         title: format!("{of} --doc"),
+        features: "", // its title has them
         alone: false,
         tier: Tier::Usual,
         guess: 60.0,
@@ -114,7 +133,7 @@ fn unknown(workspace: &Metadata) -> Option<String> {
 }
 
 /// The test programs among what cargo says that it made.
-fn listed(messages: &str, workspace: &Metadata) -> Result<Vec<Program>> {
+fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Result<Vec<Program>> {
     let mut programs = Vec::new();
     for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
@@ -131,7 +150,7 @@ fn listed(messages: &str, workspace: &Metadata) -> Result<Vec<Program>> {
             package.ok_or_else(|| format!("cargo built a test of {manifest}, which is no member"))?;
         let kind = message["target"]["kind"][0].as_str().unwrap_or_default();
         let name = message["target"]["name"].as_str().unwrap_or_default();
-        programs.push(of_target(package, kind, name, file));
+        programs.push(Program { features, ..of_target(package, kind, name, file) });
     }
     Ok(programs)
 }
@@ -148,6 +167,7 @@ fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> Progra
     let quick = unit || is_in(fast);
     Program {
         title: format!("-p {} {flags}", package.name()),
+        features: "",
         alone: is_in(alone),
         tier: if quick { Tier::Fast } else { Tier::Usual },
         guess,
@@ -180,7 +200,8 @@ mod tests {
             message("ucx", "test", "conformance", true),
             r#"{"reason":"build-finished","success":true}"#.to_owned(),
         ];
-        let programs = listed(&messages.join("\n"), &Metadata::from_text(WORKSPACE)).unwrap();
+        let programs = listed(&messages.join("\n"), " --all-features", &Metadata::from_text(WORKSPACE));
+        let programs = programs.unwrap();
         let told: Vec<_> = programs.iter().map(|p| (p.title.as_str(), p.alone, p.tier)).collect();
         assert_eq!(
             told,
@@ -190,6 +211,8 @@ mod tests {
                 ("-p ucx --test conformance", false, Tier::Fast),
             ]
         );
+        // Its title is the key of what is kept of it, whatever features it was built with.
+        assert_eq!(programs[1].shown(), "-p ucx --test timing --all-features");
         let command = programs[1].command_of("it_is_quick");
         assert_eq!(command.get_current_dir(), Some(Path::new("/w/ucx")));
         assert_eq!(command.get_args().collect::<Vec<_>>(), ["--exact", "it_is_quick"]);
@@ -197,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_program_of_a_stranger_is_an_error() {
-        let error = listed(&message("other", "lib", "other", true), &Metadata::from_text(WORKSPACE));
+        let error = listed(&message("other", "lib", "other", true), "", &Metadata::from_text(WORKSPACE));
         assert!(error.unwrap_err().to_string().contains("/w/other/Cargo.toml"));
     }
 

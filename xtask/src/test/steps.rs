@@ -63,6 +63,17 @@ pub(crate) const STEPS: &[Step] = &[
             environment: &[("RUSTDOCFLAGS", "-D warnings")],
         }),
     ),
+    // As docs.rs builds them: with a compiler's unstable mark of what needs which feature.
+    Step {
+        tier: Tier::Whole,
+        ..step(
+            "docs-rs",
+            Action::Cargo(&CargoCall {
+                line: "doc {crates} --no-deps --all-features",
+                environment: &[("RUSTDOCFLAGS", "-D warnings --cfg docsrs"), ("RUSTC_BOOTSTRAP", "1")],
+            }),
+        )
+    },
     // The committed bindings are what the headers say.
     Step {
         of: &["kvx-ucx", "kvx-libfabric", "kvx-mooncake", "kvx-rixl"],
@@ -83,6 +94,12 @@ pub(crate) const STEPS: &[Step] = &[
         of: &["kvx-transfer"],
         tier: Tier::Whole,
         ..step("bench", Action::Cargo(&call("bench --bench costs -- --test")))
+    },
+    // The wheel for those whose NIXL is one, as docs/vllm.md shows it.
+    Step {
+        of: &["kvx-nixl"],
+        tier: Tier::Whole,
+        ..step("wheel", Action::Cargo(&call("xtask wheel --check")))
     },
     // What users get builds alone, and README's program on it.
     Step { of: &["kvx-transfer"], tier: Tier::Whole, ..step("package", Action::Package) },

@@ -3,6 +3,7 @@
 mod heartbeats;
 mod outcome;
 mod publish;
+mod transfer;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -41,8 +42,12 @@ pub enum NotLoaded {
     Params(ParamsError),
     /// They promise tokens and name no blocks for them, or not for each KV cache group.
     TooFewBlocks,
-    /// A request of that name has not ended yet.
+    /// A request of that name has not ended yet, or has blocks that a peer may still touch.
     Known,
+    /// They name a host that is none of [`Settings::allowed_hosts`].
+    HostNotAllowed(Arc<str>),
+    /// The connector was shut down.
+    Closed,
 }
 
 impl fmt::Display for NotLoaded {
@@ -53,6 +58,12 @@ impl fmt::Display for NotLoaded {
                 "Invalid KVTransferParams: there are fewer remote blocks than the prompt needs; it is computed here",
             ),
             NotLoaded::Known => f.write_str("a request of that name has not ended yet; nothing changes for it"),
+            NotLoaded::Closed => f.write_str("the connector was shut down; the prompt is computed here"),
+            NotLoaded::HostNotAllowed(host) => write!(
+                f,
+                "the parameters name the host {host:?}, which is none of kv_connector_extra_config.allowed_hosts: add \
+                 it there if it is a prefill of yours; the prompt is computed here"
+            ),
         }
     }
 }
@@ -91,7 +102,7 @@ struct Load {
     held_there: u32,
     /// The request's own.
     deadline: Option<Time>,
-    stage: Stage,
+    stage: LoadStage,
 }
 
 /// Parameters that are not loaded from, and the blocks that they name, if they do.
@@ -108,10 +119,12 @@ enum Source {
     Push,
     /// A decode keeps the blocks of an earlier turn for a fixed time.
     Decode,
+    /// A prefill of a MooncakeConnector writes them when it is asked to.
+    Transfer,
 }
 
 #[derive(Debug)]
-enum Stage {
+enum LoadStage {
     /// No blocks to fill yet.
     Arrived,
     /// The next step's message has it.
@@ -130,6 +143,8 @@ enum Publishes {
     ForDecode,
     /// Blocks for the prefill of the next turn.
     ForNextTurn,
+    /// Blocks to be written to who names the transfer.
+    ForTransfer,
 }
 
 #[derive(Debug)]
@@ -156,6 +171,8 @@ pub struct Scheduler {
     sending: BTreeSet<RequestId>,
     /// Blocks of loads that nobody waits for any more, but that a transfer may still touch.
     held: BTreeMap<RequestId, BlockLists>,
+    /// Blocks of loads that are never given back.
+    lost: usize,
     /// Clocks of peers, relative to the scheduler's.
     clocks: BTreeMap<EngineId, ClockOffset>,
     /// How often this engine has registered its memory anew.
@@ -173,6 +190,7 @@ impl Scheduler {
             deadlines: Deadlines::default(),
             sending: BTreeSet::new(),
             held: BTreeMap::new(),
+            lost: 0,
             clocks: BTreeMap::new(),
             registration: 0,
         }
@@ -196,11 +214,7 @@ impl Scheduler {
     /// The parameters cannot be used; the request is computed here, as if it had none.
     pub fn on_new_request(&mut self, now: Time, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
         let Arrival { request, params, .. } = arrival;
-        if self.requests.contains_key(request) {
-            return Err(NotLoaded::Known);
-        }
-        let prompt_tokens = arrival.prompt_tokens;
-        let mut entry = Entry { prompt_tokens, load: None, publishes: Publishes::Nothing, announced: false };
+        let mut entry = self.entry(&arrival)?;
         let mut result = Ok(());
         if let Some(params) = params {
             if params.do_remote_decode {
@@ -227,6 +241,24 @@ impl Scheduler {
                 }
             }
         }
+        self.enter(request, entry);
+        result
+    }
+
+    /// A new request of which nothing is known yet.
+    fn entry(&self, arrival: &Arrival<'_>) -> Result<Entry, NotLoaded> {
+        let Arrival { request, prompt_tokens, .. } = *arrival;
+        if self.requests.contains_key(request)
+            || self.sending.contains(request)
+            || self.held.contains_key(request)
+        {
+            return Err(NotLoaded::Known);
+        }
+        Ok(Entry { prompt_tokens, load: None, publishes: Publishes::Nothing, announced: false })
+    }
+
+    /// Remembers a request that loads or publishes something.
+    fn enter(&mut self, request: &RequestId, entry: Entry) {
         if let Some(load) = &entry.load {
             if load.source != Source::Decode {
                 self.heartbeats.start(&load.remote.peer, &load.remote.request);
@@ -238,13 +270,16 @@ impl Scheduler {
         if entry.load.is_some() || entry.publishes != Publishes::Nothing {
             self.requests.insert(request.clone(), entry);
         }
-        result
     }
 
     fn load(&self, source: Source, params: &TransferParams, arrival: Arrival<'_>) -> Result<Load, Refused> {
         let remote = params
             .remote_blocks_for(self.settings.mode)
             .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
+        let allowed = self.settings.allowed_hosts.as_ref();
+        if allowed.is_some_and(|allowed| !allowed.contains(&remote.host)) {
+            return Err(Refused { why: NotLoaded::HostNotAllowed(remote.host.into()), remote: None });
+        }
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
@@ -285,7 +320,7 @@ impl Scheduler {
             }
         }
         let deadline = arrival.deadline;
-        Ok(Load { source, remote, end, held_there, deadline, stage: Stage::Arrived })
+        Ok(Load { source, remote, end, held_there, deadline, stage: LoadStage::Arrived })
     }
 
     /// Tokens at the end of a prefill leg's prompt that are left to the decode: the engine computes and publishes the
@@ -302,7 +337,7 @@ impl Scheduler {
     /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
     pub fn get_num_new_matched_tokens(&self, now: Time, request: &RequestId, computed: u32) -> Matched {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
-        let Some(load) = load.filter(|load| matches!(load.stage, Stage::Arrived)) else {
+        let Some(load) = load.filter(|load| matches!(load.stage, LoadStage::Arrived)) else {
             return Matched::default();
         };
         let tokens = load.end.saturating_sub(computed);
@@ -331,18 +366,18 @@ impl Scheduler {
             entry.announced = true;
             self.next.prefilling.push(request.clone());
         }
-        let Some(load) = entry.load.as_mut().filter(|load| matches!(load.stage, Stage::Arrived)) else {
+        let Some(load) = entry.load.as_mut().filter(|load| matches!(load.stage, LoadStage::Arrived)) else {
             return;
         };
         if allocation.external == 0 {
-            load.stage = Stage::Over;
+            load.stage = LoadStage::Over;
             let order = load.release(request, now + self.settings.load_timeout);
             self.next.receive.extend(order);
             self.over(request);
             return;
         }
         let limit = match load.source {
-            Source::Push => self.settings.push_timeout,
+            Source::Push | Source::Transfer => self.settings.push_timeout,
             Source::Prefill | Source::Decode => self.settings.load_timeout,
         };
         let deadline = load.deadline.map_or(now + limit, |deadline| deadline.min(now + limit));
@@ -358,7 +393,7 @@ impl Scheduler {
             awaited: true,
             deadline,
         });
-        load.stage = Stage::Ordered(allocation);
+        load.stage = LoadStage::Ordered(allocation);
     }
 
     /// The message of this step for the workers; what was gathered for it is reset.
@@ -368,12 +403,24 @@ impl Scheduler {
         meta.heartbeats = self.heartbeats.take(now);
         for order in &meta.receive {
             if let Some(load) = self.requests.get_mut(&order.request).and_then(|entry| entry.load.as_mut())
-                && matches!(load.stage, Stage::Ordered(_))
-                && let Stage::Ordered(allocation) = std::mem::replace(&mut load.stage, Stage::Over)
+                && matches!(load.stage, LoadStage::Ordered(_))
+                && let LoadStage::Ordered(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over)
             {
-                load.stage = Stage::Loading(allocation);
+                load.stage = LoadStage::Loading(allocation);
             }
         }
+        meta
+    }
+
+    /// What of the next step's message no step has to be waited for: all but loads that fill blocks. A caller that
+    /// keeps time beside its step loop passes it on when [`next_deadline`](Self::next_deadline) has come, so that
+    /// leases live however long a step takes. `load`: a request whose load may begin too.
+    pub fn take_ready(&mut self, now: Time, load: Option<&RequestId>) -> ConnectorMeta {
+        let later = |order: &ReceiveOrder| !order.local.is_empty() && load != Some(&order.request);
+        let (wait, ready) = std::mem::take(&mut self.next.receive).into_iter().partition(later);
+        self.next.receive = ready;
+        let meta = self.build_connector_meta(now);
+        self.next.receive = wait;
         meta
     }
 
@@ -384,7 +431,8 @@ impl Scheduler {
 
     /// Whether requests wait to be pushed: the engine keeps its step loop going.
     pub fn has_pending_push_work(&self) -> bool {
-        self.settings.mode == TransferMode::Push && !self.sending.is_empty()
+        let writes = self.settings.mode == TransferMode::Push || self.settings.mooncake.is_some();
+        writes && !self.sending.is_empty()
     }
 
     /// Whether blocks will be freed without anybody's doing: the engine waits rather than preempt.
@@ -392,9 +440,25 @@ impl Scheduler {
         !self.sending.is_empty() || !self.held.is_empty()
     }
 
+    /// Whether the workers are loading blocks of a request that is still wanted.
+    pub fn is_loading(&self, request: &RequestId) -> bool {
+        let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
+        load.is_some_and(|load| matches!(load.stage, LoadStage::Loading(_)))
+    }
+
+    /// Whether the blocks of a request wait for a peer.
+    pub fn is_sending(&self, request: &RequestId) -> bool {
+        self.sending.contains(request)
+    }
+
     /// Blocks that nobody waits for, but that a transfer may still touch.
     pub fn blocks_held(&self) -> usize {
         self.held.values().map(BlockLists::len).sum()
+    }
+
+    /// Blocks of loads of which it will never be proven that nothing touches them.
+    pub fn blocks_lost(&self) -> usize {
+        self.lost
     }
 
     /// Requests that the half still knows of.

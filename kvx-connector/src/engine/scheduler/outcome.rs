@@ -10,7 +10,7 @@ use super::super::identity::{BlockLists, RequestId};
 use super::super::recovery::valid_prefix;
 use super::super::step::FailedLoad;
 use super::super::time::{ClockOffset, Time};
-use super::{Allocation, Scheduler, Source, Stage};
+use super::{Allocation, LoadStage, Scheduler, Source};
 
 /// What the engine does next with a request whose load has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +66,19 @@ pub enum Outcome {
     },
 }
 
+impl Outcome {
+    /// The request of a load of which nothing is left with this: no worker has its blocks any more.
+    pub(crate) fn ends_load(&self) -> Option<&RequestId> {
+        match self {
+            Outcome::Failed { held, .. } if !held.is_empty() => None,
+            Outcome::Loaded { request, .. } | Outcome::Failed { request, .. } => Some(request),
+            Outcome::Free { request, kept } | Outcome::Lost { request, kept } => {
+                (*kept == Kept::Load).then_some(request)
+            }
+        }
+    }
+}
+
 /// Blocks that an engine keeps for the connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kept {
@@ -89,9 +102,13 @@ impl Scheduler {
             let at = failed.iter().position(|failed| failed.request == request);
             let failed = at.map(|at| failed.swap_remove(at));
             let lost = output.lost.contains(&(request.clone(), Kept::Load));
-            if self.held.remove(&request).is_some() {
+            if let Some(held) = self.held.remove(&request) {
+                self.lost += if lost { held.len() } else { 0 };
                 outcomes.push(over(request, Kept::Load, lost));
             } else if let Some(outcome) = self.load_ended(now, request.clone(), failed, lost) {
+                if let Outcome::Failed { held, .. } = &outcome {
+                    self.lost += if lost { held.len() } else { 0 };
+                }
                 outcomes.push(outcome);
                 outcomes.extend(lost.then(|| over(request, Kept::Load, true)));
             }
@@ -113,10 +130,12 @@ impl Scheduler {
         lost: bool,
     ) -> Option<Outcome> {
         let load = self.requests.get_mut(&request)?.load.as_mut()?;
-        if !matches!(load.stage, Stage::Loading(_)) {
+        if !matches!(load.stage, LoadStage::Loading(_)) {
             return None;
         }
-        let Stage::Loading(allocation) = std::mem::replace(&mut load.stage, Stage::Over) else { return None };
+        let LoadStage::Loading(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over) else {
+            return None;
+        };
         let end = load.end;
         self.over(&request);
         let Some(FailedLoad { failure, invalid, .. }) = failed else {
@@ -167,20 +186,20 @@ impl Scheduler {
     fn load_timed_out(&mut self, now: Time, request: &RequestId) -> Option<Outcome> {
         let by = now + self.settings.load_timeout;
         let load = self.requests.get_mut(request)?.load.as_mut()?;
-        let stage = std::mem::replace(&mut load.stage, Stage::Over);
+        let stage = std::mem::replace(&mut load.stage, LoadStage::Over);
         let release = load.release(request, by);
         let (computed, held) = match stage {
-            Stage::Over => return None,
-            Stage::Arrived => {
+            LoadStage::Over => return None,
+            LoadStage::Arrived => {
                 self.next.receive.extend(release);
                 (0, BlockLists::default())
             }
-            Stage::Ordered(allocation) => {
+            LoadStage::Ordered(allocation) => {
                 self.next.receive.retain(|order| order.request != *request);
                 self.next.receive.extend(release);
                 (allocation.computed, BlockLists::default())
             }
-            Stage::Loading(allocation) => {
+            LoadStage::Loading(allocation) => {
                 self.next.cancel.push(request.clone());
                 self.held.insert(request.clone(), allocation.fill.clone());
                 (allocation.computed, allocation.fill)
@@ -196,6 +215,39 @@ impl Scheduler {
             invalid: held.iter().collect(),
             held,
         })
+    }
+
+    /// The engine's workers have ended: whatever is still known of ends with them, and is forgotten. `proven`: nothing
+    /// touches a block any more.
+    pub fn end(&mut self, proven: bool) -> Vec<Outcome> {
+        let ended = std::mem::replace(self, Scheduler::new(self.settings.clone()));
+        self.lost = ended.lost;
+        let mut outcomes = Vec::new();
+        for (request, entry) in ended.requests {
+            let (given, touched) = match entry.load.map(|load| load.stage) {
+                None | Some(LoadStage::Over) => continue,
+                Some(LoadStage::Arrived) => (BlockLists::default(), false),
+                Some(LoadStage::Ordered(allocation)) => (allocation.fill, false),
+                Some(LoadStage::Loading(allocation)) => (allocation.fill, !proven),
+            };
+            outcomes.push(Outcome::Failed {
+                request: request.clone(),
+                failure: LoadFailure::Transfer("the connector was shut down".into()),
+                then: Then::Fail,
+                invalid: given.ascending(),
+                held: if touched { given.clone() } else { BlockLists::default() },
+            });
+            if touched {
+                self.lost += given.len();
+                outcomes.push(over(request, Kept::Load, true));
+            }
+        }
+        for (request, blocks) in ended.held {
+            self.lost += if proven { 0 } else { blocks.len() };
+            outcomes.push(over(request, Kept::Load, !proven));
+        }
+        outcomes.extend(ended.sending.into_iter().map(|request| over(request, Kept::Request, !proven)));
+        outcomes
     }
 }
 

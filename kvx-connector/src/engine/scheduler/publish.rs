@@ -6,7 +6,7 @@ use super::super::generations::BlockReference;
 use super::super::identity::{BlockLists, RequestId};
 use super::super::step::SendOrder;
 use super::super::time::Time;
-use super::{Publishes, Scheduler, Stage};
+use super::{LoadStage, Publishes, Scheduler};
 use crate::params::{RemoteBlocks, TransferMode, TransferParams};
 
 /// How a request has ended.
@@ -38,6 +38,19 @@ pub struct Ending {
     pub reference: Option<BlockReference>,
 }
 
+impl Ending {
+    /// Nobody wants the request any more, and nothing of it is kept.
+    pub fn aborted() -> Self {
+        Ending {
+            status: Status::Aborted,
+            blocks: BlockLists::default(),
+            computed: 0,
+            cached: None,
+            reference: None,
+        }
+    }
+}
+
 /// What becomes of a request that has ended.
 #[derive(Clone, Debug, Default)]
 pub struct Finished {
@@ -60,19 +73,42 @@ impl Scheduler {
             }
             return Finished { delay_free: true, ..Finished::default() };
         }
-        let normal = matches!(ending.status, Status::LengthCapped | Status::Stopped);
+        let normal = match publishes {
+            Publishes::ForTransfer => ending.status == Status::LengthCapped,
+            _ => matches!(ending.status, Status::LengthCapped | Status::Stopped),
+        };
         let finished = match publishes {
             Publishes::Nothing => Finished::default(),
             _ if !normal => Finished::default(),
             _ => match self.publish(now, request, publishes, ending) {
-                Ok(params) => Finished { delay_free: true, params: Some(params), withheld: None },
+                Ok(params) => Finished { delay_free: true, params, withheld: None },
                 Err(why) => Finished { withheld: Some(why), ..Finished::default() },
             },
         };
-        if announced && finished.params.is_none() {
+        if announced && !finished.delay_free {
             self.next.dropped.push(request.clone());
         }
         finished
+    }
+
+    /// The engine takes back blocks that it keeps for a peer, whoever still wants them. True: it frees them itself, and
+    /// hears nothing more of them; what tells a reader that it was too late are the
+    /// [`Generations`](crate::engine::Generations) of the blocks. False: they are not kept, or this engine itself may
+    /// be writing them to a peer: then an outcome says when they are free.
+    pub fn withdraw(&mut self, request: &RequestId) -> bool {
+        if !self.sending.contains(request) {
+            return false;
+        }
+        let sends = self.next.send.len();
+        self.next.send.retain(|order| order.request != *request);
+        self.next.prefilling.retain(|prefilling| prefilling != request);
+        self.next.withdrawn.push(request.clone());
+        let unknown = self.next.send.len() < sends;
+        let at_once = unknown || self.settings.mode == TransferMode::Pull;
+        if at_once {
+            self.sending.remove(request);
+        }
+        at_once
     }
 
     /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
@@ -81,13 +117,13 @@ impl Scheduler {
         let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else { return true };
         let release = load.release(request, now + self.settings.load_timeout);
         match &load.stage {
-            Stage::Over => {}
-            Stage::Arrived => self.next.receive.extend(release),
-            Stage::Ordered(_) => {
+            LoadStage::Over => {}
+            LoadStage::Arrived => self.next.receive.extend(release),
+            LoadStage::Ordered(_) => {
                 self.next.receive.retain(|order| order.request != *request);
                 self.next.receive.extend(release);
             }
-            Stage::Loading(allocation) => {
+            LoadStage::Loading(allocation) => {
                 self.next.cancel.push(request.clone());
                 self.held.insert(request.clone(), allocation.fill.clone());
                 return false;
@@ -102,7 +138,7 @@ impl Scheduler {
         request: &RequestId,
         publishes: Publishes,
         ending: Ending,
-    ) -> Result<TransferParams, &'static str> {
+    ) -> Result<Option<TransferParams>, &'static str> {
         let for_next_turn = publishes == Publishes::ForNextTurn;
         let settings = &self.settings;
         if ending.computed == 0 {
@@ -136,8 +172,16 @@ impl Scheduler {
             }
         };
         let expires = now + kept;
-        let push = (settings.mode == TransferMode::Push && !for_next_turn)
+        let named = publishes == Publishes::ForTransfer;
+        let push = (named || settings.mode == TransferMode::Push && !for_next_turn)
             .then(|| BlockLists::new(lists.iter().map(Vec::as_slice)));
+        let order = SendOrder { request: request.clone(), expires, push };
+        self.sending.insert(request.clone());
+        if named {
+            // Whoever knows the transfer's name asks for the blocks.
+            self.next.send.push(order);
+            return Ok(None);
+        }
         let mut remote = RemoteBlocks::new(
             settings.engine.as_str(),
             request.as_str(),
@@ -159,8 +203,7 @@ impl Scheduler {
         } else {
             TransferParams::prefilled(remote, settings.dialect)
         };
-        self.next.send.push(SendOrder { request: request.clone(), expires, push });
-        self.sending.insert(request.clone());
-        Ok(params)
+        self.next.send.push(order);
+        Ok(Some(params))
     }
 }

@@ -185,6 +185,11 @@ impl Worker {
         self.words_read(now, id, result);
     }
 
+    /// What [`Action::CheckDigests`] has found: the local blocks without the right contents.
+    pub fn digests_checked(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
+        self.digests_compared(now, id, result);
+    }
+
     /// A notification could not be sent. The peer's blocks stay until its lease ends; in push, the load fails.
     pub fn notification_failed(
         &mut self,

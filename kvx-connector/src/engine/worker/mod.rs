@@ -6,7 +6,7 @@ mod push;
 mod receive;
 mod send;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use self::push::Pushes;
@@ -23,6 +23,7 @@ use crate::mapping::{MAX_RANKS, Tp, handshake_ranks};
 use crate::params::TransferMode;
 
 pub use self::events::{HandshakeFailure, MoveFailure};
+pub(super) use self::receive::lane_groups;
 
 /// The worker's half of a connector.
 ///
@@ -91,6 +92,14 @@ impl Worker {
     pub fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         let built_at = meta.built_at;
         let ours = |time: Time| time.rebased(built_at, now);
+        // First of all: the name may have been given to another request since.
+        for request in meta.withdrawn {
+            self.sends.dropped(&request);
+            match self.settings.mode {
+                TransferMode::Pull => self.sends.remove(request.as_str()),
+                TransferMode::Push => self.take_back(now, &request),
+            }
+        }
         for request in meta.prefilling {
             self.sends.prefilling(request);
         }
@@ -107,7 +116,10 @@ impl Worker {
         }
         for mut order in meta.receive {
             order.deadline = ours(order.deadline);
-            self.receive(now, order);
+            match meta.cancel.contains(&order.request) {
+                true => self.receive_cancelled(now, order),
+                false => self.receive(now, order),
+            }
         }
         for request in meta.cancel {
             self.cancel(now, &request);
@@ -179,9 +191,7 @@ impl Worker {
     /// Tells all workers of a peer that it was connected to.
     fn tell_all(&mut self, connection: Connection, request: Option<&RequestId>, bytes: &Arc<[u8]>) {
         let Some(plan) = self.peers.plan(connection) else { return };
-        let lanes = plan.lanes.iter().map(|lane| lane.rank);
-        let ranks: BTreeSet<_> = lanes.chain(plan.told.iter().map(|(rank, _)| *rank)).collect();
-        for rank in ranks {
+        for rank in plan.ranks() {
             self.actions.push_back(Action::Notify {
                 connection,
                 rank,
@@ -219,7 +229,7 @@ impl Worker {
 }
 
 /// Which workers of a peer one worker shakes hands with.
-fn ranks_to_ask(
+pub(super) fn ranks_to_ask(
     settings: &Settings,
     rank: WorkerRank,
     peer: &RemoteEngine,

@@ -13,12 +13,15 @@ use super::super::peers::Reach;
 use super::super::plan::{PeerPlan, pair_push};
 use super::super::step::RemoteEngine;
 use super::super::time::{Deadlines, Time};
-use super::receive::{MoveState, Phase, Stage, lane_groups};
+use super::receive::{MoveState, Stage, lane_groups};
 use super::{Waiting, Worker};
-use crate::wire::{Notification, PushRegistration};
+use crate::params::TransferMode;
+use crate::wire::{Notification, PushGrant, PushRegistration};
 
 /// Registrations that wait for a prefill, and that were served: a peer cannot make this engine remember more.
 const MAX_REGISTRATIONS: usize = 65_536;
+/// Bytes of those that wait.
+const MAX_BYTES: usize = 64 << 20;
 
 /// A decode's blocks for a request.
 #[derive(Debug)]
@@ -26,11 +29,25 @@ struct Registration {
     request: RequestId,
     peer: Arc<RemoteEngine>,
     blocks: BlockLists,
+    /// What to write by.
+    grants: Arc<[PushGrant]>,
     /// The decode does not wait longer.
     until: Time,
 }
 
 impl Registration {
+    /// About as many bytes as it keeps.
+    fn bytes(&self) -> usize {
+        let names =
+            self.request.as_str().len() + self.peer.engine.as_str().len() + self.peer.address.host.len();
+        let lists = self.blocks.len() * size_of::<u32>() + size_of_val(self.blocks.groups());
+        let grants = self.grants.iter().flat_map(|grant| &grant.regions);
+        size_of::<Self>()
+            + names
+            + lists
+            + grants.map(|region| size_of_val(region) + region.len()).sum::<usize>()
+    }
+
     /// The word that one of `ranks` workers has written.
     fn written(&self, ranks: u32) -> Option<Arc<[u8]>> {
         Notification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
@@ -80,6 +97,8 @@ pub(super) struct Pushes {
     ready: BTreeMap<RequestId, BlockLists>,
     /// Registrations that no request has finished for, by the decode's name.
     registrations: BTreeMap<RequestId, Registration>,
+    /// Of those.
+    bytes: usize,
     watchdog: Deadlines<RequestId>,
     /// Both, by the part of the name that both engines share.
     names: BTreeMap<Box<str>, Names>,
@@ -95,6 +114,7 @@ impl Pushes {
             timeout,
             ready: BTreeMap::new(),
             registrations: BTreeMap::new(),
+            bytes: 0,
             watchdog: Deadlines::default(),
             names: BTreeMap::new(),
             running: BTreeMap::new(),
@@ -165,6 +185,7 @@ impl Pushes {
 
     fn add_registration(&mut self, registration: Registration) {
         let request = registration.request.clone();
+        self.bytes += registration.bytes();
         self.watchdog.set(request.clone(), registration.until);
         self.names.entry(request.shared().into()).or_default().registered.insert(request.clone());
         self.registrations.insert(request, registration);
@@ -172,6 +193,7 @@ impl Pushes {
 
     fn take_registration(&mut self, request: &str) -> Option<Registration> {
         let (request, registration) = self.registrations.remove_entry(request)?;
+        self.bytes -= registration.bytes();
         self.watchdog.clear(&request);
         self.unname(&request, |names| &mut names.registered);
         Some(registration)
@@ -211,8 +233,12 @@ impl Worker {
         registration.remote_tp_size = Some(remote.peer.tp_size);
         registration.remote_pp_size = Some(remote.peer.pp_size);
         receive.stage = Stage::Awaiting { expected: plan.completions.max(1) as usize };
-        let bytes: Arc<[u8]> = Notification::Registration(Box::new(registration)).encode().into();
-        self.tell_all(connection, Some(request), &bytes);
+        self.actions.push_back(Action::Register {
+            request: request.clone(),
+            connection,
+            ranks: plan.ranks().into_iter().collect(),
+            registration: Box::new(registration),
+        });
     }
 
     /// Prefill: a request has finished, its blocks may be pushed.
@@ -224,6 +250,12 @@ impl Worker {
 
     /// Prefill: a decode has told where its blocks are.
     pub(super) fn registered(&mut self, now: Time, registration: PushRegistration) -> kvx_core::Result<()> {
+        if self.settings.mode != TransferMode::Push {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "a push registration, and this engine's decodes pull: set kv_connector of both engines to the same",
+            ));
+        }
         let missing = |key: &str| {
             Error::new(
                 Kind::Malformed,
@@ -241,6 +273,21 @@ impl Worker {
             dcp_size: 1,
             registration: 0,
         };
+        let host = &peer.address.host;
+        if self
+            .settings
+            .allowed_hosts
+            .as_ref()
+            .is_some_and(|allowed| !allowed.iter().any(|one| **one == **host))
+        {
+            return Err(Error::new(
+                Kind::Denied,
+                format!(
+                    "a push registration names the host {host:?}, which is none of \
+                     kv_connector_extra_config.allowed_hosts: add it there if it is a decode of yours"
+                ),
+            ));
+        }
         let request = RequestId::from(registration.request_id);
         let served = (peer.engine.clone(), request.clone());
         let known = self.pushes.served.contains(&served) || self.pushes.registrations.contains_key(&request);
@@ -249,17 +296,20 @@ impl Worker {
         {
             return Ok(());
         }
-        if self.pushes.registrations.len() >= MAX_REGISTRATIONS {
+        let until = now + self.pushes.timeout;
+        let blocks = BlockLists::new(registration.local_block_ids);
+        let grants = registration.kvx_grants.into();
+        let registration =
+            Registration { request: request.clone(), peer: Arc::new(peer), blocks, grants, until };
+        let (count, bytes) = (self.pushes.registrations.len(), self.pushes.bytes);
+        if count >= MAX_REGISTRATIONS || bytes + registration.bytes() > MAX_BYTES {
             return Err(Error::new(
                 Kind::Busy,
                 format!(
-                    "{MAX_REGISTRATIONS} push registrations wait for a prefill: request {request} is not pushed"
+                    "{count} push registrations of {bytes} bytes wait for a prefill: request {request} is not pushed"
                 ),
             ));
         }
-        let until = now + self.pushes.timeout;
-        let blocks = BlockLists::new(registration.local_block_ids);
-        let registration = Registration { request: request.clone(), peer: Arc::new(peer), blocks, until };
         self.pushes.add_registration(registration);
         self.push_matching(now, request.shared());
         Ok(())
@@ -313,6 +363,7 @@ impl Worker {
         let done = push.registration.written(self.settings.tp_size);
         let groups: Arc<[_]> = groups.into();
         let (local, remote) = (push.blocks.clone(), push.registration.blocks.clone());
+        let grants = Arc::clone(&push.registration.grants);
         let lists = MoveLists { local, remote, tokens: None };
         for (at, lane) in plan.lanes.iter().enumerate() {
             let groups = lane_groups(lane, &groups);
@@ -321,18 +372,18 @@ impl Worker {
             for part in lane.parts() {
                 self.last_move += 1;
                 let id = MoveId(self.last_move);
-                let state =
-                    MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: true };
-                self.moves.insert(id, state);
+                self.moves.insert(id, MoveState::new(request, at, true));
                 push.unsettled += 1;
                 self.actions.push_back(Action::Write(Move {
                     id,
+                    request: request.clone(),
                     connection,
                     part,
                     groups: Arc::clone(&groups),
                     lists: lists.clone(),
                     notification: done.clone().filter(|_| rides),
                     deadline,
+                    grants: Arc::clone(&grants),
                 }));
             }
         }
@@ -386,6 +437,24 @@ impl Worker {
     pub(super) fn push_failed(&mut self, request: &RequestId) {
         if let Some(push) = self.pushes.running.get_mut(request) {
             push.failed = true;
+        }
+    }
+
+    /// This engine wants its blocks back: they are not pushed, or no longer, and it hears when nothing reads them.
+    pub(super) fn take_back(&mut self, now: Time, request: &RequestId) {
+        self.pushes.give_up(request.as_str());
+        let Some(push) = self.pushes.running.get_mut(request) else {
+            if self.sends.keeps(request.as_str()) {
+                self.sends.remove(request.as_str());
+                self.output.finished_sending.push(request.clone());
+            }
+            return;
+        };
+        (push.failed, push.expired) = (true, true);
+        let idle = push.unsettled == 0;
+        self.cancel_moves(request);
+        if idle {
+            self.push_over(now, request);
         }
     }
 

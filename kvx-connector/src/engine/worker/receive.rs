@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use kvx_core::Indices;
 
-use super::super::action::{Action, Connection, GroupMove, Move, MoveId, Part};
+use super::super::action::{Action, Connection, GroupMove, Move, MoveId, Part, ReadBlocks};
 use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
 use super::super::generations::BlockReference;
-use super::super::identity::{RequestId, WorkerRank};
+use super::super::identity::{BlockLists, RequestId, WorkerRank};
 use super::super::peers::Reach;
 use super::super::plan::{Paired, PeerLane, PeerPlan, pair_load};
 use super::super::scheduler::EXPIRY_MARGIN;
@@ -80,6 +80,16 @@ pub(super) struct MoveState {
     pub(super) lane: usize,
     pub(super) phase: Phase,
     pub(super) push: bool,
+    /// What a read fills, where it is to be compared with digests.
+    reads: Option<(Part, Arc<[GroupMove]>)>,
+}
+
+/// What is looked at when the data of a read is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Checks {
+    Nothing,
+    Words,
+    WordsAndDigests,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,9 +100,15 @@ pub(super) enum Phase {
     Unsettled,
     /// The data is there; the words are being read.
     Checking,
+    /// The words are right; the data is being compared with digests.
+    Hashing,
 }
 
 impl MoveState {
+    pub(super) fn new(request: &RequestId, lane: usize, push: bool) -> Self {
+        MoveState { request: request.clone(), lane, phase: Phase::Running, push, reads: None }
+    }
+
     pub(super) fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
@@ -121,9 +137,26 @@ impl Receive {
 impl Worker {
     pub(super) fn receive(&mut self, now: Time, order: ReceiveOrder) {
         let request = order.request.clone();
-        if self.receives.contains_key(&request) {
-            return;
+        if !self.receives.contains_key(&request) {
+            self.add(order);
+            self.find_peer(now, &request);
         }
+    }
+
+    /// A load that was cancelled before it began: no block is touched, and the peer is told.
+    pub(super) fn receive_cancelled(&mut self, now: Time, mut order: ReceiveOrder) {
+        match self.settings.mode {
+            TransferMode::Pull => {
+                order.local = BlockLists::default();
+                self.receive(now, order);
+            }
+            // Another worker of this engine may have told the peer of the blocks of all of them.
+            TransferMode::Push => self.add(order),
+        }
+    }
+
+    fn add(&mut self, order: ReceiveOrder) {
+        let request = order.request.clone();
         self.deadlines.set(request.clone(), order.deadline);
         let receive = Receive {
             order,
@@ -134,8 +167,7 @@ impl Worker {
             cancelled: false,
             written_by: BTreeSet::new(),
         };
-        self.receives.insert(request.clone(), receive);
-        self.find_peer(now, &request);
+        self.receives.insert(request, receive);
     }
 
     /// Begins if the peer is known; waits for the handshake if not.
@@ -206,21 +238,28 @@ impl Worker {
             told: false,
         });
         let lanes = lanes.collect();
+        let checks = match reference {
+            None => Checks::Nothing,
+            Some(_) if plan.digests => Checks::WordsAndDigests,
+            Some(_) => Checks::Words,
+        };
         let reading = Reading { paired, reference, lanes, unsettled: 0, finishes: plan.finishes };
         let order = &receive.order;
         let remote = order.remote.request.clone();
         let all = Move {
             id: MoveId(0),
+            request: request.clone(),
             connection,
             part: Part { rank: WorkerRank::default(), memory: (MemoryType::Vram, MemoryType::Vram) },
             groups: groups.into(),
             lists: order.lists(),
             notification: None,
             deadline: order.deadline,
+            grants: [].into(),
         };
         receive.stage = Stage::Reading(reading);
         for (at, lane) in plan.lanes.iter().enumerate() {
-            self.read_lane(request, &remote, (at, lane), &all, reference.is_none());
+            self.read_lane(request, &remote, (at, lane), &all, checks);
         }
         for (rank, readers) in &plan.told {
             self.complete(request, &remote, connection, *rank, *readers);
@@ -234,23 +273,24 @@ impl Worker {
         remote: &RequestId,
         (at, lane): (usize, &PeerLane),
         all: &Move,
-        unchecked: bool,
+        checks: Checks,
     ) {
         let groups = lane_groups(lane, &all.groups);
         // The word rides on the read where the read alone decides.
-        let rides = unchecked && lane.memory.len() == 1;
+        let rides = checks == Checks::Nothing && lane.memory.len() == 1;
         let notification = if rides { self.completion(remote, lane.readers) } else { None };
         for part in lane.parts() {
             self.last_move += 1;
             let id = MoveId(self.last_move);
-            let state = MoveState { request: request.clone(), lane: at, phase: Phase::Running, push: false };
-            self.moves.insert(id, state);
+            let mut state = MoveState::new(request, at, false);
+            state.reads = (checks == Checks::WordsAndDigests).then(|| (part, Arc::clone(&groups)));
             if let Some(Stage::Reading(reading)) =
                 self.receives.get_mut(request).map(|receive| &mut receive.stage)
             {
                 reading.unsettled += 1;
                 reading.lanes[at].told |= rides;
             }
+            self.moves.insert(id, state);
             self.actions.push_back(Action::Read(Move {
                 id,
                 part,
@@ -273,6 +313,7 @@ impl Worker {
             state.phase = Phase::Checking;
             self.actions.push_back(Action::ReadGenerations {
                 id,
+                request: request.clone(),
                 connection,
                 rank: reading.lanes[lane].rank,
                 blocks: reading.paired.producer_blocks().into(),
@@ -314,7 +355,8 @@ impl Worker {
 
     /// The words of a read's blocks.
     pub(super) fn words_read(&mut self, now: Time, id: MoveId, result: Result<(u64, &[u64]), String>) {
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Checking) else { return };
+        let checking = |state: &&mut MoveState| state.phase == Phase::Checking;
+        let Some(state) = self.moves.get_mut(&id).filter(checking) else { return };
         let (request, lane) = (state.request.clone(), state.lane);
         let Some(receive) = self.receives.get_mut(&request) else { return };
         let Stage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) = &receive.stage else {
@@ -325,7 +367,17 @@ impl Worker {
             Ok((pool, words)) if words.len() == expected => {
                 let stale = reference.stale(pool, words);
                 if stale.is_empty() {
-                    return self.part_done(now, id);
+                    // What nobody wants any more is not hashed.
+                    let wanted = receive.failure.is_none() && !receive.cancelled;
+                    let Some((part, groups)) = state.reads.take().filter(|_| wanted) else {
+                        return self.part_done(now, id);
+                    };
+                    let Some(connection) = receive.connection else { return };
+                    state.phase = Phase::Hashing;
+                    let words = paired.producer_numbers().zip(words.iter().copied()).collect();
+                    let blocks = Arc::new(ReadBlocks { part, groups, pool, words });
+                    self.actions.push_back(Action::CheckDigests { id, request, connection, blocks });
+                    return;
                 }
                 let blocks = paired.consumers_of(&stale);
                 (LoadFailure::Stale, Some(blocks), LoadFailure::Stale.to_string())
@@ -339,6 +391,22 @@ impl Worker {
         let rank = lanes[lane].rank;
         receive.fail(failure, blocks);
         let failure = self.describe(&request, FailureKind::TransferFailed, Some(rank), &error);
+        self.record(failure);
+        self.part_failed(now, id);
+    }
+
+    /// The blocks of ours that were compared with digests and are wrong.
+    pub(super) fn digests_compared(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Hashing) else { return };
+        let (request, lane) = (state.request.clone(), state.lane);
+        let (failure, blocks, error) = match result {
+            Ok(wrong) if wrong.is_empty() => return self.part_done(now, id),
+            Ok(wrong) => (LoadFailure::Corrupt, Some(wrong), LoadFailure::Corrupt.to_string()),
+            Err(why) => (LoadFailure::Transfer(why.clone()), None, why),
+        };
+        let rank = self.rank_of_lane(&request, lane);
+        self.fail_receive(&request, failure, blocks);
+        let failure = self.describe(&request, FailureKind::TransferFailed, rank, &error);
         self.record(failure);
         self.part_failed(now, id);
     }
@@ -407,7 +475,7 @@ impl Worker {
 }
 
 /// What a lane moves: all groups, shared with the other lanes, or some.
-pub(super) fn lane_groups(lane: &PeerLane, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
+pub(in crate::engine) fn lane_groups(lane: &PeerLane, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
     match &lane.groups {
         None => Arc::clone(groups),
         Some(own) => groups.iter().filter(|group| own.contains(&group.group)).cloned().collect(),

@@ -4,10 +4,10 @@ use kvx_core::{Error, Kind, Result};
 
 use super::{HandshakePayload, NixlAgentMetadata};
 use crate::Dialect;
-use crate::wire::CompatibilityHash;
+use crate::wire::{CompatibilityFactors, CompatibilityHash, explain_by_one};
 
 /// What an engine is, and which engine it expects at the other end of a handshake.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Expectation {
     /// What the peer speaks.
     pub dialect: Dialect,
@@ -15,6 +15,8 @@ pub struct Expectation {
     pub engine_id: String,
     /// This engine's own hash.
     pub compatibility_hash: CompatibilityHash,
+    /// What that is made of, so that a refusal can name what differs.
+    pub factors: Option<CompatibilityFactors>,
     /// Whether the peer's must be the same.
     pub enforce_handshake_compat: bool,
     /// This engine's decode context parallel size.
@@ -34,9 +36,21 @@ impl Expectation {
             dialect,
             engine_id: engine_id.into(),
             compatibility_hash,
+            factors: None,
             enforce_handshake_compat: true,
             dcp_size: 1,
             pcp_size: 1,
+        }
+    }
+
+    /// In which known factor the peer differs, if it differs in one.
+    fn difference(&self, theirs: &CompatibilityHash) -> String {
+        let found = self.factors.as_ref().and_then(|ours| explain_by_one(ours, theirs).ok().flatten());
+        match found {
+            Some(found) => found.to_string(),
+            None => "the versions of vLLM, the model's name, types, heads, layers, attention backend or transfer mode \
+                     differ (`kvx probe` with the peer's side channel tries two of them at a time)"
+                .to_owned(),
         }
     }
 
@@ -70,9 +84,9 @@ impl Expectation {
             return Err(Error::new(
                 Kind::Incompatible,
                 format!(
-                    "compatibility hash mismatch: here {ours}, there {theirs}; the versions of vLLM, the model's name, \
-                     types, heads, layers, attention backend or transfer mode differ: give both sides the same, or set \
-                     enforce_handshake_compat to false in kv_connector_extra_config of both"
+                    "compatibility hash mismatch: here {ours}, there {theirs}; {}: give both sides the same, or set \
+                     enforce_handshake_compat to false in kv_connector_extra_config of both",
+                    self.difference(theirs)
                 ),
             ));
         }

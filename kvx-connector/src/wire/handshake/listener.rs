@@ -37,7 +37,7 @@ const MAX_IDENTITY: usize = 255;
 #[derive(Clone, Debug)]
 pub struct Listener {
     compatibility_hash: CompatibilityHash,
-    payloads: BTreeMap<WorkerRank, Arc<[u8]>>,
+    payloads: BTreeMap<WorkerRank, Result<Arc<[u8]>>>,
     registration_generation: u64,
 }
 
@@ -60,8 +60,21 @@ impl Listener {
     /// [generation](Self::registration_generation).
     pub fn publish(&mut self, rank: WorkerRank, metadata: &NixlAgentMetadata) {
         let payload = HandshakePayload::new(self.compatibility_hash.clone(), metadata.encode()).encode();
-        let old = self.payloads.insert(rank, payload.clone().into());
-        self.registration_generation += u64::from(old.is_some_and(|old| *old != *payload));
+        let old = self.payloads.insert(rank, Ok(payload.clone().into()));
+        let changed = old.is_some_and(|old| old.is_ok_and(|old| *old != *payload));
+        self.registration_generation += u64::from(changed);
+    }
+
+    /// Answers for a worker with words instead.
+    pub fn refuse(&mut self, rank: WorkerRank, why: Error) {
+        self.payloads.insert(rank, Err(why));
+    }
+
+    /// There is nothing to tell of a worker any more: its memory was given back. That, too, begins a new
+    /// [generation](Self::registration_generation).
+    pub fn withdraw(&mut self, rank: WorkerRank) {
+        let old = self.payloads.remove(&rank);
+        self.registration_generation += u64::from(old.is_some_and(|old| old.is_ok()));
     }
 
     /// How often what was published has changed: what [`Scheduler::registered`](crate::engine::Scheduler::registered)
@@ -78,7 +91,7 @@ impl Listener {
     /// A message that nothing can be sent back for: no frames, no identity in front, or an envelope beyond ZMQ's
     /// limits.
     pub fn answer<'a, F: AsRef<[u8]>>(&self, frames: &'a [F], now: Time) -> Result<Reply<'a, F>> {
-        let (envelope, request) = opened(frames)?;
+        let (_, request) = opened(frames)?;
         let request = match request {
             [one] => HandshakeRequest::decode(one.as_ref()),
             several => Err(Error::new(
@@ -86,6 +99,17 @@ impl Listener {
                 format!("malformed handshake request: {} frames, 1 wanted", several.len()),
             )),
         };
+        self.answer_with(frames, now, request)
+    }
+
+    /// Answers a message that asks for this, or cannot be answered for this reason.
+    pub(crate) fn answer_with<'a, F: AsRef<[u8]>>(
+        &self,
+        frames: &'a [F],
+        now: Time,
+        request: Result<HandshakeRequest>,
+    ) -> Result<Reply<'a, F>> {
+        let (envelope, _) = opened(frames)?;
         let answer = request.and_then(|request| Ok((self.payload(request)?, request)));
         Ok(match answer {
             Ok((payload, request)) => {
@@ -121,7 +145,7 @@ impl Listener {
             ));
         }
         if let Some(payload) = self.payloads.get(&rank) {
-            return Ok(Arc::clone(payload));
+            return payload.clone();
         }
         let WorkerRank { pp, tp } = rank;
         let known = match self.payloads.keys().next_back() {
@@ -143,6 +167,17 @@ impl<F: AsRef<[u8]>> Reply<'_, F> {
     pub fn frames(&self) -> impl Iterator<Item = &[u8]> {
         let clock = self.clock.as_ref().map(<[u8; 9]>::as_slice);
         self.envelope.iter().map(AsRef::as_ref).chain([&*self.payload]).chain(clock)
+    }
+
+    /// The payload among them.
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+
+    /// Gives them another payload.
+    #[must_use]
+    pub fn with_payload(self, payload: &HandshakePayload) -> Self {
+        Reply { payload: payload.encode().into(), ..self }
     }
 
     /// Why the peer gets words instead of metadata, for the log.

@@ -2,6 +2,7 @@
 
 mod clock;
 mod expectation;
+mod kvx_request;
 mod listener;
 mod metadata;
 mod payload;
@@ -10,6 +11,7 @@ mod requester;
 
 pub use clock::ClockReading;
 pub use expectation::Expectation;
+pub use kvx_request::{KvxChallenge, KvxRequest};
 pub use listener::{Listener, Reply};
 pub use metadata::{NixlAgentMetadata, PackedMember};
 pub use payload::HandshakePayload;

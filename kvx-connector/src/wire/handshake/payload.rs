@@ -16,6 +16,10 @@ pub struct HandshakePayload {
     pub agent_metadata_bytes: Vec<u8>,
     /// Why a kvx listener does not answer. vLLM does not know this key: it sees a hash that says the same.
     pub refusal: Option<String>,
+    /// A kvx listener's word to kvx decodes: see [`KvxRequest`](super::KvxRequest). vLLM does not know this key.
+    pub kvx_challenge: Option<Vec<u8>>,
+    /// What proves a kvx listener to a kvx decode. vLLM does not know this key.
+    pub kvx_proof: Option<Vec<u8>>,
     shape: Shape,
 }
 
@@ -24,10 +28,18 @@ impl HandshakePayload {
     pub const MAX_LEN: usize = 16 << 20;
     const MAX_HASH: usize = 1024;
     const MAX_REFUSAL: usize = 1024;
+    const MAX_WORD: usize = 64;
 
     /// An answer.
     pub fn new(compatibility_hash: CompatibilityHash, agent_metadata_bytes: Vec<u8>) -> Self {
-        HandshakePayload { compatibility_hash, agent_metadata_bytes, refusal: None, shape: Shape::default() }
+        HandshakePayload {
+            compatibility_hash,
+            agent_metadata_bytes,
+            refusal: None,
+            kvx_challenge: None,
+            kvx_proof: None,
+            shape: Shape::default(),
+        }
     }
 
     /// No, in words. vLLM finds them in place of the hash, and writes them into its log when it refuses the
@@ -69,6 +81,14 @@ impl HandshakePayload {
             }
             Ok(text.to_owned())
         };
+        let word = |reader: &mut Reader<'_>| {
+            let bytes = reader.binary()?;
+            if bytes.len() > Self::MAX_WORD {
+                let max = Self::MAX_WORD;
+                return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
+            }
+            Ok(bytes.to_owned())
+        };
         Ok(HandshakePayload {
             compatibility_hash: CompatibilityHash::foreign(
                 fields.required("compatibility_hash", |reader| text(reader, Self::MAX_HASH))?,
@@ -76,20 +96,28 @@ impl HandshakePayload {
             agent_metadata_bytes: fields
                 .required("agent_metadata_bytes", |reader| Ok(reader.binary()?.to_owned()))?,
             refusal: fields.optional("kvx_refusal", |reader| text(reader, Self::MAX_REFUSAL))?,
+            kvx_challenge: fields.optional("kvx_challenge", word)?,
+            kvx_proof: fields.optional("kvx_proof", word)?,
             shape: fields.shape(),
         })
     }
 }
 
 impl Record for HandshakePayload {
-    const KEYS: &'static [&'static str] = &["compatibility_hash", "agent_metadata_bytes", "kvx_refusal"];
+    const KEYS: &'static [&'static str] =
+        &["compatibility_hash", "agent_metadata_bytes", "kvx_refusal", "kvx_challenge", "kvx_proof"];
 
     fn shape(&self) -> &Shape {
         &self.shape
     }
 
     fn is_default(&self, key: &str) -> bool {
-        key == "kvx_refusal" && self.refusal.is_none()
+        match key {
+            "kvx_refusal" => self.refusal.is_none(),
+            "kvx_challenge" => self.kvx_challenge.is_none(),
+            "kvx_proof" => self.kvx_proof.is_none(),
+            _ => false,
+        }
     }
 
     fn write(&self, key: &str, writer: &mut Writer) {
@@ -97,6 +125,8 @@ impl Record for HandshakePayload {
             "compatibility_hash" => writer.text(self.compatibility_hash.as_str()),
             "agent_metadata_bytes" => writer.binary(&self.agent_metadata_bytes),
             "kvx_refusal" => writer.optional(self.refusal.as_deref(), Writer::text),
+            "kvx_challenge" => writer.optional(self.kvx_challenge.as_deref(), Writer::binary),
+            "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), Writer::binary),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -48,6 +48,11 @@ impl HandshakeRequest {
         Ok(HandshakeRequest { rank, pipeline_aware })
     }
 
+    /// The question for `rank` in either form.
+    pub(super) fn of(rank: WorkerRank, pipeline_aware: bool) -> Self {
+        HandshakeRequest { rank, pipeline_aware }
+    }
+
     /// The worker that is asked for.
     pub fn rank(&self) -> WorkerRank {
         self.rank

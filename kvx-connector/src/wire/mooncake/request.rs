@@ -50,6 +50,9 @@ pub struct PullRequest {
     pub remote_pp_size: u32,
     /// The name of the layout; 0: it comes with every request.
     pub layout_id: u64,
+    /// The engine that is asked. Only kvx says so, and looks: another engine at the address of a former one refuses at
+    /// once.
+    pub kvx_engine_id: Option<String>,
     shape: Shape,
 }
 
@@ -84,6 +87,7 @@ impl PullRequest {
             registered_row_offsets: Vec::new(),
             remote_pp_size: 1,
             layout_id: 0,
+            kvx_engine_id: None,
             shape: Shape::default(),
         }
     }
@@ -91,6 +95,28 @@ impl PullRequest {
     /// Keys that are not known here, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
+    }
+
+    /// Leaves the layout out: the other side has it under its name.
+    pub(crate) fn forget_layout(&mut self) {
+        for addresses in [&mut self.kv_caches_base_addr, &mut self.block_lens, &mut self.kv_block_lens] {
+            addresses.clear();
+        }
+        for indices in [
+            &mut self.registered_layer_indices,
+            &mut self.registered_group_indices,
+            &mut self.registered_row_offsets,
+        ] {
+            indices.clear();
+        }
+        self.registered_layer_names.clear();
+        self.registered_shared_group_ids.clear();
+    }
+
+    /// What it tells of the asking worker and its layout, and nothing else.
+    pub(crate) fn of_worker(&self) -> Self {
+        let (req_blocks, shape) = (Vec::new(), Shape::default());
+        PullRequest { req_blocks, layout_id: 0, kvx_engine_id: None, shape, ..self.clone() }
     }
 
     /// The message as bytes.
@@ -131,6 +157,7 @@ impl PullRequest {
             registered_row_offsets: fields.optional("registered_row_offsets", indices)?.unwrap_or_default(),
             remote_pp_size: fields.optional("remote_pp_size", Reader::size)?.unwrap_or(1),
             layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
+            kvx_engine_id: fields.nullable("kvx_engine_id", Reader::owned_text)?,
             shape: fields.shape(),
         })
     }
@@ -168,6 +195,7 @@ impl Record for PullRequest {
         "registered_row_offsets",
         "remote_pp_size",
         "layout_id",
+        "kvx_engine_id",
     ];
 
     fn shape(&self) -> &Shape {
@@ -183,6 +211,7 @@ impl Record for PullRequest {
             "registered_row_offsets" => self.registered_row_offsets.is_empty(),
             "remote_pp_size" => self.remote_pp_size == 1,
             "layout_id" => self.layout_id == 0,
+            "kvx_engine_id" => self.kvx_engine_id.is_none(),
             _ => false,
         }
     }
@@ -224,6 +253,7 @@ impl Record for PullRequest {
             "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
             "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
             "layout_id" => writer.unsigned(self.layout_id),
+            "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), Writer::text),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -33,6 +33,8 @@ pub struct PullResponse {
     pub err_msg: Option<String>,
     /// The layout that the prefill worker now knows; 0: it does not say.
     pub layout_id: u64,
+    /// Nothing writes for the failed requests any more. Only kvx says so: Mooncake may write on after its error.
+    pub kvx_settled: bool,
     shape: Shape,
 }
 
@@ -50,6 +52,7 @@ impl PullResponse {
             err_reqs: None,
             err_msg: None,
             layout_id: 0,
+            kvx_settled: false,
             shape: Shape::default(),
         }
     }
@@ -84,13 +87,15 @@ impl PullResponse {
             err_reqs: fields.nullable("err_reqs", ids)?,
             err_msg: fields.nullable("err_msg", Reader::owned_text)?,
             layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
+            kvx_settled: fields.optional("kvx_settled", Reader::unsigned)? == Some(1),
             shape: fields.shape(),
         })
     }
 }
 
 impl Record for PullResponse {
-    const KEYS: &'static [&'static str] = &["status", "ok_reqs", "err_reqs", "err_msg", "layout_id"];
+    const KEYS: &'static [&'static str] =
+        &["status", "ok_reqs", "err_reqs", "err_msg", "layout_id", "kvx_settled"];
 
     fn shape(&self) -> &Shape {
         &self.shape
@@ -102,6 +107,7 @@ impl Record for PullResponse {
             "err_reqs" => self.err_reqs.is_none(),
             "err_msg" => self.err_msg.is_none(),
             "layout_id" => self.layout_id == 0,
+            "kvx_settled" => !self.kvx_settled,
             _ => false,
         }
     }
@@ -116,6 +122,7 @@ impl Record for PullResponse {
             "err_reqs" => ids(writer, &self.err_reqs),
             "err_msg" => writer.optional(self.err_msg.as_deref(), Writer::text),
             "layout_id" => writer.unsigned(self.layout_id),
+            "kvx_settled" => writer.unsigned(self.kvx_settled.into()),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

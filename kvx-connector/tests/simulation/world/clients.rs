@@ -4,7 +4,7 @@ use kvx_connector::engine::RequestId;
 use kvx_connector::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
 
 use super::{Event, MILLISECOND, SECOND, World};
-use crate::engine::End;
+use crate::engine::{Asked, End};
 
 pub(super) struct Client {
     pub(super) conversation: u32,
@@ -77,7 +77,7 @@ impl World {
         client.running.0 = true;
         let request = (number, client.conversation, client.prompt, 1);
         let deadline = client.deadline;
-        self.engines[prefill].arrive(self.now, &id, request, Some(&asked), (deadline, self.now, 0));
+        self.engines[prefill].arrive(self.now, &id, request, Asked::Nixl(&asked), (deadline, self.now, 0));
         self.wake(prefill, self.now);
         if self.scenario.mode == TransferMode::Push {
             let engine = &self.engines[prefill];
@@ -118,7 +118,7 @@ impl World {
             self.now,
             &id,
             request,
-            params.as_ref(),
+            params.as_ref().map_or(Asked::Nothing, Asked::Nixl),
             (deadline, self.now + hold, cached),
         );
         self.wake(decode, self.now);

@@ -11,9 +11,10 @@ use std::time::Duration;
 use kvx_config::{BlockRelease, Lease, LoadFailurePolicy};
 use kvx_connector::Dialect;
 use kvx_connector::engine::{
-    Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, WorkerRank,
+    Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, Worker, WorkerRank,
 };
 use kvx_connector::params::{TransferMode, TransferParams};
+use kvx_connector::wire::Notification;
 
 use self::clients::Client;
 use self::flights::Flight;
@@ -23,8 +24,8 @@ use crate::random::Random;
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000 * MILLISECOND;
 /// What is not over by then never will be.
-const END: u64 = 3_000 * SECOND;
-const MAX_EVENTS: u32 = 400_000;
+pub(crate) const END: u64 = 3_000 * SECOND;
+pub(crate) const MAX_EVENTS: u32 = 400_000;
 
 /// What is simulated, drawn from the seed.
 #[derive(Clone, Debug)]
@@ -154,6 +155,10 @@ impl Summary {
     }
 }
 
+fn worker(settings: &Settings, rank: WorkerRank) -> Worker {
+    Worker::new(settings.clone(), rank)
+}
+
 pub(crate) struct World {
     scenario: Scenario,
     random: Random,
@@ -195,7 +200,7 @@ impl World {
         };
         for engine in 0..engines {
             let born = world.birth(engine, 0);
-            world.engines.push(Engine::new(born));
+            world.engines.push(Engine::new(born, worker));
         }
         for _ in 0..world.scenario.clients {
             world.new_client(None);
@@ -290,7 +295,7 @@ impl World {
         self.summary.runs = 1;
         self.summary.unequal += u32::from(self.scenario.dialects[0] != self.scenario.dialects[1]);
         for engine in 0..self.engines.len() {
-            self.engines[engine].check_quiet().map_err(|why| self.said(why))?;
+            self.engines[engine].check_quiet(self.now).map_err(|why| self.said(why))?;
             self.count_engine(engine);
         }
         Ok(self.summary)
@@ -361,11 +366,7 @@ impl World {
     }
 
     /// Calls a worker, if it still lives, and does what it asks for.
-    fn with(
-        &mut self,
-        at: At,
-        call: impl FnOnce(&mut kvx_connector::engine::Worker, kvx_connector::engine::Time),
-    ) {
+    fn with(&mut self, at: At, call: impl FnOnce(&mut Worker, kvx_connector::engine::Time)) {
         let now = self.now;
         let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life) else {
             return;
@@ -425,7 +426,7 @@ impl World {
                 }
                 Action::Read(what) => self.take_off(at, what, false),
                 Action::Write(what) => self.take_off(at, what, true),
-                Action::ReadGenerations { id, connection, rank, blocks } => {
+                Action::ReadGenerations { id, connection, rank, blocks, .. } => {
                     let delay = self.random.skewed(50..200 * MILLISECOND);
                     let blocks =
                         blocks.iter().flat_map(|list| (0..list.len()).map(|place| list.at(place))).collect();
@@ -434,6 +435,13 @@ impl World {
                 }
                 Action::Notify { connection, rank, request, bytes } => {
                     self.notify(at, self.links[&(at, connection)], rank, request, &bytes);
+                }
+                Action::Register { request, connection, ranks, registration } => {
+                    let bytes = Notification::Registration(registration).encode().into();
+                    for rank in ranks {
+                        let request = Some(request.clone());
+                        self.notify(at, self.links[&(at, connection)], rank, request, &bytes);
+                    }
                 }
                 Action::Cancel { id } => {
                     if let Some(key) = self.by_move.get(&(at, id)).copied()
@@ -480,7 +488,7 @@ impl World {
         }
         let born = self.birth(engine, life);
         self.count_engine(engine);
-        self.engines[engine] = Engine::new(born);
+        self.engines[engine] = Engine::new(born, worker);
         self.steps[engine] = None;
         self.links.retain(|(at, _), _| at.engine != engine);
         let lost: Vec<_> =

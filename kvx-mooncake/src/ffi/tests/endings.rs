@@ -173,7 +173,7 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let kept = Arc::downgrade(&memory);
     let ours = decode.register("kv", memory).expect("it is free");
     let theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; LEN]))).expect("it is free");
-    let peer = decode.connect(&prefill.metadata().expect("it has some")).expect("metadata");
+    let peer = decode.connect(prefill.metadata().expect("it has some")).expect("metadata");
     peer.ready(CUT_OFF).wait(CUT_OFF).expect("it is there");
     let grid = Grid::packed(4096, 2);
     let sender = peer.region("kv").expect("it was told").grid(grid).expect("it fits");

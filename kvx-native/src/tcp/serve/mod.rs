@@ -104,6 +104,11 @@ impl ServedLane {
         }
     }
 
+    /// Bytes that it holds for its peer: descriptions, and notifications that the agent has no room for.
+    pub(crate) fn held(&self) -> usize {
+        self.described() + self.notices.held()
+    }
+
     /// Bytes of all descriptions that it holds.
     pub(crate) fn described(&self) -> usize {
         self.reads_described + self.writes_described
@@ -142,6 +147,7 @@ impl ServedLane {
     }
 
     fn sink(&self, named: Named, ending: &Ending) -> Result<Sink> {
+        named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
         match Staged::of(&named.regions, named.extents)? {
             Ok(staged) => staged.sink(self.lane, ending.token(self.key), concern(&named.regions)),
             Err(extents) => Ok(Sink::Host(Blocks::served(named.regions, extents))),

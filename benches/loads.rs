@@ -1,0 +1,416 @@
+//! Loads of one connector from another's pool, in another process, over every backend that works here.
+//!
+//! This program starts itself again as the prefill. `--bars` prints the figures that `cargo xtask limits` asks for, and
+//! `--rixl PYTHON` those over RIXL, beside NIXL in that Python.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::{BufRead, Write};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, SamplingMode, Throughput};
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::connector::Dialect;
+use kvx::connector::engine::{Arrival, BlockLists, RequestId, WorkerRank};
+use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx::connector::params::TransferParams;
+use kvx::connector::runtime::{Connector, Decode, Lease, Prefill};
+use kvx::connector::wire::CompatibilityFactors;
+use kvx::{Agent, Grid, GridSet, Memory, Op, Options, Peer, Plan, Region};
+use kvx_testkit::{Child, cpu_time};
+
+/// Set in a prefill's process: the backend that it opens.
+const PREFILL: &str = "KVX_BENCH_PREFILL";
+/// Set beside it: how many blocks it has.
+const PREFILL_BLOCKS: &str = "KVX_BENCH_PREFILL_BLOCKS";
+/// Set in the process of a decode that times its own loads: the backend that it opens.
+const DECODE: &str = "KVX_BENCH_DECODE";
+/// Layers, bytes of a block in each, blocks of a pool (most, or few), tokens of a block.
+const LAYERS: u64 = 8;
+const BLOCK: u64 = 16 << 10;
+const BLOCKS: u32 = 1024;
+const FEW: u32 = 16;
+const TOKENS: u32 = 16;
+/// Blocks of 64 MiB.
+const WHOLE: u32 = 512;
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Counts what is allocated: what a queued request costs.
+struct Counting;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all calls go to the system's allocator as they are.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        ALLOCATED.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// An engine with one worker, and its pool.
+fn connector(name: &str, backend: &str, blocks: u32) -> (Connector, Arc<Memory>) {
+    let json = format!(
+        r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "{name}",
+             "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
+    );
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+    let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
+    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    (factors.num_kv_heads, factors.num_hidden_layers) = (1, LAYERS as u32);
+    let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS).any_port();
+    let connector = builder.build_blocking().expect("a side channel");
+    let layer_len = u64::from(blocks) * BLOCK;
+    let memory = Arc::new(Memory::pool((LAYERS * layer_len) as usize).build().expect("128 MiB at most"));
+    let layer = |at: u64| LayerCache {
+        name: format!("layers.{at}").into(),
+        tensors: KvTensors::Together(memory.address() + at * layer_len),
+        blocks,
+        block_len: BLOCK,
+        block_stride: BLOCK,
+        group: 0,
+        heads: Heads::Replicated,
+        memory: MemoryType::Dram,
+    };
+    let layers = (0..LAYERS).map(layer).collect();
+    let caches = Caches::of_layers(layers, KvLayout::Lbhnc, TOKENS, 1, 0).expect("right caches");
+    let rank = connector.rank(WorkerRank::default()).expect("its only worker");
+    rank.register(caches, [Arc::clone(&memory)]).expect("host memory");
+    (connector, memory)
+}
+
+/// An engine, and an agent beside it that knows nothing of connectors, on the same pool.
+struct Engine {
+    connector: Connector,
+    agent: Agent,
+    pool: Region,
+}
+
+impl Engine {
+    fn new(name: &str, backend: &str, blocks: u32) -> Self {
+        let (connector, memory) = connector(name, backend, blocks);
+        let agent =
+            Agent::builder(name).backends([backend]).build(&kvx::registry()).expect("it is available");
+        let pool = agent.register("pool", memory).expect("host memory");
+        Engine { connector, agent, pool }
+    }
+}
+
+fn grid(layer: u64) -> Grid {
+    Grid::packed(BLOCK, BLOCKS).at(layer * u64::from(BLOCKS) * BLOCK)
+}
+
+/// As many blocks, from the first of them on in an order in which no two are neighbours.
+fn scattered(first: u32, blocks: u32) -> Vec<u32> {
+    (0..blocks).map(|at| (first + at * 509 % blocks.next_power_of_two()) % BLOCKS).collect()
+}
+
+/// In a process that others ask: the way to answer them.
+fn asked() -> impl Fn(String) {
+    let answers = kvx_testkit::answers_apart().expect("there is a standard error");
+    move |line| writeln!(&answers, "{line}").expect("somebody reads it")
+}
+
+/// Publishes what is asked for, line by line, until standard input ends.
+fn prefill(backend: &str) {
+    let say = asked();
+    let blocks = std::env::var(PREFILL_BLOCKS).expect("how many blocks it has");
+    let name = format!("prefill-{}", std::process::id());
+    let engine = Engine::new(&name, backend, blocks.parse().expect("a number of blocks"));
+    let metadata = engine.agent.metadata().expect("it has some");
+    say(metadata.iter().map(|byte| format!("{byte:02x}")).collect());
+    let (mut leases, mut published): (Vec<Lease>, u64) = (Vec::new(), 0);
+    for line in std::io::stdin().lock().lines() {
+        let blocks: u32 = line.expect("text").parse().expect("a number of blocks");
+        while engine.agent.try_notification().is_some() {}
+        leases = leases.into_iter().filter_map(|lease| lease.wait(Duration::ZERO).err()).collect();
+        published += 1;
+        let (list, tokens) = (scattered(0, blocks), blocks * TOKENS);
+        let lists = BlockLists::single(list);
+        let one = Prefill::new(&engine.connector).publish(format!("r{published}"), lists, tokens);
+        let (lease, params) = one.expect("right blocks");
+        leases.push(lease);
+        say(params.to_value(Dialect::default()).expect("right parameters").to_string());
+    }
+}
+
+/// Loads what is published, line by line, and answers with the seconds that each load took.
+fn decode(backend: &str) {
+    let say = asked();
+    let (connector, _pool) = connector(&format!("decode-{}", std::process::id()), backend, WHOLE);
+    say("ready".to_owned());
+    for (at, line) in std::io::stdin().lock().lines().enumerate() {
+        let params = params(&line.expect("text"));
+        let blocks = params.remote_block_ids.iter().flatten().map(Vec::len).sum::<usize>();
+        let begun = Instant::now();
+        fetch(&connector, &format!("d{at}"), &params, scattered(0, blocks as u32));
+        say(begun.elapsed().as_secs_f64().to_string());
+    }
+}
+
+fn params(text: &str) -> TransferParams {
+    TransferParams::from_value(&serde_json::from_str(text).expect("JSON")).expect("right parameters")
+}
+
+fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Vec<u32>) {
+    let fetch = Decode::new(connector).fetch(request, params, BlockLists::single(fill), PATIENCE);
+    fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
+}
+
+/// A prefill in another process.
+struct Apart(Child);
+
+impl Apart {
+    fn start(backend: &str, blocks: u32) -> Self {
+        let variables = [(PREFILL, backend.to_owned()), (PREFILL_BLOCKS, blocks.to_string())];
+        Apart(Child::start_self_with(&variables).expect("this program starts"))
+    }
+
+    /// What the agent beside its connector tells: the first thing that it says.
+    fn metadata(&self) -> Vec<u8> {
+        let text = self.0.hear(PATIENCE).expect("the prefill's metadata");
+        let byte = |at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal");
+        (0..text.len() / 2).map(byte).collect()
+    }
+
+    /// The parameters of so many blocks, as text.
+    fn published(&mut self, blocks: u32) -> String {
+        self.0.say(&blocks.to_string()).expect("it listens");
+        self.0.hear(PATIENCE).expect("parameters")
+    }
+}
+
+/// The decode, with a prefill in another process.
+struct Both {
+    engine: Engine,
+    peer: Peer,
+    prefill: Apart,
+    fetched: u64,
+}
+
+impl Both {
+    fn new(backend: &str) -> Self {
+        let prefill = Apart::start(backend, BLOCKS);
+        let metadata = prefill.metadata();
+        let engine = Engine::new("decode", backend, BLOCKS);
+        let peer = engine.agent.connect(&metadata).expect("metadata of this release");
+        peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+        let mut both = Both { engine, peer, prefill, fetched: 0 };
+        both.load(1); // the handshake is none of the figures
+        both.bare(1);
+        both
+    }
+
+    fn load(&mut self, blocks: u32) -> Duration {
+        self.loads(1, blocks)
+    }
+
+    /// So many loads at once, from their order to the last that is there.
+    fn loads(&mut self, loads: u32, blocks: u32) -> Duration {
+        let params: Vec<_> = (0..loads).map(|_| params(&self.prefill.published(blocks))).collect();
+        let fill = |at: u32| BlockLists::single(scattered(at * blocks % BLOCKS, blocks));
+        let fill: Vec<_> = (0..loads).map(fill).collect();
+        let begun = Instant::now();
+        let fetches = params.iter().zip(fill).map(|(params, fill)| {
+            self.fetched += 1;
+            Decode::new(&self.engine.connector).fetch(format!("d{}", self.fetched), params, fill, PATIENCE)
+        });
+        let fetches: Vec<_> = fetches.collect();
+        for fetch in fetches {
+            fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
+        }
+        begun.elapsed()
+    }
+
+    /// The same blocks by bare transfers with a notification each.
+    fn bares(&self, loads: u32, blocks: u32) -> Duration {
+        let theirs = self.peer.region("pool").expect("it is registered");
+        let ours =
+            GridSet::of((0..LAYERS).map(|at| (self.engine.pool.clone(), grid(at)))).expect("right grids");
+        let theirs = GridSet::of((0..LAYERS).map(|at| (theirs.clone(), grid(at)))).expect("right grids");
+        let lists: Vec<_> = (0..loads).map(|at| scattered(at * blocks % BLOCKS, blocks)).collect();
+        let source = scattered(0, blocks);
+        let begun = Instant::now();
+        let transfers = lists.into_iter().map(|list| {
+            let plan = Plan::of(Op::Read, [(ours.blocks(list), theirs.blocks(source.clone()))]);
+            let plan = plan.expect("right blocks");
+            self.peer.transfer(&plan).notify(*b"read").post().expect("room in the budget")
+        });
+        let transfers: Vec<_> = transfers.collect();
+        for transfer in transfers {
+            transfer.wait(PATIENCE).expect("it moves");
+        }
+        begun.elapsed()
+    }
+
+    fn bare(&self, blocks: u32) -> Duration {
+        self.bares(1, blocks)
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Processor time of this process for so long from now on.
+fn spent_in(time: Duration) -> Duration {
+    let before = cpu_time();
+    std::thread::sleep(time);
+    cpu_time() - before
+}
+
+fn say(cost: &str, value: f64) {
+    println!("{{\"cost\":\"{cost}\",\"value\":{value}}}");
+}
+
+/// Prints the figures that have a bar.
+fn bars() {
+    for backend in ["SHM", "TCP"] {
+        idle(backend);
+        let (mut both, name) = (Both::new(backend), backend.to_lowercase());
+        // Rounds are interleaved; the first warms the pools up.
+        let mut ratios = |rounds: u32, loads: u32, blocks: u32| {
+            let mut round =
+                || both.loads(loads, blocks).as_secs_f64() / both.bares(loads, blocks).as_secs_f64();
+            round();
+            median((0..rounds).map(|_| round()).collect())
+        };
+        say(&format!("load_{name}"), ratios(15, 1, WHOLE));
+        say(&format!("loads_{name}"), 1.0 / ratios(5, 64, 256));
+        let one: Vec<_> =
+            (0..200).map(|_| (both.load(1).as_secs_f64(), both.bare(1).as_secs_f64())).collect();
+        let (loads, bares): (Vec<_>, Vec<_>) = one.into_iter().unzip();
+        say(&format!("one_block_us_{name}"), (median(loads) - median(bares)) * 1e6);
+        if backend == "TCP" {
+            queued(&mut both);
+        }
+    }
+}
+
+/// What it costs to be linked to sixteen others and to have nothing to do, for an agent and then for a connector:
+/// milliseconds of processor time of this process in ten seconds.
+fn idle(backend: &str) {
+    let measure = |what: &str| {
+        std::thread::sleep(Duration::from_secs(2)); // until what the links began has ended
+        let spent = spent_in(Duration::from_secs(10));
+        say(&format!("{what}_ms_{}", backend.to_lowercase()), spent.as_secs_f64() * 1e3);
+    };
+    let mut prefills: Vec<_> = (0..16).map(|_| Apart::start(backend, FEW)).collect();
+    let metadata: Vec<_> = prefills.iter().map(Apart::metadata).collect();
+    {
+        let agent = Agent::builder("bare").backends([backend]).build(&kvx::registry());
+        let agent = agent.expect("it is available");
+        let connect = |metadata: &Vec<u8>| agent.connect(metadata).expect("metadata of this release");
+        let peers: Vec<_> = metadata.iter().map(connect).collect();
+        for peer in &peers {
+            peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+        }
+        measure("bare_idle");
+    }
+    let (connector, _pool) = connector("idle", backend, FEW);
+    for (at, prefill) in prefills.iter_mut().enumerate() {
+        fetch(&connector, &format!("d{at}"), &params(&prefill.published(1)), scattered(0, 1));
+    }
+    measure("idle");
+}
+
+/// Prints the figures over RIXL that have a bar. Beside NIXL in this Python: decodes that have just started shake hands
+/// and load 64 MiB, and then as much again; how many times faster than Python that is.
+fn bars_over_rixl(python: &str) {
+    idle("RIXL");
+    let mut prefill = Apart::start("RIXL", BLOCKS);
+    prefill.metadata(); // what it says first is no answer to what it is asked
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/nixl_decode.py");
+    let arguments = [LAYERS, BLOCK, u64::from(WHOLE)].map(|number| number.to_string());
+    let mut round = |number: usize| {
+        let mut command = Command::new(python);
+        command.arg(script).args(&arguments);
+        let ours = Child::start_self(DECODE, "RIXL").expect("this program starts");
+        let theirs = Child::start(command).expect("Python starts");
+        let mut decodes = [ours, theirs];
+        for decode in &decodes {
+            assert_eq!(decode.hear(PATIENCE).expect("it starts"), "ready");
+        }
+        let mut both = || {
+            let mut took = [0.0; 2];
+            for at in [number % 2, (number + 1) % 2] {
+                decodes[at].say(&prefill.published(WHOLE)).expect("it listens");
+                took[at] = decodes[at].hear(PATIENCE).expect("it loads").parse::<f64>().expect("seconds");
+            }
+            took[1] / took[0]
+        };
+        (both(), both())
+    };
+    round(0); // the prefill's pages are all there then
+    let (first, next): (Vec<_>, Vec<_>) = (0..11).map(round).unzip();
+    say("first_rixl", median(first));
+    say("next_rixl", median(next));
+}
+
+/// What requests cost that wait at a decode for blocks.
+fn queued(both: &mut Both) {
+    const REQUESTS: usize = 10_000;
+    let params = params(&both.prefill.published(1));
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    for at in 0..REQUESTS {
+        let mut params = params.clone();
+        params.remote_request_id = Some(format!("cmpl-0123456789abcdef-0-{at:08x}"));
+        let request = RequestId::from(format!("cmpl-fedcba9876543210-0-{at:08x}"));
+        let arrival =
+            Arrival { request: &request, prompt_tokens: TOKENS, params: Some(&params), deadline: None };
+        both.engine.connector.on_new_request(arrival).expect("right parameters");
+    }
+    // The first heartbeat goes at once: what it needs for a moment is not what a request costs.
+    std::thread::sleep(Duration::from_secs(1));
+    let each = ALLOCATED.load(Ordering::Relaxed).saturating_sub(before) / REQUESTS;
+    say("queued_request_bytes", each as f64);
+    let time = Duration::from_secs(20);
+    say("heartbeats_percent", spent_in(time).as_secs_f64() / time.as_secs_f64() * 100.0);
+}
+
+fn main() {
+    if let Ok(backend) = std::env::var(PREFILL) {
+        return prefill(&backend);
+    }
+    if let Ok(backend) = std::env::var(DECODE) {
+        return decode(&backend);
+    }
+    if let Some(python) = std::env::args().skip_while(|argument| argument != "--rixl").nth(1) {
+        return bars_over_rixl(&python);
+    }
+    if std::env::args().any(|argument| argument == "--bars") {
+        return bars();
+    }
+    let mut criterion = Criterion::default().configure_from_args();
+    for backend in kvx::registry().names() {
+        if let Err(why) = kvx::registry().require(backend, &Options::new()) {
+            println!("loads/{backend}: skipped, {why}");
+            continue;
+        }
+        let mut both = Both::new(backend);
+        let mut group = criterion.benchmark_group(format!("loads/{backend}"));
+        group.sampling_mode(SamplingMode::Flat).sample_size(10);
+        for (name, blocks) in [("64M", WHOLE), ("one block", 1)] {
+            group.throughput(Throughput::Bytes(u64::from(blocks) * LAYERS * BLOCK));
+            group.bench_function(name, |bencher| {
+                bencher.iter_custom(|times| (0..times).map(|_| both.load(blocks)).sum());
+            });
+        }
+        group.finish();
+    }
+    criterion.final_summary();
+}

@@ -1,0 +1,91 @@
+//! Two engines that keep a dense tensor for each sequence, as mistral.rs and llama.cpp do: one prefills, the other goes
+//! on. They have no blocks; the connector has a pool of them, and copies.
+//!
+//! `cargo run --features connector --example dense_engine` has both in one process.
+
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::connector::engine::WorkerRank;
+use kvx::connector::mapping::{DenseShape, KvLayout};
+use kvx::connector::runtime::{Connector, Decode, DenseModel, DensePool, DenseView, DenseViewMut, Prefill};
+use kvx::connector::wire::CompatibilityFactors;
+use serde_json::json;
+use std::time::Duration;
+
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Each wait has a deadline.
+const SOON: Duration = Duration::from_secs(10);
+const LAYERS: usize = 4;
+const HEADS: usize = 2;
+/// Bytes of a head's K of one token: 64 elements of two bytes.
+const ROW: usize = 128;
+
+/// A connector, and the pool beside the engine's tensors.
+fn engine(name: &str) -> Result<(Connector, DensePool)> {
+    let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name});
+    let config = KvTransferConfig::from_json(&config.to_string(), &Surroundings::of_process())?;
+    let mut factors = CompatibilityFactors::from_config(&config, "toy");
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS as u32, 64, LAYERS as u32);
+    let connector =
+        Connector::builder(&config, kvx::registry()).model(factors).any_port().build_blocking()?;
+    let model = DenseModel {
+        layers: (0..LAYERS).map(|at| format!("model.layers.{at}.attn").into()).collect(),
+        heads: HEADS as u32,
+        rank_heads: HEADS,
+        row: ROW,
+        block_tokens: 16,
+        layout: KvLayout::Lbhnc,
+    };
+    let pool = DensePool::new(model, 64)?;
+    connector.rank(WorkerRank::default())?.register(pool.caches()?, [pool.memory().clone()])?;
+    Ok((connector, pool))
+}
+
+/// The K (0) or V (1) of a layer: what a forward pass would leave there.
+fn element(layer: usize, kv: usize, head: usize, token: usize, at: usize) -> u8 {
+    (layer * 89 + kv * 53 + head * 31 + token * 7 + at) as u8
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result {
+    let tokens = 37;
+    let (prefill, prefill_pool) = engine("prefill")?;
+    let (decode, decode_pool) = engine("decode")?;
+
+    // The prefill's tensors are [head][token][dim], with room for 64 tokens.
+    let theirs = DenseShape::heads_outermost(HEADS, 64, ROW);
+    let tensor = |layer: usize, kv: usize| -> Vec<u8> {
+        let row = |head, token| (0..ROW).map(move |at| element(layer, kv, head, token, at));
+        (0..HEADS).flat_map(|head| (0..64).flat_map(move |token| row(head, token))).collect()
+    };
+    let tensors: Vec<[Vec<u8>; 2]> = (0..LAYERS).map(|layer| [0, 1].map(|kv| tensor(layer, kv))).collect();
+    let views: Vec<_> =
+        tensors.iter().map(|kv| [0, 1].map(|at| DenseView { bytes: &kv[at], shape: theirs })).collect();
+    let (lease, params) = Prefill::new(&prefill).save("request", &prefill_pool, tokens, &views)?;
+
+    // The decode's are [token][head][dim], with room for 48.
+    let ours = DenseShape::tokens_outermost(HEADS, 48, ROW);
+    let mut loaded = vec![[vec![0; 48 * HEADS * ROW], vec![0; 48 * HEADS * ROW]]; LAYERS];
+    let mut views: Vec<_> =
+        loaded.iter_mut().map(|kv| kv.each_mut().map(|bytes| DenseViewMut { bytes, shape: ours })).collect();
+    let done = Decode::new(&decode).load("request", &params, &decode_pool, tokens, &mut views, SOON).await?;
+    println!("{} tokens are there; the last one of a prompt is computed again", done.tokens);
+
+    for (layer, kv) in loaded.iter().enumerate() {
+        for (which, bytes) in kv.iter().enumerate() {
+            for token in 0..tokens.min(done.tokens as usize) {
+                for head in 0..HEADS {
+                    let row = &bytes[token * ours.token_stride + head * ours.head_stride..][..ROW];
+                    assert!(
+                        row.iter()
+                            .enumerate()
+                            .all(|(at, byte)| *byte == element(layer, which, head, token, at))
+                    );
+                }
+            }
+        }
+    }
+    println!("the prefill's blocks are {:?}", tokio::time::timeout(SOON, lease.released()).await?);
+    assert_eq!((prefill_pool.free(), decode_pool.free()), (64, 64));
+    Ok(())
+}

@@ -1,0 +1,72 @@
+//! What the engine asks of whatever moves its blocks between servers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::kv::{Outcome, TransferParams};
+
+/// Wakes the engine: there may be outcomes.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// Moves blocks from and to peers. Every method returns at once.
+pub trait Mover: Send {
+    /// A request has arrived.
+    fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>);
+
+    /// Tokens beyond the first `computed` ones that a peer has.
+    fn offers(&self, request: &str, computed: usize) -> usize;
+
+    /// The request has its blocks: of the first `computed` tokens nothing is to be loaded, of the `external` next ones
+    /// all, into `fill`. Called once more for a request that loads nothing.
+    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
+
+    /// Orders go out; what has come of earlier ones comes back.
+    fn step(&mut self) -> Vec<Outcome>;
+
+    /// When the next [`step`](Self::step) is due though nothing wakes the engine. Never, for a mover with a thread of
+    /// its own that keeps its times.
+    fn due(&self) -> Option<Instant> {
+        None
+    }
+
+    /// A request has ended, with its blocks and so many tokens in them. True: the engine keeps the blocks until an
+    /// outcome names the request.
+    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>);
+}
+
+/// A request that has ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Ending<'a> {
+    /// Which.
+    pub request: &'a str,
+    /// Its blocks, from the first token on.
+    pub blocks: &'a [u32],
+    /// Tokens whose keys and values are in them.
+    pub computed: usize,
+    /// Those of the prompt that were in the prefix cache.
+    pub cached: usize,
+    /// How it has ended.
+    pub status: crate::kv::Status,
+}
+
+/// An engine without peers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Alone;
+
+impl Mover for Alone {
+    fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+
+    fn offers(&self, _: &str, _: usize) -> usize {
+        0
+    }
+
+    fn allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
+
+    fn step(&mut self) -> Vec<Outcome> {
+        Vec::new()
+    }
+
+    fn ended(&mut self, _: Ending<'_>) -> (bool, Option<TransferParams>) {
+        (false, None)
+    }
+}

@@ -1,0 +1,208 @@
+//! One request in the engine: its tokens, its blocks, and how far it is computed.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::blocks::{Blocks, Hash, hash};
+use super::counts::Counts;
+use super::text::Text;
+use super::{End, Failure, Logprob, Piece, Reason, Request, Told};
+use crate::kv::TransferParams;
+use crate::tokenizer::{Detokenizer, Tokenizer};
+
+pub(super) struct Sequence {
+    pub(super) request: Request,
+    told: UnboundedSender<Told>,
+    counts: Arc<Counts>,
+    /// The prompt, and behind it the answer.
+    pub(super) tokens: Vec<u32>,
+    pub(super) blocks: Vec<u32>,
+    /// Tokens whose keys and values are in the blocks.
+    pub(super) computed: usize,
+    /// Tokens of the prompt that were found, at first, in the cache here and in a peer's blocks.
+    pub(super) cached: usize,
+    pub(super) external: usize,
+    /// Which of its blocks a peer fills, while it does.
+    pub(super) filled: Range<usize>,
+    /// It has had blocks before.
+    pub(super) begun: bool,
+    hashes: Vec<Hash>,
+    text: Text,
+    prompt_logprobs: Vec<Logprob>,
+    /// How many of those were told.
+    prompt_told: usize,
+    arrived: Instant,
+    last: Instant,
+}
+
+/// A token that was chosen, and what it means for the answer.
+pub(super) struct Chosen {
+    pub(super) text: String,
+    pub(super) logprob: Option<Logprob>,
+    pub(super) reason: Option<Reason>,
+}
+
+impl Sequence {
+    pub(super) fn new(request: Request, told: UnboundedSender<Told>, counts: Arc<Counts>) -> Self {
+        let detokenizer = Detokenizer::after(&request.prompt, request.skip_special);
+        let text = Text::new(detokenizer, request.stop.clone(), request.include_stop);
+        let now = Instant::now();
+        Sequence {
+            tokens: request.prompt.clone(),
+            request,
+            told,
+            counts,
+            blocks: Vec::new(),
+            computed: 0,
+            cached: 0,
+            external: 0,
+            filled: 0..0,
+            begun: false,
+            hashes: Vec::new(),
+            text,
+            prompt_logprobs: Vec::new(),
+            prompt_told: 0,
+            arrived: now,
+            last: now,
+        }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.request.name
+    }
+
+    pub(super) fn given(&self) -> usize {
+        self.tokens.len() - self.request.prompt.len()
+    }
+
+    /// It begins with these blocks, which are full and right.
+    pub(super) fn begin_with(&mut self, blocks: Vec<u32>, block_size: usize) {
+        self.computed = blocks.len() * block_size;
+        self.blocks = blocks;
+        // After its first token the cache holds what it has computed itself.
+        if self.given() == 0 {
+            (self.cached, self.external) = (self.computed, 0);
+        }
+    }
+
+    /// Its blocks go to others. What was in them is computed again, wherever it came from.
+    pub(super) fn give_up(&mut self) -> Vec<u32> {
+        let blocks = std::mem::take(&mut self.blocks);
+        self.begin_with(Vec::new(), 0);
+        blocks
+    }
+
+    /// Tokens that are not computed yet; one is, once the prompt is done.
+    pub(super) fn missing(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// The hashes of its first full blocks.
+    pub(super) fn hashes(&mut self, count: usize, block_size: usize) -> &[Hash] {
+        while self.hashes.len() < count {
+            let from = self.hashes.len() * block_size;
+            let next = hash(self.hashes.last(), &self.tokens[from..from + block_size]);
+            self.hashes.push(next);
+        }
+        &self.hashes[..count]
+    }
+
+    /// Its full computed blocks can be found by others.
+    pub(super) fn remember(&mut self, blocks: &mut Blocks, block_size: usize, from: usize) {
+        let full = self.computed / block_size;
+        self.hashes(full, block_size);
+        for at in from / block_size..full {
+            blocks.remember(self.blocks[at], self.hashes[at]);
+        }
+    }
+
+    /// Whether the logits of prompt tokens are still wanted.
+    pub(super) fn wants_prompt_logits(&self) -> bool {
+        self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < self.request.prompt.len()
+    }
+
+    /// The logits of the tokens from `start` on, in front of further tokens of the prompt.
+    pub(super) fn note_prompt(&mut self, start: usize, rows: &[Vec<f32>]) {
+        let Some(top) = self.request.prompt_logprobs else { return };
+        for (at, row) in (start..).zip(rows) {
+            // After an interruption some are computed a second time.
+            if at == self.prompt_logprobs.len()
+                && let Some(token) = self.request.prompt.get(at + 1)
+            {
+                self.prompt_logprobs.push(Logprob::of(row, *token, top));
+            }
+        }
+    }
+
+    /// Chooses the next token.
+    pub(super) fn choose(&mut self, logits: &[f32], tokenizer: &Tokenizer, model_len: usize) -> Chosen {
+        let (prompt, given) = self.tokens.split_at(self.request.prompt.len());
+        let request = &self.request;
+        let young = given.len() < request.min_tokens;
+        let banned: Vec<u32> = match young {
+            true => request.ends.iter().chain(&request.stop_tokens).copied().collect(),
+            false => Vec::new(),
+        };
+        let token = request.sampling.choose(logits, prompt, given, &banned);
+        let logprob = request.logprobs.map(|top| Logprob::of(logits, token, top));
+        self.tokens.push(token);
+        let request = &self.request;
+        let mut reason = if request.stop_tokens.contains(&token) {
+            Some(Reason::StopToken(token))
+        } else {
+            request.ends.contains(&token).then_some(Reason::End)
+        };
+        let mut text = String::new();
+        if reason.is_none() || request.include_stop {
+            let may_stop = !young && reason.is_none();
+            let (piece, stop) = self.text.push(tokenizer, token, may_stop);
+            text = piece;
+            reason = reason.or(stop.map(Reason::Stop));
+        }
+        let full = self.given() >= self.request.max_tokens || self.tokens.len() >= model_len;
+        reason = reason.or(full.then_some(Reason::Length));
+        if reason.is_some() && !matches!(reason, Some(Reason::Stop(_))) {
+            text += &self.text.finish(tokenizer);
+        }
+        Chosen { text, logprob, reason }
+    }
+
+    /// Tells what was chosen.
+    pub(super) fn tell(&mut self, chosen: Chosen, transfer: Option<TransferParams>) {
+        let token = self.tokens[self.tokens.len() - 1];
+        let now = Instant::now();
+        if self.given() == 1 {
+            self.counts.first_token.record(now - self.arrived);
+        } else {
+            self.counts.between_tokens.record(now - self.last);
+        }
+        self.last = now;
+        let prompt_logprobs = self.prompt_logprobs[self.prompt_told..].to_vec();
+        self.prompt_told = self.prompt_logprobs.len();
+        let piece = Piece {
+            text: chosen.text,
+            tokens: vec![(token, chosen.logprob)],
+            prompt_logprobs,
+            cached: self.cached + self.external,
+            end: chosen.reason.map(|reason| End { reason, transfer }),
+        };
+        if let Some(end) = &piece.end {
+            let ended = match end.reason {
+                Reason::Length => &self.counts.ended_by_length,
+                _ => &self.counts.ended_by_stop,
+            };
+            ended.increment(1);
+            self.counts.whole_request.record(now - self.arrived);
+        }
+        let _ = self.told.send(Ok(piece));
+    }
+
+    /// Tells that there is no answer.
+    pub(super) fn fail(&self, words: &str) {
+        self.counts.failed.increment(1);
+        let _ = self.told.send(Err(Failure(words.to_owned())));
+    }
+}

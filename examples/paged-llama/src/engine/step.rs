@@ -1,0 +1,406 @@
+//! The loop: who gets blocks, what a step computes, and what becomes of it.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::blocks::Blocks;
+use super::counts::Counts;
+use super::mover::{Ending, Mover};
+use super::sequence::{Chosen, Sequence};
+use super::{Command, Forward, Limits, Reason};
+use crate::kv::{Kept, Outcome, Status, Then};
+use crate::model::{Chunk, ModelError as Error, Result, Wanted};
+use crate::tokenizer::Tokenizer;
+
+/// Without anything to do the loop looks up so often all the same.
+const IDLE: Duration = Duration::from_secs(3600);
+
+pub(super) struct Loop {
+    limits: Limits,
+    counts: Arc<Counts>,
+    model: Box<dyn Forward>,
+    tokenizer: Arc<Tokenizer>,
+    mover: Box<dyn Mover>,
+    blocks: Blocks,
+    /// In the order in which they get blocks. Some have a few already.
+    waiting: VecDeque<Sequence>,
+    /// Their blocks are being filled by a peer.
+    loading: HashMap<String, Sequence>,
+    /// In the order in which they came: the last one is the first to give its blocks back.
+    running: Vec<Sequence>,
+    /// Blocks of requests that have ended or failed: of each until its outcome.
+    kept: HashMap<(String, Kept), Vec<u32>>,
+    draining: bool,
+}
+
+impl Loop {
+    pub(super) fn new(
+        limits: Limits,
+        model: Box<dyn Forward>,
+        tokenizer: Arc<Tokenizer>,
+        mover: Box<dyn Mover>,
+    ) -> Self {
+        let blocks = Blocks::new(limits.blocks, limits.prefix_cache);
+        Loop {
+            counts: Arc::new(Counts::of(limits.engine)),
+            limits,
+            model,
+            tokenizer,
+            mover,
+            blocks,
+            waiting: VecDeque::new(),
+            loading: HashMap::new(),
+            running: Vec::new(),
+            kept: HashMap::new(),
+            draining: false,
+        }
+    }
+
+    /// Until it is stopped, or the model fails.
+    pub(super) fn run(mut self, commands: &Receiver<Command>) -> Result<()> {
+        let mut idle = false;
+        loop {
+            let due = self.mover.due().map_or(IDLE, |due| due.saturating_duration_since(Instant::now()));
+            let first = match idle {
+                true => commands.recv_timeout(due.min(IDLE)),
+                false => commands.try_recv().map_err(|_| RecvTimeoutError::Timeout),
+            };
+            for command in first.into_iter().chain(commands.try_iter()) {
+                match command {
+                    Command::Add(request, told) => {
+                        self.add(Sequence::new(*request, told, self.counts.clone()));
+                    }
+                    Command::Abort(name) => self.abort(&name),
+                    Command::Look => {}
+                    Command::Drain => self.draining = true,
+                    Command::Stop => return Ok(()),
+                }
+            }
+            for outcome in self.mover.step() {
+                self.heed(outcome);
+            }
+            let admitted = self.admit();
+            let computed = match self.compute() {
+                Ok(computed) => computed,
+                Err(error) => {
+                    self.all(|sequence| sequence.fail("the model has failed; the server's log says why"));
+                    return Err(error);
+                }
+            };
+            if !computed {
+                self.measure();
+            }
+            idle = !admitted && !computed;
+            let nobody = self.waiting.is_empty() && self.loading.is_empty() && self.running.is_empty();
+            if self.draining && nobody {
+                return Ok(());
+            }
+        }
+    }
+
+    fn add(&mut self, sequence: Sequence) {
+        if self.draining {
+            return sequence.fail("the server is shutting down");
+        }
+        let request = &sequence.request;
+        self.mover.arrived(&request.name, request.prompt.len(), request.transfer.as_ref());
+        self.waiting.push_back(sequence);
+    }
+
+    fn all(&self, each: impl Fn(&Sequence)) {
+        self.waiting.iter().chain(self.loading.values()).chain(&self.running).for_each(each);
+    }
+
+    fn abort(&mut self, name: &str) {
+        if let Some(sequence) = self.loading.remove(name) {
+            self.end(&sequence, Status::Aborted, Kept::Load);
+        } else if let Some(at) = self.waiting.iter().position(|sequence| sequence.name() == name)
+            && let Some(sequence) = self.waiting.remove(at)
+        {
+            self.end(&sequence, Status::Aborted, Kept::Request);
+        } else if let Some(at) = self.running.iter().position(|sequence| sequence.name() == name) {
+            let sequence = self.running.remove(at);
+            self.end(&sequence, Status::Aborted, Kept::Request);
+        }
+    }
+
+    /// The request is over. Its blocks go back, or are kept until the outcome that `kept` names: those of a load are
+    /// the ones that a peer still fills.
+    fn end(&mut self, sequence: &Sequence, status: Status, kept: Kept) -> Option<crate::kv::TransferParams> {
+        let needed = sequence.computed.div_ceil(self.limits.block_size).min(sequence.blocks.len());
+        let (keep, params) = self.mover.ended(Ending {
+            request: sequence.name(),
+            blocks: &sequence.blocks[..needed],
+            computed: sequence.computed,
+            cached: sequence.cached,
+            status,
+        });
+        let held = match kept {
+            _ if !keep => 0..0,
+            Kept::Load => sequence.filled.clone(),
+            _ => 0..sequence.blocks.len(),
+        };
+        if keep {
+            self.kept.insert((sequence.name().to_owned(), kept), sequence.blocks[held.clone()].to_vec());
+        }
+        self.blocks.release(&sequence.blocks[held.end..]);
+        self.blocks.release(&sequence.blocks[..held.start]);
+        params
+    }
+
+    fn heed(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::Loaded { request, computed } => {
+                let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
+                let had = sequence.computed;
+                sequence.computed = (computed as usize).min(sequence.tokens.len());
+                sequence.external = sequence.computed - had.min(sequence.computed);
+                self.counts.external_hits.increment(sequence.external as u64);
+                // The last token's logits do not travel: it is computed again, and its block is remembered after that.
+                sequence.computed = sequence.computed.min(sequence.tokens.len() - 1);
+                sequence.remember(&mut self.blocks, self.limits.block_size, had);
+                self.waiting.push_front(sequence);
+            }
+            Outcome::Failed { request, failure, then, invalid, held } => {
+                let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
+                tracing::warn!(
+                    request = sequence.name(),
+                    invalid = invalid.len(),
+                    "KV load failure: {failure}"
+                );
+                let held: Vec<u32> = held.groups().iter().flat_map(|group| group.iter().copied()).collect();
+                let computed = match then {
+                    Then::Fail => 0,
+                    Then::Recompute { computed } => computed as usize,
+                };
+                // What is right stays; all behind it gets other blocks.
+                let valid = computed / self.limits.block_size;
+                let behind = sequence.blocks.split_off(valid.min(sequence.blocks.len()));
+                let back: Vec<u32> = behind.into_iter().filter(|block| !held.contains(block)).collect();
+                self.blocks.release(&back);
+                if !held.is_empty() {
+                    self.kept.insert((sequence.name().to_owned(), Kept::Load), held);
+                }
+                sequence.computed = computed;
+                sequence.external = computed.saturating_sub(sequence.cached);
+                if then == Then::Fail {
+                    self.end(&sequence, Status::Failed, Kept::Request);
+                    sequence.fail("Internal server error");
+                } else {
+                    self.waiting.push_front(sequence);
+                }
+            }
+            Outcome::Free { request, kept } => {
+                if let Some(blocks) = self.kept.remove(&(request.as_str().to_owned(), kept)) {
+                    self.blocks.release(&blocks);
+                }
+            }
+            Outcome::Lost { request, kept } => {
+                if let Some(blocks) = self.kept.remove(&(request.as_str().to_owned(), kept)) {
+                    self.blocks.lose(&blocks);
+                }
+            }
+        }
+    }
+
+    /// Gives blocks to those that wait, in their order, as long as there are some. Whether anybody got them.
+    fn admit(&mut self) -> bool {
+        let mut any = false;
+        while self.running.len() < self.limits.requests {
+            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            let needed = sequence.tokens.len().div_ceil(self.limits.block_size);
+            if needed > self.blocks.usable() {
+                self.end(&sequence, Status::Failed, Kept::Request);
+                sequence.fail("the pool has lost too many blocks; restart the server");
+                any = true;
+                continue;
+            }
+            let fresh = sequence.blocks.is_empty();
+            let new = !std::mem::replace(&mut sequence.begun, true);
+            if fresh && !sequence.wants_prompt_logits() {
+                let most = (sequence.tokens.len() - 1) / self.limits.block_size;
+                let found = self.blocks.find(sequence.hashes(most, self.limits.block_size));
+                sequence.begin_with(found, self.limits.block_size);
+            }
+            let Some(more) = self.take(needed - sequence.blocks.len()) else {
+                if fresh {
+                    self.blocks.release(&sequence.give_up());
+                }
+                sequence.begun = !new;
+                self.waiting.push_front(sequence);
+                break;
+            };
+            sequence.blocks.extend(more);
+            any = true;
+            if new {
+                self.begin(sequence);
+            } else {
+                self.running.push(sequence);
+            }
+        }
+        any
+    }
+
+    /// So many blocks; if there are too few, those that requests have which wait: they are computed again.
+    fn take(&mut self, count: usize) -> Option<Vec<u32>> {
+        loop {
+            if let Some(taken) = self.blocks.take(count) {
+                return Some(taken);
+            }
+            let last = self.waiting.iter_mut().rev().find(|sequence| !sequence.blocks.is_empty())?;
+            self.blocks.release(&last.give_up());
+        }
+    }
+
+    /// A request has blocks for the first time: what a peer has of it is loaded.
+    fn begin(&mut self, mut sequence: Sequence) {
+        let (block_size, computed) = (self.limits.block_size, sequence.computed);
+        let prompt = sequence.request.prompt.len();
+        self.counts.prompt_tokens.increment(prompt as u64);
+        self.counts.prefix_queries.increment(prompt as u64);
+        self.counts.prefix_hits.increment(computed as u64);
+        let external = match sequence.wants_prompt_logits() {
+            true => 0,
+            false => self.mover.offers(sequence.name(), computed).min(prompt - computed),
+        };
+        sequence.filled = match external {
+            0 => 0..0,
+            _ => computed / block_size..(computed + external).div_ceil(block_size),
+        };
+        let fill = &sequence.blocks[sequence.filled.clone()];
+        self.mover.allocated(sequence.name(), fill, computed, external);
+        if external > 0 {
+            self.counts.external_queries.increment((prompt - computed) as u64);
+            self.loading.insert(sequence.name().to_owned(), sequence);
+        } else {
+            self.running.push(sequence);
+        }
+    }
+
+    /// One step of the model. Whether there was anything to compute.
+    fn compute(&mut self) -> Result<bool> {
+        let chunks = self.plan();
+        if chunks.is_empty() {
+            return Ok(false);
+        }
+        let running = &self.running;
+        let work: Vec<Chunk<'_>> = chunks
+            .iter()
+            .map(|&(at, count)| {
+                let sequence = &running[at];
+                let to = sequence.computed + count;
+                let wanted = match to == sequence.tokens.len() {
+                    _ if sequence.wants_prompt_logits() => Wanted::All,
+                    true => Wanted::Last,
+                    false => Wanted::None,
+                };
+                let tokens = &sequence.tokens[sequence.computed..to];
+                Chunk { tokens, start: sequence.computed, blocks: &sequence.blocks, wanted }
+            })
+            .collect();
+        let rows = self.model.forward(&work)?;
+        if rows.len() != chunks.len() {
+            return Err(Error::new("the model has not answered for each chunk that it was asked for"));
+        }
+        let mut ended = Vec::new();
+        for ((at, count), rows) in chunks.into_iter().zip(rows) {
+            ended.extend(self.advance(at, count, &rows).map(|how| (at, how)));
+        }
+        ended.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
+        let mut over = Vec::with_capacity(ended.len());
+        for (at, (status, chosen)) in ended {
+            let sequence = self.running.remove(at);
+            let params = self.end(&sequence, status, Kept::Request);
+            over.push((sequence, chosen, params));
+        }
+        // Whoever has an answer finds the metrics without it.
+        self.measure();
+        for (mut sequence, chosen, params) in over {
+            sequence.tell(chosen, params);
+        }
+        Ok(true)
+    }
+
+    /// A request has so many tokens more. How it has ended, if it has.
+    fn advance(&mut self, at: usize, count: usize, rows: &[Vec<f32>]) -> Option<(Status, Chosen)> {
+        let sequence = &mut self.running[at];
+        let before = sequence.computed;
+        sequence.note_prompt(before, rows);
+        sequence.computed += count;
+        sequence.remember(&mut self.blocks, self.limits.block_size, before);
+        if sequence.missing() > 0 {
+            return None;
+        }
+        let logits = rows.last()?;
+        let chosen = sequence.choose(logits, &self.tokenizer, self.limits.model_len);
+        self.counts.generation_tokens.increment(1);
+        let status = match chosen.reason {
+            None => {
+                sequence.tell(chosen, None);
+                return None;
+            }
+            Some(Reason::Length) => Status::LengthCapped,
+            Some(_) => Status::Stopped,
+        };
+        Some((status, chosen))
+    }
+
+    /// Which requests the step computes, and how many tokens of each: first one of all that decode.
+    fn plan(&mut self) -> Vec<(usize, usize)> {
+        let mut left = self.limits.step_tokens;
+        let mut at = 0;
+        while at < self.running.len() {
+            if self.running[at].missing() == 1 && !self.grow(at) {
+                continue;
+            }
+            at += 1;
+        }
+        let mut chunks = Vec::new();
+        for decoding in [true, false] {
+            for (at, sequence) in self.running.iter().enumerate() {
+                let has_room = sequence.tokens.len() <= sequence.blocks.len() * self.limits.block_size;
+                if (sequence.missing() == 1) == decoding && has_room && left > 0 {
+                    let count = sequence.missing().min(left);
+                    left -= count;
+                    chunks.push((at, count));
+                }
+            }
+        }
+        chunks
+    }
+
+    /// Gets the block for the next token of a request: a free one, or that of a younger request, which waits then.
+    /// False: it is not at this place any more.
+    fn grow(&mut self, at: usize) -> bool {
+        loop {
+            let sequence = &self.running[at];
+            if sequence.tokens.len() <= sequence.blocks.len() * self.limits.block_size {
+                return true;
+            }
+            if let Some(more) = self.take(1) {
+                self.running[at].blocks.extend(more);
+                continue;
+            }
+            if self.running.len() == 1 && !(self.kept.is_empty() && self.loading.is_empty()) {
+                return true; // it goes on when blocks come back
+            }
+            let youngest = self.running.len() - 1;
+            let mut sequence = self.running.remove(youngest);
+            self.counts.preemptions.increment(1);
+            self.blocks.release(&sequence.give_up());
+            self.waiting.push_front(sequence);
+            if youngest == at {
+                return false;
+            }
+        }
+    }
+
+    fn measure(&self) {
+        self.counts.running.set(self.running.len() as f64);
+        self.counts.waiting.set((self.waiting.len() + self.loading.len()) as f64);
+        self.counts.usage.set(self.blocks.usage());
+        self.counts.blocks_kept.set(self.kept.values().map(Vec::len).sum::<usize>() as f64);
+    }
+}

@@ -1,0 +1,101 @@
+//! The text of an answer as it grows, and the texts that end it.
+
+use crate::tokenizer::{Detokenizer, Tokenizer};
+
+/// What is told of an answer's text, and what is kept because a stop may have begun in it.
+#[derive(Debug)]
+pub(super) struct Text {
+    detokenizer: Detokenizer,
+    kept: String,
+    stops: Vec<String>,
+    include_stop: bool,
+}
+
+impl Text {
+    pub(super) fn new(detokenizer: Detokenizer, stops: Vec<String>, include_stop: bool) -> Self {
+        Text { detokenizer, kept: String::new(), stops, include_stop }
+    }
+
+    /// A further token: what is certain now, and the stop that it completes. Before `may_stop` nothing is a stop.
+    pub(super) fn push(
+        &mut self,
+        tokenizer: &Tokenizer,
+        token: u32,
+        may_stop: bool,
+    ) -> (String, Option<String>) {
+        self.kept += &self.detokenizer.push(tokenizer, token);
+        if !may_stop {
+            return (std::mem::take(&mut self.kept), None);
+        }
+        // The first in the text, and of those that begin at one place the first that was named.
+        let found = self.stops.iter().filter_map(|stop| Some((self.kept.find(stop.as_str())?, stop)));
+        if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
+            let stop = stop.clone();
+            self.kept.truncate(if self.include_stop { at + stop.len() } else { at });
+            return (std::mem::take(&mut self.kept), Some(stop));
+        }
+        let certain = self.kept.len() - self.begun();
+        (self.kept.drain(..certain).collect(), None)
+    }
+
+    /// What is left when the answer ends without a stop.
+    pub(super) fn finish(&mut self, tokenizer: &Tokenizer) -> String {
+        let mut rest = std::mem::take(&mut self.kept);
+        rest += &self.detokenizer.finish(tokenizer);
+        rest
+    }
+
+    /// How many bytes at the end may be the beginning of a stop.
+    fn begun(&self) -> usize {
+        let begins = |stop: &String| {
+            let most = stop.len().min(self.kept.len() + 1);
+            let lengths = (1..most).rev().filter(|length| stop.is_char_boundary(*length));
+            lengths.into_iter().find(|length| self.kept.ends_with(&stop[..*length]))
+        };
+        self.stops.iter().filter_map(begins).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::tests::bytes;
+
+    fn run(text: &str, stops: &[&str], include: bool) -> (Vec<String>, Option<String>) {
+        let tokenizer = bytes();
+        let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let mut grown = Text::new(Detokenizer::after(&[], true), stops, include);
+        let mut pieces = Vec::new();
+        for byte in text.bytes() {
+            let (piece, stop) = grown.push(&tokenizer, byte.into(), true);
+            pieces.push(piece);
+            if stop.is_some() {
+                return (pieces, stop);
+            }
+        }
+        pieces.push(grown.finish(&tokenizer));
+        (pieces, None)
+    }
+
+    #[test]
+    fn a_stop_across_tokens_ends_the_text_before_it() {
+        let (pieces, stop) = run("one, two, three", &["two"], false);
+        assert_eq!((pieces.concat().as_str(), stop.as_deref()), ("one, ", Some("two")));
+        let (pieces, stop) = run("one, two, three", &["two"], true);
+        assert_eq!((pieces.concat().as_str(), stop.as_deref()), ("one, two", Some("two")));
+    }
+
+    #[test]
+    fn what_may_begin_a_stop_is_told_when_it_does_not() {
+        let (pieces, stop) = run("abac", &["abad"], false);
+        assert_eq!(pieces, ["", "", "", "abac", ""]);
+        assert_eq!(stop, None);
+        assert_eq!(run("xab", &["abc"], false).0, ["x", "", "", "ab"]);
+    }
+
+    #[test]
+    fn the_first_stop_in_the_text_counts_and_characters_stay_whole() {
+        let (pieces, stop) = run("aé世b", &["b", "世"], false);
+        assert_eq!((pieces.concat().as_str(), stop.as_deref()), ("aé", Some("世")));
+    }
+}

@@ -1,0 +1,163 @@
+//! The fields of a request's body, read strictly: a wrong type is told, and so is what this server does not do.
+
+use serde_json::{Map, Value};
+
+use super::refusal::Refusal;
+
+pub(crate) type Read<T> = std::result::Result<T, Refusal>;
+
+/// What vLLM would heed and this server does not: better refused than ignored.
+const UNSUPPORTED: &[&str] = &[
+    "suffix",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "use_beam_search",
+    "prompt_embeds",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tools",
+    "functions",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "logits_processors",
+    "chat_template",
+    "documents",
+    "cache_salt",
+    "reasoning_effort",
+    "mm_processor_kwargs",
+    "function_call",
+    "tool_choice",
+    "priority",
+];
+
+/// The fields of a body.
+#[derive(Clone, Copy)]
+pub(crate) struct Fields<'a>(pub(crate) &'a Map<String, Value>);
+
+impl<'a> Fields<'a> {
+    /// A body that asks for nothing that this server does not do.
+    pub(crate) fn of(body: &'a Value) -> Read<Self> {
+        let object = body.as_object().ok_or_else(|| Refusal::bad("the body has to be a JSON object"))?;
+        let fields = Fields(object);
+        for field in UNSUPPORTED {
+            let wanted = match fields.get(field) {
+                None | Some(Value::Bool(false)) => false,
+                // What they mean without being there.
+                Some(Value::String(none)) if none == "none" && field.ends_with("_choice") => false,
+                Some(Value::String(none)) if none == "none" && *field == "function_call" => false,
+                Some(Value::Number(number)) if *field == "priority" => number.as_f64() != Some(0.0),
+                Some(Value::Array(values)) => !values.is_empty(),
+                Some(Value::Object(values)) => !values.is_empty(),
+                Some(Value::String(text)) => !text.is_empty(),
+                Some(_) => true,
+            };
+            if wanted {
+                return Err(Refusal::of(
+                    field,
+                    format!("{field} is not supported by this server; leave it out"),
+                ));
+            }
+        }
+        let format = fields.get("response_format").map(|format| &format["type"]);
+        if format.is_some_and(|format| format != "text") {
+            return Err(Refusal::of("response_format", "response_format can only be of the type text here"));
+        }
+        Ok(fields)
+    }
+
+    /// What is there and not null.
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    fn read<T>(
+        &self,
+        key: &'static str,
+        kind: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Read<Option<T>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => match read(value) {
+                Some(value) => Ok(Some(value)),
+                None => Err(Refusal::of(
+                    key,
+                    format!("{key}: Input should be a valid {kind}, got {}", short(value)),
+                )),
+            },
+        }
+    }
+
+    pub(crate) fn flag(&self, key: &'static str) -> Read<bool> {
+        Ok(self.read(key, "boolean", Value::as_bool)?.unwrap_or(false))
+    }
+
+    pub(crate) fn flag_or(&self, key: &'static str, default: bool) -> Read<bool> {
+        Ok(self.read(key, "boolean", Value::as_bool)?.unwrap_or(default))
+    }
+
+    pub(crate) fn integer(&self, key: &'static str) -> Read<Option<i64>> {
+        // Python takes 5.0 for 5.
+        let whole = |value: &Value| {
+            value
+                .as_i64()
+                .or_else(|| value.as_f64().filter(|number| number.fract() == 0.0).map(|number| number as i64))
+        };
+        self.read(key, "integer", whole)
+    }
+
+    /// A count of at least `least`.
+    pub(crate) fn count(&self, key: &'static str, least: i64) -> Read<Option<usize>> {
+        match self.integer(key)? {
+            Some(number) if number < least => {
+                Err(Refusal::of(key, format!("{key} must be at least {least}, got {number}.")))
+            }
+            number => Ok(number.map(|number| number as usize)),
+        }
+    }
+
+    /// A number within these bounds.
+    pub(crate) fn number(&self, key: &'static str, from: f64, to: f64) -> Read<Option<f32>> {
+        match self.read(key, "number", Value::as_f64)? {
+            Some(number) if !(from..=to).contains(&number) => {
+                Err(Refusal::of(key, format!("{key} must be in [{from}, {to}], got {number}.")))
+            }
+            number => Ok(number.map(|number| number as f32)),
+        }
+    }
+
+    pub(crate) fn text(&self, key: &'static str) -> Read<Option<&'a str>> {
+        self.read(key, "string", Value::as_str)
+    }
+
+    pub(crate) fn tokens(&self, key: &'static str) -> Read<Vec<u32>> {
+        Ok(self.read(key, "list of integers", tokens)?.unwrap_or_default())
+    }
+
+    /// One text or several.
+    pub(crate) fn texts(&self, key: &'static str) -> Read<Vec<String>> {
+        let texts = self.read(key, "string or list of strings", |value| match value {
+            Value::String(text) => Some(vec![text.clone()]),
+            Value::Array(texts) => texts.iter().map(|text| text.as_str().map(str::to_owned)).collect(),
+            _ => None,
+        })?;
+        Ok(texts.unwrap_or_default())
+    }
+}
+
+/// A list of tokens.
+pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
+    value.as_array()?.iter().map(|token| token.as_u64().and_then(|token| u32::try_from(token).ok())).collect()
+}
+
+fn short(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text,
+    }
+}

@@ -1,0 +1,61 @@
+//! Errors as vLLM gives them.
+
+use axum::body::Body;
+use axum::http::{Response, StatusCode};
+use axum::response::IntoResponse;
+use serde_json::{Value, json};
+
+/// Why a request has no answer.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Refusal {
+    pub(crate) status: StatusCode,
+    pub(crate) words: String,
+    pub(crate) field: Option<&'static str>,
+}
+
+impl Refusal {
+    /// The request is wrong.
+    pub(crate) fn bad(words: impl Into<String>) -> Self {
+        Refusal { status: StatusCode::BAD_REQUEST, words: words.into(), field: None }
+    }
+
+    /// One field of the request is wrong.
+    pub(crate) fn of(field: &'static str, words: impl Into<String>) -> Self {
+        Refusal { field: Some(field), ..Refusal::bad(words) }
+    }
+
+    pub(crate) fn new(status: StatusCode, words: impl Into<String>) -> Self {
+        Refusal { status, words: words.into(), field: None }
+    }
+
+    /// The engine has failed.
+    pub(crate) fn internal(words: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, words)
+    }
+
+    pub(crate) fn body(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            400 => "BadRequestError",
+            404 => "NotFoundError",
+            405 => "MethodNotAllowedError",
+            413 => "RequestEntityTooLargeError",
+            415 => "UnsupportedMediaTypeError",
+            501 => "NotImplementedError",
+            503 => "ServiceUnavailableError",
+            _ => "InternalServerError",
+        };
+        json!({"error": {"message": self.words, "type": kind, "param": self.field, "code": self.status.as_u16()}})
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response<Body> {
+        answer(self.status, &self.body())
+    }
+}
+
+/// A body of JSON.
+pub(crate) fn answer(status: StatusCode, body: &Value) -> Response<Body> {
+    let kind = [(axum::http::header::CONTENT_TYPE, "application/json")];
+    (status, kind, body.to_string()).into_response()
+}

@@ -1,0 +1,117 @@
+//! Answers as server-sent events, each chunk as its token comes.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, Bytes};
+use axum::http::Response;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::response::IntoResponse;
+use hyper::body::Frame;
+use serde_json::Value;
+
+use super::Service;
+use super::answers::Grown;
+use super::asked::Asked;
+use super::refusal::Refusal;
+use crate::engine::Answer;
+
+/// The chunks of a request's answers in the order in which they come.
+struct Events {
+    service: Arc<Service>,
+    asked: Asked,
+    answers: Vec<Answer>,
+    grown: Vec<Grown>,
+    /// Which answer is asked first next time: none waits for another.
+    turn: usize,
+    ready: VecDeque<Bytes>,
+    done: bool,
+}
+
+/// The response that streams these answers.
+pub(crate) fn response(service: Arc<Service>, asked: Asked, answers: Vec<Answer>) -> Response<Body> {
+    let grown = answers.iter().map(|_| Grown::default()).collect();
+    let mut ready = VecDeque::new();
+    if asked.chat {
+        ready.extend((0..answers.len()).map(|index| event(&asked.first_chunk(index))));
+    }
+    let events = Events { service, asked, answers, grown, turn: 0, ready, done: false };
+    let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")];
+    (headers, Body::new(events)).into_response()
+}
+
+fn event(value: &Value) -> Bytes {
+    Bytes::from(format!("data: {value}\n\n"))
+}
+
+impl Events {
+    /// Takes what answers have; whether there was anything.
+    fn gather(&mut self, context: &mut Context<'_>) -> bool {
+        let mut any = false;
+        for step in 0..self.answers.len() {
+            let index = (self.turn + step) % self.answers.len();
+            if self.grown[index].has_ended() {
+                continue;
+            }
+            match self.answers[index].poll_next(context) {
+                Poll::Pending => {}
+                Poll::Ready(Some(Ok(piece))) => {
+                    any = true;
+                    let chunk = self.asked.chunk(index, piece, &mut self.grown[index], &self.service);
+                    self.ready.push_back(event(&chunk));
+                }
+                Poll::Ready(Some(Err(failure))) => return self.break_off(&failure.0),
+                Poll::Ready(None) => {
+                    return self.break_off("the engine has ended; the server's log says why");
+                }
+            }
+        }
+        self.turn += 1;
+        if self.grown.iter().all(Grown::has_ended) {
+            if self.asked.include_usage {
+                self.ready.push_back(event(&self.asked.usage_chunk(&self.grown, &self.service)));
+            }
+            return self.finish();
+        }
+        any
+    }
+
+    fn break_off(&mut self, words: &str) -> bool {
+        self.ready.push_back(event(&Refusal::internal(words).body()));
+        self.finish()
+    }
+
+    fn finish(&mut self) -> bool {
+        self.ready.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
+        self.done = true;
+        // Whatever still runs is aborted.
+        self.answers.clear();
+        true
+    }
+}
+
+impl hyper::body::Body for Events {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(bytes) = this.ready.pop_front() {
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            }
+            if this.done {
+                return Poll::Ready(None);
+            }
+            if !this.gather(context) {
+                return Poll::Pending;
+            }
+        }
+    }
+}

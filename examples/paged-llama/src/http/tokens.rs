@@ -1,0 +1,61 @@
+//! `/tokenize` and `/detokenize`.
+
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, Response, StatusCode};
+use serde_json::{Value, json};
+
+use super::fields::{Fields, Read};
+use super::refusal::{Refusal, answer};
+use super::{Service, Shared, chat, read_json};
+
+pub(super) async fn tokenize(
+    State(service): Shared,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Read<Response<Body>> {
+    let body = service.read(move |service| tokens(service, &read_json(&headers, &body)?)).await?;
+    Ok(answer(StatusCode::OK, &body))
+}
+
+fn tokens(service: &Service, body: &Value) -> Read<Value> {
+    let fields = Fields::of(body)?;
+    service.model(fields.text("model")?)?;
+    let tokens = match fields.text("prompt")? {
+        Some(prompt) => service.encode(prompt, fields.flag_or("add_special_tokens", true)?)?,
+        None if fields.get("messages").is_some() => chat::prompt(service, &fields)?.tokens,
+        None => return Err(Refusal::bad("prompt: Field required")),
+    };
+    let names = fields.flag("return_token_strs")?.then(|| -> Vec<String> {
+        tokens.iter().map(|token| service.tokenizer.raw(*token).unwrap_or_default()).collect()
+    });
+    Ok(json!({
+        "count": tokens.len(), "max_model_len": service.limits().model_len, "tokens": tokens,
+        "token_strs": names,
+    }))
+}
+
+pub(super) async fn detokenize(
+    State(service): Shared,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Read<Response<Body>> {
+    let body = service.read(move |service| text(service, &read_json(&headers, &body)?)).await?;
+    Ok(answer(StatusCode::OK, &body))
+}
+
+fn text(service: &Service, body: &Value) -> Read<Value> {
+    let fields = Fields::of(body)?;
+    service.model(fields.text("model")?)?;
+    if fields.get("tokens").is_none() {
+        return Err(Refusal::bad("tokens: Field required"));
+    }
+    let tokens = fields.tokens("tokens")?;
+    let most = service.limits().model_len;
+    if tokens.len() > most {
+        let words =
+            format!("{} tokens are more than the model takes; send at most {most} at once", tokens.len());
+        return Err(Refusal::of("tokens", words));
+    }
+    Ok(json!({ "prompt": service.tokenizer.decode(&tokens, false) }))
+}

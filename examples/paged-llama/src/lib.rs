@@ -1,0 +1,34 @@
+#![doc = include_str!("../README.md")]
+
+pub mod engine;
+pub mod http;
+pub mod kv;
+pub mod model;
+pub mod server;
+mod spoil;
+pub mod tokenizer;
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    /// The files below a folder.
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    }
+
+    #[test]
+    fn kvx_is_in_one_file_of_at_most_150_lines() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let has_kvx = |path: &PathBuf| {
+            let text = std::fs::read_to_string(path).unwrap();
+            // Written in two, or this file would have it.
+            text.contains(concat!("kvx", "::"))
+        };
+        let with: Vec<PathBuf> = files(&source).into_iter().filter(has_kvx).collect();
+        assert_eq!(with, [source.join("kv.rs")]);
+        let lines = std::fs::read_to_string(&with[0]).unwrap().lines().count();
+        assert!(lines <= 150, "kv.rs has {lines} lines");
+    }
+}

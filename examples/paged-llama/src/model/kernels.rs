@@ -1,0 +1,429 @@
+//! The arithmetic. Each kernel is written once and compiled for each [`Level`]; which one runs changes no bit.
+
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{Avx2, Avx512};
+use super::lanes::{Element, Lanes, Level, Portable};
+
+/// Makes of one body a function for each level, and one that chooses. The body is inlined into each, and with it what
+/// it calls: the compiler then uses the level's instructions. It may not fuse or reorder what is not written so.
+macro_rules! compiled {
+    ($(#[$doc:meta])* fn $name:ident $(<$e:ident>)? ($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
+        $(#[$doc])*
+        #[allow(clippy::too_many_arguments, reason = "a kernel's")]
+        pub(super) fn $name$(<$e: Element>)?(level: Level, $($arg: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx2,fma")]
+                #[allow(clippy::too_many_arguments, reason = "a kernel's")]
+                fn avx512$(<$e: Element>)?($($arg: $type),*) {
+                    $body::<Avx512 $(, $e)?>($($arg),*);
+                }
+                #[target_feature(enable = "avx2,fma")]
+                #[allow(clippy::too_many_arguments, reason = "a kernel's")]
+                fn avx2$(<$e: Element>)?($($arg: $type),*) {
+                    $body::<Avx2 $(, $e)?>($($arg),*);
+                }
+                match level {
+                    // SAFETY: a level is chosen only where `Level::is_here`.
+                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    Level::Portable => {}
+                }
+            }
+            let _ = level;
+            $body::<Portable $(, $e)?>($($arg),*);
+        }
+    };
+}
+
+/// A matrix as it lies: rows of `cols` numbers, `stride` apart. A row's product with a vector is the tree of `parts`
+/// sums of equal length.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a, E> {
+    pub(super) numbers: &'a [E],
+    pub(super) stride: usize,
+    pub(super) cols: usize,
+    pub(super) parts: usize,
+}
+
+/// Several vectors, or a place for them: each `stride` after the other.
+#[derive(Clone, Copy)]
+pub(super) struct Vectors<'a> {
+    pub(super) numbers: &'a [f32],
+    pub(super) stride: usize,
+    pub(super) count: usize,
+}
+
+/// As many numbers as several threads write into at once, each in places of its own.
+#[derive(Clone, Copy)]
+pub(super) struct Places<'a> {
+    begin: *mut f32,
+    len: usize,
+    life: std::marker::PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: whoever writes promises to be alone there.
+unsafe impl Send for Places<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Places<'_> {}
+
+impl<'a> Places<'a> {
+    pub(super) fn new(numbers: &'a mut [f32]) -> Places<'a> {
+        Places { begin: numbers.as_mut_ptr(), len: numbers.len(), life: std::marker::PhantomData }
+    }
+
+    /// Those from `from` on.
+    pub(super) fn from(self, from: usize) -> Places<'a> {
+        assert!(from <= self.len, "beyond the places");
+        // SAFETY: inside, as was just checked.
+        Places { begin: unsafe { self.begin.add(from) }, len: self.len - from, life: self.life }
+    }
+
+    /// Part of them.
+    ///
+    /// # Safety
+    /// Nobody else has a part that overlaps.
+    #[inline(always)]
+    #[allow(clippy::mut_from_ref, reason = "the safety clause")]
+    pub(super) unsafe fn part(&self, from: usize, len: usize) -> &mut [f32] {
+        assert!(from <= self.len && len <= self.len - from, "beyond the places");
+        // SAFETY: inside, and the caller is alone there.
+        unsafe { std::slice::from_raw_parts_mut(self.begin.add(from), len) }
+    }
+}
+
+/// Vectors whose numbers stay in the cache while the matrix goes by.
+const TILE: usize = 64;
+
+compiled! {
+    /// Writes the product of row `o` of `matrix` with vector `r` to `out[r * out_stride + o]`, for `rows` of the
+    /// matrix. The caller is alone at these places.
+    fn multiply<E>(
+        matrix: Matrix<'_, E>,
+        rows: std::ops::Range<usize>,
+        vectors: Vectors<'_>,
+        out: Places<'_>,
+        out_stride: usize,
+    ) = multiply_body
+}
+
+#[inline(always)]
+fn multiply_body<L: Lanes, E: Element>(
+    matrix: Matrix<'_, E>,
+    rows: std::ops::Range<usize>,
+    vectors: Vectors<'_>,
+    out: Places<'_>,
+    out_stride: usize,
+) {
+    for tile in (0..vectors.count).step_by(TILE) {
+        let tile = tile..vectors.count.min(tile + TILE);
+        let mut o = rows.start;
+        while o < rows.end {
+            let wide = o + 4 <= rows.end;
+            let mut r = tile.start;
+            while r < tile.end {
+                match (wide, r + 4 <= tile.end) {
+                    (true, true) => block::<L, E, 4, 4>(matrix, o, vectors, r, out, out_stride),
+                    (true, false) => block::<L, E, 4, 1>(matrix, o, vectors, r, out, out_stride),
+                    (false, true) => block::<L, E, 1, 4>(matrix, o, vectors, r, out, out_stride),
+                    (false, false) => block::<L, E, 1, 1>(matrix, o, vectors, r, out, out_stride),
+                }
+                r += if r + 4 <= tile.end { 4 } else { 1 };
+            }
+            o += if wide { 4 } else { 1 };
+        }
+    }
+}
+
+/// The products of `O` rows with `R` vectors.
+#[inline(always)]
+#[allow(clippy::needless_range_loop, reason = "loops of a constant length, which are unrolled")]
+fn block<L: Lanes, E: Element, const O: usize, const R: usize>(
+    matrix: Matrix<'_, E>,
+    o: usize,
+    vectors: Vectors<'_>,
+    r: usize,
+    out: Places<'_>,
+    out_stride: usize,
+) {
+    let width = matrix.cols / matrix.parts;
+    let mut sums = [[[0.0; 8]; R]; O];
+    for part in 0..matrix.parts {
+        let mut weights = [&[][..]; O];
+        for (i, row) in weights.iter_mut().enumerate() {
+            *row = &matrix.numbers[(o + i) * matrix.stride + part * width..][..width];
+        }
+        let mut values = [&[][..]; R];
+        for (i, vector) in values.iter_mut().enumerate() {
+            *vector = &vectors.numbers[(r + i) * vectors.stride + part * width..][..width];
+        }
+        let lanes = products::<L, E, O, R>(weights, values, width);
+        for i in 0..O {
+            for j in 0..R {
+                sums[i][j][part] = lanes[i][j].sum();
+            }
+        }
+    }
+    for j in 0..R {
+        // SAFETY: the caller of `multiply` is alone there.
+        let out = unsafe { out.part((r + j) * out_stride + o, O) };
+        for i in 0..O {
+            out[i] = tree(&mut sums[i][j][..matrix.parts]);
+        }
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop, reason = "loops of a constant length, which are unrolled")]
+fn products<L: Lanes, E: Element, const O: usize, const R: usize>(
+    weights: [&[E]; O],
+    values: [&[f32]; R],
+    width: usize,
+) -> [[L; R]; O] {
+    let mut sums = [[L::zero(); R]; O];
+    let whole = width / 16 * 16;
+    let mut at = 0;
+    while at < whole {
+        let mut x = [L::zero(); R];
+        for j in 0..R {
+            // SAFETY: all slices are `width` long, and `at + 16 <= width`.
+            x[j] = L::load(unsafe { &*values[j].as_ptr().add(at).cast() });
+        }
+        for i in 0..O {
+            // SAFETY: as above.
+            let w = E::lanes::<L>(unsafe { &*weights[i].as_ptr().add(at).cast() });
+            for j in 0..R {
+                sums[i][j] = sums[i][j].add_product(w, x[j]);
+            }
+        }
+        at += 16;
+    }
+    if whole < width {
+        for i in 0..O {
+            let w = E::lanes::<L>(&padded(&weights[i][whole..], E::ZERO));
+            for j in 0..R {
+                sums[i][j] = sums[i][j].add_product(w, L::load(&padded(&values[j][whole..], 0.0)));
+            }
+        }
+    }
+    sums
+}
+
+#[inline(always)]
+fn padded<T: Copy>(rest: &[T], zero: T) -> [T; 16] {
+    let mut padded = [zero; 16];
+    padded[..rest.len()].copy_from_slice(rest);
+    padded
+}
+
+/// Adds neighbours to neighbours until one is left: of 1, 2, 4 or 8 sums.
+#[inline(always)]
+fn tree(sums: &mut [f32]) -> f32 {
+    let mut count = sums.len();
+    while count > 1 {
+        count /= 2;
+        for i in 0..count {
+            sums[i] = sums[2 * i] + sums[2 * i + 1];
+        }
+    }
+    sums[0]
+}
+
+compiled! {
+    /// Scales `values` to a mean square of one, times `weight`.
+    fn norm(values: &mut [f32], weight: &[f32], epsilon: f32) = norm_body
+}
+
+#[inline(always)]
+fn norm_body<L: Lanes>(values: &mut [f32], weight: &[f32], epsilon: f32) {
+    let [[squares]] = products::<L, f32, 1, 1>([values], [values], values.len());
+    let scale = 1.0 / (squares.sum() / values.len() as f32 + epsilon).sqrt();
+    for (value, weight) in values.iter_mut().zip(weight) {
+        *value = *value * scale * weight;
+    }
+}
+
+compiled! {
+    /// Makes `gate` what the feed-forward part's last matrix is given: `silu(gate) * up`.
+    fn gate(gate: &mut [f32], up: &[f32]) = gate_body
+}
+
+#[inline(always)]
+fn gate_body<L: Lanes>(gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate = *gate / (1.0 + exp(-*gate)) * up;
+    }
+}
+
+compiled! {
+    /// Makes weights of scores: exponentials of what is `scale` times as much, divided by their sum.
+    fn softmax(scores: &mut [f32], scale: f32) = softmax_body
+}
+
+#[inline(always)]
+fn softmax_body<L: Lanes>(scores: &mut [f32], scale: f32) {
+    let mut largest = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = scores.as_chunks_mut::<16>();
+    for chunk in &*chunks {
+        for (largest, score) in largest.iter_mut().zip(chunk) {
+            *largest = if *score > *largest { *score } else { *largest };
+        }
+    }
+    let largest = largest.into_iter().chain(rest.iter().copied()).fold(f32::NEG_INFINITY, f32::max);
+    let mut sums = [0.0; 16];
+    for chunk in chunks {
+        for (sum, score) in sums.iter_mut().zip(chunk) {
+            *score = exp((*score - largest) * scale);
+            *sum += *score;
+        }
+    }
+    for (sum, score) in sums.iter_mut().zip(rest) {
+        *score = exp((*score - largest) * scale);
+        *sum += *score;
+    }
+    let part = 1.0 / L::load(&sums).sum();
+    for score in scores {
+        *score *= part;
+    }
+}
+
+compiled! {
+    /// Adds to `out` each of the vectors in `rows` times its weight, in their order.
+    fn accumulate(out: &mut [f32], weights: &[f32], rows: &[f32]) = accumulate_body
+}
+
+#[inline(always)]
+fn accumulate_body<L: Lanes>(out: &mut [f32], weights: &[f32], rows: &[f32]) {
+    let dims = out.len();
+    for (weight, row) in weights.iter().zip(rows.chunks_exact(dims)) {
+        for (out, value) in out.iter_mut().zip(row) {
+            *out = weight.mul_add(*value, *out);
+        }
+    }
+}
+
+/// The exponential, to a unit or two in the last place. Below -87 it stays at the smallest ordinary number.
+#[inline(always)]
+#[allow(clippy::excessive_precision, reason = "the constants are written as they are known")]
+fn exp(x: f32) -> f32 {
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the sum's low bits then are.
+    const ROUND: f32 = 12_582_912.0;
+    let x = if x < -87.0 { -87.0 } else { x };
+    let x = if x > 88.0 { 88.0 } else { x };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let whole = shifted - ROUND;
+    let rest = whole.mul_add(-0.693_359_375, x);
+    let rest = whole.mul_add(2.121_944_4e-4, rest);
+    let mut power = 1.987_569_15e-4;
+    for term in [1.398_199_95e-3, 8.333_451_9e-3, 4.166_579_6e-2, 1.666_666_55e-1, 0.5] {
+        power = f32::mul_add(power, rest, term);
+    }
+    let power = power.mul_add(rest * rest, rest) + 1.0;
+    let exponent = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(127);
+    power * f32::from_bits((exponent as u32) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::model::pool::bf16;
+
+    fn levels() -> impl Iterator<Item = Level> {
+        [Level::Avx2, Level::Avx512].into_iter().filter(|level| level.is_here())
+    }
+
+    fn numbers(count: usize, seed: u64) -> Vec<f32> {
+        let mixed = |at: u64| (at ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31) >> 40;
+        (0..count as u64).map(|at| mixed(at * 7 + 1) as f32 / 4_000_000.0 - 2.0).collect()
+    }
+
+    fn bits(numbers: &[f32]) -> Vec<u32> {
+        numbers.iter().map(|number| number.to_bits()).collect()
+    }
+
+    /// What `multiply` promises, written down without lanes, tiles or blocks.
+    fn by_hand(row: &[f32], vector: &[f32], parts: usize) -> f32 {
+        let width = row.len() / parts;
+        let part = |part: usize| {
+            let mut lanes = [0.0_f32; 16];
+            for at in 0..width {
+                let (a, b) = (row[part * width + at], vector[part * width + at]);
+                lanes[at % 16] = a.mul_add(b, lanes[at % 16]);
+            }
+            for half in [8, 4, 2, 1] {
+                for lane in 0..half {
+                    lanes[lane] += lanes[lane + half];
+                }
+            }
+            lanes[0]
+        };
+        tree(&mut (0..parts).map(part).collect::<Vec<_>>())
+    }
+
+    proptest! {
+        #[test]
+        fn products_have_the_same_bits_at_each_level_and_beside_any_others(
+            rows in 1..11_usize, count in 1..70_usize, width in 1..50_usize, log in 0..4_u32, pad in 0..5_usize,
+            seed: u64,
+        ) {
+            let parts = 1 << log;
+            let (cols, stride) = (width * parts, width * parts + pad);
+            let (wide, values) = (numbers(rows * stride, seed), numbers(count * cols, !seed));
+            let half: Vec<u16> = wide.iter().map(|number| bf16(*number)).collect();
+            let rounded: Vec<f32> = half.iter().map(|half| f32::from_bits(u32::from(*half) << 16)).collect();
+            let vectors = Vectors { numbers: &values, stride: cols, count };
+            for level in levels().chain([Level::Portable]) {
+                let mut out = [vec![0.0; rows * count], vec![0.0; rows * count]];
+                let [first, second] = &mut out;
+                let matrix = Matrix { numbers: &wide[..], stride, cols, parts };
+                multiply(level, matrix, 0..rows, vectors, Places::new(first), rows);
+                let matrix = Matrix { numbers: &half[..], stride, cols, parts };
+                multiply(level, matrix, 0..rows, vectors, Places::new(second), rows);
+                for (out, matrix) in out.iter().zip([&wide, &rounded]) {
+                    for (at, got) in out.iter().enumerate() {
+                        let row = &matrix[at % rows * stride..][..cols];
+                        let expected = by_hand(row, &values[at / rows * cols..][..cols], parts);
+                        prop_assert_eq!(got.to_bits(), expected.to_bits(), "{:?}", level);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn the_other_kernels_have_the_same_bits_at_each_level(len in 1..200_usize, rows in 1..20_usize, seed: u64) {
+            let (values, others) = (numbers(len, seed), numbers(len * rows, !seed));
+            let weights = numbers(rows, seed.rotate_left(7));
+            let all = |level| {
+                let mut four = [values.clone(), values.clone(), values.clone(), values.clone()];
+                norm(level, &mut four[0], &others[..len], 1e-6);
+                gate(level, &mut four[1], &others[..len]);
+                softmax(level, &mut four[2], 3.0);
+                accumulate(level, &mut four[3], &weights, &others);
+                four.map(|numbers| bits(&numbers))
+            };
+            for level in levels() {
+                prop_assert_eq!(all(level), all(Level::Portable), "{:?}", level);
+            }
+        }
+    }
+
+    #[test]
+    fn the_exponential_is_right_to_two_units_in_the_last_place() {
+        for step in -8700..=8800 {
+            let x = step as f32 / 100.0;
+            let (ours, right) = (f64::from(exp(x)), f64::from(x).exp());
+            assert!((ours / right - 1.0).abs() < 2.4e-7, "exp({x}) is {ours}, not {right}");
+        }
+        assert!(exp(-1000.0) < 1e-37 && exp(1000.0) > 1e38 && exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn weights_of_scores_add_up_to_one() {
+        let mut scores = numbers(100, 5);
+        softmax(Level::detect(), &mut scores, 2.0);
+        assert!((scores.iter().sum::<f32>() - 1.0).abs() < 1e-6, "{scores:?}");
+    }
+}

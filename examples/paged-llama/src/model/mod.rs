@@ -1,0 +1,99 @@
+//! Llama and Qwen, computed: a folder's weights, and one step over the paged pool.
+
+mod config;
+mod crew;
+mod error;
+mod kernels;
+mod lanes;
+mod make;
+mod pool;
+mod processes;
+mod ranks;
+mod rope;
+mod safetensors;
+mod step;
+mod weights;
+
+use std::path::Path;
+
+pub use config::{Architecture, Config, Dtype};
+pub use error::{ModelError, Result};
+pub use lanes::Level;
+pub use make::{Made, make_model};
+pub use pool::{Pool, PoolLayout, PoolShape};
+pub use ranks::{PARTS, Ranks, Shard, Threads, sum_in_tree};
+pub use step::{Chunk, Logits, Wanted};
+
+use crew::Crew;
+use weights::Weights;
+
+/// A model, or one rank's share of it, ready to compute.
+pub struct Model {
+    config: Config,
+    shard: Shard,
+    weights: Weights,
+    level: Level,
+    crew: Crew,
+}
+
+impl Model {
+    /// Opens the model in `folder`: `config.json`, `generation_config.json` if there is one, and safetensors files.
+    ///
+    /// # Errors
+    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads cannot be cut into.
+    pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
+        let config = Config::read(folder)?;
+        let weights = Weights::open(folder, &config, &shard)?;
+        let crew = Crew::new(std::thread::available_parallelism().map_or(1, usize::from));
+        Ok(Model { config, shard, weights, level: Level::detect(), crew })
+    }
+
+    /// Computes with so many threads: as many as there are cores unless this is called. No result depends on it.
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Model {
+        self.crew = Crew::new(threads);
+        self
+    }
+
+    /// Computes at this level: the best that there is unless this is called. No result depends on it.
+    ///
+    /// # Panics
+    /// This machine does not have it.
+    #[must_use]
+    pub fn with_level(mut self, level: Level) -> Model {
+        assert!(level.is_here(), "this machine has no {level:?}");
+        self.level = level;
+        self
+    }
+
+    /// The whole model's shape.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Heads of keys and values that this rank keeps in its pool.
+    pub fn kv_heads(&self) -> usize {
+        self.weights.kv_heads
+    }
+
+    /// The pool that this rank needs.
+    pub fn pool_shape(
+        &self,
+        blocks: usize,
+        block_tokens: usize,
+        dtype: Dtype,
+        layout: PoolLayout,
+    ) -> PoolShape {
+        let Config { layers, head_dim, .. } = self.config;
+        PoolShape { layers, blocks, block_tokens, kv_heads: self.kv_heads(), head_dim, dtype, layout }
+    }
+}
+
+/// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is measured beside.
+#[doc(hidden)]
+pub fn multiply_alone(matrix: &[f32], vectors: &[f32], count: usize, out: &mut [f32]) {
+    let (cols, rows) = (vectors.len() / count, out.len() / count);
+    let matrix = kernels::Matrix { numbers: matrix, stride: cols, cols, parts: 1 };
+    let vectors = kernels::Vectors { numbers: vectors, stride: cols, count };
+    kernels::multiply(Level::detect(), matrix, 0..rows, vectors, kernels::Places::new(out), rows);
+}

@@ -1,0 +1,116 @@
+//! What tensor-parallel ranks say to each other: sums, in one order.
+
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+
+use super::error::{ModelError, Result};
+use super::step::Chunk;
+
+/// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks get the same bits.
+pub const PARTS: usize = 8;
+
+/// This process's place among those that share one model.
+#[derive(Clone)]
+pub struct Shard {
+    /// Counted from 0.
+    pub rank: usize,
+    /// 1, 2, 4 or 8.
+    pub size: usize,
+    /// The way to the others.
+    pub ranks: Arc<dyn Ranks>,
+}
+
+impl Shard {
+    /// The whole model in this process.
+    pub fn alone() -> Shard {
+        Shard { rank: 0, size: 1, ranks: Arc::new(Alone) }
+    }
+}
+
+/// Adds numbers over all ranks.
+pub trait Ranks: Send + Sync {
+    /// Makes `values` the sums over all ranks, each rank's at the same place, in the order of [`sum_in_tree`].
+    ///
+    /// # Errors
+    /// A rank that is gone or does not answer by a deadline: the step then fails.
+    fn sum(&self, values: &mut [f32]) -> Result<()>;
+
+    /// Rank 0 tells the others of the step that it begins, if they do not know it by other means.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    fn tell(&self, _step: &[Chunk<'_>]) -> Result<()> {
+        Ok(())
+    }
+
+    /// The other end of [`Ranks::tell`]: waits for a step; nothing when rank 0 has ended.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    fn next_step(&self) -> Result<Option<Vec<u32>>> {
+        Ok(None)
+    }
+}
+
+/// Adds up what ranks 0, 1, … gave: neighbours to neighbours, until one is left, which is then in `given[0]`.
+pub fn sum_in_tree(given: &mut [Vec<f32>]) {
+    let mut apart = 1;
+    while apart < given.len() {
+        for pair in given.chunks_mut(2 * apart) {
+            if let Some((left, [right, ..])) = pair.split_at_mut_checked(apart) {
+                left[0].iter_mut().zip(right).for_each(|(sum, value)| *sum += *value);
+            }
+        }
+        apart *= 2;
+    }
+}
+
+struct Alone;
+
+impl Ranks for Alone {
+    fn sum(&self, _: &mut [f32]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Ranks that are threads of one process.
+pub struct Threads {
+    given: Mutex<Vec<Vec<f32>>>,
+    barrier: Barrier,
+}
+
+impl Threads {
+    /// A shard for each of `size` threads. All of them take the same steps; one that stops leaves the others waiting.
+    pub fn shards(size: usize) -> Vec<Shard> {
+        let threads =
+            Arc::new(Threads { given: Mutex::new(vec![Vec::new(); size]), barrier: Barrier::new(size) });
+        (0..size)
+            .map(|rank| Shard { rank, size, ranks: Arc::new(OneThread { rank, threads: threads.clone() }) })
+            .collect()
+    }
+}
+
+struct OneThread {
+    rank: usize,
+    threads: Arc<Threads>,
+}
+
+impl Ranks for OneThread {
+    fn sum(&self, values: &mut [f32]) -> Result<()> {
+        let given = || self.threads.given.lock().unwrap_or_else(PoisonError::into_inner);
+        given()[self.rank] = values.to_vec();
+        if self.threads.barrier.wait().is_leader() {
+            sum_in_tree(&mut given());
+        }
+        self.threads.barrier.wait();
+        let sums = given()[0].clone();
+        // Nobody gives the next before all have taken these.
+        self.threads.barrier.wait();
+        if sums.len() != values.len() {
+            return Err(ModelError::new(
+                "the ranks of a model take different steps: give all of them the same chunks",
+            ));
+        }
+        values.copy_from_slice(&sums);
+        Ok(())
+    }
+}

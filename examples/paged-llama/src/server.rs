@@ -1,0 +1,291 @@
+//! The server as a whole: a model's folder, a pool, an engine, a port.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
+use crate::http::{self, Recorder, Service};
+use crate::kv::{self, Kv, KvTransferConfig, Memory};
+use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result, Shard};
+use crate::spoil::Spoiling;
+use crate::tokenizer::Tokenizer;
+
+/// Bytes of the pool where nobody says.
+const POOL: usize = 256 << 20;
+/// How long a rank may be silent within a step.
+const STEP: Duration = Duration::from_secs(60);
+/// How long answers may take to end once the server was told to stop.
+const DRAIN: Duration = Duration::from_secs(30);
+
+/// What to serve, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The model's folder.
+    pub folder: PathBuf,
+    /// The model as it was asked for: peers have to be asked for it in the same words.
+    pub model: String,
+    /// What clients call it; the first one is its own.
+    pub names: Vec<String>,
+    /// Where to listen.
+    pub host: String,
+    /// Where to listen; 0 takes a free port.
+    pub port: u16,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// Tokens of a block in the pool, which is what peers see; `--block-size` is a multiple of it.
+    pub kernel_block_size: usize,
+    /// Tensor-parallel ranks: 1, 2, 4 or 8 threads, each with its share of the weights and a pool of its own.
+    pub ranks: usize,
+    /// Ranks of data parallelism: each is an engine.
+    pub data_parallel_size: usize,
+    /// The one rank to serve here; without it an engine for each rank, with a pool of its own.
+    pub data_parallel_rank: Option<usize>,
+    /// Tokens of prompt and answer together: what the model was made for, if it fits.
+    pub model_len: Option<usize>,
+    /// Requests that run at once.
+    pub requests: usize,
+    /// Tokens of a step.
+    pub step_tokens: usize,
+    /// Blocks of the pool, or its bytes.
+    pub blocks: Option<usize>,
+    /// As above.
+    pub pool_bytes: Option<usize>,
+    /// What keys and values are kept in: what the weights are, unless it is said.
+    pub dtype: Option<Dtype>,
+    /// How a block lies in memory.
+    pub layout: PoolLayout,
+    /// Requests share blocks that begin alike.
+    pub prefix_cache: bool,
+    /// Usage says how many tokens of the prompt were not computed.
+    pub prompt_details: bool,
+    /// Makes one moved block wrong, to show that moved blocks make the answers.
+    pub spoil: bool,
+    /// Peers, if there are any.
+    pub transfer: Option<KvTransferConfig>,
+}
+
+/// What to know of a server that listens.
+#[derive(Clone, Debug)]
+pub struct Started {
+    /// Where clients reach it.
+    pub address: SocketAddr,
+    /// Tokens of prompt and answer together.
+    pub model_len: usize,
+    /// Blocks of all engines together.
+    pub blocks: usize,
+    /// Bytes of all pools together.
+    pub pool_bytes: usize,
+}
+
+/// Rank 0. The others follow it for as long as its model lives.
+struct Computing {
+    model: Model,
+    pool: Pool,
+    /// The pool's blocks in one of the engine's.
+    kernel_per_block: u32,
+}
+
+/// Has a further rank follow the first one, with a pool of its own: its memory.
+fn follow(engine: usize, rank: usize, model: Model, shape: PoolShape) -> Result<Arc<Memory>> {
+    let (mut pool, memory) = kv::pool(shape)?;
+    let follow = move || {
+        if let Err(why) = model.follow(&mut pool) {
+            tracing::error!("rank {rank} of engine {engine}'s model has ended: {why}");
+        }
+    };
+    let thread = std::thread::Builder::new().name(format!("engine-{engine}-{rank}"));
+    thread.spawn(follow).map_err(|error| ModelError::new(format!("the thread of rank {rank}: {error}")))?;
+    Ok(memory)
+}
+
+/// The ranks' places: the first one's, and those of all others.
+fn shards(size: usize) -> Result<(Shard, Vec<Shard>)> {
+    if size == 1 {
+        return Ok((Shard::alone(), Vec::new()));
+    }
+    let told = |error: std::io::Error| ModelError::new(format!("the ranks' sockets: {error}"));
+    let (mut ours, mut members) = (Vec::new(), Vec::new());
+    for rank in 1..size {
+        let (head, member) = UnixStream::pair().map_err(told)?;
+        ours.push(head);
+        members.push(Shard::member(rank, size, member));
+    }
+    Ok((Shard::head(ours, STEP).map_err(told)?, members))
+}
+
+impl Forward for Computing {
+    fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Vec<f32>>>> {
+        let each = self.kernel_per_block;
+        let kernel = |block: &u32| block * each..(block + 1) * each;
+        let lists: Vec<Cow<'_, [u32]>> = chunks
+            .iter()
+            .map(|chunk| match each {
+                1 => Cow::Borrowed(chunk.blocks),
+                _ => Cow::Owned(chunk.blocks.iter().flat_map(kernel).collect()),
+            })
+            .collect();
+        let of_pool: Vec<Chunk<'_>> =
+            chunks.iter().zip(&lists).map(|(chunk, blocks)| Chunk { blocks, ..*chunk }).collect();
+        let logits = self.model.forward(&mut self.pool, &of_pool)?;
+        Ok((0..chunks.len()).map(|index| logits.of(index).map(<[f32]>::to_vec).collect()).collect())
+    }
+}
+
+/// An engine that does not run yet.
+struct Opened {
+    computing: Computing,
+    memories: Vec<Arc<Memory>>,
+    shape: PoolShape,
+    config: Config,
+    limits: Limits,
+}
+
+impl Opened {
+    /// With so many threads for each rank of its model.
+    fn of(options: &Options, engine: usize, threads: usize, kernel_per_block: usize) -> Result<Self> {
+        let open = |shard| Ok(Model::open(&options.folder, shard)?.with_threads(threads));
+        let (first, members) = shards(options.ranks)?;
+        let model = open(first)?;
+        let config = model.config().clone();
+        let dtype = options.dtype.unwrap_or(config.dtype);
+        let shape = |blocks: usize| {
+            model.pool_shape(blocks * kernel_per_block, options.kernel_block_size, dtype, options.layout)
+        };
+        let (model_len, blocks) = options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
+        let shape = shape(blocks);
+        let (pool, memory) = kv::pool(shape)?;
+        let mut memories = vec![memory];
+        for shard in members {
+            memories.push(follow(engine, shard.rank, open(shard)?, shape)?);
+        }
+        let computing = Computing { model, pool, kernel_per_block: kernel_per_block as u32 };
+        let limits = Limits {
+            block_size: options.block_size,
+            blocks,
+            model_len,
+            requests: options.requests,
+            step_tokens: options.step_tokens,
+            prefix_cache: options.prefix_cache,
+            engine,
+        };
+        Ok(Opened { computing, memories, shape, config, limits })
+    }
+
+    /// Starts it, with its peers if there are any.
+    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<Running> {
+        let Opened { computing, memories, shape, config, limits } = self;
+        let len = shape.block_bytes() * computing.kernel_per_block as usize;
+        let mover = |wake| -> Result<Box<dyn Mover>> {
+            let Some(transfer) = &options.transfer else { return Ok(Box::new(Alone)) };
+            let memory = memories[0].clone();
+            let mover = Kv::open(transfer, &options.model, &shape, &limits, &config, memories, wake)?;
+            let spoiling = Spoiling { mover, memory, len, fill: HashMap::new() };
+            Ok(if options.spoil { Box::new(spoiling) } else { Box::new(spoiling.mover) })
+        };
+        Engine::start(limits.clone(), Box::new(computing), tokenizer.clone(), mover)
+    }
+}
+
+impl Options {
+    /// The pool's blocks in one of the engine's.
+    fn kernel_per_block(&self) -> Result<usize> {
+        let Options { block_size, kernel_block_size: kernel, .. } = *self;
+        match block_size.checked_rem(kernel) {
+            Some(0) if block_size > 0 => Ok(block_size / kernel),
+            _ => Err(ModelError::new(format!(
+                "--block-size {block_size} is no multiple of --kernel-block-size {kernel}: take one that is"
+            ))),
+        }
+    }
+
+    /// The ranks of data parallelism that are served here.
+    fn engines(&self) -> Result<Range<usize>> {
+        let size = self.data_parallel_size.max(1);
+        match self.data_parallel_rank {
+            None => Ok(0..size),
+            Some(rank) if rank < size => Ok(rank..rank + 1),
+            Some(rank) => Err(ModelError::new(format!(
+                "--data-parallel-rank is {rank}, and --data-parallel-size {size}: ranks count from 0"
+            ))),
+        }
+    }
+
+    /// Threads of each rank of each of so many engines.
+    fn threads(&self, engines: usize) -> usize {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        (cores / (self.ranks * engines)).max(1)
+    }
+
+    /// Tokens of a request and blocks of the pool, of blocks of this size.
+    fn sizes(&self, longest: usize, block_bytes: usize) -> Result<(usize, usize)> {
+        let block = self.block_size;
+        let blocks = self.blocks.unwrap_or_else(|| self.pool_bytes.unwrap_or(POOL) / block_bytes);
+        let asked = match self.model_len {
+            Some(len) if len > longest => {
+                return Err(ModelError::new(format!(
+                    "--max-model-len is {len}, and the model was made for {longest} tokens: lower it"
+                )));
+            }
+            Some(len) => len,
+            None => longest.min((blocks * block).max(block)),
+        };
+        let told = self.blocks.is_some() || self.pool_bytes.is_some();
+        Ok((asked, if told { blocks } else { blocks.max(asked.div_ceil(block)) }))
+    }
+}
+
+/// Serves until `stop` is ready and answers have ended. `started` is told when it listens.
+///
+/// # Errors
+///
+/// The folder, the port, the pool or the peers are not as they should be; the words say what to do.
+pub async fn serve(
+    options: Options,
+    recorder: Recorder,
+    started: impl FnOnce(&Started),
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> Result<()> {
+    let (engines, kernel_per_block) = (options.engines()?, options.kernel_per_block()?);
+    let threads = options.threads(engines.len());
+    let open = |engine| Opened::of(&options, engine, threads, kernel_per_block);
+    let opened = engines.map(open).collect::<Result<Vec<_>>>()?;
+    let (config, limits) = (opened[0].config.clone(), opened[0].limits.clone());
+    let blocks = opened.iter().map(|one| one.limits.blocks).sum();
+    let pool_bytes = opened.iter().map(|one| one.shape.bytes() * options.ranks).sum();
+    let tokenizer = Arc::new(Tokenizer::open(&options.folder, &config)?);
+    let listener = TcpListener::bind((options.host.as_str(), options.port)).await.map_err(|error| {
+        ModelError::new(format!(
+            "cannot listen on {}:{}: {error}; take another --port (0 is any free one) or --host",
+            options.host, options.port
+        ))
+    })?;
+    let address = listener.local_addr().map_err(ModelError::of)?;
+    let start = |one: Opened| one.start(&options, &tokenizer);
+    let running = opened.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let service = Arc::new(Service {
+        engines: running.iter().map(|one| one.engine().clone()).collect(),
+        tokenizer,
+        models: options.names,
+        root: options.model,
+        vocabulary: config.vocab,
+        prompt_details: options.prompt_details,
+        recorder,
+        readers: http::Readers::default(),
+        turn: AtomicUsize::new(0),
+    });
+    started(&Started { address, model_len: limits.model_len, blocks, pool_bytes });
+    let served = http::serve(listener, service, stop, DRAIN).await;
+    let stopped = tokio::task::spawn_blocking(|| Running::stop_all(running)).await;
+    served.map_err(ModelError::of)?;
+    stopped.map_err(ModelError::of)?
+}

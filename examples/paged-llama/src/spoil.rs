@@ -1,0 +1,52 @@
+//! Makes the moved blocks of a prompt wrong: who does not notice has not used them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::engine::{Ending, Mover};
+use crate::kv::{Kv, Memory, Outcome, TransferParams};
+
+/// A mover that overwrites the first block of each load.
+pub(crate) struct Spoiling {
+    pub(crate) mover: Kv,
+    pub(crate) memory: Arc<Memory>,
+    /// Bytes of a block of the first layer.
+    pub(crate) len: usize,
+    /// Of each request its first block.
+    pub(crate) fill: HashMap<String, u32>,
+}
+
+impl Mover for Spoiling {
+    fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
+        self.mover.arrived(request, prompt_tokens, params);
+    }
+
+    fn offers(&self, request: &str, computed: usize) -> usize {
+        self.mover.offers(request, computed)
+    }
+
+    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
+        self.fill.extend(fill.first().map(|block| (request.to_owned(), *block)));
+        self.mover.allocated(request, fill, computed, external);
+    }
+
+    fn step(&mut self) -> Vec<Outcome> {
+        let outcomes = self.mover.step();
+        for outcome in &outcomes {
+            if let Outcome::Loaded { request, .. } = outcome
+                && let Some(block) = self.fill.remove(request.as_str())
+            {
+                // Neither zeros nor a number that no model has.
+                let wrong = 3.0f32.to_le_bytes().repeat(self.len / 4);
+                if let Err(why) = self.memory.copy_in(block as usize * self.len, &wrong) {
+                    tracing::error!("the block could not be spoiled: {why}");
+                }
+            }
+        }
+        outcomes
+    }
+
+    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
+        self.mover.ended(ending)
+    }
+}

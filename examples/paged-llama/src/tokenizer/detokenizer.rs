@@ -1,0 +1,123 @@
+//! Text as its tokens come: never half a character, and in the end what all tokens together mean.
+
+use super::Tokenizer;
+
+/// An unfinished character has at most so many bytes, and each may show as one replacement character.
+const UNFINISHED: usize = 3;
+
+/// Turns the tokens of one answer into text, piece by piece.
+///
+/// A tokenizer may say a token differently at the beginning of a text, so new tokens are decoded behind some that were
+/// told already, and only the difference is told.
+#[derive(Debug, Default)]
+pub(crate) struct Detokenizer {
+    tokens: Vec<u32>,
+    /// The tokens that are decoded together begin here…
+    window: usize,
+    /// …and those before this one were told whole.
+    told: usize,
+    /// Bytes of the text behind `told` that were told already.
+    shown: usize,
+    skip_special: bool,
+}
+
+impl Detokenizer {
+    /// Begins behind a prompt, whose last tokens are the context of the first ones to come.
+    pub(crate) fn after(prompt: &[u32], skip_special: bool) -> Self {
+        let context = &prompt[prompt.len().saturating_sub(5)..];
+        Detokenizer { tokens: context.to_vec(), window: 0, told: context.len(), shown: 0, skip_special }
+    }
+
+    /// The text that this token completes: up to the last whole character.
+    pub(crate) fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> String {
+        self.tokens.push(token);
+        let text = self.pending(tokenizer);
+        let whole = text.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        if whole.len() == text.len() {
+            self.window = self.told;
+            self.told = self.tokens.len();
+            return text[std::mem::take(&mut self.shown).min(text.len())..].to_owned();
+        }
+        // What cannot be completed any more is told as it is.
+        let marks = text[whole.len()..].chars().count().saturating_sub(UNFINISHED);
+        let sure = whole.len() + marks * char::REPLACEMENT_CHARACTER.len_utf8();
+        let new = text.get(self.shown..sure).unwrap_or_default().to_owned();
+        self.shown = self.shown.max(sure);
+        new
+    }
+
+    /// What is left when no token follows.
+    pub(crate) fn finish(&mut self, tokenizer: &Tokenizer) -> String {
+        let text = self.pending(tokenizer);
+        text.get(std::mem::take(&mut self.shown)..).unwrap_or_default().to_owned()
+    }
+
+    /// The text of the tokens that were not told whole.
+    fn pending(&self, tokenizer: &Tokenizer) -> String {
+        let before = tokenizer.decode(&self.tokens[self.window..self.told], self.skip_special);
+        let mut all = tokenizer.decode(&self.tokens[self.window..], self.skip_special);
+        if all.starts_with(&before) {
+            all.split_off(before.len())
+        } else {
+            // The prompt ended within a character, which this completes.
+            tokenizer.decode(&self.tokens[self.told..], self.skip_special)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::bytes;
+    use super::*;
+
+    fn pieces(prompt: &[u32], tokens: &[u32]) -> Vec<String> {
+        let tokenizer = bytes();
+        let mut detokenizer = Detokenizer::after(prompt, true);
+        let mut pieces: Vec<String> =
+            tokens.iter().map(|token| detokenizer.push(&tokenizer, *token)).collect();
+        pieces.push(detokenizer.finish(&tokenizer));
+        pieces
+    }
+
+    fn tokens(text: &[u8]) -> Vec<u32> {
+        text.iter().copied().map(u32::from).collect()
+    }
+
+    #[test]
+    fn characters_come_whole() {
+        assert_eq!(
+            pieces(&tokens(b"so: "), &tokens("a🌍é".as_bytes())),
+            ["a", "", "", "", "🌍", "", "é", ""]
+        );
+    }
+
+    #[test]
+    fn what_is_no_character_is_told_and_what_may_become_one_is_kept() {
+        assert_eq!(pieces(&[], &tokens(b"\xc3a")), ["", "\u{fffd}a", ""]);
+        assert_eq!(pieces(&[], &tokens(b"a\xe4\xb8")).concat(), "a\u{fffd}");
+        assert_eq!(
+            pieces(&[], &tokens(b"\xff\xff\xff\xff\xff")),
+            ["", "", "", "\u{fffd}", "\u{fffd}", "\u{fffd}\u{fffd}\u{fffd}"]
+        );
+    }
+
+    #[test]
+    fn special_tokens_are_left_out() {
+        assert_eq!(pieces(&[], &[0x61, 257, 0x62]), ["a", "", "b", ""]);
+    }
+
+    #[test]
+    fn pieces_make_the_whole_whatever_the_bytes() {
+        let mut seed = 1u32;
+        for _ in 0..300 {
+            let text: Vec<u8> = (0..24)
+                .map(|_| {
+                    seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (seed >> 24) as u8
+                })
+                .collect();
+            let whole = bytes().decode(&tokens(&text), true);
+            assert_eq!(pieces(&tokens(b"p"), &tokens(&text)).concat(), whole, "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Text to tokens and back: `tokenizer.json`, the chat template, and what else a model's folder says about text.
+
+mod detokenizer;
+mod generation;
+mod template;
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+pub(crate) use self::detokenizer::Detokenizer;
+pub use self::generation::Generation;
+use self::template::Template;
+use crate::model::{Config, ModelError as Error, Result};
+
+/// A model's text side.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    template: Option<Template>,
+    generation: Generation,
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer").field("generation", &self.generation).finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`, of the
+    /// folder of this model.
+    ///
+    /// # Errors
+    ///
+    /// A file is not there or not what it should be; the words name it.
+    pub fn open(folder: &Path, model: &Config) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        let bytes = std::fs::read(&path).map_err(|error| {
+            Error::new(format!("{}: {error}; save the model's fast tokenizer there", path.display()))
+        })?;
+        let inner = tokenizers::Tokenizer::from_bytes(&bytes)
+            .map_err(|error| Error::new(format!("{}: {error}", path.display())))?;
+        let config = read_object(&folder.join("tokenizer_config.json"))?;
+        let template = Template::open(folder, &config)?;
+        Ok(Tokenizer { inner, template, generation: Generation::of(model) })
+    }
+
+    /// What requests get that do not say otherwise.
+    pub fn generation(&self) -> &Generation {
+        &self.generation
+    }
+
+    /// The tokens of a text, with those that the model wants around a prompt if `special`.
+    ///
+    /// # Errors
+    ///
+    /// The tokenizer cannot.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, special).map_err(Error::of)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of tokens, whatever they are: bytes that are no characters become `U+FFFD`.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> String {
+        self.inner.decode(tokens, skip_special).unwrap_or_default()
+    }
+
+    /// One token as a text of its own; empty if it is only a part of a character.
+    pub fn piece(&self, token: u32) -> String {
+        let text = self.decode(&[token], false);
+        if text.ends_with(char::REPLACEMENT_CHARACTER) { String::new() } else { text }
+    }
+
+    /// One token as the vocabulary has it.
+    pub fn raw(&self, token: u32) -> Option<String> {
+        self.inner.id_to_token(token)
+    }
+
+    /// How many tokens there are.
+    pub fn size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The prompt of a conversation, by the model's chat template.
+    ///
+    /// # Errors
+    ///
+    /// The model has no template, or the template refuses these messages.
+    pub fn chat(&self, messages: &Value, more: &Map<String, Value>) -> Result<String> {
+        let template = self.template.as_ref().ok_or_else(|| {
+            Error::new("the model has no chat template: put chat_template.jinja into its folder, or send a prompt to /v1/completions")
+        })?;
+        template.render(messages, more)
+    }
+}
+
+/// A JSON object of a file; of one that is not there an empty one.
+fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(error) => return Err(Error::new(format!("{}: {error}", path.display()))),
+    };
+    serde_json::from_str(&text).map_err(|error| Error::new(format!("{}: {error}", path.display())))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Every byte is a token of its own number; 256 ends a text and 257 begins one.
+    pub(crate) fn bytes() -> Tokenizer {
+        let mut letters: Vec<char> = (33u8..=126).chain(161..=172).chain(174..=255).map(char::from).collect();
+        let printed: Vec<u8> = letters.iter().map(|letter| *letter as u8).collect();
+        let mut vocab = Map::new();
+        let mut next = 256;
+        for byte in 0..=255u8 {
+            let letter = match printed.iter().position(|printed| *printed == byte) {
+                Some(at) => letters[at],
+                None => {
+                    letters.push(char::from_u32(next).expect("it is a letter"));
+                    next += 1;
+                    letters[letters.len() - 1]
+                }
+            };
+            vocab.insert(letter.to_string(), byte.into());
+        }
+        let special = |id: u32, content: &str| {
+            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                               "normalized": false, "special": true})
+        };
+        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                                            "use_regex": false});
+        let file = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [special(256, "<end>"), special(257, "<begin>")],
+            "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+        });
+        let inner = tokenizers::Tokenizer::from_bytes(file.to_string()).expect("the tokenizer is valid");
+        Tokenizer {
+            inner,
+            template: None,
+            generation: Generation { ends: vec![256], ..Generation::default() },
+        }
+    }
+
+    #[test]
+    fn text_goes_there_and_back() {
+        let tokenizer = bytes();
+        let text = "Grüße, 世界 🌍\n";
+        let tokens = tokenizer.encode(text, false).unwrap();
+        assert_eq!(tokens, text.bytes().map(u32::from).collect::<Vec<_>>());
+        assert_eq!(tokenizer.decode(&tokens, true), text);
+        assert_eq!(
+            (tokenizer.piece(0x41), tokenizer.piece(0xc3), tokenizer.piece(256)),
+            ("A".into(), String::new(), "<end>".into())
+        );
+        assert_eq!(tokenizer.decode(&[0x41, 256], true), "A");
+        assert_eq!(tokenizer.size(), 258);
+    }
+}

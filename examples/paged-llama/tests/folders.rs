@@ -1,0 +1,155 @@
+//! Folders that hold no model, or another than they say: each error says what to do.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod folder;
+
+use folder::Folder;
+use kvx_paged_llama::model::{
+    Architecture, Chunk, Config, Dtype, Made, Model, Pool, PoolLayout, Shard, Threads, Wanted, make_model,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn error_of(folder: &Folder) -> String {
+    Model::open(folder.path(), Shard::alone()).err().unwrap().to_string()
+}
+
+fn small() -> Made {
+    Made { layers: 1, ..Made::default() }
+}
+
+#[test]
+fn an_empty_folder_and_missing_weights_are_told() {
+    let folder = Folder::new();
+    assert!(error_of(&folder).contains("kvx make-model"), "{}", error_of(&folder));
+    let folder = Folder::with(&small());
+    let weights = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&weights).unwrap();
+    for (bytes, words) in [
+        (&whole[..0], "is empty"),
+        (&whole[..5], "shorter than 8 bytes"),
+        (&whole[..100], "header is said to have"),
+        (&whole[..whole.len() - 1], "is described as"),
+    ] {
+        std::fs::write(&weights, bytes).unwrap();
+        assert!(error_of(&folder).contains(words), "{}", error_of(&folder));
+    }
+    std::fs::remove_file(&weights).unwrap();
+    assert!(error_of(&folder).contains("model.safetensors"), "{}", error_of(&folder));
+}
+
+#[test]
+fn weights_of_another_shape_are_told() {
+    let folder = Folder::with(&small());
+    let path = folder.path().join("config.json");
+    let written: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let changed = |name: &str, value: Value| {
+        let mut config = written.clone();
+        config[name] = value;
+        std::fs::write(&path, config.to_string()).unwrap();
+        error_of(&folder)
+    };
+    for (name, value, words) in [
+        ("num_hidden_layers", json!(2), "have no model.layers.1"),
+        ("intermediate_size", json!(1024), "of different models"),
+        ("architectures", json!(["MambaForCausalLM"]), "this server computes LlamaForCausalLM"),
+        ("hidden_act", json!("gelu"), "hidden_act is gelu"),
+        ("num_key_value_heads", json!(3), "cannot share 3"),
+        ("hidden_size", json!(-1), "a number from 1"),
+        ("vocab_size", Value::Null, "vocab_size is missing"),
+        ("torch_dtype", json!("float16"), "float32 and bfloat16"),
+        ("quantization_config", json!({"bits": 4}), "quantized"),
+        ("use_sliding_window", json!(true), "slides"),
+        ("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0}), "rope_type"),
+        ("rope_scaling", json!({"rope_type": "linear"}), "factor"),
+    ] {
+        let error = changed(name, value);
+        assert!(error.contains(words), "{name}: {error}");
+    }
+}
+
+#[test]
+fn heads_that_ranks_cannot_share_are_told() {
+    let folder = Folder::with(&Made { heads: 4, kv_heads: 4, ..small() });
+    let eight = Threads::shards(8).remove(3);
+    let error = Model::open(folder.path(), eight).err().unwrap().to_string();
+    assert!(error.contains("--tensor-parallel-size"), "{error}");
+}
+
+#[test]
+fn a_step_beyond_pool_or_vocabulary_is_refused() {
+    let folder = Folder::with(&small());
+    let model = Model::open(folder.path(), Shard::alone()).unwrap();
+    let shape = model.pool_shape(4, 16, Dtype::F32, PoolLayout::Hnd);
+    let mut pool = Pool::allocate(shape).unwrap();
+    let mut step = |tokens: &[u32], start, blocks: &[u32]| {
+        model
+            .forward(&mut pool, &[Chunk { tokens, start, blocks, wanted: Wanted::Last }])
+            .map(|_| ())
+            .map_err(|e| e.to_string())
+    };
+    assert_eq!(step(&[1; 17], 0, &[3, 0]), Ok(()));
+    assert!(step(&[1; 17], 0, &[3]).unwrap_err().contains("need 2"));
+    assert!(step(&[1], 16, &[3, 4]).unwrap_err().contains("4 blocks"));
+    assert!(step(&[259], 0, &[0]).unwrap_err().contains("tokenizer"));
+    assert!(step(&[], 0, &[0]).is_err());
+    let mut other = Pool::allocate(kvx_paged_llama::model::PoolShape { kv_heads: 1, ..shape }).unwrap();
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], wanted: Wanted::Last };
+    assert!(model.forward(&mut other, &[chunk]).unwrap_err().to_string().contains("this model's is"));
+}
+
+#[test]
+fn a_model_is_made_once_and_the_same_each_time() {
+    let (first, second) = (Folder::with(&small()), Folder::with(&small()));
+    let weights = |folder: &Folder| std::fs::read(folder.path().join("model.safetensors")).unwrap();
+    assert!(weights(&first) == weights(&second));
+    assert!(weights(&first) != weights(&Folder::with(&Made { seed: 2, ..small() })));
+    let error = make_model(first.path(), &small()).unwrap_err().to_string();
+    assert!(error.contains("holds a model already"), "{error}");
+    let error = make_model(first.path(), &Made { vocab: 100, ..small() }).unwrap_err().to_string();
+    assert!(error.contains("259"), "{error}");
+}
+
+/// The two models of vLLM's guides, as their folders describe them.
+#[test]
+fn the_guides_models_are_understood() {
+    let qwen3: Value = serde_json::from_str(include_str!("shapes/qwen3-0.6b.json")).unwrap();
+    let config = Config::parse(&qwen3, json!({"eos_token_id": [151645, 151643]})).unwrap();
+    assert_eq!(
+        (config.architecture, config.heads, config.kv_heads, config.head_dim),
+        (Architecture::Qwen3, 16, 8, 128)
+    );
+    assert_eq!((config.qkv_bias, config.tied, config.dtype), (false, true, Dtype::Bf16));
+    assert_eq!(config.eos, [151645, 151643]);
+    let qwen2: Value = serde_json::from_str(include_str!("shapes/qwen2.5-7b-instruct.json")).unwrap();
+    let config = Config::parse(&qwen2, Value::Null).unwrap();
+    assert_eq!(
+        (config.architecture, config.heads, config.kv_heads, config.head_dim),
+        (Architecture::Qwen2, 28, 4, 128)
+    );
+    assert_eq!((config.qkv_bias, config.output_bias, config.tied), (true, false, false));
+    assert_eq!(config.eos, [151645]);
+}
+
+#[test]
+fn no_header_of_weights_makes_it_panic() {
+    let folder = Folder::with(&small());
+    let path = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let change = (0..header, any::<u8>());
+    let config = ProptestConfig { cases: 300, ..ProptestConfig::default() };
+    let strategy = prop::collection::vec(change, 1..4);
+    let changed = |changes: Vec<(usize, u8)>| {
+        let mut bytes = whole.clone();
+        for (at, byte) in changes {
+            bytes[at] = byte;
+        }
+        // A new file each time: what is mapped is never written.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        let _ = Model::open(folder.path(), Shard::alone());
+        Ok(())
+    };
+    proptest::test_runner::TestRunner::new(config).run(&strategy, changed).unwrap();
+}

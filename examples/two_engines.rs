@@ -1,0 +1,267 @@
+//! A prefill server and a decode server, with a prefix cache and a failure policy, around a toy engine.
+//!
+//! `cargo run --features connector --example two_engines` starts both as processes of its own and plays their router:
+//! it sends a prompt to the prefill, and what that answers to the decode. What an engine needs of kvx stands between
+//! the marks `kvx` and `engine`; everything else is the toy.
+//!
+//! With `--device cuda` (feature `cuda`) or `--device hip` (feature `rocm`) the pools are on the first device:
+//! `cargo run --features connector,cuda --example two_engines -- --device cuda`.
+
+use std::collections::HashMap;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Each wait has a deadline.
+const SOON: Duration = Duration::from_secs(10);
+/// Tokens of a block, and bytes of a token's KV.
+const TOKENS: u32 = 16;
+const ROW: usize = 64;
+const BLOCKS: u32 = 64;
+
+// ---- kvx ----
+use kvx::Memory;
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::connector::engine::{BlockLists, WorkerRank};
+use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx::connector::params::{Dialect, TransferParams};
+use kvx::connector::runtime::{Connector, Decode, Held, Lease, Prefill, Released};
+use kvx::connector::wire::CompatibilityFactors;
+
+/// The memory of an engine's KV cache: of this host, or of its first device.
+fn pool(device: &str, len: usize) -> Result<Memory> {
+    Ok(match device {
+        "host" => Memory::pool(len).build()?,
+        #[cfg(feature = "cuda")]
+        "cuda" => kvx::cuda::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
+        #[cfg(feature = "rocm")]
+        "hip" => kvx::rocm::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
+        other => return Err(format!("--device {other}: cuda needs feature cuda, hip feature rocm").into()),
+    })
+}
+
+/// The connector of an engine whose KV cache is `pool`.
+fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
+    let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name,
+        "kv_load_failure_policy": "recompute"});
+    let config = KvTransferConfig::from_json(&config.to_string(), &Surroundings::of_process())?;
+    let mut factors = CompatibilityFactors::from_config(&config, "toy");
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, ROW as u32, 1);
+    let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS);
+    let connector = builder.any_port().build_blocking()?;
+    let block_len = u64::from(TOKENS) * ROW as u64;
+    let layer = LayerCache {
+        name: "layers.0".into(),
+        tensors: KvTensors::Together(pool.address()),
+        blocks: BLOCKS,
+        block_len,
+        block_stride: block_len,
+        group: 0,
+        heads: Heads::Sharded(1),
+        memory: if pool.kind().is_host() { MemoryType::Dram } else { MemoryType::Vram },
+    };
+    let caches = Caches::of_layers(vec![layer], KvLayout::Lbhnc, TOKENS, 1, 0)?;
+    connector.rank(WorkerRank::default())?.register(caches, [Arc::clone(pool)])?;
+    Ok(connector)
+}
+
+/// Prefill: blocks that a decode may come for, and what the router sends it.
+fn publish(connector: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
+    let (lease, params) = Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
+    Ok((lease, params.to_value(Dialect::default())?))
+}
+
+/// Decode: fills `blocks`, those of the prompt that are not cached. If it could not, the engine computes them, when
+/// nothing touches them any more.
+fn load(connector: &Connector, request: &str, params: &Value, blocks: &[u32]) -> Result<Option<Held>> {
+    let params = TransferParams::from_value(params)?;
+    let fetch = Decode::new(connector).fetch(request, &params, BlockLists::single(blocks), SOON);
+    match fetch.wait(2 * SOON).map_err(|_| "a load has an outcome by its deadline")? {
+        Ok(_) => Ok(None),
+        Err(error) => {
+            eprintln!("{request}: {error}");
+            Ok(Some(error.held))
+        }
+    }
+}
+// ---- engine ----
+
+/// The toy: the KV of a token says which tokens came before it, and a block is known by the tokens up to its end.
+struct Engine {
+    pool: Arc<Memory>,
+    free: Vec<u32>,
+    cached: HashMap<Vec<u32>, u32>,
+    computed: usize,
+}
+
+/// What stands for the last of these tokens.
+fn kv(tokens: &[u32]) -> [u8; ROW] {
+    let mix = |state: u64, token: &u32| {
+        (state ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
+    };
+    let state = tokens.iter().fold(1, mix);
+    std::array::from_fn(|at| (state >> (at % 8 * 8)) as u8)
+}
+
+impl Engine {
+    fn new(device: &str) -> Result<Self> {
+        let pool = Arc::new(pool(device, BLOCKS as usize * TOKENS as usize * ROW)?);
+        Ok(Engine { pool, free: (0..BLOCKS).rev().collect(), cached: HashMap::new(), computed: 0 })
+    }
+
+    /// The blocks at the front of a prompt that are cached.
+    fn prefix(&self, prompt: &[u32]) -> Vec<u32> {
+        let ends = (1..=prompt.len() / TOKENS as usize).map(|count| &prompt[..count * TOKENS as usize]);
+        ends.map_while(|tokens| self.cached.get(tokens).copied()).collect()
+    }
+
+    /// A block for each part of the prompt that is not cached.
+    fn allocate(&mut self, prompt: &[u32], cached: usize) -> Result<Vec<u32>> {
+        let count = prompt.len().div_ceil(TOKENS as usize) - cached;
+        let rest = self.free.len().checked_sub(count).ok_or("the pool is full")?;
+        Ok(self.free.split_off(rest))
+    }
+
+    fn compute(&mut self, prompt: &[u32], blocks: &[u32], from: usize) -> Result {
+        for at in from * TOKENS as usize..prompt.len() {
+            let place = blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
+            self.pool.copy_in(place * ROW, &kv(&prompt[..=at]))?;
+            self.computed += 1;
+        }
+        Ok(())
+    }
+
+    /// Whole blocks can be found again; they stay.
+    fn remember(&mut self, prompt: &[u32], blocks: &[u32]) {
+        for (at, block) in blocks.iter().enumerate().take(prompt.len() / TOKENS as usize) {
+            self.cached.insert(prompt[..(at + 1) * TOKENS as usize].to_vec(), *block);
+        }
+    }
+
+    /// The text: what the KV of the whole prompt comes to.
+    fn answer(&self, prompt: &[u32], blocks: &[u32]) -> Result<u64> {
+        let mut sum = 0_u64;
+        for at in 0..prompt.len() {
+            let place = blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
+            let mut row = [0; ROW];
+            self.pool.copy_out(place * ROW, &mut row)?;
+            sum = row.iter().fold(sum, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)));
+        }
+        Ok(sum)
+    }
+}
+
+/// A server: lines of JSON in, lines of JSON out. The answer of a decode says how many tokens it has computed itself.
+fn serve(role: &str, device: &str) -> Result {
+    let mut engine = Engine::new(device)?;
+    let connector = connector(&format!("{role}-{}", std::process::id()), &engine.pool)?;
+    let mut leases: Vec<(Lease, Vec<u32>)> = Vec::new();
+    for line in std::io::stdin().lock().lines() {
+        let order: Value = serde_json::from_str(&line?)?;
+        let request = order["request"].as_str().ok_or("a request has a name")?;
+        let prompt: Vec<u32> = serde_json::from_value(order["prompt"].clone())?;
+        let mut blocks = engine.prefix(&prompt);
+        let cached = blocks.len();
+        blocks.extend(engine.allocate(&prompt, cached)?);
+        let answer = if role == "prefill" {
+            engine.compute(&prompt, &blocks, cached)?;
+            let (lease, params) = publish(&connector, request, &blocks, prompt.len() as u32)?;
+            leases.push((lease, blocks));
+            params
+        } else {
+            engine.computed = 0;
+            if let Some(held) = load(&connector, request, &order["params"], &blocks[cached..])? {
+                match held.wait(SOON) {
+                    Ok(Released::Free) => {}
+                    // Something may write to them for ever: a larger engine would take others and leave these out.
+                    Ok(Released::Lost) | Err(_) => {
+                        return Err("a transfer has not let go of its blocks".into());
+                    }
+                }
+                engine.compute(&prompt, &blocks, cached)?;
+            }
+            engine.remember(&prompt, &blocks);
+            json!({"answer": engine.answer(&prompt, &blocks)?, "computed": engine.computed, "cached": cached})
+        };
+        println!("{answer}");
+        for (lease, blocks) in std::mem::take(&mut leases) {
+            match lease.wait(Duration::ZERO) {
+                Ok(Released::Free) => engine.free.extend(blocks),
+                Ok(Released::Lost) => {} // nobody gets them again
+                Err(lease) => leases.push((lease, blocks)),
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Server {
+    process: Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl Server {
+    fn start(role: &str, device: &str) -> Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        let mut process =
+            command.args([role, device]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let answers = BufReader::new(process.stdout.take().ok_or("a server has an output")?);
+        Ok(Server { process, answers })
+    }
+
+    fn ask(&mut self, order: &Value) -> Result<Value> {
+        writeln!(self.process.stdin.as_mut().ok_or("a server has an input")?, "{order}")?;
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        Ok(serde_json::from_str(&line)?)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.process.kill().ok(); // it may have ended already
+        self.process.wait().ok();
+    }
+}
+
+/// What the program is told to do. (A test does it with devices, too.)
+pub(crate) fn main() -> Result {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let device = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [role @ ("prefill" | "decode"), device] => return serve(role, device),
+        ["--device", device] => device,
+        [] => "host",
+        _ => return Err("two_engines [--device cuda|hip]".into()),
+    };
+    pool(device, ROW)?; // fails here, before any server starts, if there is no such device
+    let (mut prefill, mut decode) = (Server::start("prefill", device)?, Server::start("decode", device)?);
+    let first: Vec<u32> = (0..50).collect();
+    let longer: Vec<u32> = (0..80).collect();
+    let other: Vec<u32> = (100..140).collect();
+    // Loaded whole; then all but the three blocks that are cached; then the prefill dies before its blocks are
+    // fetched, and the decode computes them (if the kernel has not told it so yet, it finds them in the memory that
+    // both share).
+    for (request, prompt, dies, cached) in
+        [("one", &first, false, 0), ("two", &longer, false, 3), ("three", &other, true, 0)]
+    {
+        let params = prefill.ask(&json!({"request": request, "prompt": prompt}))?;
+        if dies {
+            prefill.process.kill()?;
+            prefill.process.wait()?;
+        }
+        let answer = decode.ask(&json!({"request": request, "prompt": prompt, "params": params}))?;
+        println!("{request}: {answer}");
+        let mut alone = Engine::new("host")?;
+        let blocks = alone.allocate(prompt, 0)?;
+        alone.compute(prompt, &blocks, 0)?;
+        assert_eq!(answer["answer"], alone.answer(prompt, &blocks)?, "{request}");
+        assert_eq!(answer["cached"], cached, "{request}");
+        assert!(answer["computed"] == 0 || dies && answer["computed"] == prompt.len(), "{request}");
+    }
+    Ok(())
+}

@@ -1,0 +1,40 @@
+//! Whatever kvx reads from others, under libFuzzer: one program, whose target the variable `KVX_FUZZ` names.
+//!
+//! Each crate lists its targets in a hidden module `fuzz`, and replays `corpus/` in its tests. `cargo xtask fuzz`
+//! builds this with AddressSanitizer and runs it.
+#![no_main]
+
+use std::sync::OnceLock;
+
+/// What each crate lists: names, and what takes the bytes.
+const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
+    kvx_core::fuzz::TARGETS,
+    kvx_backend::fuzz::TARGETS,
+    kvx_native::fuzz::TARGETS,
+    kvx_config::fuzz::TARGETS,
+    kvx_connector::wire::fuzz::TARGETS,
+    kvx_connector::runtime::fuzz::TARGETS,
+    kvx_proxy::fuzz::TARGETS,
+];
+
+static CHOSEN: OnceLock<fn(&[u8])> = OnceLock::new();
+
+fn chosen() -> fn(&[u8]) {
+    let name = std::env::var("KVX_FUZZ").unwrap_or_default();
+    let found = TARGETS.iter().copied().flatten().find(|(known, _)| *known == name);
+    match found {
+        Some((_, target)) => *target,
+        None => {
+            eprintln!("KVX_FUZZ names no target: {name:?}; the targets are:");
+            TARGETS.iter().copied().flatten().for_each(|(known, _)| eprintln!("{known}"));
+            std::process::exit(2);
+        }
+    }
+}
+
+libfuzzer_sys::fuzz_target!(
+    init: {
+        CHOSEN.get_or_init(chosen);
+    },
+    |bytes: &[u8]| CHOSEN.get_or_init(chosen)(bytes)
+);

@@ -1,0 +1,124 @@
+//! What proves to one end of a link that the other one was invited, and has the fleet's secret where there is one.
+//!
+//! Every proof is HMAC-SHA-256 over what was said, under a label that names who proves what. The usual key is made of
+//! the invitation and the secret at once. Where the invitations differ, the secret alone is still proven: it tells a
+//! peer with old metadata from a stranger.
+
+use hmac::{Hmac, KeyInit, Mac as _};
+use kvx_core::{Error, Invitation, Kind, Result, Secret};
+use sha2::Sha256;
+
+/// Bytes of a proof.
+pub const PROOF: usize = 32;
+/// A proof, as it travels.
+pub type Proof = [u8; PROOF];
+
+/// What an end of a link proves by.
+#[derive(Clone)]
+pub struct Keys {
+    /// Made of the invitation and the secret.
+    both: Proof,
+    secret: Option<Secret>,
+}
+
+impl Keys {
+    /// Of the owner's invitation, and the secret if there is one.
+    pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
+        let mut mac = keyed(secret.map_or(&[], |secret| secret.bytes()));
+        mac.update(b"kvx: invitation and secret");
+        mac.update(invitation.bytes());
+        Keys { both: mac.finalize().into_bytes().into(), secret: secret.cloned() }
+    }
+
+    /// Whether there is a secret.
+    pub fn have_secret(&self) -> bool {
+        self.secret.is_some()
+    }
+
+    /// What a proof of both is checked against, or made from.
+    pub fn both(&self, label: &str, said: &[&[u8]]) -> Claim {
+        Claim::new(&self.both, label, said)
+    }
+
+    /// The same of the secret alone; `None` without one.
+    pub fn secret(&self, label: &str, said: &[&[u8]]) -> Option<Claim> {
+        self.secret.as_ref().map(|secret| Claim::new(secret.bytes(), label, said))
+    }
+}
+
+/// What is to be proven.
+#[derive(Clone)]
+pub struct Claim(Hmac<Sha256>);
+
+impl Claim {
+    fn new(key: &[u8], label: &str, said: &[&[u8]]) -> Self {
+        let mut mac = keyed(key);
+        for part in std::iter::once(label.as_bytes()).chain(said.iter().copied()) {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        Claim(mac)
+    }
+
+    /// The proof of it.
+    pub fn proof(&self) -> Proof {
+        self.0.clone().finalize().into_bytes().into()
+    }
+
+    /// Whether that is its proof, in a time that does not depend on it.
+    pub fn holds(&self, proof: &[u8]) -> bool {
+        self.0.clone().verify_slice(proof).is_ok()
+    }
+}
+
+fn keyed(key: &[u8]) -> Hmac<Sha256> {
+    <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length")
+}
+
+/// 256 bits that nobody can guess and nobody has seen before.
+pub fn nonce() -> Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    for part in nonce.chunks_exact_mut(8) {
+        part.copy_from_slice(&kvx_core::random_number()?.to_le_bytes());
+    }
+    Ok(nonce)
+}
+
+/// What a stranger is told, whoever it is and whatever it said.
+pub fn stranger() -> Error {
+    Error::new(
+        Kind::Denied,
+        "not proven: connect with this agent's newest metadata, and with the fleet's secret",
+    )
+}
+
+/// The secrets of the two ends differ.
+pub fn other_secret() -> Error {
+    let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
+    Error::new(Kind::Denied, why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_holds_for_one_key_one_label_and_what_was_said() {
+        let (one, other) = (Invitation::from_bytes([1; 32]), Invitation::from_bytes([2; 32]));
+        let (a, b) = (Secret::from_bytes([3; 32]), Secret::from_bytes([4; 32]));
+        let said: &[&[u8]] = &[b"ab", b"c"];
+        let proof = Keys::new(&one, Some(&a)).both("label", said).proof();
+        let holds = |invitation, secret, label, said: &[&[u8]]| {
+            Keys::new(invitation, secret).both(label, said).holds(&proof)
+        };
+        assert!(holds(&one, Some(&a), "label", said));
+        assert!(!holds(&other, Some(&a), "label", said) && !holds(&one, Some(&b), "label", said));
+        assert!(!holds(&one, None, "label", said) && !holds(&one, Some(&a), "labe", said));
+        assert!(!holds(&one, Some(&a), "label", &[b"a", b"bc"]), "where a part ends counts");
+        let claim = |keys: &Keys| keys.secret("label", said);
+        let proof = claim(&Keys::new(&one, Some(&a))).unwrap().proof();
+        assert!(claim(&Keys::new(&other, Some(&a))).unwrap().holds(&proof), "whatever the invitation");
+        assert!(!claim(&Keys::new(&one, Some(&b))).unwrap().holds(&proof));
+        assert!(claim(&Keys::new(&one, None)).is_none());
+    }
+}

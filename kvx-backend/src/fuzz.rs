@@ -1,0 +1,114 @@
+//! What the fuzz targets call: any bytes, no panic; what was accepted is written as bytes that mean the same, and
+//! nobody is let in by less than the proof.
+
+use kvx_core::transport::{Events, Full, LinkState};
+use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
+
+use crate::control::proof::{Keys, PROOF};
+use crate::control::{Greeting, Message, VERSIONS, hear};
+use crate::reactor::Outbox;
+
+/// The targets, by the names of their corpora.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[("control_messages", messages), ("control_handshake", handshake)];
+
+/// A message between agents.
+pub fn messages(bytes: &[u8]) {
+    let Ok(message) = Message::decode(bytes) else { return };
+    assert_ne!(
+        message.fits(false, true) || message.fits(false, false),
+        message.fits(true, true) || message.fits(true, false),
+        "it belongs either to the handshake or behind it"
+    );
+    let written = message.encode();
+    match Message::decode(&written) {
+        Ok(again) => assert_eq!(again.encode(), written),
+        Err(error) => panic!("{message:?} was read, but not again: {error}"),
+    }
+}
+
+/// A handshake of two agents between which somebody alters what is said. The first byte says what both have; then come
+/// the changes.
+pub fn handshake(bytes: &[u8]) {
+    let Some((flags, changes)) = bytes.split_first() else { return };
+    let keys = |invitation: u8, has_secret: bool| {
+        let secret = has_secret.then(|| Secret::from_bytes([7; 32]));
+        Keys::new(&Invitation::from_bytes([invitation; 32]), secret.as_ref())
+    };
+    let ours = keys(flags & 1, flags & 2 != 0);
+    let theirs = keys(flags >> 2 & 1, flags & 8 != 0);
+    let same = flags & 3 == flags >> 2 & 3;
+    let altered = |number: u8, before: &[u8]| {
+        let message = alter(changes, (number, 3), before);
+        let is_altered = message != before;
+        (message, is_altered)
+    };
+
+    let me = Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) };
+    let (greeting, said) = Greeting::new(&me, ours, b"an address").expect("the system has random numbers");
+    // The proof of the secret alone at its end counts only where the first one fails.
+    let proven = said.len() - 4 - if flags & 2 != 0 { PROOF } else { 0 };
+    let (hello, is_altered) = altered(0, &said);
+    let greeted = match hear(&theirs, VERSIONS, &hello) {
+        Ok(greeted) => {
+            assert!(same && hello.get(..proven) == said.get(..proven), "a stranger is heard");
+            assert_eq!((&greeted.from, greeted.rest), (&me, &b"an address"[..]));
+            greeted
+        }
+        Err(away) => {
+            assert!(!same || is_altered, "who was invited is turned away: {}", away.why);
+            let text = away.message().encode();
+            match Message::decode(&text) {
+                Ok(Message::Refuse { why, proof }) => drop(greeting.refused(why, proof)),
+                other => panic!("{other:?} is no refusal"),
+            }
+            return;
+        }
+    };
+    let (version, body, claim) = greeted.welcome(&theirs, b"news").expect("the system has random numbers");
+    let (welcome, is_altered) = altered(1, &body);
+    match greeting.welcomed(version, &welcome) {
+        Ok((rest, proof)) => {
+            assert!(!is_altered, "an altered welcome is believed");
+            assert_eq!(rest, b"news");
+            let (proof, is_altered) = altered(2, &proof);
+            assert_eq!(claim.holds(&proof), !is_altered);
+        }
+        Err(error) => assert!(is_altered, "a welcome is not believed: {error}"),
+    }
+}
+
+/// The message of this number, of so many, with the changes that are meant for it. A change has three bytes: of which
+/// message and how, where, and by what.
+pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u8> {
+    let mut message = message.to_vec();
+    for [of, at, by] in changes.as_chunks::<3>().0.iter().filter(|[of, ..]| of % count == number) {
+        let at = usize::from(*at) % (message.len() + 1);
+        match (of >> 6, message.get_mut(at)) {
+            (0 | 1, Some(byte)) => *byte ^= by,
+            (2, _) => message.truncate(at),
+            _ => message.insert(at, *by),
+        }
+    }
+    message
+}
+
+/// Settles what a turn has settled, for the fuzz targets of transports.
+pub fn deliver(outbox: &mut Outbox) {
+    struct Nobody;
+    impl Events for Nobody {
+        fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+            Ok(())
+        }
+
+        fn link(&self, _: LinkId, _: LinkState) {}
+    }
+    outbox.deliver(&Nobody);
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn what_fuzzing_found_is_held() {
+        kvx_testkit::replay(super::TARGETS);
+    }
+}

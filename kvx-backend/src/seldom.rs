@@ -1,0 +1,44 @@
+//! Warnings that strangers can cause as often as they like.
+
+use std::time::{Duration, Instant};
+
+/// The least time between two of them.
+const APART: Duration = Duration::from_secs(10);
+
+/// Lets through one warning in ten seconds.
+#[derive(Debug, Default)]
+pub struct Seldom {
+    last: Option<Instant>,
+    /// Those that were held back since.
+    held_back: u64,
+}
+
+impl Seldom {
+    /// Warns, unless it has just done so.
+    pub fn tell(&mut self, warn: impl FnOnce()) {
+        let now = Instant::now();
+        if self.last.is_some_and(|last| now < last + APART) {
+            self.held_back += 1;
+            return;
+        }
+        if self.held_back > 0 {
+            tracing::warn!(count = self.held_back, "such warnings were held back in the last seconds");
+        }
+        (self.last, self.held_back) = (Some(now), 0);
+        warn();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_told_of_once() {
+        let (mut seldom, mut told) = (Seldom::default(), 0);
+        for _ in 0..1000 {
+            seldom.tell(|| told += 1);
+        }
+        assert_eq!((told, seldom.held_back), (1, 999));
+    }
+}

@@ -1,0 +1,160 @@
+//! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts cost: the prefill's own
+//! time, a bare transfer of the same blocks by `kvx bench`, and one step of the decode. `cargo bench -p kvx-cli --bench
+//! serve` prints a JSON object a backend, medians of rounds in milliseconds, and how long `kvx demo` takes to its first
+//! answer. The model has the KV cache of a large one and narrow layers, so that no minutes are spent on what lies
+//! before the transfer. With `-- --test` it takes one round of a small model.
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
+
+// Not all of what the tests ask a server for is asked here.
+#[allow(dead_code, reason = "the tests use the rest")]
+#[path = "../tests/serve/server.rs"]
+mod server;
+
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use self::server::{LIMIT, Server, Told, greedy, model};
+
+/// It keeps 44 KiB of each token.
+const NARROW: Shape = Shape { hidden: "256", intermediate: "512", layers: 11, kv_heads: 8, head_dim: 128 };
+const SMALL: Shape = Shape { hidden: "64", intermediate: "128", layers: 2, kv_heads: 8, head_dim: 8 };
+const PROMPT: u64 = 2000;
+/// Room in the pool for every round's prompt.
+const POOL: &[&str] = &["--kv-cache-memory-bytes", "1G", "--max-model-len", "4096"];
+/// Tokens of a block.
+const BLOCK: u64 = 16;
+/// Of the bar: how many times as long as the bare transfer that of an engine may take.
+const TRANSFER: f64 = 1.3;
+
+/// Seconds of all transfers of a server.
+const TRANSFERRED: &str = "vllm:nixl_xfer_time_seconds_sum";
+
+/// What of a model matters here.
+#[derive(Clone, Copy)]
+struct Shape {
+    hidden: &'static str,
+    intermediate: &'static str,
+    layers: u64,
+    kv_heads: u64,
+    head_dim: u64,
+}
+
+impl Shape {
+    fn folder(&self) -> std::path::PathBuf {
+        let [layers, kv_heads, head_dim] = [self.layers, self.kv_heads, self.head_dim].map(|n| n.to_string());
+        let shape = ["--arch", "qwen3", "--heads", "8", "--dtype", "bfloat16", "--tied"];
+        let numbers = [
+            ["--hidden", self.hidden],
+            ["--intermediate", self.intermediate],
+            ["--layers", &layers],
+            ["--kv-heads", &kv_heads],
+            ["--head-dim", &head_dim],
+        ];
+        model(&[&shape[..], numbers.as_flattened()].concat())
+    }
+
+    /// Milliseconds of a read of the prompt's blocks by kvx alone, between processes as the engines are.
+    fn bare_transfer(&self, backend: &str) -> f64 {
+        // Keys and values of two bytes.
+        let block = 2 * 2 * BLOCK * self.kv_heads * self.head_dim;
+        let count = self.layers * PROMPT.div_ceil(BLOCK);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        command.args(["bench", "--json", "--op", "read", "--backend", backend]);
+        command.args(["--block", &block.to_string(), "--count", &count.to_string()]);
+        let output = kvx_testkit::output(&mut command, LIMIT);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let figures: Value = serde_json::from_slice(&output.stdout).expect("one line of JSON");
+        figures["p50_us"].as_f64().expect("a figure") / 1e3
+    }
+}
+
+fn main() {
+    let test = std::env::args().any(|argument| argument == "--test");
+    let (shape, rounds) = if test { (SMALL, 1) } else { (NARROW, 3) };
+    println!("{}", json!({"what": "demo", "first_answer_s": demo().as_secs_f64()}));
+    let model = shape.folder();
+    let single = Server::start(&model, Told { arguments: POOL, ..Told::default() });
+    for (seed, backend) in [(0, "SHM"), (100, "TCP")] {
+        let prefill = Server::with_peers(&model, backend, "fail", POOL);
+        let decode = Server::with_peers(&model, backend, "fail", POOL);
+        apart(&prefill, &decode, &json!("they meet")); // the handshake is no part of the bar
+        // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no part.
+        let mut figures: [Vec<f64>; 7] = Default::default();
+        for round in seed..seed + rounds {
+            let before = decode.metric(TRANSFERRED);
+            // Each round asks for what no cache has.
+            let (leg, first, step) = apart(&prefill, &decode, &prompt(round * 2));
+            let moved = (decode.metric(TRANSFERRED) - before) * 1e3;
+            let bare = shape.bare_transfer(backend);
+            let (alone, _) = stream(&single, &prompt(round * 2 + 1), None);
+            let beyond = first - leg - TRANSFER * bare - step;
+            for (figure, value) in figures.iter_mut().zip([alone, leg, moved, bare, step, first, beyond]) {
+                figure.push(value);
+            }
+        }
+        let [alone, prefill, transfer, bare, step, first, beyond] = figures.map(median);
+        println!(
+            "{}",
+            json!({
+                "what": "first token", "backend": backend, "tokens": PROMPT, "alone_ms": alone, "prefill_ms": prefill,
+                "transfer_ms": transfer, "bare_transfer_ms": bare, "step_ms": step, "apart_ms": first,
+                "beyond_ms": beyond,
+            })
+        );
+    }
+    std::fs::remove_dir_all(model).unwrap();
+}
+
+/// How long `kvx demo` takes from its start to the end of its first answer.
+fn demo() -> Duration {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    command.args(["demo", "--backend", "SHM"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let begun = Instant::now();
+    let mut demo = command.spawn().expect("kvx starts");
+    kvx_testkit::kill_after(&demo, LIMIT * 2);
+    let mut lines = BufReader::new(demo.stdout.take().expect("it is piped")).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.ends_with("  equal")), "no answer is equal");
+    let took = begun.elapsed();
+    lines.for_each(drop);
+    assert!(demo.wait().expect("it is a child").success());
+    took
+}
+
+fn prompt(seed: u64) -> Value {
+    json!((0..PROMPT).map(|at| 32 + (seed * 7919 + at * (17 + seed % 5)) % 90).collect::<Vec<_>>())
+}
+
+/// Milliseconds of the prefill's leg, until the first token by both legs, and of a step of the decode.
+fn apart(prefill: &Server, decode: &Server, prompt: &Value) -> (f64, f64, f64) {
+    let begun = Instant::now();
+    let answer = prefill.tokens(prompt, 1, Some(&json!({"do_remote_decode": true})));
+    let leg = millis(begun.elapsed());
+    let (first, step) = stream(decode, prompt, Some(&answer["kv_transfer_params"]));
+    (leg, leg + first, step)
+}
+
+/// Milliseconds until the first token, and between those that follow.
+fn stream(server: &Server, prompt: &Value, params: Option<&Value>) -> (f64, f64) {
+    let mut body = greedy(prompt, 16);
+    body["stream"] = true.into();
+    body["kv_transfer_params"] = json!(params);
+    let begun = Instant::now();
+    let answer = BufReader::new(server.send("POST", "/v1/completions", Some(&body)));
+    let events = answer.lines().map_while(Result::ok).filter(|line| line.starts_with("data: {"));
+    let times: Vec<f64> = events.map(|_| millis(begun.elapsed())).collect();
+    assert_eq!(times.len(), 16, "an answer of 16 tokens");
+    let steps = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    (times[0], median(steps))
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}

@@ -1,0 +1,167 @@
+//! `kvx demo --transfer`: scattered blocks between two processes, what that costs, and what is told when one of them is
+//! killed.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use kvx::{Agent, Kind, Memory, Options, Peer, Plan, Registry};
+
+use super::blocks::Blocks;
+use super::owner::Owner;
+use crate::{Result, bytes};
+
+/// How often everything is timed, in turn.
+const ROUNDS: usize = 5;
+/// How long a link may take to come up, and a transfer or a shutdown to end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long the owner may take to fill and publish its pool.
+const START: Duration = Duration::from_secs(60);
+
+/// Runs the demo. `Ok` says that all of it held.
+pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+    let mut backends = Vec::new();
+    for written in written {
+        let name = registry.require(written, &Options::new())?.0.name();
+        if !backends.contains(&name) {
+            backends.push(name);
+        }
+    }
+    let blocks = Blocks::of(size)?;
+    let (count, length) = (blocks.from.len(), bytes::show(blocks.length()));
+    let start = Instant::now();
+    let mut owner = Owner::start(&backends, size, START)?;
+    writeln!(
+        out,
+        "Process {} owns a pool of {}; process {} reads {count} scattered blocks of {length} of it.",
+        owner.pid(),
+        bytes::show(size),
+        std::process::id()
+    )?;
+    writeln!(
+        out,
+        "The pool was published after {}; what a reader must know of it is {} bytes.",
+        seconds(start.elapsed()),
+        owner.metadata.len()
+    )?;
+
+    let readers = backends
+        .iter()
+        .map(|backend| Reader::connect(backend, registry, &owner.metadata, &blocks))
+        .collect::<Result<Vec<_>>>()?;
+    writeln!(out)?;
+    for reader in &readers {
+        let first = reader.read()?;
+        blocks.check(&reader.room)?;
+        writeln!(out, "Route: {}.", reader.peer.route())?;
+        writeln!(out, "  The first read took {}; the checksums of all blocks are right.", seconds(first))?;
+    }
+
+    let costs = measure(&readers, &blocks)?;
+    let bare = costs[0];
+    writeln!(out, "\n{} a read, median of {ROUNDS} rounds in turn:", bytes::show(blocks.read_bytes()))?;
+    let names = std::iter::once("bare copy").chain(backends.iter().copied());
+    for (name, cost) in names.zip(costs) {
+        let rate = blocks.read_bytes() as f64 / cost.as_secs_f64() / 1e9;
+        let times = cost.as_secs_f64() / bare.as_secs_f64();
+        let beside =
+            if name == "bare copy" { String::new() } else { format!("  {times:.2} times the bare copy") };
+        writeln!(out, "  {name:<10} {:>10}  {rate:>6.2} GB/s{beside}", seconds(cost))?;
+    }
+
+    owner.kill()?;
+    writeln!(out, "\nProcess {} was killed. The next read is told:", owner.pid())?;
+    for reader in &readers {
+        let (after, error) = reader.read_until_told(&blocks)?;
+        writeln!(out, "  {} after {}: {error}", reader.backend, seconds(after))?;
+        if error.kind() != Kind::PeerLost {
+            return Err(
+                format!("this should have been {:?}, and was {:?}", Kind::PeerLost, error.kind()).into()
+            );
+        }
+    }
+    for reader in readers {
+        reader.agent.shutdown(PATIENCE / 2).join()?;
+    }
+    writeln!(out, "All of it held.")?;
+    Ok(())
+}
+
+/// One agent that reads over one backend.
+struct Reader {
+    backend: &'static str,
+    agent: Agent,
+    peer: Peer,
+    room: std::sync::Arc<Memory>,
+    plan: Plan,
+}
+
+impl Reader {
+    fn connect(backend: &'static str, registry: &Registry, metadata: &[u8], blocks: &Blocks) -> Result<Self> {
+        let agent = Agent::builder(format!("demo-reader-{backend}")).backends([backend]).build(registry)?;
+        let region = agent.register("room", blocks.empty_room()?)?;
+        let peer = agent.connect(metadata)?;
+        peer.ready(PATIENCE).join()?;
+        let plan = Plan::read(
+            region.grid(blocks.room)?.blocks(blocks.to.clone()),
+            peer.region("pool")?.grid(blocks.pool)?.blocks(blocks.from.clone()),
+        )?;
+        Ok(Reader { backend, agent, peer, room: std::sync::Arc::clone(region.memory()), plan })
+    }
+
+    /// Reads all blocks once, and says how long that took.
+    fn read(&self) -> kvx::Result<Duration> {
+        let start = Instant::now();
+        self.peer.transfer(&self.plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+        Ok(start.elapsed())
+    }
+
+    /// Reads until the loss of the owner has come to be known. What still succeeds must have brought the right bytes.
+    fn read_until_told(&self, blocks: &Blocks) -> Result<(Duration, kvx::Error)> {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
+            blocks.wipe(&self.room)?;
+            let asked = Instant::now();
+            match self.read() {
+                Ok(_) => blocks.check(&self.room)?,
+                Err(error) => return Ok((asked.elapsed(), error)),
+            }
+        }
+        Err(format!("{} went on reading from a process that is dead for {PATIENCE:?}", self.backend).into())
+    }
+}
+
+/// The median cost of a bare copy, then of each reader; what the last round brought is checked.
+fn measure(readers: &[Reader], blocks: &Blocks) -> Result<Vec<Duration>> {
+    let (pool, room) = (blocks.filled_pool()?, blocks.empty_room()?);
+    let mut costs = vec![Vec::with_capacity(ROUNDS); readers.len() + 1];
+    for reader in readers {
+        blocks.wipe(&reader.room)?;
+    }
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        blocks.copy(&pool, &room)?;
+        costs[0].push(start.elapsed());
+        for (reader, costs) in readers.iter().zip(&mut costs[1..]) {
+            costs.push(reader.read()?);
+        }
+    }
+    for reader in readers {
+        blocks.check(&reader.room)?;
+    }
+    Ok(costs.into_iter().map(median).collect())
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+/// A time as people read it: `0.35 s`, `7.1 ms`, `82 us`.
+fn seconds(time: Duration) -> String {
+    match time.as_secs_f64() {
+        long if long >= 0.1 => format!("{long:.2} s"),
+        middle if middle >= 1e-3 => format!("{:.1} ms", middle * 1e3),
+        short => format!("{:.0} us", short * 1e6),
+    }
+}

@@ -1,0 +1,69 @@
+//! Where a model's folder is.
+
+use std::path::{Path, PathBuf};
+
+use crate::Result;
+
+/// The folder of a model: the one that is named, or the newest of that name in the local Hugging Face cache.
+pub(super) fn find(model: &str) -> Result<PathBuf> {
+    if Path::new(model).is_dir() {
+        return Ok(model.into());
+    }
+    let cache = cache(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from));
+    find_in(model, cache.as_deref())
+}
+
+fn find_in(model: &str, cache: Option<&Path>) -> Result<PathBuf> {
+    let found = cache.and_then(|cache| {
+        let kept = cache.join(format!("models--{}", model.replace('/', "--")));
+        let revision = std::fs::read_to_string(kept.join("refs/main")).ok()?;
+        Some(kept.join("snapshots").join(revision.trim())).filter(|snapshot| snapshot.is_dir())
+    });
+    found.ok_or_else(|| {
+        let looked = cache.map_or("no Hugging Face cache".to_owned(), |cache| cache.display().to_string());
+        format!(
+            "{model} is no folder, and {looked} does not have it; fetch it with `hf download {model}` (nothing is fetched \
+             here), give a model's folder, or write one of random weights with `kvx make-model FOLDER`"
+        )
+        .into()
+    })
+}
+
+/// The cache, as Hugging Face's own tools look for it.
+fn cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let hub = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE"));
+    hub.or_else(|| Some(variable("HF_HOME")?.join("hub")))
+        .or_else(|| Some(variable("XDG_CACHE_HOME")?.join("huggingface/hub")))
+        .or_else(|| Some(variable("HOME")?.join(".cache/huggingface/hub")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_looked_for_where_huggingface_keeps_it() {
+        let root = std::env::temp_dir().join(format!("kvx-serve-models-{}", std::process::id()));
+        let kept = root.join("models--Qwen--Qwen3-0.6B");
+        std::fs::create_dir_all(kept.join("snapshots/abc")).unwrap();
+        std::fs::create_dir_all(kept.join("refs")).unwrap();
+        std::fs::write(kept.join("refs/main"), "abc\n").unwrap();
+        let found = find_in("Qwen/Qwen3-0.6B", Some(&root));
+        let other = find_in("Qwen/Qwen3-8B", Some(&root));
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found.unwrap(), kept.join("snapshots/abc"));
+        let error = other.unwrap_err().to_string();
+        assert!(error.contains("hf download Qwen/Qwen3-8B") && error.contains("kvx make-model"), "{error}");
+    }
+
+    #[test]
+    fn variables_say_where_the_cache_is() {
+        let of = |set: &[(&str, &str)]| {
+            cache(|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| PathBuf::from(value)))
+        };
+        assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
+        assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f")]), Some("/f/hub".into()));
+        assert_eq!(of(&[("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
+        assert_eq!(of(&[]), None);
+    }
+}

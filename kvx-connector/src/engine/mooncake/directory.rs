@@ -1,0 +1,110 @@
+//! What bootstrap servers have said: where the workers of prefills listen, and which of them know this worker's layout.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::identity::{EngineId, RequestId, WorkerRank};
+use super::super::step::RemoteEngine;
+use super::super::time::Time;
+use super::action::QueryId;
+use crate::wire::mooncake::Directory;
+
+/// A prefill, as its bootstrap server lists it.
+#[derive(Debug)]
+pub(super) struct Listed {
+    pub(super) tp_size: u32,
+    pub(super) pp_size: u32,
+    pub(super) workers: BTreeMap<WorkerRank, Arc<str>>,
+    used: Time,
+}
+
+/// A question under way, and who waits for it.
+#[derive(Debug)]
+pub(super) struct Query {
+    pub(super) peer: Arc<RemoteEngine>,
+    pub(super) waiting: Vec<RequestId>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Listings {
+    last: u64,
+    engines: BTreeMap<EngineId, Listed>,
+    queries: BTreeMap<QueryId, Query>,
+    /// Workers that have this worker's layout.
+    pub(super) knowing: BTreeSet<Arc<str>>,
+}
+
+impl Listings {
+    /// The engine, if its server has been asked.
+    pub(super) fn get(&mut self, now: Time, engine: &EngineId) -> Option<&Listed> {
+        let listed = self.engines.get_mut(engine)?;
+        listed.used = now;
+        Some(listed)
+    }
+
+    /// Waits for the server's answer; says whether it is to be asked.
+    pub(super) fn wait(&mut self, peer: &Arc<RemoteEngine>, request: RequestId) -> Option<QueryId> {
+        if let Some(query) = self.queries.values_mut().find(|query| query.peer == *peer) {
+            query.waiting.push(request);
+            return None;
+        }
+        self.last += 1;
+        let id = QueryId(self.last);
+        self.queries.insert(id, Query { peer: Arc::clone(peer), waiting: vec![request] });
+        Some(id)
+    }
+
+    pub(super) fn take(&mut self, query: QueryId) -> Option<Query> {
+        self.queries.remove(&query)
+    }
+
+    /// Remembers what a server says of an engine; engines that nobody asked for long are forgotten.
+    ///
+    /// # Errors
+    ///
+    /// The server does not list the engine, or not all its workers.
+    pub(super) fn learn(
+        &mut self,
+        now: Time,
+        peer: &RemoteEngine,
+        directory: &Directory,
+        ttl: Option<Duration>,
+    ) -> Result<(), String> {
+        let listed = directory.engine(peer.engine.as_str()).ok_or_else(|| {
+            let others: Vec<_> = directory.engines.values().map(|engine| engine.engine_id.as_str()).take(4).collect();
+            format!(
+                "the bootstrap server at {}:{} lists no engine {}, but {others:?}: it has restarted, or the router \
+                 names another one",
+                peer.address.host, peer.address.port, peer.engine
+            )
+        })?;
+        let (tp_size, pp_size) = listed.sizes()?;
+        let workers = listed.workers.iter().map(|(rank, addr)| (*rank, addr.as_str().into())).collect();
+        let idle = |listed: &Listed| ttl.is_some_and(|ttl| now.has_reached(listed.used + ttl));
+        let gone: Vec<_> = self
+            .engines
+            .iter()
+            .filter(|(_, listed)| idle(listed))
+            .map(|(engine, _)| engine.clone())
+            .collect();
+        gone.iter().for_each(|engine| self.forget(engine));
+        self.engines.insert(peer.engine.clone(), Listed { tp_size, pp_size, workers, used: now });
+        Ok(())
+    }
+
+    /// What was known of an engine is not so any more: the next request asks anew.
+    pub(super) fn forget(&mut self, engine: &EngineId) {
+        if let Some(listed) = self.engines.remove(engine) {
+            for address in listed.workers.values() {
+                self.knowing.remove(address);
+            }
+        }
+    }
+
+    pub(super) fn forget_all(&mut self) {
+        self.engines.clear();
+        self.queries.clear();
+        self.knowing.clear();
+    }
+}

@@ -1,0 +1,187 @@
+//! Where the memory of decode workers is, as they have told: kept under the names that they give it, for a while.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use super::super::identity::{Address, EngineId, WorkerRank};
+use super::super::step::RemoteEngine;
+use crate::wire::mooncake::PullRequest;
+
+/// Layouts that are kept under a name, as vLLM does.
+const MAX_LAYOUTS: usize = 1024;
+/// Bytes of them.
+const MAX_BYTES: usize = 64 << 20;
+
+/// A decode worker that blocks are written to, with one layout of its memory.
+#[derive(Debug)]
+pub struct Target {
+    /// What it has told of itself, without requests and without the layout's name.
+    pub told: PullRequest,
+    pub(super) peer: Arc<RemoteEngine>,
+    /// About as many bytes as it keeps.
+    bytes: usize,
+}
+
+/// A decode worker, whatever layout it has.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Reader {
+    host: Arc<str>,
+    port: u16,
+    tp_rank: u32,
+}
+
+impl Reader {
+    pub(super) fn of(request: &PullRequest) -> Self {
+        Reader {
+            host: request.remote_hostname.as_str().into(),
+            port: request.remote_port,
+            tp_rank: request.remote_tp_rank,
+        }
+    }
+}
+
+impl Target {
+    /// From a question with its layout.
+    fn of(request: &PullRequest) -> Self {
+        let told = request.of_worker();
+        let bytes = told.encode();
+        let digest: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        let peer = RemoteEngine {
+            engine: digest.into(),
+            address: Address { host: told.remote_hostname.as_str().into(), port: told.remote_port },
+            tp_size: told.remote_tp_size,
+            pp_size: told.remote_pp_size,
+            dcp_size: 1,
+            registration: 0,
+        };
+        // Numbers in memory are longer than on the wire.
+        Target { peer: Arc::new(peer), bytes: bytes.len() * 8, told }
+    }
+
+    /// Its place in its engine, as far as it tells.
+    pub fn rank(&self) -> WorkerRank {
+        WorkerRank { pp: 0, tp: self.told.remote_tp_rank }
+    }
+
+    pub(super) fn id(&self) -> &EngineId {
+        &self.peer.engine
+    }
+}
+
+/// What became of the layout of a question.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// This one.
+    Known(Arc<Target>),
+    /// This one, in place of another one of the same worker: that one is no longer.
+    New(Arc<Target>, Option<Arc<Target>>),
+    /// It is not kept (any more).
+    Missing,
+}
+
+/// The layouts by worker and name, those used longest ago first.
+#[derive(Debug, Default)]
+pub(super) struct Layouts {
+    kept: VecDeque<((Reader, u64), Arc<Target>)>,
+    /// Which layout each worker had last.
+    last: BTreeMap<Reader, Arc<Target>>,
+    bytes: usize,
+}
+
+impl Layouts {
+    /// The layout that a question brings or names.
+    pub(super) fn find(&mut self, request: &PullRequest) -> Found {
+        let brings = !request.kv_caches_base_addr.is_empty();
+        let name = (Reader::of(request), request.layout_id);
+        let place = self.kept.iter().position(|(kept, _)| *kept == name).filter(|_| name.1 != 0);
+        match place.and_then(|place| self.kept.remove(place)) {
+            Some((_, target)) if !brings => {
+                self.kept.push_back((name, Arc::clone(&target)));
+                return Found::Known(target);
+            }
+            Some((_, replaced)) => self.bytes -= replaced.bytes,
+            None if !brings => return Found::Missing,
+            None => {}
+        }
+        let mut target = Arc::new(Target::of(request));
+        let before = self.last.get(&name.0).cloned();
+        let same = before.as_ref().filter(|before| before.id() == target.id());
+        if let Some(same) = same {
+            target = Arc::clone(same);
+        }
+        let replaced = before.filter(|before| before.id() != target.id());
+        if name.1 == 0 {
+            return Found::New(target, replaced);
+        }
+        self.bytes += target.bytes;
+        self.last.insert(name.0.clone(), Arc::clone(&target));
+        self.kept.push_back((name, Arc::clone(&target)));
+        while self.kept.len() > MAX_LAYOUTS || (self.bytes > MAX_BYTES && self.kept.len() > 1) {
+            let Some(((reader, _), old)) = self.kept.pop_front() else { break };
+            self.bytes -= old.bytes;
+            if self.last.get(&reader).is_some_and(|last| last.id() == old.id()) {
+                self.last.remove(&reader);
+            }
+        }
+        Found::New(target, replaced)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(port: u16, layout_id: u64, bases: &[u64]) -> PullRequest {
+        let mut asked = PullRequest::new("10.0.0.2", port, 1, 0);
+        (asked.layout_id, asked.kv_caches_base_addr) = (layout_id, bases.to_vec());
+        asked
+    }
+
+    #[test]
+    fn a_layout_is_found_by_its_name_and_only_for_the_worker_that_told_it() {
+        let mut layouts = Layouts::default();
+        assert!(matches!(layouts.find(&asked(1, 7, &[])), Found::Missing));
+        let Found::New(told, None) = layouts.find(&asked(1, 7, &[4096])) else { panic!("it is new") };
+        let Found::Known(known) = layouts.find(&asked(1, 7, &[])) else { panic!("it is known") };
+        assert!(Arc::ptr_eq(&told, &known));
+        assert!(matches!(layouts.find(&asked(2, 7, &[])), Found::Missing), "another worker");
+        assert!(matches!(layouts.find(&asked(1, 9, &[])), Found::Missing), "another name");
+    }
+
+    #[test]
+    fn a_worker_with_another_layout_has_restarted() {
+        let mut layouts = Layouts::default();
+        layouts.find(&asked(1, 7, &[4096]));
+        let Found::New(_, Some(old)) = layouts.find(&asked(1, 9, &[8192])) else { panic!("it replaces one") };
+        assert_eq!(old.told.kv_caches_base_addr, [4096]);
+        assert!(matches!(layouts.find(&asked(1, 11, &[8192])), Found::New(_, None)), "the same memory");
+    }
+
+    #[test]
+    fn a_peer_that_names_no_layout_brings_it_every_time() {
+        let mut layouts = Layouts::default();
+        assert!(matches!(layouts.find(&asked(1, 0, &[4096])), Found::New(..)));
+        assert!(matches!(layouts.find(&asked(1, 0, &[])), Found::Missing));
+        assert!(layouts.kept.is_empty() && layouts.last.is_empty());
+    }
+
+    #[test]
+    fn the_layout_that_was_used_longest_ago_goes_and_memory_is_bounded() {
+        let mut layouts = Layouts::default();
+        for id in 1..=MAX_LAYOUTS as u64 {
+            layouts.find(&asked(1, id, &[4096]));
+        }
+        layouts.find(&asked(1, 1, &[]));
+        layouts.find(&asked(1, 5000, &[4096]));
+        assert_eq!(layouts.kept.len(), MAX_LAYOUTS);
+        assert!(matches!(layouts.find(&asked(1, 1, &[])), Found::Known(_)), "it was used just now");
+        assert!(matches!(layouts.find(&asked(1, 2, &[])), Found::Missing));
+        for id in 1..40 {
+            layouts.find(&asked(2, id, &vec![id; 60_000]));
+            assert!(layouts.bytes <= MAX_BYTES, "{}", layouts.bytes);
+        }
+        assert_eq!(layouts.bytes, layouts.kept.iter().map(|(_, target)| target.bytes).sum::<usize>());
+    }
+}

@@ -1,0 +1,447 @@
+//! The decode's side: whom to ask for the blocks of a request, and what they say.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::super::action::Action;
+use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
+use super::super::identity::{BlockLists, EngineId, RequestId};
+use super::super::scheduler::Kept;
+use super::super::step::{FailedLoad, ReceiveOrder, RemoteEngine};
+use super::super::time::Time;
+use super::super::worker::ranks_to_ask;
+use super::action::{MooncakeAction, PullId, QueryId, Unanswered};
+use super::worker::MooncakeWorker;
+use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, PulledRequest};
+
+/// One load.
+#[derive(Debug)]
+pub(super) struct Load {
+    order: ReceiveOrder,
+    stage: Stage,
+    /// Why it has failed, if it has: the first reason.
+    failure: Option<LoadFailure>,
+    /// Nobody waits for the contents any more.
+    cancelled: bool,
+    /// What each worker that was asked has said.
+    answers: BTreeMap<PullId, Answer>,
+}
+
+/// Of one worker.
+#[derive(Debug)]
+struct Answer {
+    said: Said,
+    address: Arc<str>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// For the bootstrap server.
+    Waiting,
+    /// The prefill's workers were asked.
+    Asked,
+    /// What they may still write is being ended.
+    Fencing,
+}
+
+/// What a worker has said of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Said {
+    Nothing,
+    /// It has written all that it has to write.
+    Written,
+    /// It has failed, and may write on.
+    Failed,
+    /// It has failed, and writes no more.
+    Settled,
+}
+
+/// One question to one worker of a prefill.
+#[derive(Debug)]
+pub(super) struct Pull {
+    engine: EngineId,
+    address: Arc<str>,
+    /// Requests that wait for its answer.
+    waiting: BTreeSet<RequestId>,
+    /// What it asked for, to be asked again with the layout. Of a question that had it, nothing.
+    again: Option<Vec<PulledRequest>>,
+    deadline: Time,
+}
+
+impl Load {
+    /// Nobody writes into the blocks any more.
+    fn is_settled(&self) -> bool {
+        self.answers.values().all(|answer| matches!(answer.said, Said::Written | Said::Settled))
+    }
+
+    fn is_written(&self) -> bool {
+        self.answers.values().all(|answer| answer.said == Said::Written)
+    }
+
+    fn asks(&self) -> PulledRequest {
+        PulledRequest {
+            request_id: self.order.request.as_str().to_owned(),
+            transfer_id: self.order.remote.request.as_str().to_owned(),
+            block_ids: self.order.local.groups().iter().map(|group| group.to_vec()).collect(),
+        }
+    }
+}
+
+impl MooncakeWorker {
+    /// Loads of one step: those from one prefill are asked for together.
+    pub(super) fn receive(&mut self, now: Time, orders: Vec<ReceiveOrder>) {
+        let mut by_engine: BTreeMap<EngineId, Vec<RequestId>> = BTreeMap::new();
+        for order in orders {
+            let request = order.request.clone();
+            if self.loads.contains_key(&request) {
+                continue;
+            }
+            self.load_deadlines.set(request.clone(), order.deadline);
+            by_engine.entry(order.remote.peer.engine.clone()).or_default().push(request.clone());
+            let (failure, answers) = (None, BTreeMap::new());
+            self.loads
+                .insert(request, Load { order, stage: Stage::Waiting, failure, cancelled: false, answers });
+        }
+        for (engine, requests) in by_engine {
+            if self.listings.get(now, &engine).is_some() {
+                self.ask_all(now, &engine, requests);
+                continue;
+            }
+            for request in requests {
+                let Some(load) = self.loads.get(&request) else { continue };
+                let (peer, deadline) = (Arc::clone(&load.order.remote.peer), load.order.deadline);
+                if let Some(query) = self.listings.wait(&peer, request) {
+                    let deadline = deadline.min(now + self.mooncake.connect_timeout);
+                    let address = peer.address.clone();
+                    self.actions.push_back(MooncakeAction::Query { query, address, deadline });
+                }
+            }
+        }
+    }
+
+    /// A bootstrap server has answered, or will not.
+    pub fn queried(&mut self, now: Time, query: QueryId, result: Result<Directory, String>) {
+        let Some(query) = self.listings.take(query) else { return };
+        let peer = query.peer;
+        let ttl = self.settings.engine_ttl;
+        let result = result.and_then(|directory| self.listings.learn(now, &peer, &directory, ttl));
+        match result {
+            Ok(()) => self.ask_all(now, &peer.engine, query.waiting),
+            Err(why) => self.unreachable(now, &peer, query.waiting, why),
+        }
+    }
+
+    /// There is no way to the engine that the parameters speak of.
+    fn unreachable(&mut self, now: Time, peer: &RemoteEngine, waiting: Vec<RequestId>, why: String) {
+        let mut said = TransferFailure::new(FailureKind::QueryFailed, why.clone());
+        said.engine = Some(peer.engine.clone());
+        said.address = Some(peer.address.clone());
+        said.request = waiting.first().cloned();
+        self.record(said);
+        for request in waiting {
+            self.fail_load(&request, LoadFailure::Handshake(why.clone()));
+            self.advance(now, &request);
+        }
+    }
+
+    /// Asks all workers of a prefill that hold a part of these requests' blocks.
+    fn ask_all(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
+        let waits = |load: &Load| load.stage == Stage::Waiting && load.order.remote.peer.engine == *engine;
+        let mut requests = requests;
+        requests.retain(|request| self.loads.get(request).is_some_and(waits));
+        let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else { return };
+        let peer = Arc::clone(&first.order.remote.peer);
+        let workers = match self.workers_of(now, &peer) {
+            Ok(workers) => workers,
+            Err(why) => return self.unreachable(now, &peer, requests, why),
+        };
+        for requests in requests.chunks(PullRequest::MAX_ITEMS) {
+            let loads = || requests.iter().filter_map(|request| self.loads.get(request));
+            let asked: Vec<_> = loads().map(Load::asks).collect();
+            let latest = loads().map(|load| load.order.deadline).max().unwrap_or(now);
+            for address in &workers {
+                let pull = self.ask(engine, address, asked.clone(), latest);
+                for request in requests {
+                    let Some(load) = self.loads.get_mut(request) else { continue };
+                    load.stage = Stage::Asked;
+                    if !load.order.local.is_empty() {
+                        load.answers
+                            .insert(pull, Answer { said: Said::Nothing, address: Arc::clone(address) });
+                        self.pulls.entry(pull).and_modify(|pull| {
+                            pull.waiting.insert(request.clone());
+                        });
+                    }
+                }
+            }
+            for request in requests {
+                self.advance(now, request);
+            }
+        }
+    }
+
+    fn workers_of(&mut self, now: Time, peer: &RemoteEngine) -> Result<Vec<Arc<str>>, String> {
+        let listed = self.listings.get(now, &peer.engine).ok_or("it is not listed any more")?;
+        let sized = RemoteEngine { tp_size: listed.tp_size, pp_size: listed.pp_size, ..peer.clone() };
+        let ranks = ranks_to_ask(&self.settings, self.rank, &sized)?;
+        Ok(ranks.iter().filter_map(|rank| listed.workers.get(rank).cloned()).collect())
+    }
+
+    /// Asks one worker. Its answer is of use for a while after the last load's deadline: it may say that it writes no
+    /// more.
+    fn ask(
+        &mut self,
+        engine: &EngineId,
+        address: &Arc<str>,
+        asked: Vec<PulledRequest>,
+        latest: Time,
+    ) -> PullId {
+        let deadline = latest + self.settings.load_timeout;
+        self.last_pull += 1;
+        let id = PullId(self.last_pull);
+        let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(address);
+        let bytes = self.question(engine, asked.clone(), brings);
+        let again = (!brings).then_some(asked);
+        let (engine, waiting) = (engine.clone(), BTreeSet::new());
+        self.pulls.insert(id, Pull { engine, address: Arc::clone(address), waiting, again, deadline });
+        self.pull_deadlines.set(id, deadline);
+        self.actions.push_back(MooncakeAction::Ask {
+            pull: id,
+            address: Arc::clone(address),
+            bytes,
+            deadline,
+        });
+        id
+    }
+
+    fn question(&self, engine: &EngineId, req_blocks: Vec<PulledRequest>, brings: bool) -> Vec<u8> {
+        let mut question = self.own.clone();
+        if !brings {
+            question.forget_layout();
+        }
+        question.req_blocks = req_blocks;
+        question.kvx_engine_id = Some(engine.as_str().to_owned());
+        question.encode()
+    }
+
+    /// A worker of a prefill has said something.
+    pub fn answered(&mut self, now: Time, pull: PullId, bytes: &[u8]) {
+        let Some(asked) = self.pulls.get(&pull) else { return };
+        let response = match PullResponse::decode(bytes) {
+            Ok(response) => response,
+            Err(error) => {
+                return self.unanswered(now, pull, Unanswered { delivered: true, error: error.to_string() });
+            }
+        };
+        if response.layout_id != 0 && response.layout_id == self.own.layout_id {
+            self.listings.knowing.insert(Arc::clone(&asked.address));
+        }
+        let why = response.err_msg.unwrap_or_else(|| "the prefill does not say why".into());
+        let settled = response.kvx_settled;
+        match response.status {
+            PullStatus::LayoutMiss => return self.ask_again(now, pull),
+            PullStatus::Error => return self.all_failed(now, pull, &why, settled),
+            PullStatus::Continue | PullStatus::Finish => {}
+        }
+        let ok = response.ok_reqs.unwrap_or_default().into_iter().map(|request| (request, true));
+        let failed = response.err_reqs.unwrap_or_default().into_iter().map(|request| (request, false));
+        for (request, written) in ok.chain(failed) {
+            let request = RequestId::from(request);
+            let said = match (written, settled) {
+                (true, _) => Said::Written,
+                (false, true) => Said::Settled,
+                (false, false) => Said::Failed,
+            };
+            self.said(now, pull, &request, said, &why);
+        }
+        if response.status == PullStatus::Finish {
+            self.all_failed(now, pull, "the prefill has ended without a word of it", false);
+        }
+    }
+
+    fn ask_again(&mut self, now: Time, pull: PullId) {
+        let Some(asked) = self.pulls.get_mut(&pull) else { return };
+        let Some(again) = asked.again.take() else {
+            return self.all_failed(now, pull, "the prefill asks again for a layout that it was sent", false);
+        };
+        let (address, engine, deadline) = (Arc::clone(&asked.address), asked.engine.clone(), asked.deadline);
+        self.listings.knowing.remove(&address);
+        let bytes = self.question(&engine, again, true);
+        self.actions.push_back(MooncakeAction::Ask { pull, address, bytes, deadline });
+    }
+
+    /// No answer comes any more.
+    pub fn unanswered(&mut self, now: Time, pull: PullId, how: Unanswered) {
+        let Some(asked) = self.pulls.get(&pull) else { return };
+        // Whoever listens there now, the bootstrap server knows.
+        let engine = asked.engine.clone();
+        self.listings.forget(&engine);
+        self.all_failed(now, pull, &how.error, !how.delivered);
+    }
+
+    /// A question is over; who still waits for its answer has failed.
+    fn all_failed(&mut self, now: Time, pull: PullId, why: &str, settled: bool) {
+        let Some(asked) = self.pulls.get(&pull) else { return };
+        let said = if settled { Said::Settled } else { Said::Failed };
+        for request in asked.waiting.clone() {
+            self.said(now, pull, &request, said, why);
+        }
+        self.hang_up(pull);
+    }
+
+    pub(super) fn pull_timed_out(&mut self, now: Time, pull: PullId) {
+        self.all_failed(now, pull, "the prefill did not answer in time", false);
+    }
+
+    fn hang_up(&mut self, pull: PullId) {
+        if self.pulls.remove(&pull).is_some() {
+            self.pull_deadlines.clear(&pull);
+            self.actions.push_back(MooncakeAction::Hangup { pull });
+        }
+    }
+
+    fn said(&mut self, now: Time, pull: PullId, request: &RequestId, said: Said, why: &str) {
+        let Some(load) = self.loads.get_mut(request) else { return };
+        let Some(Answer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
+        if matches!(before, Said::Written | Said::Settled) || *before == said {
+            return;
+        }
+        let first = *before == Said::Nothing;
+        *before = said;
+        let wanted = load.failure.is_none() && !load.cancelled;
+        if first && said != Said::Written && wanted {
+            let mut failure = TransferFailure::new(FailureKind::PullFailed, why);
+            let remote = &load.order.remote;
+            failure.request = Some(request.clone());
+            failure.remote_request = Some(remote.request.clone());
+            failure.engine = Some(remote.peer.engine.clone());
+            failure.address = Some(remote.peer.address.clone());
+            failure.blocks = load.order.local.groups().iter().map(|group| group.len()).collect();
+            self.record(failure);
+            self.fail_load(request, LoadFailure::Transfer(why.to_owned()));
+        }
+        self.advance(now, request);
+    }
+
+    fn fail_load(&mut self, request: &RequestId, failure: LoadFailure) {
+        if let Some(load) = self.loads.get_mut(request) {
+            load.failure.get_or_insert(failure);
+        }
+    }
+
+    /// Finishes a load once nothing touches its blocks.
+    fn advance(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get(request) else { return };
+        let given_up = load.failure.is_some() || load.cancelled;
+        match load.stage {
+            Stage::Waiting if !given_up => {}
+            Stage::Asked if !given_up && !load.is_written() => {}
+            Stage::Fencing if !load.is_settled() => {}
+            Stage::Asked if !load.is_settled() => self.fence(now, request),
+            Stage::Waiting | Stage::Asked | Stage::Fencing => self.finish(now, request),
+        }
+    }
+
+    /// The blocks are wanted back from whoever may write into them.
+    fn fence(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get_mut(request) else { return };
+        load.stage = Stage::Fencing;
+        self.actions.push_back(MooncakeAction::Engine(Action::Fence { request: request.clone() }));
+        self.let_go(now, request);
+    }
+
+    /// Tells the workers that were asked, and have not written, that the blocks are not wanted: they free theirs.
+    fn let_go(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get(request) else { return };
+        let asked = PulledRequest { block_ids: Vec::new(), ..load.asks() };
+        let unwritten = load.answers.values().filter(|answer| answer.said != Said::Written);
+        let addresses: Vec<_> = unwritten.map(|answer| Arc::clone(&answer.address)).collect();
+        let engine = load.order.remote.peer.engine.clone();
+        for address in addresses {
+            self.ask(&engine, &address, vec![asked.clone()], now);
+        }
+    }
+
+    /// No peer writes into the blocks of a request any more, whatever it still tries.
+    pub fn fenced(&mut self, now: Time, request: &RequestId) {
+        if self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing) {
+            self.finish(now, request);
+        }
+    }
+
+    /// It will never be proven that no peer writes into the blocks of a request.
+    pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) {
+        if self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing) {
+            self.output.lost.push((request.clone(), Kept::Load));
+            self.finish(now, request);
+        }
+    }
+
+    /// Reports a load, and forgets it.
+    fn finish(&mut self, now: Time, request: &RequestId) {
+        let told = self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing);
+        let failed = self.loads.get(request).is_some_and(|load| load.failure.is_some() || load.cancelled);
+        if failed && !told {
+            self.let_go(now, request);
+        }
+        let Some(load) = self.loads.remove(request) else { return };
+        self.load_deadlines.clear(request);
+        for pull in load.answers.keys() {
+            let Some(asked) = self.pulls.get_mut(pull) else { continue };
+            asked.waiting.remove(request);
+            if asked.waiting.is_empty() {
+                self.hang_up(*pull);
+            }
+        }
+        self.report(load);
+    }
+
+    fn report(&mut self, load: Load) {
+        if !load.order.awaited {
+            return;
+        }
+        let request = load.order.request;
+        self.output.finished_recving.push(request.clone());
+        if let Some(failure) = load.failure.filter(|_| !load.cancelled) {
+            let invalid = load.order.local.ascending();
+            self.output.failed_recving.push(FailedLoad { request, failure, invalid });
+        }
+    }
+
+    /// Nobody waits for a load any more; its blocks are wanted back.
+    pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get_mut(request).filter(|load| !load.cancelled) else { return };
+        load.cancelled = true;
+        match load.stage {
+            Stage::Waiting => self.give_back(now, request),
+            Stage::Asked | Stage::Fencing => self.advance(now, request),
+        }
+    }
+
+    /// Reports a load that has touched no block. The prefill is still to be told, once its workers are known.
+    fn give_back(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get_mut(request) else { return };
+        let order = ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
+        let rest =
+            Load { order, stage: Stage::Waiting, failure: None, cancelled: true, answers: BTreeMap::new() };
+        let load = std::mem::replace(load, rest);
+        self.load_deadlines.set(request.clone(), now + self.settings.load_timeout);
+        self.report(load);
+    }
+
+    pub(super) fn load_timed_out(&mut self, now: Time, request: &RequestId) {
+        let Some(load) = self.loads.get_mut(request) else { return };
+        match load.stage {
+            Stage::Waiting if load.order.awaited => {
+                load.failure.get_or_insert(LoadFailure::Deadline);
+                self.give_back(now, request);
+            }
+            Stage::Waiting => {
+                self.loads.remove(request);
+            }
+            Stage::Asked | Stage::Fencing => {
+                self.fail_load(request, LoadFailure::NotPushed);
+                self.advance(now, request);
+            }
+        }
+    }
+}

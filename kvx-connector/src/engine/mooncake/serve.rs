@@ -1,0 +1,514 @@
+//! The prefill's side: who asks for which blocks, what waits, and what is written.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
+use super::super::failure::{FailureKind, TransferFailure};
+use super::super::identity::{BlockLists, EngineId, RequestId};
+use super::super::peers::Reach;
+use super::super::plan::{PeerPlan, pair_push};
+use super::super::scheduler::Kept;
+use super::super::stats::Transferred;
+use super::super::time::Time;
+use super::super::worker::{MoveFailure, lane_groups};
+use super::action::{AskId, MooncakeAction};
+use super::layouts::{Found, Reader, Target};
+use super::worker::MooncakeWorker;
+use crate::mapping::{Tp, handshake_ranks};
+use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
+
+/// Requests for blocks that wait: a peer cannot make this engine remember more.
+const MAX_SERVES: usize = 65_536;
+/// Bytes of them.
+const MAX_BYTES: usize = 64 << 20;
+
+/// One request of one question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ServeId(u64);
+
+/// One question of a decode's worker, until all of it is answered.
+#[derive(Debug)]
+pub(super) struct Ask {
+    left: BTreeSet<RequestId>,
+    /// The layout's name, to be said with each answer.
+    layout_id: u64,
+    /// It hears a second time of what has failed, once nothing writes for it any more.
+    is_kvx: bool,
+}
+
+/// Who asks, and for whom else.
+#[derive(Clone, Debug)]
+struct Asker {
+    ask: AskId,
+    reader: Reader,
+    /// Readers of this worker, in all.
+    readers: usize,
+    /// Where its memory is; not needed by who only lets go.
+    target: Option<Arc<Target>>,
+}
+
+/// Blocks that are asked for, or let go.
+#[derive(Debug)]
+pub(super) struct Serve {
+    asker: Asker,
+    /// The decode's name of the request.
+    theirs: RequestId,
+    /// The transfer's.
+    name: RequestId,
+    /// The decode's blocks; none: it lets go.
+    blocks: BlockLists,
+    connection: Option<Connection>,
+    /// Writes that may still read our blocks, and write theirs.
+    unsettled: usize,
+    /// Whose blocks of ours are written, once they are: another request may have the transfer's name later.
+    writing: Option<RequestId>,
+    /// It has failed, and who asked has heard so.
+    failed: bool,
+}
+
+impl Serve {
+    /// About as many bytes as it keeps.
+    fn bytes(&self) -> usize {
+        let names = self.theirs.as_str().len() + self.name.as_str().len();
+        size_of::<Self>() + names + self.blocks.len() * size_of::<u32>() + size_of_val(self.blocks.groups())
+    }
+}
+
+/// One write in flight.
+#[derive(Debug)]
+pub(super) struct Write {
+    serve: ServeId,
+    resolved: bool,
+}
+
+impl MooncakeWorker {
+    /// A request of ours has arrived that a decode will ask for by this name.
+    pub(super) fn named(&mut self, request: RequestId, name: RequestId) {
+        if !self.transfers.add(request.clone(), name.clone()) {
+            let why = format!("two requests have the transfer_id {name}; the second one is sent to nobody");
+            let said = TransferFailure {
+                request: Some(request),
+                ..TransferFailure::new(FailureKind::SendFailed, why)
+            };
+            self.record(said);
+        }
+    }
+
+    /// A request has ended without blocks for a decode, or its blocks were taken back: who asks for it hears so.
+    pub(super) fn dropped(&mut self, now: Time, request: &RequestId) {
+        let Some(name) = self.transfers.name_of(request).cloned() else { return };
+        let why = "the prefill has ended without the blocks of that transfer";
+        self.transfers.end(now, &name, why);
+        for serve in self.asked_for.get(&name).cloned().unwrap_or_default() {
+            self.fail_serve(now, serve, why);
+        }
+    }
+
+    /// The blocks of a request are computed.
+    pub(super) fn ready(&mut self, now: Time, request: RequestId, blocks: BlockLists, until: Time) {
+        let Some(name) = self.transfers.ready(&request, blocks, until) else {
+            return self.output.finished_sending.push(request);
+        };
+        for serve in self.asked_for.get(&name).cloned().unwrap_or_default() {
+            self.begin(now, serve);
+        }
+    }
+
+    pub(super) fn expired(&mut self, now: Time, name: &RequestId) {
+        self.output.stats.record_expired();
+        self.settle(now, name);
+    }
+
+    fn settle(&mut self, now: Time, name: &RequestId) {
+        let over = self.transfers.settle(now, name);
+        self.output.finished_sending.extend(over);
+    }
+
+    /// A decode's worker asks for blocks, or lets go of them. `ask` is the way back to it.
+    ///
+    /// # Errors
+    ///
+    /// What it says cannot be used. It hears so; here it is worth a line in the log.
+    pub fn asked(&mut self, now: Time, ask: AskId, bytes: &[u8]) -> Result<()> {
+        let result = PullRequest::decode(bytes).and_then(|request| self.checked(request));
+        let (request, readers) = match result {
+            Ok(checked) => checked,
+            Err(error) => {
+                let mut response = PullResponse::new(PullStatus::Error);
+                response.err_msg = Some(error.to_string());
+                response.kvx_settled = true;
+                self.answer(ask, &response);
+                return Err(error);
+            }
+        };
+        let wants =
+            request.req_blocks.iter().any(|wanted| wanted.block_ids.iter().any(|ids| !ids.is_empty()));
+        let (target, replaced) = match self.layouts.find(&request) {
+            Found::Known(target) => (Some(target), None),
+            Found::New(target, replaced) => (Some(target), replaced),
+            Found::Missing if wants => {
+                self.answer(ask, &PullResponse::new(PullStatus::LayoutMiss));
+                return Ok(());
+            }
+            Found::Missing => (None, None),
+        };
+        if let Some(replaced) = replaced {
+            self.forget_target(now, replaced.id());
+        }
+        let reader = Reader::of(&request);
+        let open = Ask {
+            left: request.req_blocks.iter().map(|wanted| wanted.request_id.as_str().into()).collect(),
+            layout_id: if target.is_some() { request.layout_id } else { 0 },
+            is_kvx: request.kvx_engine_id.is_some(),
+        };
+        if open.left.is_empty() {
+            let mut nothing = PullResponse::new(PullStatus::Finish);
+            nothing.layout_id = open.layout_id;
+            self.answer(ask, &nothing);
+            return Ok(());
+        }
+        self.asks.insert(ask, open);
+        let asker = Asker { ask, reader, readers, target };
+        for wanted in request.req_blocks {
+            self.serve(now, &asker, wanted);
+        }
+        Ok(())
+    }
+
+    /// Refuses what cannot be right; gives how many workers read from this one.
+    fn checked(&self, request: PullRequest) -> Result<(PullRequest, usize)> {
+        if let Some(engine) =
+            request.kvx_engine_id.as_ref().filter(|engine| **engine != *self.settings.engine.as_str())
+        {
+            return Err(Error::new(
+                Kind::PeerRestarted,
+                format!(
+                    "a question for engine {engine}, and this is {}: ask the bootstrap server anew",
+                    self.settings.engine
+                ),
+            ));
+        }
+        let own = Tp::new(self.rank.tp, self.settings.tp_size)?;
+        let readers = handshake_ranks(own, request.remote_tp_size, 1)?;
+        if !readers.contains(&request.remote_tp_rank) || request.remote_pp_size > crate::mapping::MAX_RANKS {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "rank {} of {} with {} pipeline stages does not ask rank {} of {}",
+                    request.remote_tp_rank,
+                    request.remote_tp_size,
+                    request.remote_pp_size,
+                    self.rank.tp,
+                    self.settings.tp_size
+                ),
+            ));
+        }
+        let readers = readers.len() * request.remote_pp_size as usize;
+        Ok((request, readers))
+    }
+
+    /// A decode's worker has restarted: nothing is written for the one before.
+    fn forget_target(&mut self, now: Time, id: &EngineId) {
+        let of = |serve: &&ServeId| {
+            let target = self.serves.get(serve).and_then(|serve| serve.asker.target.as_ref());
+            target.is_some_and(|target| target.id() == id)
+        };
+        let old: Vec<_> = self.serves.keys().filter(of).copied().collect();
+        for serve in old {
+            self.fail_serve(now, serve, "the decode's worker has told another layout of its memory since");
+        }
+    }
+
+    fn serve(&mut self, now: Time, asker: &Asker, wanted: PulledRequest) {
+        self.last_serve += 1;
+        let id = ServeId(self.last_serve);
+        let serve = Serve {
+            asker: asker.clone(),
+            theirs: wanted.request_id.into(),
+            name: wanted.transfer_id.into(),
+            blocks: BlockLists::new(wanted.block_ids),
+            connection: None,
+            unsettled: 0,
+            writing: None,
+            failed: false,
+        };
+        let (name, lets_go) = (serve.name.clone(), serve.blocks.is_empty());
+        let others = self.asked_for.get(&name).cloned().unwrap_or_default();
+        let same: Vec<_> =
+            others.into_iter().filter(|other| self.serves[other].asker.reader == asker.reader).collect();
+        let refused = match self.transfers.over(&name) {
+            Some(why) if !lets_go => Some(why.to_owned()),
+            _ if !lets_go && !same.is_empty() => {
+                Some("the same worker has asked for that transfer before".into())
+            }
+            _ if self.serves.len() >= MAX_SERVES || self.serve_bytes + serve.bytes() > MAX_BYTES => {
+                Some(format!(
+                    "{} requests for blocks wait here already, of {} bytes",
+                    self.serves.len(),
+                    self.serve_bytes
+                ))
+            }
+            _ => None,
+        };
+        self.serve_bytes += serve.bytes();
+        self.serve_deadlines.set(id, now + self.mooncake.wait);
+        self.asked_for.entry(name.clone()).or_default().push(id);
+        self.serves.insert(id, serve);
+        if let Some(why) = refused {
+            return self.fail_serve(now, id, &why);
+        }
+        if lets_go {
+            for other in same {
+                self.fail_serve(now, other, "the decode has let go of that transfer");
+            }
+        }
+        let over = self.transfers.over(&name).is_some();
+        if over || self.transfers.get(&name).is_some_and(|transfer| transfer.ready.is_some()) {
+            self.begin(now, id);
+        }
+    }
+
+    /// The blocks are there: writes them, or waits for the description of who gets them.
+    pub(super) fn begin(&mut self, now: Time, id: ServeId) {
+        let Some(serve) = self.serves.get(&id).filter(|serve| serve.writing.is_none() && !serve.failed)
+        else {
+            return;
+        };
+        let name = serve.name.clone();
+        if serve.blocks.is_empty() {
+            return self.serve_over(now, id, true);
+        }
+        let reader = &serve.asker.reader;
+        let Some(transfer) = self.transfers.get(&name).filter(|transfer| !transfer.expired) else {
+            return self.fail_serve(now, id, "the blocks of that transfer are gone");
+        };
+        if transfer.has_had(reader) {
+            return self.fail_serve(now, id, "the same worker has had the blocks of that transfer before");
+        }
+        let Some(target) = serve.asker.target.clone() else { return };
+        match self.reach(now, &target) {
+            Reach::Ready(connection, plan) => self.write(now, id, connection, &plan),
+            Reach::Wait => {
+                let waiting = self.connecting.entry(target.id().clone()).or_default();
+                if !waiting.contains(&id) {
+                    waiting.push(id);
+                }
+            }
+            Reach::Refused(why) => self.fail_serve(now, id, &why),
+        }
+    }
+
+    fn write(&mut self, now: Time, id: ServeId, connection: Connection, plan: &Arc<PeerPlan>) {
+        let Some(serve) = self.serves.get_mut(&id) else { return };
+        let Some(transfer) = self.transfers.get_mut(&serve.name) else { return };
+        let Some(blocks) = transfer.ready.clone() else { return };
+        if plan.lanes.is_empty() {
+            return self.serve_over(now, id, true);
+        }
+        let paired = pair_push(plan, &serve.blocks, &blocks, &self.settings.groups);
+        let groups = match paired.and_then(|paired| paired.push_moves()) {
+            Ok(groups) => groups,
+            Err(why) => return self.fail_serve(now, id, &why),
+        };
+        (serve.writing, serve.connection) = (Some(transfer.request.clone()), Some(connection));
+        transfer.running += 1;
+        self.peers.hold(connection);
+        self.serve_deadlines.clear(&id);
+        let groups: Arc<[_]> = groups.into();
+        let lists = MoveLists { local: blocks, remote: serve.blocks.clone(), tokens: None };
+        let request = transfer.request.clone();
+        for lane in &plan.lanes {
+            let groups = lane_groups(lane, &groups);
+            for part in lane.parts() {
+                self.last_move += 1;
+                let move_id = MoveId(self.last_move);
+                self.writes.insert(move_id, Write { serve: id, resolved: false });
+                serve.unsettled += 1;
+                let what = Move {
+                    id: move_id,
+                    request: request.clone(),
+                    connection,
+                    part,
+                    groups: Arc::clone(&groups),
+                    lists: lists.clone(),
+                    notification: None,
+                    grants: [].into(),
+                    deadline: now + self.settings.load_timeout,
+                };
+                let theirs = serve.theirs.clone();
+                self.actions.push_back(MooncakeAction::Write { what, theirs });
+            }
+        }
+    }
+
+    /// A write has an outcome. `Ok`: its data is there, and nothing touches its memory any more.
+    pub fn move_resolved(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: std::result::Result<Transferred, MoveFailure>,
+    ) {
+        let Some(write) = self.writes.get_mut(&id).filter(|write| !write.resolved) else { return };
+        let serve = write.serve;
+        match result {
+            Ok(transferred) => {
+                self.output.stats.record(transferred);
+                if let Some(connection) = self.serves.get(&serve).and_then(|serve| serve.connection) {
+                    self.peers.proven(connection);
+                }
+                self.write_settled(now, id);
+            }
+            Err(failure) => {
+                write.resolved = true;
+                let connection = self.serves.get(&serve).and_then(|serve| serve.connection);
+                if let Some(connection) = connection.filter(|_| failure.peer_is_gone) {
+                    self.with_peers(|peers, actions| peers.invalidate(connection, actions));
+                }
+                if failure.settled && self.serves.get(&serve).is_some_and(|serve| serve.unsettled == 1) {
+                    self.mark_failed(serve, &failure.error, false);
+                } else {
+                    self.fail_serve(now, serve, &failure.error);
+                }
+                if failure.settled {
+                    self.write_settled(now, id);
+                }
+            }
+        }
+    }
+
+    /// Nothing touches the memory of a failed write any more.
+    pub fn move_settled(&mut self, now: Time, id: MoveId) {
+        if self.writes.get(&id).is_some_and(|write| write.resolved) {
+            self.write_settled(now, id);
+        }
+    }
+
+    /// Nobody will ever say that nothing touches the memory of a failed write any more.
+    pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        let Some(write) = self.writes.get(&id).filter(|write| write.resolved) else { return };
+        let Some(serve) = self.serves.get_mut(&write.serve) else { return };
+        // Who asked is never told that it is over: it never may be.
+        if let Some(open) = self.asks.get_mut(&serve.asker.ask) {
+            open.left.remove(&serve.theirs);
+            if open.left.is_empty() {
+                self.asks.remove(&serve.asker.ask);
+            }
+        }
+        if let Some(transfer) = self.transfers.get(&serve.name)
+            && serve.writing.as_ref() == Some(&transfer.request)
+        {
+            let lost = (transfer.request.clone(), Kept::Request);
+            if !self.output.lost.contains(&lost) {
+                self.output.lost.push(lost);
+            }
+        }
+        self.write_settled(now, id);
+    }
+
+    fn write_settled(&mut self, now: Time, id: MoveId) {
+        let Some(Write { serve: id, .. }) = self.writes.remove(&id) else { return };
+        let Some(serve) = self.serves.get_mut(&id) else { return };
+        serve.unsettled -= 1;
+        if serve.unsettled == 0 {
+            let written = !serve.failed;
+            self.serve_over(now, id, written);
+        }
+    }
+
+    /// What is asked for cannot be had. What is being written ends, and is over when it has settled.
+    pub(super) fn fail_serve(&mut self, now: Time, id: ServeId, why: &str) {
+        let Some(serve) = self.serves.get(&id).filter(|serve| !serve.failed) else { return };
+        let running = serve.unsettled > 0;
+        self.mark_failed(id, why, running);
+        if !running {
+            return self.serve_over(now, id, false);
+        }
+        let moves = self.writes.iter().filter(|(_, write)| write.serve == id && !write.resolved);
+        let cancels: Vec<_> = moves.map(|(id, _)| Action::Cancel { id: *id }).collect();
+        self.actions.extend(cancels.into_iter().map(MooncakeAction::Engine));
+    }
+
+    /// Notes a failure; who asked hears of it now, though something may still write, or else at the end.
+    fn mark_failed(&mut self, id: ServeId, why: &str, now: bool) {
+        let Some(serve) = self.serves.get_mut(&id).filter(|serve| !serve.failed) else { return };
+        serve.failed = true;
+        let (ask, theirs) = (serve.asker.ask, serve.theirs.clone());
+        if let Some(request) = serve.writing.clone() {
+            let mut said = TransferFailure::new(FailureKind::SendFailed, why);
+            said.remote_request = Some(theirs.clone());
+            said.request = Some(request);
+            self.record(said);
+        }
+        let is_kvx = self.asks.get(&ask).is_some_and(|open| open.is_kvx);
+        if now {
+            self.tell(ask, &theirs, Some(why), false, !is_kvx);
+        } else {
+            self.tell(ask, &theirs, Some(why), true, true);
+        }
+    }
+
+    /// Nothing is done for it any more.
+    fn serve_over(&mut self, now: Time, id: ServeId, had: bool) {
+        let Some(serve) = self.serves.remove(&id) else { return };
+        self.serve_bytes -= serve.bytes();
+        self.serve_deadlines.clear(&id);
+        if let Some(others) = self.asked_for.get_mut(&serve.name) {
+            others.retain(|other| *other != id);
+            if others.is_empty() {
+                self.asked_for.remove(&serve.name);
+            }
+        }
+        let Asker { ask, reader, readers, .. } = serve.asker;
+        match had {
+            true => self.tell(ask, &serve.theirs, None, true, true),
+            // Who has heard of the failure, if it still listens, hears that it is over.
+            false => self.tell(ask, &serve.theirs, Some("nothing is written for it any more"), true, true),
+        }
+        if let Some(request) = &serve.writing {
+            if let Some(transfer) = self.transfers.get_mut(&serve.name)
+                && transfer.request == *request
+            {
+                transfer.running -= 1;
+            }
+            if let Some(connection) = serve.connection {
+                self.with_peers(|peers, actions| peers.release(now, connection, actions));
+            }
+        }
+        if had {
+            let over = self.transfers.has(now, &serve.name, reader, readers);
+            self.output.finished_sending.extend(over);
+        }
+        self.settle(now, &serve.name);
+    }
+
+    /// Answers for one request, if the question is still open for it.
+    fn tell(&mut self, ask: AskId, theirs: &RequestId, why: Option<&str>, settled: bool, last: bool) {
+        let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else { return };
+        if last {
+            open.left.remove(theirs);
+        }
+        let over = open.left.is_empty();
+        let mut response = PullResponse::new(if over { PullStatus::Finish } else { PullStatus::Continue });
+        response.layout_id = open.layout_id;
+        let named = Some(vec![theirs.as_str().to_owned()]);
+        match why {
+            None => response.ok_reqs = named,
+            Some(why) => {
+                response.err_reqs = named;
+                response.err_msg = Some(why.to_owned());
+                response.kvx_settled = settled;
+            }
+        }
+        if over {
+            self.asks.remove(&ask);
+        }
+        self.answer(ask, &response);
+    }
+
+    fn answer(&mut self, ask: AskId, response: &PullResponse) {
+        self.actions.push_back(MooncakeAction::Answer { ask, bytes: response.encode() });
+    }
+}

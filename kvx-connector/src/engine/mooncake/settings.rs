@@ -1,0 +1,131 @@
+//! What an engine with the MooncakeConnector is told beside what every engine is.
+
+use std::time::Duration;
+
+use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Rank, Role};
+use kvx_core::{Error, Kind, Result};
+
+use super::super::identity::{Address, WorkerRank};
+use super::super::settings::{Settings, multi};
+
+/// How much longer than a prefill keeps blocks and waiting pulls a decode waits for an answer.
+const ANSWER_MARGIN: Duration = Duration::from_secs(60);
+
+/// What an engine with the MooncakeConnector is told beside [`Settings`]. Plain data.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mooncake {
+    /// Which legs it takes.
+    pub role: Role,
+    /// How long a prefill keeps blocks that nobody asks for, and requests for blocks that nobody prefills:
+    /// `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
+    pub wait: Duration,
+    /// How long a bootstrap server may take to answer: `VLLM_MOONCAKE_CONNECTOR_TIMEOUT`.
+    pub connect_timeout: Duration,
+    /// Where a prefill's workers register.
+    pub bootstrap: Bootstrap,
+}
+
+/// A bootstrap server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Bootstrap {
+    /// The prefill instance's own, on this port: its first rank serves it.
+    Own(u16),
+    /// Another one, `bootstrap_server_address`.
+    External(Address),
+}
+
+impl Mooncake {
+    /// vLLM's defaults, for one role.
+    pub fn new(role: Role) -> Self {
+        Mooncake {
+            role,
+            wait: Duration::from_secs(480),
+            connect_timeout: Duration::from_secs(30),
+            bootstrap: Bootstrap::Own(8998),
+        }
+    }
+
+    /// Whether it takes prefill legs.
+    pub fn prefills(&self) -> bool {
+        self.role != Role::Consumer
+    }
+
+    /// Whether it takes decode legs.
+    pub fn decodes(&self) -> bool {
+        self.role != Role::Producer
+    }
+
+    /// Whether this worker serves the bootstrap server of its instance: the first rank of a prefill that has no other.
+    pub fn serves_bootstrap(&self, dp: u32, rank: WorkerRank) -> bool {
+        let first = dp == 0 && rank == WorkerRank::default();
+        first && self.prefills() && matches!(self.bootstrap, Bootstrap::Own(_))
+    }
+}
+
+impl Settings {
+    /// As [`new`](Self::new), for a MooncakeConnector.
+    pub fn with_mooncake(self, mooncake: Mooncake) -> Self {
+        Settings {
+            release: BlockRelease::After(mooncake.wait),
+            heartbeat: None,
+            push_timeout: mooncake.wait.saturating_add(ANSWER_MARGIN),
+            mooncake: Some(mooncake),
+            ..self
+        }
+    }
+
+    /// What a configuration of the MooncakeConnector says, for the engine of data-parallel rank `dp`; sizes and groups
+    /// are still to be set. `address` is unused by the protocol: it names the engine in logs.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` for another connector, and for a `kv_compat` whose MooncakeConnector had no bootstrap server;
+    /// `Invalid` for a `bootstrap_server_address` that is none.
+    pub fn of_mooncake(config: &KvTransferConfig, dp: u32, address: Address) -> Result<Self> {
+        if config.connector() == Some(&Connector::Multi) {
+            return Err(multi());
+        }
+        if config.connector() != Some(&Connector::Mooncake) {
+            let name = config.kv_connector().unwrap_or("no connector").to_owned();
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "{name} is not the MooncakeConnector, which these settings are for; take Settings::from_config"
+                ),
+            ));
+        }
+        if config.compat() < Compat::V0_16 {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "the MooncakeConnector of vLLM before 0.16 has no bootstrap server, and is not served; write a \
+                 kv_compat of 0.16 or later on both sides, or none",
+            ));
+        }
+        let (given, environment) = (config.mooncake(), config.environment());
+        let bootstrap = match &given.bootstrap_server_address {
+            Some(text) => Bootstrap::External(external(text)?),
+            None => Bootstrap::Own(config.mooncake_port(Rank::default())?),
+        };
+        let mooncake = Mooncake {
+            role: config.kv_role().unwrap_or(Role::Both),
+            wait: environment.mooncake_abort_request_timeout,
+            connect_timeout: environment.mooncake_connector_timeout,
+            bootstrap,
+        };
+        let settings = Settings {
+            load_timeout: config.nixl().load_timeout,
+            allowed_hosts: config.nixl().allowed_hosts.clone(),
+            policy: config.kv_load_failure_policy(),
+            ..Settings::new(config.engine_id_of_rank(dp), address)
+        };
+        Ok(settings.with_mooncake(mooncake))
+    }
+}
+
+fn external(text: &str) -> Result<Address> {
+    Address::parse(text).ok_or_else(|| {
+        let sentence =
+            format!("kv_connector_extra_config.bootstrap_server_address is {text:?}; write host:port");
+        Error::new(Kind::Invalid, sentence)
+    })
+}

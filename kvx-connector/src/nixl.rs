@@ -1,0 +1,226 @@
+//! A kvx agent and NIXL agents with the backend KVX: each reaches the other's memory, and no NIXL is needed here.
+//!
+//! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own, [`NixlPeer`] connects.
+//! Notifications need nothing more: those up to 64 KiB arrive as they were sent, on both sides; for longer ones, and
+//! ones that begin with the byte `F8`, see [`notes`](crate::wire::nixl::notes) and
+//! [`Assembly`](crate::wire::nixl::Assembly).
+//!
+//! ```
+//! use kvx_connector::nixl::{self, NixlPeer};
+//! # fn example(agent: kvx_core::Agent, cache: kvx_core::Region, theirs: &[u8]) -> kvx_core::Result<()> {
+//! let ours: Vec<u8> = nixl::blob(&agent, [&cache])?; // theirs: agent.add_remote_agent(ours)
+//! let peer = NixlPeer::connect(&agent, theirs)?; // theirs: agent.get_agent_metadata()
+//! // 4 KiB from an address of the NIXL agent's into the first block here.
+//! let plan = peer.plan(kvx_core::Op::Read, &cache, [(0, 0x7f00_0000_1000, 4096)])?;
+//! peer.peer().transfer(&plan).notify(*b"request-7:1").post()?.wait(std::time::Duration::from_secs(5))?;
+//! # Ok(())
+//! # }
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use kvx_core::{
+    Agent, Error, Generation, Kind, Metadata, Op, Peer, PeerRegion, Place, Plan, Region, Result, Span,
+};
+
+use crate::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
+
+/// The name of kvx's backend in NIXL.
+pub const BACKEND: &str = "KVX";
+
+/// The metadata of `agent` with these regions, for NIXL agents with the backend KVX. They know the regions by the
+/// addresses at which the memory lies here, and that of devices by the driver's number for them. Regions that are
+/// registered later: once more, with all.
+///
+/// # Errors
+/// `Revoked`, `Closed`; `Exhausted` for more than NIXL's form holds.
+pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) -> Result<Vec<u8>> {
+    let (mut host, mut devices) = (Vec::new(), Vec::new());
+    for region in regions {
+        let memory = region.memory();
+        let (address, len) = (memory.address(), memory.len() as u64);
+        let access = memory.device_access();
+        let device = access.map_or(0, |access| u64::from(access.ordinal()));
+        let described = NixlDescriptor { device, address, len, key: region.metadata()? };
+        if access.is_some() { &mut devices } else { &mut host }.push(described);
+    }
+    let section = |kind, mut memory: Vec<NixlDescriptor>| {
+        memory.sort();
+        NixlSection { backend: BACKEND.into(), kind, memory }
+    };
+    let sections = [section(NixlMemory::Dram, host), section(NixlMemory::Vram, devices)];
+    let blob = NixlBlob {
+        agent: agent.identity().name.to_string(),
+        connections: vec![(BACKEND.into(), introduction(agent)?)],
+        sections: sections.into_iter().filter(|section| !section.memory.is_empty()).collect(),
+    };
+    blob.encode()
+}
+
+/// How peers reach an agent; the same for its life, as NIXL wants it.
+///
+/// # Errors
+/// `Closed`.
+pub fn introduction(agent: &Agent) -> Result<Vec<u8>> {
+    let mut metadata = Metadata::decode(&agent.metadata()?)?;
+    metadata.regions.clear();
+    metadata.generation = Generation(0);
+    metadata.encode()
+}
+
+/// A NIXL agent with the backend KVX, as a peer of a kvx agent.
+pub struct NixlPeer {
+    peer: Peer,
+    /// By where they begin.
+    regions: BTreeMap<u64, (Vec<u8>, PeerRegion)>,
+}
+
+impl NixlPeer {
+    /// Connects with the agent whose metadata this is, as [`Agent::connect`] does.
+    ///
+    /// # Errors
+    /// `Malformed`; `Incompatible` for an agent without the backend KVX, or with one of another age; `Closed`.
+    pub fn connect(agent: &Agent, blob: &[u8]) -> Result<Self> {
+        let blob = NixlBlob::decode(blob)?;
+        let Some((_, introduction)) = blob.connections.iter().find(|(backend, _)| backend == BACKEND) else {
+            let backends: Vec<_> = blob.connections.iter().map(|(backend, _)| backend.as_str()).collect();
+            return Err(incompatible(
+                &blob.agent,
+                format_args!(
+                    "it has no backend KVX, but {}: create it there (in vLLM \"backends\": [\"KVX\"])",
+                    if backends.is_empty() { "none".into() } else { backends.join(", ") }
+                ),
+            ));
+        };
+        let peer = agent.connect(introduction)?;
+        if *peer.identity().name != *blob.agent {
+            let other = &peer.identity().name;
+            return Err(incompatible(&blob.agent, format_args!("its backend introduces itself as {other}")));
+        }
+        let mut made = NixlPeer { peer, regions: BTreeMap::new() };
+        made.take(&blob)?;
+        Ok(made)
+    }
+
+    /// Takes newer or partial metadata of the same agent: memory that was registered since. Says how many ranges were
+    /// new.
+    ///
+    /// # Errors
+    /// `Malformed`; `PeerRestarted` for another incarnation; `Invalid` for another agent's metadata.
+    pub fn update(&mut self, blob: &[u8]) -> Result<usize> {
+        let blob = NixlBlob::decode(blob)?;
+        if *blob.agent != *self.peer.identity().name {
+            let why =
+                format!("the metadata is of agent {}, this is {}", blob.agent, self.peer.identity().name);
+            return Err(Error::new(Kind::Invalid, why));
+        }
+        self.take(&blob)
+    }
+
+    /// Nothing of it when something is wrong.
+    fn take(&mut self, blob: &NixlBlob) -> Result<usize> {
+        // Addresses of one process are of one memory each, the host's or a device's.
+        let is_memory = |kind| matches!(kind, NixlMemory::Dram | NixlMemory::Vram);
+        let ours = |section: &&NixlSection| section.backend == BACKEND && is_memory(section.kind);
+        let mut learnt = Vec::new();
+        for range in blob.sections.iter().filter(ours).flat_map(|section| &section.memory) {
+            if self.regions.get(&range.address).is_some_and(|(key, _)| *key == range.key) {
+                continue;
+            }
+            let region = self.peer.learn(&range.key)?;
+            if region.len() != range.len || range.address.checked_add(range.len).is_none() {
+                return Err(Error::new(
+                    Kind::Malformed,
+                    format!(
+                        "agent {}: {} bytes at {:#x} whose backend says {}",
+                        blob.agent,
+                        range.len,
+                        range.address,
+                        region.len()
+                    ),
+                ));
+            }
+            learnt.push((range, region));
+        }
+        let new = learnt.len();
+        for (range, region) in learnt {
+            if let Some((_, old)) = self.regions.insert(range.address, (range.key.clone(), region)) {
+                self.peer.forget(&old);
+            }
+        }
+        Ok(new)
+    }
+
+    /// The peer: for transfers, notifications, and its route.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// Whether this metadata is of a NIXL agent with the backend KVX.
+    pub fn is_offered(blob: &[u8]) -> bool {
+        let offers = |blob: NixlBlob| blob.connections.iter().any(|(backend, _)| backend == BACKEND);
+        NixlBlob::decode(blob).is_ok_and(offers)
+    }
+
+    /// The regions, by where they begin at the agent.
+    pub fn regions(&self) -> impl Iterator<Item = (u64, &PeerRegion)> {
+        self.regions.iter().map(|(address, (_, region))| (*address, region))
+    }
+
+    /// The region that holds these bytes of the agent's memory, and their offset in it.
+    ///
+    /// # Errors
+    /// `Unregistered`.
+    pub fn place(&self, address: u64, len: u64) -> Result<(PeerRegion, u64)> {
+        // Ranges may overlap: the nearest one that begins before it is not always the one that reaches far enough.
+        let before = self.regions.range(..=address).rev();
+        let mut holding = before.filter(|(base, (_, region))| {
+            let offset = address - *base;
+            offset.checked_add(len).is_some_and(|end| end <= region.len())
+        });
+        match holding.next() {
+            Some((base, (_, region))) => Ok((region.clone(), address - base)),
+            None => Err(Error::new(
+                Kind::Unregistered,
+                format!(
+                    "agent {} has registered no {len} bytes at {address:#x}: if it has since, update the peer with its \
+                 newer metadata",
+                    self.peer.identity().name
+                ),
+            )),
+        }
+    }
+
+    /// A plan over pieces of any lengths: offset in `local`, address at the agent, bytes.
+    ///
+    /// # Errors
+    /// As [`place`](NixlPeer::place) and [`Plan::of_spans`].
+    pub fn plan(
+        &self,
+        op: Op,
+        local: &Region,
+        pieces: impl IntoIterator<Item = (u64, u64, u64)>,
+    ) -> Result<Plan> {
+        let mut lists: Vec<(Region, PeerRegion, Vec<Span>)> = Vec::new();
+        for (offset, address, len) in pieces {
+            let (region, remote) = self.place(address, len)?;
+            let span = Span { local: offset, remote, len };
+            match lists.iter_mut().find(|(_, known, _)| known.id() == region.id()) {
+                Some((_, _, spans)) => spans.push(span),
+                None => lists.push((local.clone(), region, vec![span])),
+            }
+        }
+        Plan::of_spans(op, lists)
+    }
+}
+
+impl fmt::Debug for NixlPeer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NixlPeer({:?}, {} regions)", self.peer, self.regions.len())
+    }
+}
+
+fn incompatible(agent: &str, why: impl fmt::Display) -> Error {
+    Error::new(Kind::Incompatible, format!("NIXL agent {agent} cannot be reached: {why}"))
+}

@@ -1,0 +1,74 @@
+//! Who awaits which outcome: what nobody awaits is the engine's to ask for.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::task::Waker;
+
+use super::prefill::Released;
+use super::slot::Slot;
+use crate::engine::{Kept, Outcome, RequestId};
+
+/// The end of a load that somebody awaits, with the release of what it still holds.
+pub(super) struct LoadEnd {
+    pub(super) outcome: Outcome,
+    pub(super) held: Option<Arc<Slot<Released>>>,
+}
+
+/// Those who wait.
+#[derive(Default)]
+pub(super) struct Awaited {
+    loads: HashMap<RequestId, Arc<Slot<LoadEnd>>>,
+    kept: HashMap<(RequestId, Kept), Arc<Slot<Released>>>,
+    /// What has become of all blocks, once the connector has ended.
+    ended: Option<Released>,
+}
+
+impl Awaited {
+    /// The outcome of a load goes to `slot`.
+    pub(super) fn load(&mut self, request: &RequestId, slot: &Arc<Slot<LoadEnd>>) {
+        self.loads.insert(request.clone(), Arc::clone(slot));
+    }
+
+    /// The release of blocks goes to this slot.
+    pub(super) fn release(&mut self, request: &RequestId, kept: Kept) -> Arc<Slot<Released>> {
+        let slot = Slot::new();
+        match self.ended {
+            Some(released) => slot.set(released),
+            None => drop(self.kept.insert((request.clone(), kept), Arc::clone(&slot))),
+        }
+        slot
+    }
+
+    pub(super) fn forget_load(&mut self, request: &RequestId) {
+        self.loads.remove(request);
+    }
+
+    pub(super) fn forget_release(&mut self, request: &RequestId, kept: Kept) {
+        self.kept.remove(&(request.clone(), kept));
+    }
+
+    /// An outcome goes to whoever awaits it: under the same lock under which it has come about, so that nobody gives up
+    /// in between what has ended already. Gives who is to be woken. `Err`: nobody awaits it.
+    pub(super) fn hear(&mut self, outcome: Outcome) -> Result<Option<Waker>, Outcome> {
+        match &outcome {
+            Outcome::Loaded { request, .. } | Outcome::Failed { request, .. } => {
+                let Some(slot) = self.loads.remove(request) else { return Err(outcome) };
+                let holds = matches!(&outcome, Outcome::Failed { held, .. } if !held.is_empty());
+                let request = request.clone();
+                let held = holds.then(|| self.release(&request, Kept::Load));
+                Ok(slot.fill(LoadEnd { outcome, held }))
+            }
+            Outcome::Free { request, kept } | Outcome::Lost { request, kept } => {
+                let Some(slot) = self.kept.remove(&(request.clone(), *kept)) else { return Err(outcome) };
+                let free = matches!(outcome, Outcome::Free { .. });
+                Ok(slot.fill(if free { Released::Free } else { Released::Lost }))
+            }
+        }
+    }
+
+    /// There will be no outcomes any more.
+    pub(super) fn end(&mut self, released: Released) -> Vec<Waker> {
+        self.ended = Some(released);
+        self.kept.drain().filter_map(|(_, slot)| slot.fill(released)).collect()
+    }
+}

@@ -1,0 +1,110 @@
+//! The end of a connector: of its peers' access, its agents, its loads and leases, and its thread.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use kvx_core::{Agent, Completion, Deadline, Result, Ticket};
+
+use super::prefill::Released;
+use super::state::{Shared, State};
+
+/// A shutdown that was asked for.
+pub(super) struct Shutdown {
+    pub(super) deadline: Deadline,
+    pub(super) begun: bool,
+    tickets: Vec<Ticket>,
+}
+
+/// A shutdown that begins.
+pub(super) struct Closing {
+    pub(super) deadline: Deadline,
+    pub(super) agents: Vec<Agent>,
+}
+
+impl Shared {
+    pub(super) fn is_closed(&self) -> bool {
+        self.state.lock().is_closing()
+    }
+
+    /// Peers find nobody any more.
+    pub(super) fn stop_listening(&self) {
+        drop(self.side.lock().take());
+    }
+
+    pub(super) fn shutdown(&self, deadline: Deadline) -> Completion<()> {
+        let (done, ticket) = Completion::with_ticket();
+        let mut state = self.state.lock();
+        state.closing.get_or_insert_with(|| Shutdown { deadline, begun: false, tickets: Vec::new() });
+        drop(state);
+        self.settle_at_end(ticket);
+        self.wake_up.notify_one();
+        done
+    }
+
+    /// Settles a ticket with the shutdown that was asked for.
+    pub(super) fn settle_at_end(&self, ticket: Ticket) {
+        let mut state = self.state.lock();
+        let over = state.over.clone();
+        match (over, &mut state.closing) {
+            (None, Some(closing)) => closing.tickets.push(ticket),
+            (over, _) => {
+                drop(state);
+                ticket.settle(over.unwrap_or(Ok(())));
+            }
+        }
+    }
+
+    /// The end: whoever still waits hears it. `Ok`: nothing touches any block any more.
+    pub(super) fn end(&self, result: Result<()>) {
+        let mut state = self.state.lock();
+        let released = if result.is_ok() { Released::Free } else { Released::Lost };
+        let outcomes = state.scheduler.end(result.is_ok());
+        let mut wakers: Vec<_> = outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).collect();
+        wakers.extend(state.awaited.end(released));
+        let tickets = state.closing.as_mut().map(|closing| std::mem::take(&mut closing.tickets));
+        state.over = Some(result.clone());
+        self.told.notify_all();
+        drop(state);
+        wakers.into_iter().for_each(Waker::wake);
+        tickets.into_iter().flatten().for_each(|ticket| ticket.settle(result.clone()));
+        self.news.notify_waiters();
+        self.wake_up.notify_one();
+    }
+}
+
+impl State {
+    /// Whether a shutdown was asked for.
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.is_some()
+    }
+}
+
+/// How long what has ended may take to say so.
+const TO_SAY_SO: Duration = Duration::from_millis(100);
+
+/// Ends all agents, then the thread.
+pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents }: Closing) {
+    shared.stop_listening();
+    let ends: Vec<_> = agents.iter().map(|agent| agent.shutdown(deadline)).collect();
+    let (mut registered, mut giving_back) = (Vec::new(), Vec::new());
+    for held in shared.state.lock().ranks.values_mut() {
+        registered.extend(held.registered.take());
+        for (given_back, ending) in held.giving_back.drain(..) {
+            registered.push(given_back);
+            giving_back.push(ending);
+        }
+    }
+    let mut result = Ok(());
+    for registered in &registered {
+        result = result.and(registered.finished(deadline).await);
+    }
+    for end in ends {
+        result = result.and(end.await);
+    }
+    // They have ended with their agents.
+    for ending in giving_back {
+        tokio::time::timeout(deadline.left().max(TO_SAY_SO), ending).await.ok();
+    }
+    shared.end(result);
+}

@@ -1,0 +1,182 @@
+//! The connector of one engine, by the names of vLLM's `KVConnectorBase_V1`.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_config::KvTransferConfig;
+use kvx_core::{Completion, Deadline, Error, Kind, Registry, Result};
+
+use super::builder::Builder;
+use super::rank::Rank;
+use super::state::Shared;
+use crate::engine::{
+    Address, Allocation, Arrival, Ending, EngineId, Finished, Matched, NotLoaded, Outcome, RequestId,
+    Settings, Time, WorkerRank,
+};
+
+/// How long a connector that is dropped without a shutdown takes to end what it has begun.
+const AT_DROP: Duration = Duration::from_secs(1);
+
+/// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with its last clone.
+///
+/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing:
+///
+/// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
+///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
+///    [`update_state_after_alloc`](Self::update_state_after_alloc).
+/// 2. [`step`](Self::step) once a step, and then [`Rank::start_load_kv`] on each worker.
+/// 3. [`outcomes`](Self::outcomes), and what they ask for.
+/// 4. [`request_finished`](Self::request_finished) for requests that end.
+///
+/// An idle engine sleeps in [`wake`](Self::wake). What need not wait for a step (leases, heartbeats, deadlines, peers
+/// that fetch) goes on without it. Blocks are checked by their generations at both ends, and the engine has nothing to
+/// do for it.
+#[derive(Clone)]
+pub struct Connector(Arc<Handle>);
+
+struct Handle {
+    shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        drop(self.shared.shutdown(AT_DROP.into()));
+    }
+}
+
+impl Connector {
+    /// Begins a connector of this configuration, over the backends of `registry`.
+    pub fn builder(config: &KvTransferConfig, registry: Registry) -> Builder {
+        Builder::new(config, registry)
+    }
+
+    pub(super) fn of(shared: Arc<Shared>) -> Self {
+        Connector(Arc::new(Handle { shared }))
+    }
+
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.0.shared
+    }
+
+    /// The name under which peers know this engine.
+    pub fn engine_id(&self) -> &EngineId {
+        &self.settings().engine
+    }
+
+    /// Where its side channel listens, as peers are told.
+    pub fn address(&self) -> &Address {
+        &self.settings().address
+    }
+
+    /// What it was built with.
+    pub fn settings(&self) -> &Settings {
+        &self.shared().setup.settings
+    }
+
+    /// A moment on the clock that times of requests are on.
+    pub fn time(&self, deadline: impl Into<Deadline>) -> Time {
+        let left = deadline.into().left();
+        self.shared().clock.now() + left
+    }
+
+    /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not have.
+    pub fn rank(&self, rank: WorkerRank) -> Result<Rank> {
+        if self.shared().has_rank(rank) {
+            return Ok(Rank { connector: self.clone(), rank });
+        }
+        let Settings { tp_size, pp_size, .. } = self.settings();
+        Err(Error::new(
+            Kind::Invalid,
+            format!(
+                "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
+                 Builder::workers",
+                rank.pp, rank.tp
+            ),
+        ))
+    }
+
+    /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
+    ///
+    /// # Errors
+    /// The parameters cannot be used; the request is computed here, as if it had none.
+    pub fn on_new_request(&self, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
+        self.shared().on_new_request(arrival, |_| ())
+    }
+
+    /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
+    pub fn get_num_new_matched_tokens(&self, request: &RequestId, computed: u32) -> Matched {
+        self.shared().matched(request, computed)
+    }
+
+    /// Blocks were given to a request: its load is ordered for the next [`step`](Self::step). A second call for the
+    /// same load changes nothing.
+    ///
+    /// # Errors
+    /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered; `OutOfBounds` for
+    /// blocks beyond them. Nothing is ordered then.
+    pub fn update_state_after_alloc(&self, request: &RequestId, allocation: Allocation) -> Result<()> {
+        self.shared().allocated(request, allocation)
+    }
+
+    /// The end of a step: what it has ordered goes to the workers, which begin it at their
+    /// [`start_load_kv`](Rank::start_load_kv).
+    pub fn step(&self) {
+        self.shared().step();
+    }
+
+    /// What has become of loads and of kept blocks since the last call, but of those that [`Prefill`](super::Prefill)
+    /// and [`Decode`](super::Decode) wait for.
+    pub fn outcomes(&self) -> Vec<Outcome> {
+        self.shared().outcomes()
+    }
+
+    /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any executor.
+    pub async fn wake(&self) {
+        loop {
+            let rung = self.shared().news.notified();
+            let mut rung = std::pin::pin!(rung);
+            rung.as_mut().enable();
+            if self.shared().has_news() {
+                return;
+            }
+            rung.await;
+        }
+    }
+
+    /// As [`wake`](Self::wake), without a runtime: blocks until then or until the deadline, and says which it was.
+    pub fn wait(&self, deadline: impl Into<Deadline>) -> bool {
+        self.shared().wait(deadline.into())
+    }
+
+    /// A request has ended, in whatever state it was.
+    pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
+        self.shared().request_finished(request, ending)
+    }
+
+    /// Blocks that nobody waits for, but that a transfer may still touch.
+    pub fn blocks_held(&self) -> usize {
+        self.shared().blocks_held()
+    }
+
+    /// Whether it knows of no request and keeps no blocks.
+    pub fn is_idle(&self) -> bool {
+        self.shared().is_idle()
+    }
+
+    /// Ends everything: loads fail, peers are refused, memory is given back, the thread ends. `Ok`: nothing touches any
+    /// block any more.
+    ///
+    /// # Errors
+    /// `StillShared` or `TimedOut`: that could not be proven by the deadline, and memory stays quarantined.
+    pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        self.shared().shutdown(deadline.into())
+    }
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Settings { engine, address, .. } = self.settings();
+        write!(f, "Connector({engine:?}, {}:{})", address.host, address.port)
+    }
+}

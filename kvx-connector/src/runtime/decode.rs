@@ -1,0 +1,339 @@
+//! Fetching the blocks of a prefill, for engines without a step loop.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use kvx_core::Deadline;
+
+use super::awaited::LoadEnd;
+use super::connector::Connector;
+use super::finished::Abandoned;
+use super::prefill::Released;
+use super::slot::Slot;
+use crate::engine::{
+    Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, NotLoaded, Outcome, RequestId, Then,
+};
+use crate::params::TransferParams;
+
+/// The side of a connector that loads what others have.
+#[derive(Clone, Copy, Debug)]
+pub struct Decode<'a>(&'a Connector);
+
+/// Blocks that hold what they shall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loaded {
+    /// Tokens of the prompt that are there, those at its front that the engine had already among them. The last one of
+    /// a prompt that was loaded whole is counted too; the engine computes it again, for its output.
+    pub tokens: u32,
+}
+
+/// A load that did not bring everything.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct LoadError {
+    /// Why.
+    pub failure: LoadFailure,
+    /// What the engine does next with the request, by `kv_load_failure_policy`; `Fail` once its deadline is past,
+    /// whatever the policy.
+    pub then: Then,
+    /// Blocks without the right contents: never to be found in a prefix cache.
+    pub invalid: Vec<u32>,
+    /// Blocks that a transfer may still touch, if there are any.
+    pub held: Held,
+}
+
+impl fmt::Display for LoadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.failure.fmt(f)
+    }
+}
+
+impl std::error::Error for LoadError {}
+
+impl LoadError {
+    /// One before anything was begun.
+    pub(super) fn refused(failure: LoadFailure) -> Self {
+        LoadError {
+            failure,
+            then: Then::Recompute { computed: 0 },
+            invalid: Vec::new(),
+            held: Held::nothing(),
+        }
+    }
+}
+
+impl<'a> Decode<'a> {
+    /// Of this connector.
+    pub fn new(connector: &'a Connector) -> Self {
+        Decode(connector)
+    }
+
+    /// Loads what `params` name into `blocks`: those that the prompt's tokens need, without the ones at its front that
+    /// the engine has already. So `n` blocks are the last `n` of the prompt. None: nothing is loaded, and the prefill
+    /// is told that its blocks are not wanted.
+    ///
+    /// It begins at once, and has an outcome by the deadline at the latest. That is the request's own: past it nobody
+    /// waits for the answer, and `then` is `Fail`. How long the load alone may take is `load_timeout` of
+    /// `kv_connector_extra_config`, 120 s if not said. One that is refused before it begins, or whose handshake fails,
+    /// leaves the prefill's blocks to their lease.
+    pub fn fetch(
+        &self,
+        request: impl Into<RequestId>,
+        params: &TransferParams,
+        blocks: BlockLists,
+        deadline: impl Into<Deadline>,
+    ) -> Fetch {
+        let (connector, request) = (self.0, request.into());
+        let slot = Slot::new();
+        let early = begin(connector, &request, params, blocks, deadline.into(), &slot).map(Box::new);
+        Fetch { connector: connector.clone(), request, slot, early, over: false }
+    }
+}
+
+/// The end of a load that never began.
+struct Early {
+    end: Result<Loaded, LoadError>,
+    /// The name is another one's: nothing is told under it.
+    known: bool,
+}
+
+/// Orders a load. Gives its end if it has come already.
+fn begin(
+    connector: &Connector,
+    request: &RequestId,
+    params: &TransferParams,
+    fill: BlockLists,
+    deadline: Deadline,
+    slot: &Arc<Slot<LoadEnd>>,
+) -> Option<Early> {
+    let early = |end| Some(Early { end, known: false });
+    let refused = |why: String| early(Err(LoadError::refused(LoadFailure::Refused(why))));
+    let settings = connector.settings();
+    if !params.do_remote_prefill {
+        return refused("they name no remote prefill (do_remote_prefill)".into());
+    }
+    if let Err(why) = params.remote_blocks_for(settings.mode) {
+        return refused(why.to_string());
+    }
+    let size = settings.block_size;
+    let theirs = params.remote_block_ids.iter().flatten().map(Vec::len).max().unwrap_or(0);
+    let all = u64::try_from(theirs).unwrap_or(u64::MAX).saturating_mul(size.into());
+    let held = u32::try_from(params.remote_num_tokens.unwrap_or(all)).unwrap_or(u32::MAX);
+    let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
+    let needed = held.div_ceil(size);
+    // Windows say nothing of what is there already.
+    let given = whole.map_or(needed, |(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));
+    let Some(cached) = needed.checked_sub(given) else {
+        return refused(format!(
+            "{given} blocks to fill, where the {held} tokens of the prefill need {needed}: give those that the prompt \
+             needs"
+        ));
+    };
+    let nothing = fill.is_empty();
+    let computed = if nothing { held } else { cached.saturating_mul(size) };
+    let prompt_tokens = held.saturating_add(settings.prefill_backoff);
+    let until = connector.time(deadline);
+    let arrival = Arrival { request, prompt_tokens, params: Some(params), deadline: Some(until) };
+    let shared = connector.shared();
+    if let Err(why) = shared.on_new_request(arrival, |awaited| awaited.load(request, slot)) {
+        let end = Err(LoadError::refused(LoadFailure::Refused(why.to_string())));
+        return Some(Early { end, known: why == NotLoaded::Known });
+    }
+    let external = connector.get_num_new_matched_tokens(request, computed).tokens;
+    let ordered = connector.update_state_after_alloc(request, Allocation { fill, computed, external });
+    if ordered.is_ok() && external > 0 {
+        shared.begin(request);
+        return None;
+    }
+    if let Abandoned::Ended(end) = shared.abandon(request, slot) {
+        return early(ended(connector, request, end));
+    }
+    match ordered {
+        Ok(()) if nothing => early(Ok(Loaded { tokens: held })),
+        Ok(()) => refused("they name no blocks for what is to be filled: compute the prompt here".into()),
+        Err(why) => refused(why.to_string()),
+    }
+}
+
+/// How a load has ended.
+fn ended(connector: &Connector, request: &RequestId, end: LoadEnd) -> Result<Loaded, LoadError> {
+    match end.outcome {
+        Outcome::Loaded { computed, .. } => Ok(Loaded { tokens: computed }),
+        Outcome::Failed { failure, then, invalid, held, .. } => {
+            let held = match end.held {
+                None => Held::nothing(),
+                Some(slot) => Held::of(connector, request, slot, held),
+            };
+            Err(LoadError { failure, then, invalid, held })
+        }
+        Outcome::Free { .. } | Outcome::Lost { .. } => unreachable!("only loads end by this slot"),
+    }
+}
+
+/// A load that is under way: a future, or [`wait`](Self::wait) without a runtime.
+///
+/// Dropped before its end it is aborted, and the prefill is told so. The engine then hears of its blocks once, by
+/// [`outcomes`](Connector::outcomes): `Free` or `Lost`. [`cancel`](Self::cancel) gives something to wait for instead.
+/// Of one that was refused for its name, which is in use, nothing is said.
+#[must_use = "dropping a fetch aborts it"]
+pub struct Fetch {
+    connector: Connector,
+    request: RequestId,
+    slot: Arc<Slot<LoadEnd>>,
+    /// What it ended with before it began.
+    early: Option<Box<Early>>,
+    over: bool,
+}
+
+impl Fetch {
+    /// The request.
+    pub fn request(&self) -> &RequestId {
+        &self.request
+    }
+
+    /// Blocks until it has ended. `Err`: not by the deadline; it goes on.
+    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Result<Loaded, LoadError>, Fetch> {
+        if let Some(early) = self.early.take() {
+            self.over = true;
+            return Ok(early.end);
+        }
+        match self.slot.wait(deadline.into()) {
+            Some(end) => Ok(self.ended(end)),
+            None => Err(self),
+        }
+    }
+
+    /// Aborts it. Its blocks are the engine's again once what is held is free.
+    pub fn cancel(mut self) -> Held {
+        self.abandon()
+    }
+
+    fn abandon(&mut self) -> Held {
+        self.over = true;
+        let end = match self.early.take() {
+            Some(early) => early.end,
+            None => match self.connector.shared().abandon(&self.request, &self.slot) {
+                Abandoned::Ended(end) => ended(&self.connector, &self.request, end),
+                Abandoned::Held(slot) => {
+                    return Held::of(&self.connector, &self.request, slot, BlockLists::default());
+                }
+                Abandoned::Nothing => return Held::nothing(),
+            },
+        };
+        end.err().map_or_else(Held::nothing, |error| error.held)
+    }
+
+    fn ended(&mut self, end: LoadEnd) -> Result<Loaded, LoadError> {
+        self.over = true;
+        self.connector.request_finished(&self.request, Ending::aborted());
+        ended(&self.connector, &self.request, end)
+    }
+}
+
+impl Future for Fetch {
+    type Output = Result<Loaded, LoadError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Some(early) = self.early.take() {
+            self.over = true;
+            return Poll::Ready(early.end);
+        }
+        match self.slot.poll(context) {
+            Poll::Ready(end) => Poll::Ready(self.ended(end)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let known = self.early.as_ref().is_some_and(|early| early.known);
+        // The release of what is held, or its loss, is the engine's to hear.
+        if self.abandon().is_empty() && !known {
+            let request = self.request.clone();
+            self.connector.shared().tell(Outcome::Free { request, kept: Kept::Load });
+        }
+    }
+}
+
+impl fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fetch({:?})", self.request)
+    }
+}
+
+/// Blocks that a transfer may still touch. Dropped, their release comes by [`outcomes`](Connector::outcomes).
+#[must_use = "no request gets these blocks before they are free"]
+pub struct Held(Option<HeldBlocks>);
+
+struct HeldBlocks {
+    connector: Connector,
+    request: RequestId,
+    slot: Arc<Slot<Released>>,
+    blocks: BlockLists,
+}
+
+impl Held {
+    pub(super) fn nothing() -> Self {
+        Held(None)
+    }
+
+    fn of(connector: &Connector, request: &RequestId, slot: Arc<Slot<Released>>, blocks: BlockLists) -> Self {
+        Held(Some(HeldBlocks { connector: connector.clone(), request: request.clone(), slot, blocks }))
+    }
+
+    /// Whether there are none: then all blocks are the engine's already.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// The blocks; after [`Fetch::cancel`] all that the load was to fill, and none are named.
+    pub fn blocks(&self) -> BlockLists {
+        self.0.as_ref().map(|held| held.blocks.clone()).unwrap_or_default()
+    }
+
+    /// Ends when nothing touches them any more; at once if there are none.
+    pub async fn free(mut self) -> Released {
+        let Some(held) = &self.0 else { return Released::Free };
+        let released = std::future::poll_fn(|context| held.slot.poll(context)).await;
+        self.0 = None;
+        released
+    }
+
+    /// As [`free`](Self::free), without a runtime. `Err`: not by the deadline.
+    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Held> {
+        let Some(held) = &self.0 else { return Ok(Released::Free) };
+        match held.slot.wait(deadline.into()) {
+            Some(released) => {
+                self.0 = None;
+                Ok(released)
+            }
+            None => Err(self),
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let Some(HeldBlocks { connector, request, slot, .. }) = self.0.take() else { return };
+        connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load));
+        // It may have come just now.
+        match slot.take() {
+            Some(Released::Free) => connector.shared().tell(Outcome::Free { request, kept: Kept::Load }),
+            Some(Released::Lost) => connector.shared().tell(Outcome::Lost { request, kept: Kept::Load }),
+            None => {}
+        }
+    }
+}
+
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Held").field(&self.0.as_ref().map(|held| &held.request)).finish()
+    }
+}

@@ -1,0 +1,413 @@
+//! Digests of an engine's blocks in registered memory, and what is loaded held against those of a peer (`kvx_digest`).
+//!
+//! Each kernel block of each region has a digest: XXH3 of its bytes, under a seed that says which block of which
+//! region it is, in which life of the pool and in which generation. The prefill writes them before anybody hears of
+//! the blocks. The decode puts the peer's blocks together again from where their bytes went, and compares.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvx_core::{Agent, Error, Grid, Kind, Memory, PeerRegion, Place as _, Region, Result};
+use twox_hash::XxHash3_64;
+
+use super::rank::Registered;
+use super::words::{AT_ONCE, WORD, Words};
+use crate::mapping::{Geometry, KvRegion, Pairing, RegionGrid, Source};
+
+/// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
+pub(super) const DIGESTS: &str = "digests.xxh3";
+
+/// What a digest says beside the bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Origin {
+    /// The owner's word for its pool.
+    pub(super) pool: u64,
+    /// The word of the logical block.
+    pub(super) generation: u64,
+    /// The kernel block.
+    pub(super) block: u32,
+    /// The region, by the owner's count.
+    pub(super) region: u32,
+}
+
+impl Origin {
+    fn digest(self, bytes: &[u8]) -> u64 {
+        let mut seed = [0; 24];
+        seed[..8].copy_from_slice(&self.pool.to_le_bytes());
+        seed[8..16].copy_from_slice(&self.generation.to_le_bytes());
+        seed[16..20].copy_from_slice(&self.block.to_le_bytes());
+        seed[20..].copy_from_slice(&self.region.to_le_bytes());
+        XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&seed), bytes)
+    }
+}
+
+/// A logical block that nobody could read before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fresh {
+    pub(super) group: u32,
+    pub(super) block: u32,
+    pub(super) pool: u64,
+    pub(super) generation: u64,
+}
+
+/// The digests of one worker's blocks.
+#[derive(Debug)]
+pub(super) struct Digests {
+    words: Words,
+    pub(super) region: Region,
+}
+
+/// Regions, and kernel blocks of the largest.
+fn size(geometry: &Geometry) -> (usize, u32) {
+    let blocks = geometry.regions().iter().map(|region| region.blocks).max();
+    (geometry.regions().len(), blocks.unwrap_or(0))
+}
+
+impl Digests {
+    /// Errors: `Unsupported` for memory of devices, and for more regions than are read at once.
+    pub(super) fn new(agent: &Agent, geometry: &Geometry, pools: &[Arc<Memory>]) -> Result<Self> {
+        if let Some(pool) = pools.iter().find(|pool| !pool.kind().is_host()) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "kvx_digest is for caches in host memory, and these lie in {} memory: take it out of \
+                     kv_connector_extra_config, at peers too",
+                    pool.kind()
+                ),
+            ));
+        }
+        let (regions, blocks) = size(geometry);
+        if regions > AT_ONCE {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("kvx_digest is for caches of at most {AT_ONCE} regions, and these have {regions}"),
+            ));
+        }
+        // A worker without regions has a word all the same: there are no empty pools.
+        let words = (regions * blocks as usize).max(1);
+        let memory = Arc::new(Memory::pool(words * WORD as usize).build()?);
+        let region = agent.register(DIGESTS, Arc::clone(&memory))?;
+        Ok(Digests { words: Words::of(memory), region })
+    }
+}
+
+impl Registered {
+    /// Writes the digests of blocks that nobody has heard of yet.
+    pub(super) fn publish_digests(&self, fresh: &[Fresh]) {
+        let Some(digests) = &self.digests else { return };
+        // Who waits for it takes the caches back: nobody loads these.
+        let Ok(_hashing) = self.finishing.try_read() else { return };
+        let (geometry, words) = (self.geometry(), digests.words.as_ref());
+        let (each, all) = (geometry.kernel_per_logical(), geometry.regions().len());
+        let mut bytes = Vec::new();
+        for Fresh { group, block, pool, generation } in fresh.iter().copied() {
+            let regions = geometry.regions().iter().enumerate();
+            for (region, held) in regions.filter(|(_, held)| covers(held, group, geometry)) {
+                for kernel in 0..each {
+                    let origin =
+                        Origin { pool, generation, block: block * each + kernel, region: region as u32 };
+                    let whole = RegionGrid { region: origin.region, grid: held.grid() };
+                    bytes.clear();
+                    match self.append(&whole, origin.block, &mut bytes) {
+                        Ok(()) => words[origin.block as usize * all + region]
+                            .store(origin.digest(&bytes), Ordering::Relaxed),
+                        Err(error) => {
+                            tracing::error!(%error, block, "a block without a digest: nobody can load it")
+                        }
+                    }
+                }
+            }
+        }
+        // Whoever hears of the blocks finds their digests.
+        std::sync::atomic::fence(Ordering::SeqCst);
+    }
+
+    /// Appends the bytes of a block of a grid within a region of the caches.
+    fn append(
+        &self,
+        RegionGrid { region, grid }: &RegionGrid,
+        index: u32,
+        bytes: &mut Vec<u8>,
+    ) -> Result<()> {
+        let (memory, base) = self.place(*region)?;
+        let (start, len) = (bytes.len(), usize::try_from(grid.length).unwrap_or(usize::MAX));
+        bytes.resize(start.saturating_add(len), 0);
+        let at = usize::try_from(base + grid.offset(index)).unwrap_or(usize::MAX);
+        memory.memory().copy_out(at, &mut bytes[start..])
+    }
+
+    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
+    pub(super) fn wrong(&self, peer: &PeerDigests, read: &[Pairing], rows: &Rows) -> Result<BTreeSet<u32>> {
+        peer.layout.wrong(read, rows, |grid, index, bytes| self.append(grid, index, bytes))
+    }
+}
+
+fn covers(region: &KvRegion, group: u32, geometry: &Geometry) -> bool {
+    geometry.names_no_groups() || region.group.covers(group)
+}
+
+/// The digests of a peer's worker, and where its blocks go here.
+#[derive(Debug)]
+pub(super) struct PeerDigests {
+    region: PeerRegion,
+    layout: Layout,
+}
+
+impl PeerDigests {
+    /// Errors, in words: parts of the peer's blocks are read, or its digests do not fit its blocks.
+    pub(super) fn new(region: PeerRegion, source: &Source, geometry: &Geometry) -> Result<Self> {
+        let (regions, blocks) = size(geometry);
+        let len = (regions as u64).saturating_mul(u64::from(blocks)).saturating_mul(WORD);
+        if region.len() < len || regions > AT_ONCE {
+            return Err(Error::new(
+                Kind::Malformed,
+                format!("{} bytes of digests for {blocks} blocks in {regions} regions", region.len()),
+            ));
+        }
+        Ok(PeerDigests { region, layout: Layout::of(source, geometry)? })
+    }
+
+    /// Words of a kernel block; one where there are no regions, of which nobody reads anything.
+    pub(super) fn width(&self) -> usize {
+        self.layout.regions.max(1)
+    }
+
+    /// Its words, by kernel blocks.
+    pub(super) fn grid(&self) -> (&PeerRegion, Grid) {
+        (&self.region, Grid::packed(self.width() as u64 * WORD, self.layout.blocks))
+    }
+
+    /// What the peer has published: digests of kernel blocks, and words of its pool and of logical blocks.
+    pub(super) fn rows(&self, pool: u64, generations: &[(u32, u64)], rows: HashMap<u32, Vec<u64>>) -> Rows {
+        Rows { pool, generations: generations.iter().copied().collect(), rows }
+    }
+}
+
+/// What a peer has published of some blocks.
+#[derive(Debug)]
+pub(super) struct Rows {
+    pool: u64,
+    /// Words of logical blocks.
+    generations: HashMap<u32, u64>,
+    /// Digests of kernel blocks, region by region.
+    rows: HashMap<u32, Vec<u64>>,
+}
+
+/// Where the bytes of a peer's blocks go.
+#[derive(Debug)]
+struct Layout {
+    /// For each set of the source: the regions of the peer that it reads, each with the places here, in the order of
+    /// the bytes there.
+    sets: Vec<Vec<(u32, Vec<RegionGrid>)>>,
+    regions: usize,
+    blocks: u32,
+    kernel_per_logical: u32,
+}
+
+impl Layout {
+    fn of(source: &Source, geometry: &Geometry) -> Result<Self> {
+        let (regions, blocks) = size(geometry);
+        let set = |set| {
+            let mut lanes: Vec<(RegionGrid, RegionGrid)> =
+                source.grids(set).map(|(ours, theirs)| (theirs, ours)).collect();
+            lanes.sort_by_key(|(theirs, _)| (theirs.region, theirs.grid.base));
+            let each = lanes.chunk_by(|(one, _), (other, _)| one.region == other.region);
+            each.map(|lanes| whole(lanes, geometry)).collect::<Result<Vec<_>>>()
+        };
+        Ok(Layout {
+            sets: (0..source.sets().len()).map(set).collect::<Result<_>>()?,
+            regions,
+            blocks,
+            kernel_per_logical: geometry.kernel_per_logical().max(1),
+        })
+    }
+
+    /// Which of the peer's kernel blocks are not as it has published them.
+    fn wrong(
+        &self,
+        read: &[Pairing],
+        rows: &Rows,
+        append: impl Fn(&RegionGrid, u32, &mut Vec<u8>) -> Result<()>,
+    ) -> Result<BTreeSet<u32>> {
+        let mut wrong = BTreeSet::new();
+        let mut bytes = Vec::new();
+        for Pairing { set, local, remote } in read {
+            for at in 0..remote.len() {
+                let (here, block) = (local.at(at), remote.at(at));
+                let row = rows.rows.get(&block);
+                let generation = rows.generations.get(&(block / self.kernel_per_logical));
+                for (region, places) in &self.sets[*set] {
+                    bytes.clear();
+                    for place in places {
+                        append(place, here, &mut bytes)?;
+                    }
+                    let published = row.and_then(|row| row.get(*region as usize));
+                    let found = generation.map(|generation| {
+                        Origin { pool: rows.pool, generation: *generation, block, region: *region }
+                            .digest(&bytes)
+                    });
+                    if found.is_none() || found.as_ref() != published {
+                        wrong.insert(block);
+                    }
+                }
+            }
+        }
+        Ok(wrong)
+    }
+}
+
+/// The places of the lanes of one region of the peer. Errors: `Incompatible` unless they are its whole blocks.
+fn whole(lanes: &[(RegionGrid, RegionGrid)], geometry: &Geometry) -> Result<(u32, Vec<RegionGrid>)> {
+    let number = lanes[0].0.region;
+    let region = &geometry.regions()[number as usize];
+    let mut end = 0;
+    for (theirs, _) in lanes {
+        if theirs.grid.base != end || theirs.grid.stride != region.block_stride {
+            break;
+        }
+        end += theirs.grid.length;
+    }
+    if end != region.block_len {
+        return Err(Error::new(
+            Kind::Incompatible,
+            format!(
+                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: digests are of whole \
+                 blocks, so its tensor-parallel size has to be that of the peer or a divisor of it; else take \
+                 kvx_digest out of kv_connector_extra_config",
+                lanes.iter().map(|(theirs, _)| theirs.grid.length).sum::<u64>(),
+                region.block_len
+            ),
+        ));
+    }
+    Ok((number, lanes.iter().map(|(_, ours)| *ours).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use kvx_testkit::Random;
+
+    use super::*;
+
+    const BLOCKS: u32 = 32;
+    const REGIONS: usize = 3;
+    const LEN: usize = 64;
+    const FAULTS: u32 = 1_000_000;
+
+    /// A place here for each block of the peer, by its number; the last region lies in two pieces.
+    fn layout() -> Layout {
+        let piece = |region, base, length| RegionGrid {
+            region,
+            grid: Grid { base, stride: LEN as u64, length, count: BLOCKS },
+        };
+        let half = LEN as u64 / 2;
+        let last = vec![piece(2, half, half), piece(2, 0, half)];
+        let whole = |region| (region, vec![piece(region, 0, LEN as u64)]);
+        Layout {
+            sets: vec![vec![whole(0), whole(1), (2, last)]],
+            regions: REGIONS,
+            blocks: BLOCKS,
+            kernel_per_logical: 2,
+        }
+    }
+
+    /// A block of a region: its bytes, and what the peer has published of them.
+    type Kept = ([u8; LEN], u64);
+
+    /// What a pool holds in one life and generation.
+    fn contents(random: &mut Random, pool: u64, generation: u64) -> Vec<[Kept; REGIONS]> {
+        let block = |block| {
+            std::array::from_fn(|region| {
+                // Some have the same bytes.
+                let same = random.below(4) == 0;
+                let bytes = std::array::from_fn(|_| if same { 7 } else { random.below(256) as u8 });
+                let origin = Origin { pool, generation, block, region: region as u32 };
+                (bytes, origin.digest(&bytes))
+            })
+        };
+        (0..BLOCKS).map(block).collect()
+    }
+
+    /// What of two blocks that were asked for has arrived in one region: bytes, and what was read of the digests.
+    fn check(layout: &Layout, asked: [u32; 2], arrived: &[[Kept; REGIONS]; 2]) -> BTreeSet<u32> {
+        let place = |asked: u32| asked.wrapping_mul(5) % BLOCKS;
+        let read =
+            [Pairing { set: 0, local: asked.map(place).to_vec().into(), remote: asked.to_vec().into() }];
+        let row = |at: usize| (asked[at], arrived[at].map(|(_, digest)| digest).to_vec());
+        let rows = Rows {
+            pool: 9,
+            generations: asked.iter().map(|block| (block / 2, 4)).collect(),
+            rows: [row(0), row(1)].into(),
+        };
+        let append = |grid: &RegionGrid, index: u32, bytes: &mut Vec<u8>| {
+            let at = asked.iter().position(|asked| place(*asked) == index).expect("one of the places");
+            let whole = arrived[at][grid.region as usize].0;
+            // The peer's first half lies in the second here, where there are halves.
+            let from = if grid.grid.length as usize == LEN { 0 } else { LEN / 2 - grid.grid.base as usize };
+            bytes.extend(&whole[from..][..grid.grid.length as usize]);
+            Ok(())
+        };
+        layout.wrong(&read, &rows, append).expect("nothing fails")
+    }
+
+    #[test]
+    fn no_flipped_swapped_stale_or_repeated_block_is_accepted() {
+        let (layout, mut random) = (layout(), Random::seeded(1));
+        let now = contents(&mut random, 9, 4);
+        let before = [contents(&mut random, 9, 3), contents(&mut random, 8, 4)];
+        let mut injected = [0_u32; 7];
+        while injected.iter().sum::<u32>() < FAULTS {
+            let one = random.below(BLOCKS as usize);
+            let other = (one + 1 + random.below(BLOCKS as usize - 1)) % BLOCKS as usize;
+            let asked = [one as u32, other as u32];
+            let right = [now[one], now[other]];
+            let mut arrived = right;
+            let (kind, region) = (random.below(7), random.below(REGIONS));
+            match kind {
+                0 => {
+                    for _ in 0..=random.below(3) {
+                        arrived[0][region].0[random.below(LEN)] ^= 1 << random.below(8);
+                    }
+                }
+                // Bytes alone: of the other block, of another region, of another time.
+                1 => (arrived[0][region].0, arrived[1][region].0) = (right[1][region].0, right[0][region].0),
+                2 => arrived[0][region].0 = right[1][region].0,
+                3 => arrived[0][region].0 = right[0][(region + 1) % REGIONS].0,
+                4 => arrived[0][region].0 = before[random.below(2)][one][region].0,
+                // With their digests.
+                5 => arrived[0][region] = before[random.below(2)][one][region],
+                _ => arrived[0][region] = right[random.below(2)][(region + 1) % REGIONS],
+            }
+            let wrong: BTreeSet<u32> =
+                (0..2).filter(|at| arrived[*at] != right[*at]).map(|at| asked[at]).collect();
+            assert_eq!(check(&layout, asked, &arrived), wrong, "{kind}: {asked:?}, region {region}");
+            injected[kind] += u32::from(!wrong.is_empty());
+        }
+        assert!(injected.iter().all(|count| *count > FAULTS / 20), "{injected:?}");
+    }
+
+    #[test]
+    fn a_block_without_a_digest_or_a_generation_is_wrong() {
+        let layout = layout();
+        let now = contents(&mut Random::seeded(3), 9, 4);
+        assert!(check(&layout, [4, 9], &[now[4], now[9]]).is_empty());
+        let read = [Pairing { set: 0, local: vec![4].into(), remote: vec![4].into() }];
+        let append = |grid: &RegionGrid, _: u32, bytes: &mut Vec<u8>| {
+            bytes.extend(&now[4][grid.region as usize].0[..grid.grid.length as usize]);
+            Ok(())
+        };
+        let row: Vec<u64> = now[4].iter().map(|(_, digest)| *digest).collect();
+        let wrong = |generations: &[(u32, u64)], rows: &[(u32, Vec<u64>)]| {
+            let rows = Rows {
+                pool: 9,
+                generations: generations.iter().copied().collect(),
+                rows: rows.iter().cloned().collect(),
+            };
+            layout.wrong(&read, &rows, append).expect("nothing fails")
+        };
+        assert_eq!(wrong(&[], &[(4, row.clone())]), [4].into());
+        assert_eq!(wrong(&[(2, 4)], &[]), [4].into());
+        assert_eq!(wrong(&[(2, 4)], &[(4, row[..1].to_vec())]), [4].into());
+        assert_eq!(wrong(&[(2, 4)], &[(4, vec![0; REGIONS])]), [4].into());
+    }
+}

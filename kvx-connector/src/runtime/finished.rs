@@ -1,0 +1,121 @@
+//! Requests that end: with blocks for a peer, given up, or taken back.
+
+use std::sync::Arc;
+
+use super::awaited::LoadEnd;
+use super::prefill::Released;
+use super::slot::Slot;
+use super::state::{Shared, State};
+use super::words::Published;
+use crate::engine::{Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time};
+use crate::params::TransferMode;
+
+/// A load that nobody awaits any more.
+pub(super) enum Abandoned {
+    /// It had ended already.
+    Ended(LoadEnd),
+    /// Workers still have its blocks: this hears of their release.
+    Held(Arc<Slot<Released>>),
+    /// It had not begun.
+    Nothing,
+}
+
+impl Shared {
+    pub(super) fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
+        // Whoever publishes a block that another call is hashing waits for its digest.
+        let publishes = self.digests() && !ending.blocks.is_empty();
+        let _digesting = publishes.then(|| self.digesting.lock());
+        let mut state = self.state.lock();
+        let finished = state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
+        let fresh = state.published.as_mut().map(Published::take_fresh).unwrap_or_default();
+        let ranks = state.ranks.values().filter(|_| !fresh.is_empty());
+        let ranks: Vec<_> = ranks.filter_map(|held| held.registered.clone()).collect();
+        drop(state);
+        ranks.iter().for_each(|rank| rank.publish_digests(&fresh));
+        self.wake_up.notify_one();
+        finished
+    }
+
+    /// Ends a load that nobody awaits any more. In one step: its outcome has come before that, or never comes.
+    pub(super) fn abandon(&self, request: &RequestId, slot: &Slot<LoadEnd>) -> Abandoned {
+        let mut state = self.state.lock();
+        let end = slot.take();
+        state.awaited.forget_load(request);
+        let now = self.clock.now();
+        let finished = state.request_finished(now, request, Ending::aborted(), &self.setup.settings);
+        let abandoned = match end {
+            Some(end) => Abandoned::Ended(end),
+            None if finished.delay_free => Abandoned::Held(state.awaited.release(request, Kept::Load)),
+            None => Abandoned::Nothing,
+        };
+        drop(state);
+        self.wake_up.notify_one();
+        abandoned
+    }
+
+    /// Takes a request's blocks back from under its peers; nobody awaits their release any more. In push this engine
+    /// itself may be reading them: it hears of their release by an outcome.
+    pub(super) fn withdraw(&self, request: &RequestId, slot: &Slot<Released>) {
+        let pushes = self.setup.settings.mode == TransferMode::Push;
+        let mut state = self.state.lock();
+        let released = slot.take();
+        state.awaited.forget_release(request, Kept::Request);
+        let at_once = state.scheduler.withdraw(request);
+        if at_once {
+            state.aggregator.forget_sending(request);
+            if let Some(published) = &mut state.published {
+                published.release(request);
+            }
+        }
+        drop(state);
+        let (request, kept) = (request.clone(), Kept::Request);
+        match released {
+            _ if !pushes => {}
+            Some(Released::Lost) => self.tell(Outcome::Lost { request, kept }),
+            Some(Released::Free) => self.tell(Outcome::Free { request, kept }),
+            None if at_once => self.tell(Outcome::Free { request, kept }),
+            None => {}
+        }
+        self.wake_up.notify_one();
+    }
+}
+
+impl State {
+    fn request_finished(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        mut ending: Ending,
+        settings: &Settings,
+    ) -> Finished {
+        let blocks = ending.blocks.clone();
+        let wrong = self.check_blocks(&blocks, settings.groups.len()).is_err();
+        if wrong && !blocks.is_empty() {
+            ending.status = Status::Failed;
+        }
+        let given = ending.status;
+        ending.reference = ending.reference.or_else(|| self.published.as_ref().map(Published::reference));
+        self.traces.finished(request);
+        let mut finished = self.scheduler.request_finished(now, request, ending);
+        if wrong && given == Status::Failed && !blocks.is_empty() {
+            finished
+                .withheld
+                .get_or_insert("its blocks are not those of the registered caches: a number is beyond them");
+        }
+        if finished.params.is_some()
+            && let Some(published) = &mut self.published
+        {
+            published.publish(request.clone(), blocks);
+        }
+        // The engine has not heard that some of its blocks are held: it hears it now.
+        let holds = |outcome: &Outcome| match outcome {
+            Outcome::Failed { request: of, held, .. } => of == request && !held.is_empty(),
+            _ => false,
+        };
+        if let Some(at) = self.outcomes.iter().position(holds) {
+            self.outcomes.remove(at);
+            finished.delay_free = true;
+        }
+        finished
+    }
+}

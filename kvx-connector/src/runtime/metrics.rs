@@ -1,0 +1,250 @@
+//! What an engine's transfers took, told to the program's recorder and log under vLLM's names.
+
+use std::time::Duration;
+
+use metrics::{Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram};
+
+use crate::engine::{METRICS, Metric, Time, TransferStats};
+
+/// Blocks that are neither free nor loaded: something may still write to them.
+const HELD: &str = "kvx_held_blocks";
+/// Blocks that are never free again: nobody can prove that nothing writes to them.
+const QUARANTINED: &str = "kvx_quarantined_blocks";
+/// What asking the side channel of a peer took: once for each connection, answered or not.
+pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
+/// From the first thing to say to the line in the log.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// Says what the connector's metrics mean to a recorder; call it once after installing one. The bounds of their
+/// buckets, which an exporter is told by its own means, are in [`METRICS`].
+pub fn describe_metrics() {
+    for Metric { name, buckets } in METRICS {
+        let unit = match name {
+            _ if name.ends_with("_seconds") => Unit::Seconds,
+            _ if name.contains("bytes") => Unit::Bytes,
+            _ => Unit::Count,
+        };
+        let text = "KV transfers of this engine, as vLLM's NixlConnector counts them";
+        match buckets {
+            Some(_) => describe_histogram!(name, unit, text),
+            None => describe_counter!(name, unit, text),
+        }
+    }
+    describe_histogram!(HANDSHAKE, Unit::Seconds, "Time until the side channel of a peer had answered");
+    describe_gauge!(HELD, Unit::Count, "Blocks of failed loads that a transfer may still write to");
+    describe_gauge!(
+        QUARANTINED,
+        Unit::Count,
+        "Blocks that are kept because nothing proves their transfer ended"
+    );
+}
+
+/// The metrics of one engine, looked up once, and what its next line in the log says.
+pub(super) struct Metrics {
+    meters: Vec<(&'static str, Meter)>,
+    held: Gauge,
+    quarantined: Gauge,
+    unsaid: TransferStats,
+    /// When that is due.
+    due: Time,
+}
+
+enum Meter {
+    Counter(Counter),
+    Histogram(Histogram),
+}
+
+impl Metrics {
+    /// Of the recorder that is installed now.
+    pub(super) fn new(model: &str, engine: &str) -> Self {
+        let labels = [("model_name", model.to_owned()), ("engine", engine.to_owned())];
+        let meter = |metric: Metric| match metric.buckets {
+            Some(_) => Meter::Histogram(metrics::histogram!(metric.name, &labels)),
+            None => Meter::Counter(metrics::counter!(metric.name, &labels)),
+        };
+        Metrics {
+            meters: METRICS.into_iter().map(|metric| (metric.name, meter(metric))).collect(),
+            held: metrics::gauge!(HELD, &labels),
+            quarantined: metrics::gauge!(QUARANTINED, &labels),
+            unsaid: TransferStats::default(),
+            due: Time::default(),
+        }
+    }
+
+    /// Tells the recorder what the workers did since the last time, and keeps it for the log.
+    pub(super) fn tell(&mut self, now: Time, stats: &TransferStats) {
+        for (metric, value) in stats.observations() {
+            match self.meters.iter().find(|(name, _)| *name == metric.name) {
+                Some((_, Meter::Histogram(histogram))) => histogram.record(value),
+                Some((_, Meter::Counter(counter))) => counter.increment(value as u64),
+                None => {}
+            }
+        }
+        if self.unsaid.is_empty() {
+            self.due = now + EVERY;
+        }
+        self.unsaid.aggregate(stats.clone());
+    }
+
+    /// Blocks that something may still write to, and those that are never given back.
+    pub(super) fn blocks(&self, held: usize, lost: usize) {
+        self.held.set(held as f64);
+        self.quarantined.set(lost as f64);
+    }
+
+    /// Writes the periodic line if it is due. Says when to call again, if there is something to say.
+    pub(super) fn line(&mut self, now: Time) -> Option<Time> {
+        if self.unsaid.is_empty() {
+            return None;
+        }
+        if now < self.due {
+            return Some(self.due);
+        }
+        // Whether anybody listens or not.
+        let said = self.unsaid.take().reduce();
+        tracing::info!("{said}");
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::{Arc, Mutex};
+
+    use metrics::{CounterFn, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString};
+
+    use super::*;
+    use crate::engine::{FailureKind, Transferred};
+
+    /// Everything that was told, by name and labels, and the names that were described.
+    #[derive(Clone, Default)]
+    struct Told(Arc<Mutex<BTreeMap<String, Vec<f64>>>>, Arc<Mutex<Vec<String>>>);
+
+    struct Cell(Told, String);
+
+    impl Cell {
+        fn push(&self, value: f64) {
+            self.0.0.lock().unwrap().entry(self.1.clone()).or_default().push(value);
+        }
+    }
+
+    impl CounterFn for Cell {
+        fn increment(&self, value: u64) {
+            self.push(value as f64);
+        }
+        fn absolute(&self, value: u64) {
+            self.push(value as f64);
+        }
+    }
+
+    impl GaugeFn for Cell {
+        fn increment(&self, value: f64) {
+            self.push(value);
+        }
+        fn decrement(&self, value: f64) {
+            self.push(-value);
+        }
+        fn set(&self, value: f64) {
+            self.push(value);
+        }
+    }
+
+    impl HistogramFn for Cell {
+        fn record(&self, value: f64) {
+            self.push(value);
+        }
+    }
+
+    impl Told {
+        fn cell(&self, key: &Key) -> Arc<Cell> {
+            let labels: Vec<_> =
+                key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
+            Arc::new(Cell(self.clone(), format!("{} {}", key.name(), labels.join(" "))))
+        }
+
+        fn take(&self) -> BTreeMap<String, Vec<f64>> {
+            std::mem::take(&mut self.0.lock().unwrap())
+        }
+    }
+
+    impl Recorder for Told {
+        fn describe_counter(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
+            self.1.lock().unwrap().push(name.as_str().to_owned());
+        }
+        fn describe_gauge(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
+            self.1.lock().unwrap().push(name.as_str().to_owned());
+        }
+        fn describe_histogram(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
+            self.1.lock().unwrap().push(name.as_str().to_owned());
+        }
+        fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+            Counter::from_arc(self.cell(key))
+        }
+        fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+            Gauge::from_arc(self.cell(key))
+        }
+        fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
+            Histogram::from_arc(self.cell(key))
+        }
+    }
+
+    fn stats() -> TransferStats {
+        let mut stats = TransferStats::default();
+        let (time, post) = (Duration::from_millis(20), Duration::from_millis(1));
+        stats.record(Transferred { time, post, bytes: 4096, descriptors: 3 });
+        stats.record_failure(FailureKind::NotificationFailed);
+        stats
+    }
+
+    #[test]
+    fn a_recorder_is_told_under_vllms_names_and_labels() {
+        let told = Told::default();
+        metrics::with_local_recorder(&told, || {
+            describe_metrics();
+            Metrics::new("m", "e").tell(Time::default(), &stats());
+        });
+        let wanted = [
+            ("vllm:nixl_bytes_transferred", 4096.0),
+            ("vllm:nixl_num_descriptors", 3.0),
+            ("vllm:nixl_num_failed_notifications", 1.0),
+            ("vllm:nixl_num_failed_transfers", 1.0),
+            ("vllm:nixl_post_time_seconds", 0.001),
+            ("vllm:nixl_xfer_time_seconds", 0.02),
+        ];
+        let wanted = wanted.map(|(name, value)| (format!("{name} model_name=m engine=e"), vec![value]));
+        assert_eq!(told.take(), BTreeMap::from(wanted));
+        let described = told.1.lock().unwrap().clone();
+        assert!(
+            METRICS.iter().all(|metric| described.iter().any(|name| name == metric.name)),
+            "{described:?}"
+        );
+        assert!(
+            [HELD, QUARANTINED, HANDSHAKE].iter().all(|metric| described.iter().any(|name| name == metric))
+        );
+    }
+
+    #[test]
+    fn gauges_show_the_last_that_was_said() {
+        let told = Told::default();
+        let metrics = metrics::with_local_recorder(&told, || Metrics::new("m", "e"));
+        metrics.blocks(4, 0);
+        metrics.blocks(1, 3);
+        let told = told.take();
+        assert_eq!(told["kvx_held_blocks model_name=m engine=e"], [4.0, 1.0]);
+        assert_eq!(told["kvx_quarantined_blocks model_name=m engine=e"], [0.0, 3.0]);
+    }
+
+    #[test]
+    fn the_line_comes_ten_seconds_after_the_first_thing_to_say_and_not_without_one() {
+        let mut metrics = Metrics::new("m", "e");
+        let at = |seconds| Time::from_origin(Duration::from_secs(seconds));
+        assert_eq!(metrics.line(at(5)), None);
+        metrics.tell(at(6), &stats());
+        metrics.tell(at(9), &stats());
+        assert_eq!(metrics.line(at(15)), Some(at(16)));
+        assert_eq!(metrics.unsaid.reduce().transfers, 2);
+        assert_eq!(metrics.line(at(16)), None);
+        assert!(metrics.unsaid.is_empty(), "said");
+    }
+}

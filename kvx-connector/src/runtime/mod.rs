@@ -1,0 +1,70 @@
+//! What the protocol needs around it to run: sockets, agents, time, a thread.
+//!
+//! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread of its own, so that
+//! all of that goes on however long a step of the engine takes. An engine with a step loop calls it by the names of
+//! `KVConnectorBase_V1`; one without takes [`Prefill`] and [`Decode`]. Neither needs a runtime of its own: what is a
+//! future here runs under any executor, and can be waited for without one.
+//!
+//! ```no_run
+//! # use kvx_connector::{engine::*, mapping::Caches, params::TransferParams, wire::CompatibilityFactors};
+//! # use std::{sync::Arc, time::Duration};
+//! # async fn engine(config: kvx_config::KvTransferConfig, registry: kvx_core::Registry, factors: CompatibilityFactors,
+//! #     caches: Caches, memory: Arc<kvx_core::Memory>, blocks: BlockLists, answer: TransferParams,
+//! # ) -> Result<(), Box<dyn std::error::Error>> {
+//! use kvx_connector::runtime::{Connector, Decode, Prefill};
+//! let connector = Connector::builder(&config, registry).model(factors).build().await?;
+//! connector.rank(WorkerRank::default())?.register(caches, [memory])?;
+//!
+//! // Prefill: these blocks hold 100 tokens, and stay as they are until the decode has them. It gets the parameters.
+//! let (lease, params) = Prefill::new(&connector).publish("cmpl-1", blocks.clone(), 100)?;
+//! lease.released().await;
+//!
+//! // Decode: fills its blocks with what a prefill has published.
+//! match Decode::new(&connector).fetch("cmpl-2", &answer, blocks, Duration::from_secs(30)).await {
+//!     Ok(loaded) => println!("{} tokens are there", loaded.tokens),
+//!     Err(error) => {
+//!         println!("{error}; {:?}", error.then);
+//!         error.held.free().await;
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+
+mod awaited;
+mod builder;
+pub(crate) mod clock;
+mod closing;
+mod connect;
+mod connector;
+mod decode;
+mod dense;
+mod digests;
+mod finish;
+mod finished;
+#[doc(hidden)]
+pub mod fuzz;
+mod metrics;
+mod moves;
+mod prefill;
+mod probe;
+mod push;
+mod rank;
+mod register;
+pub(crate) mod side;
+mod slot;
+mod state;
+#[cfg(test)]
+mod tests;
+mod thread;
+mod trace;
+mod words;
+pub(crate) mod zmtp;
+
+pub use builder::{Builder, Group};
+pub use connector::Connector;
+pub use decode::{Decode, Fetch, Held, LoadError, Loaded};
+pub use dense::{DenseBlocks, DenseLease, DenseModel, DensePool, DenseView, DenseViewMut};
+pub use metrics::describe_metrics;
+pub use prefill::{Lease, Prefill, Released};
+pub use probe::{Probe, probe};
+pub use rank::Rank;

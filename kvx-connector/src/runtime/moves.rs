@@ -1,0 +1,304 @@
+//! What a worker asks for, in calls of kvx.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Deadline, Error, Grid, Indices, Kind, Op, Peer, PeerRegion, Plan, Result, Transfer};
+use tokio::sync::Notify;
+use tracing::Span;
+
+use super::connect::{Link, LinkedWorker};
+use super::finish::caches_are_gone;
+use super::push::WriteGrant;
+use super::rank::Registered;
+use super::state::Shared;
+use super::trace::Phase;
+use super::words::{AT_ONCE, WORD};
+use crate::engine::{
+    Connection, FailureKind, GroupMove, Move, MoveFailure, MoveId, ReadBlocks, RequestId, Time, Transferred,
+    WorkerRank,
+};
+use crate::wire::nixl::{MAX_NOTE, notes};
+
+/// How long a notification, or a read of a few words, may take.
+const LIMIT: Duration = Duration::from_secs(10);
+
+impl Shared {
+    /// Answers [`Action::Read`](crate::engine::Action::Read) and [`Action::Write`](crate::engine::Action::Write).
+    pub(super) async fn transfer(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        op: Op,
+        order: Move,
+        cancel: Arc<Notify>,
+    ) {
+        let id = order.id;
+        let is_gone = |error: &Error| is_gone(op, error);
+        let resolve = |result| self.tell_worker(rank, |worker, now| worker.move_resolved(now, id, result));
+        match self.post(rank, op, order).await {
+            Err(error) => {
+                let kind = FailureKind::TransferSetupFailed;
+                resolve(Err(MoveFailure {
+                    kind,
+                    settled: true,
+                    peer_is_gone: is_gone(&error),
+                    error: error.to_string(),
+                }));
+            }
+            Ok((mut transfer, _grant)) => {
+                let result = {
+                    let mut cancelled = std::pin::pin!(cancel.notified());
+                    let mut over = false;
+                    std::future::poll_fn(|context| {
+                        if !over && cancelled.as_mut().poll(context).is_ready() {
+                            over = true;
+                            transfer.cancel();
+                        }
+                        Pin::new(&mut transfer).poll(context)
+                    })
+                    .await
+                };
+                match result {
+                    Ok(report) => {
+                        Phase::Post.took(report.post_time);
+                        Phase::Transfer.took(report.transfer_time);
+                        Span::current().record("backend", report.backend);
+                        resolve(Ok(Transferred {
+                            time: report.transfer_time,
+                            post: report.post_time,
+                            bytes: report.bytes,
+                            descriptors: report.segments,
+                        }));
+                    }
+                    Err(error) => {
+                        let (kind, settled) = (FailureKind::TransferFailed, transfer.is_settled());
+                        let peer_is_gone = is_gone(&error);
+                        resolve(Err(MoveFailure { kind, settled, peer_is_gone, error: error.to_string() }));
+                        if !settled {
+                            let settled = transfer.settled().await;
+                            self.tell_worker(rank, |worker, now| match settled {
+                                Ok(()) => worker.move_settled(now, id),
+                                Err(_) => worker.move_forgotten(now, id),
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        self.moved(rank, id);
+    }
+
+    async fn post(&self, rank: WorkerRank, op: Op, order: Move) -> Result<(Transfer, Option<WriteGrant>)> {
+        let link = self.linked_to(rank, order.connection)?;
+        let worker = worker(&link, order.part.rank)?;
+        let missing = || Error::new(Kind::Invalid, "nothing moves between these workers");
+        let grant = match op {
+            Op::Read => None,
+            Op::Write => {
+                let (source, _) = link.map().part(order.part).ok_or_else(missing)?;
+                WriteGrant::of(&order, worker, source)?
+            }
+        };
+        let mut pairs = Vec::new();
+        for group in order.groups.iter() {
+            pairs.extend(link.pairs(order.part, group, grant.as_ref())?);
+        }
+        let plan = Plan::of(op, pairs)?;
+        if let Some(why) = &worker.as_nixl {
+            Span::current().record("nixl", &**why);
+        }
+        let mut posting = worker.peer.transfer(&plan).deadline(self.deadline(order.deadline));
+        if let Some(bytes) = &order.notification {
+            posting = posting.notify(&bytes[..]);
+        }
+        Ok((posting.post_wait().await?, grant))
+    }
+
+    /// Answers [`Action::ReadGenerations`](crate::engine::Action::ReadGenerations).
+    pub(super) async fn read_generations(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        id: MoveId,
+        at: (Connection, WorkerRank),
+        blocks: Arc<[Indices]>,
+    ) {
+        let began = Instant::now();
+        let result = self.words(rank, at, &blocks).await.map_err(|error| error.to_string());
+        Phase::Check.took(began.elapsed());
+        self.tell_worker(rank, |worker, now| {
+            let words = result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(String::clone);
+            worker.generations_read(now, id, words);
+        });
+    }
+
+    async fn words(
+        &self,
+        rank: WorkerRank,
+        (connection, at): (Connection, WorkerRank),
+        blocks: &[Indices],
+    ) -> Result<(u64, Vec<u64>)> {
+        let link = self.linked_to(rank, connection)?;
+        let worker = worker(&link, at)?;
+        let own =
+            self.registered(rank).ok_or_else(|| Error::new(Kind::Revoked, "the caches were given back"))?;
+        let region =
+            worker.words.as_ref().ok_or_else(|| Error::new(Kind::Unregistered, "the peer has no words"))?;
+        let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
+        let theirs = (region, Grid::packed(WORD, count));
+        // The pool's word, then the blocks'.
+        let each = blocks.iter().flat_map(|list| (0..list.len()).map(|at| list.at(at).saturating_add(1)));
+        let wanted: Vec<u32> = std::iter::once(0).chain(each).collect();
+        let mut words = read_words(&own, worker, theirs, &wanted).await?;
+        Ok((words[0], words.split_off(1)))
+    }
+
+    /// Answers [`Action::CheckDigests`](crate::engine::Action::CheckDigests).
+    pub(super) async fn check_digests(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        id: MoveId,
+        connection: Connection,
+        blocks: Arc<ReadBlocks>,
+    ) {
+        let began = Instant::now();
+        let result = self.wrong_blocks(rank, connection, &blocks).await.map_err(|error| error.to_string());
+        Phase::Check.took(began.elapsed());
+        self.tell_worker(rank, |worker, now| worker.digests_checked(now, id, result));
+    }
+
+    /// Logical blocks here whose bytes are not those that the peer has published.
+    async fn wrong_blocks(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        connection: Connection,
+        blocks: &ReadBlocks,
+    ) -> Result<Vec<u32>> {
+        let link = self.linked_to(rank, connection)?;
+        let worker = worker(&link, blocks.part.rank)?;
+        let own = self.registered(rank).ok_or_else(caches_are_gone)?;
+        let missing = || Error::new(Kind::Unregistered, "the peer has no digests");
+        let peer = Arc::clone(worker.digests.as_ref().ok_or_else(missing)?);
+        let remote =
+            |group: &GroupMove| (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>();
+        let wanted: Vec<u32> = blocks.groups.iter().flat_map(remote).collect();
+        let words = read_words(&own, worker, peer.grid(), &wanted).await?;
+        let rows = words.chunks(peer.width()).map(<[u64]>::to_vec);
+        let rows = peer.rows(blocks.pool, &blocks.words, wanted.iter().copied().zip(rows).collect());
+        let mut read = Vec::new();
+        for group in blocks.groups.iter() {
+            read.extend(link.pairings(blocks.part, group)?.1);
+        }
+        let shared = Arc::clone(self);
+        let hash = move || shared.with_caches(rank, &own, |own| own.wrong(&peer, &read, &rows));
+        let wrong = tokio::task::spawn_blocking(hash).await;
+        let wrong = wrong
+            .map_err(|error| Error::new(Kind::Closed, format!("blocks were not checked: {error}")))??;
+        let each = link.map().units().consumer();
+        let mut here: Vec<u32> = Vec::new();
+        for group in blocks.groups.iter() {
+            let of_wrong = (0..group.remote.len()).filter(|at| wrong.contains(&group.remote.at(*at)));
+            here.extend(of_wrong.map(|at| group.local.at(at) / each));
+        }
+        here.sort_unstable();
+        here.dedup();
+        Ok(here)
+    }
+
+    /// Answers [`Action::Notify`](crate::engine::Action::Notify).
+    pub(super) async fn notify(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        (connection, at): (Connection, WorkerRank),
+        request: Option<RequestId>,
+        bytes: Arc<[u8]>,
+    ) {
+        let began = Instant::now();
+        let sent = match self.linked_to(rank, connection) {
+            Ok(link) => match worker(&link, at) {
+                Ok(worker) => send(&worker.peer, &bytes, LIMIT).await,
+                Err(error) => Err(error),
+            },
+            Err(error) => Err(error),
+        };
+        Phase::Notify.took(began.elapsed());
+        if let Err(error) = sent {
+            self.tell_worker(rank, |worker, now| {
+                worker.notification_failed(now, request.as_ref(), at, error.to_string());
+            });
+        }
+    }
+
+    pub(super) fn linked_to(&self, rank: WorkerRank, connection: Connection) -> Result<Arc<Link>> {
+        let closed =
+            || Error::new(Kind::Closed, "the connection was given up, as the caches were given back");
+        self.link(rank, connection).ok_or_else(closed)
+    }
+
+    fn deadline(&self, time: Time) -> Deadline {
+        self.clock.moment(time).map_or_else(Deadline::default_for_transfers, Deadline::from)
+    }
+}
+
+/// Reads blocks of words of a peer, by way of the scratch: all of them within the limit.
+async fn read_words(
+    own: &Registered,
+    worker: &LinkedWorker,
+    (region, grid): (&PeerRegion, Grid),
+    wanted: &[u32],
+) -> Result<Vec<u64>> {
+    let width = (grid.length / WORD) as usize;
+    let deadline = Deadline::from(LIMIT);
+    let theirs = region.grid(grid)?;
+    let mut words = Vec::with_capacity(wanted.len() * width);
+    for wanted in wanted.chunks(AT_ONCE / width) {
+        let place = own.scratch.take(deadline.left()).await?;
+        let ours = place.region().grid(place.grid(width))?;
+        let plan = Plan::read(ours.blocks(0..wanted.len() as u32), theirs.blocks(wanted))?;
+        let mut transfer = worker.peer.transfer(&plan).deadline(deadline).post_wait().await?;
+        if let Err(error) = (&mut transfer).await {
+            if !transfer.is_settled() {
+                // The place waits for what may still write to it; nobody else has to.
+                tokio::spawn(async move {
+                    if transfer.settled().await.is_err() {
+                        place.lose();
+                    }
+                });
+            }
+            return Err(error);
+        }
+        words.extend(place.words(wanted.len() * width)?);
+    }
+    Ok(words)
+}
+
+/// Sends a notification of any length: in parts, where a transport of kvx carries it.
+pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<()> {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let too_long = || {
+        let why = format!("{} bytes of a notification, at most {MAX_NOTE} are sent", bytes.len());
+        Error::new(Kind::Exhausted, why)
+    };
+    let number = LAST.fetch_add(1, Ordering::Relaxed);
+    for note in notes(number, bytes).ok_or_else(too_long)? {
+        peer.notify(note, limit).await?;
+    }
+    Ok(())
+}
+
+pub(super) fn worker(link: &Link, rank: WorkerRank) -> Result<&LinkedWorker> {
+    link.worker(rank)
+        .ok_or_else(|| Error::new(Kind::Invalid, "a worker of the peer that is not connected to"))
+}
+
+/// Whether what a handshake described is no longer there. What a write was granted may end at any time, alone.
+fn is_gone(op: Op, error: &Error) -> bool {
+    match error.kind() {
+        Kind::PeerLost | Kind::PeerRestarted => true,
+        Kind::Unregistered | Kind::WrongKey | Kind::Revoked => op == Op::Read,
+        // Its caches lie elsewhere now.
+        Kind::Malformed => op == Op::Write,
+        _ => false,
+    }
+}

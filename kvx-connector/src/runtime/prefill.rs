@@ -1,0 +1,143 @@
+//! Publishing blocks for a decode, for engines without a step loop.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use kvx_core::{Deadline, Error, Kind, Result};
+
+use super::connector::Connector;
+use super::slot::Slot;
+use crate::engine::{Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
+use crate::params::{TransferMode, TransferParams};
+
+/// What has become of blocks that were kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Released {
+    /// Nothing touches them any more: fetched, or nobody came for them in time.
+    Free,
+    /// That will never be proven: no request gets one of them again, as long as the process lives.
+    Lost,
+}
+
+/// The side of a connector that has blocks for others.
+#[derive(Clone, Copy, Debug)]
+pub struct Prefill<'a>(&'a Connector);
+
+impl<'a> Prefill<'a> {
+    /// Of this connector.
+    pub fn new(connector: &'a Connector) -> Self {
+        Prefill(connector)
+    }
+
+    pub(super) fn mode(&self) -> TransferMode {
+        self.0.settings().mode
+    }
+
+    /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to the decode,
+    /// unchanged (`to_value` writes them, `from_value` reads them), and the blocks stay as they are until the lease
+    /// says otherwise. Blocks beyond those that the tokens need are left out of it.
+    ///
+    /// # Errors
+    /// `Invalid` for a name that is in use, and for blocks that do not fit the tokens or the registered caches;
+    /// `Closed`.
+    pub fn publish(
+        &self,
+        request: impl Into<RequestId>,
+        blocks: BlockLists,
+        tokens: u32,
+    ) -> Result<(Lease, TransferParams)> {
+        let (connector, request) = (self.0, request.into());
+        let asked = TransferParams::ask_prefill();
+        let arrival =
+            Arrival { request: &request, prompt_tokens: tokens, params: Some(&asked), deadline: None };
+        let shared = connector.shared();
+        let refused = |why: &dyn fmt::Display| {
+            if shared.is_closed() {
+                return Error::new(
+                    Kind::Closed,
+                    format!("request {request} cannot be published: the connector was shut down"),
+                );
+            }
+            Error::new(Kind::Invalid, format!("request {request} cannot be published: {why}"))
+        };
+        let slot = shared
+            .on_new_request(arrival, |awaited| awaited.release(&request, Kept::Request))
+            .map_err(|why| refused(&why))?;
+        let ending =
+            Ending { status: Status::LengthCapped, blocks, computed: tokens, cached: None, reference: None };
+        match connector.request_finished(&request, ending) {
+            Finished { params: Some(params), .. } => {
+                Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
+            }
+            Finished { withheld, .. } => {
+                shared.awaited(|awaited| awaited.forget_release(&request, Kept::Request));
+                Err(refused(&withheld.unwrap_or("the connector keeps nothing for a decode")))
+            }
+        }
+    }
+}
+
+/// Blocks that a peer may come for: within `kv_lease_duration` of `kv_connector_extra_config` (30 s if not said), which
+/// the heartbeats of a decode that waits for them renew.
+///
+/// Dropped before its end, it takes them back: peers that still want them are told that they are too late, and the
+/// blocks are the engine's at once. A vLLM that reads at that moment cannot see it: wait for the end with such peers.
+/// With NixlPushConnector this engine may itself be writing them to a peer: then, and in that mode always, they are the
+/// engine's when [`outcomes`](Connector::outcomes) says `Free`.
+#[must_use = "dropping a lease takes the blocks back"]
+pub struct Lease {
+    connector: Connector,
+    request: RequestId,
+    slot: Arc<Slot<Released>>,
+    over: bool,
+}
+
+impl Lease {
+    /// The request.
+    pub fn request(&self) -> &RequestId {
+        &self.request
+    }
+
+    /// Ends when the peer has the blocks, or has not come in time: then they are the engine's again.
+    pub fn released(self) -> impl Future<Output = Released> + Send {
+        self
+    }
+
+    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline; the lease goes on.
+    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Lease> {
+        match self.slot.wait(deadline.into()) {
+            Some(released) => {
+                self.over = true;
+                Ok(released)
+            }
+            None => Err(self),
+        }
+    }
+}
+
+impl Future for Lease {
+    type Output = Released;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Released> {
+        let polled = self.slot.poll(context);
+        self.over |= polled.is_ready();
+        polled
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if !self.over {
+            self.connector.shared().withdraw(&self.request, &self.slot);
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lease({:?})", self.request)
+    }
+}

@@ -1,0 +1,58 @@
+//! A look at somebody's side channel.
+
+use std::time::Duration;
+
+use kvx_core::{Error, Result, Secret};
+
+use super::clock::Clock;
+use super::side::{Asker, Look, Standing};
+use crate::Dialect;
+use crate::engine::{Address, SideChannels, WorkerRank};
+use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
+
+/// What a side channel says of one worker of its engine, with nothing expected of it.
+#[derive(Clone, Debug)]
+pub struct Probe {
+    /// What both engines must agree on.
+    pub hash: CompatibilityHash,
+    /// The worker's memory, as far as it was told. An error: it cannot be read as the dialect's, or nothing was told.
+    pub metadata: Result<NixlAgentMetadata>,
+    /// Why a kvx tells nothing.
+    pub refusal: Option<String>,
+    /// Whether a kvx answers, and has proved to have the same secret if there is one. An error: it is a kvx, and only
+    /// one end has a secret.
+    pub kvx: Result<bool>,
+    /// How long the first answer took.
+    pub round_trip: Duration,
+}
+
+/// Asks the side channel at an address for one worker, in the form of `dialect`: vLLM's listener does not survive a
+/// question in another version's form, or for a worker that does not exist. Blocks for at most `limit` for each of
+/// connection and answers.
+///
+/// # Errors
+///
+/// Nobody answers, or something else than a side channel does.
+pub fn probe(
+    address: &Address,
+    rank: WorkerRank,
+    dialect: Dialect,
+    secret: Option<Secret>,
+    limit: Duration,
+) -> Result<Probe> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| Error::os("no runtime for the side channel", error))?;
+    let asker = Asker::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(limit);
+    let looked = runtime.block_on(asker.look(address, rank, dialect));
+    // A name that is still being resolved is not waited for.
+    runtime.shutdown_background();
+    let Look { payload, standing, round_trip } = looked?;
+    let HandshakePayload { compatibility_hash, agent_metadata_bytes, refusal, .. } = payload;
+    Ok(Probe {
+        hash: compatibility_hash,
+        metadata: NixlAgentMetadata::decode(&agent_metadata_bytes, dialect),
+        refusal,
+        kvx: standing.map(|standing| standing != Standing::Foreign),
+        round_trip,
+    })
+}

@@ -1,0 +1,237 @@
+//! Push: what a decode lets a prefill write into, for one request, and the end of that; and the writes themselves.
+//!
+//! A decode registers its caches once more for each request, under a key of its own, and tells the prefill that key. So
+//! a fence is a revocation: once that is through, nobody writes for this request any more, whatever a prefill that was
+//! stopped, or a byte on its way, still tries.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Error, GridSet, Kind, Peer, PeerRegion, Region, Result};
+
+use super::connect::{Grids, Link, LinkedWorker};
+use super::rank::{PeerRegions, Registered};
+use super::state::Shared;
+use crate::engine::{Connection, Move, Part, RequestId, WorkerRank};
+use crate::mapping::Source;
+use crate::wire::{Notification, PushGrant, PushRegistration};
+
+/// How long a registration may take on its way.
+const LIMIT: Duration = Duration::from_secs(10);
+/// A revocation that has not come through is waited for anew.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// What peers may write into for one request, by worker.
+#[derive(Debug, Default)]
+pub(super) struct Granted(BTreeMap<WorkerRank, Vec<Region>>);
+
+/// Whether peers may write for a request.
+#[derive(Debug)]
+pub(super) enum Grant {
+    /// Until it is fenced, or over.
+    Given(Arc<Granted>),
+    /// No more. Kept until the request is over, as another worker may still be about to register it.
+    Fenced(Arc<Granted>),
+}
+
+impl Grant {
+    pub(super) fn granted(&self) -> &Arc<Granted> {
+        match self {
+            Grant::Given(granted) | Grant::Fenced(granted) => granted,
+        }
+    }
+}
+
+impl Granted {
+    /// Of these workers, each under a name of its own.
+    fn new(request: u64, ranks: &[(WorkerRank, Arc<Registered>)]) -> Result<Self> {
+        let each = ranks.iter().map(|(rank, registered)| Ok((*rank, registered.grant(request)?)));
+        each.collect::<Result<_>>().map(Granted)
+    }
+
+    fn told(&self) -> Result<Vec<PushGrant>> {
+        let grant = |(rank, regions): (&WorkerRank, &Vec<Region>)| {
+            let regions = regions.iter().map(Region::metadata).collect::<Result<_>>()?;
+            Ok(PushGrant { pp: rank.pp, tp: rank.tp, regions })
+        };
+        self.0.iter().map(grant).collect()
+    }
+
+    /// Ends when nobody writes by it any more. `Err`: that will never be known.
+    pub(super) async fn revoked(&self) -> Result<()> {
+        let regions = || self.0.values().flatten();
+        // All at once; then each is waited for.
+        let begun: Vec<_> = regions().map(|region| region.revoke(AGAIN)).collect();
+        drop(begun);
+        for region in regions() {
+            loop {
+                let since = Instant::now();
+                match region.revoke(AGAIN).await {
+                    Ok(_) => break,
+                    Err(error) if error.kind() == Kind::StillShared && since.elapsed() >= AGAIN => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// Answers [`Action::Register`](crate::engine::Action::Register).
+    pub(super) async fn register_push(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        request: RequestId,
+        (connection, ranks): (Connection, Vec<WorkerRank>),
+        mut registration: Box<PushRegistration>,
+    ) {
+        let sent = async {
+            // Before anything is granted: as long as a plain NIXL agent is there, no grant is known to have ended.
+            let link = self.writers(rank, connection, &ranks)?;
+            let (shared, of) = (Arc::clone(&self), request.clone());
+            let granted = self.runtime.spawn_blocking(move || shared.grant(&of)).await;
+            let gone = || Error::new(Kind::Closed, "the connector ends");
+            let told = granted.unwrap_or_else(|_| Err(gone())).and_then(|granted| granted.told());
+            registration.kvx_grants =
+                told.map_err(|error| (ranks.first().copied().unwrap_or_default(), error))?;
+            send_push(&link, &ranks, &Notification::Registration(registration)).await
+        };
+        if let Err((at, error)) = sent.await {
+            self.tell_worker(rank, |worker, now| {
+                worker.notification_failed(now, Some(&request), at, error.to_string());
+            });
+        }
+    }
+
+    /// The way to workers of a prefill, all of which write by grants.
+    fn writers(
+        &self,
+        rank: WorkerRank,
+        connection: Connection,
+        ranks: &[WorkerRank],
+    ) -> Result<Arc<Link>, (WorkerRank, Error)> {
+        let first = ranks.first().copied().unwrap_or_default();
+        let link = self.linked_to(rank, connection).map_err(|error| (first, error))?;
+        for at in ranks {
+            let worker = super::moves::worker(&link, *at).map_err(|error| (*at, error))?;
+            if worker.as_nixl.is_some() {
+                let why = "a prefill that is a plain NIXL agent writes by no grant, and its writes cannot be ended: \
+                           let it be read from (kv_connector NixlConnector on both sides)";
+                return Err((*at, Error::new(Kind::Unsupported, why)));
+            }
+        }
+        Ok(link)
+    }
+
+    /// What peers may write into for a request, made once for all workers of this engine. May block.
+    fn grant(&self, request: &RequestId) -> Result<Arc<Granted>> {
+        let _one_at_a_time = self.granting.lock();
+        let over = || Error::new(Kind::Revoked, "the request was given up: nothing is to be written for it");
+        let (number, ranks) = {
+            let mut state = self.state.lock();
+            match state.grants.get(request) {
+                Some(Grant::Given(granted)) => return Ok(Arc::clone(granted)),
+                Some(Grant::Fenced(_)) => return Err(over()),
+                None => {}
+            }
+            state.last_grant += 1;
+            let registered = |rank: &WorkerRank, registered: &Option<Arc<Registered>>| {
+                registered.clone().map(|registered| (*rank, registered)).ok_or_else(|| {
+                    let WorkerRank { pp, tp } = rank;
+                    let why = format!("worker pp {pp} tp {tp} has no caches registered: call Rank::register");
+                    Error::new(Kind::Invalid, why)
+                })
+            };
+            let ranks = state.ranks.iter().map(|(rank, held)| registered(rank, &held.registered));
+            (state.last_grant, ranks.collect::<Result<Vec<_>>>()?)
+        };
+        let granted = Arc::new(Granted::new(number, &ranks)?);
+        let mut state = self.state.lock();
+        if !state.scheduler.is_loading(request) || state.grants.contains_key(request) {
+            // It has ended meanwhile, and nobody was told of this.
+            state.spent.push(granted);
+            drop(state);
+            self.wake_up.notify_one();
+            return Err(over());
+        }
+        state.grants.insert(request.clone(), Grant::Given(Arc::clone(&granted)));
+        Ok(granted)
+    }
+
+    /// Answers [`Action::Fence`](crate::engine::Action::Fence): ends what was granted for a request, of all workers.
+    pub(super) async fn fence(self: Arc<Self>, rank: WorkerRank, request: RequestId) {
+        let granted = {
+            let mut state = self.state.lock();
+            let before = state.grants.remove(&request);
+            let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
+            state.grants.insert(request.clone(), Grant::Fenced(Arc::clone(&granted)));
+            granted
+        };
+        match granted.revoked().await {
+            Ok(()) => self.tell_worker(rank, |worker, now| worker.fenced(now, &request)),
+            // Its blocks stay held; a shutdown says what becomes of them.
+            Err(error) => {
+                tracing::warn!(%request, %error, "blocks of a push stay held: writes to them cannot be ended")
+            }
+        }
+    }
+}
+
+async fn send_push(
+    link: &Link,
+    ranks: &[WorkerRank],
+    registration: &Notification,
+) -> Result<(), (WorkerRank, Error)> {
+    let bytes = registration.encode();
+    for at in ranks {
+        let failed = |error| (*at, error);
+        let worker = super::moves::worker(link, *at).map_err(failed)?;
+        super::moves::send(&worker.peer, &bytes, LIMIT).await.map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// What a decode has granted to a write, as grids.
+pub(super) struct WriteGrant {
+    peer: Peer,
+    learned: Vec<PeerRegion>,
+    pub(super) sets: Vec<Option<Grids<PeerRegion>>>,
+}
+
+impl WriteGrant {
+    /// For one part of a write. `None`: the decode grants nothing, as one that is no kvx.
+    pub(super) fn of(order: &Move, worker: &LinkedWorker, source: &Source) -> Result<Option<Self>> {
+        let Part { rank, .. } = order.part;
+        let Some(grant) = order.grants.iter().find(|grant| (grant.pp, grant.tp) == (rank.pp, rank.tp)) else {
+            return match order.grants.is_empty() {
+                true => Ok(None),
+                false => Err(Error::new(
+                    Kind::Malformed,
+                    "the decode's registration grants nothing of this worker",
+                )),
+            };
+        };
+        let peer = worker.peer.clone();
+        let learned = grant.regions.iter().map(|bytes| peer.learn(bytes)).collect::<Result<Vec<_>>>()?;
+        let regions = PeerRegions::granted(&learned)?;
+        let grids = |set: usize| -> Result<Option<Grids<PeerRegion>>> {
+            let (_, theirs): (Vec<_>, Vec<_>) = source.grids(set).unzip();
+            let made = |grids: GridSet<PeerRegion>| Some(Grids(grids));
+            if theirs.is_empty() {
+                Ok(None)
+            } else {
+                regions.grids(&worker.geometry, theirs.into_iter()).map(made)
+            }
+        };
+        let sets = (0..source.sets().len()).map(grids).collect::<Result<_>>()?;
+        Ok(Some(WriteGrant { peer, learned, sets }))
+    }
+}
+
+impl Drop for WriteGrant {
+    fn drop(&mut self) {
+        self.learned.iter().for_each(|region| self.peer.forget(region));
+    }
+}

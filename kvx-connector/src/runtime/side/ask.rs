@@ -1,0 +1,234 @@
+//! The asking side: a socket for each handshake.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Error, Kind, Result, Secret};
+
+use super::super::clock::Clock;
+use super::super::zmtp::{Budget, Client, Limits, Message, SocketType, resolve};
+use super::{hosts, proof};
+use crate::Dialect;
+use crate::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank};
+use crate::wire::{
+    Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge, KvxRequest,
+};
+
+/// An answer: the payload, the clock, and what a later version may add.
+const ANSWER: Limits = Limits { frames: 4, bytes: HandshakePayload::MAX_LEN + 1024 };
+/// Bytes of answers in memory for all handshakes of an engine.
+const BYTES: usize = 64 << 20;
+
+/// Asks side channels for one engine.
+#[derive(Clone, Debug)]
+pub(crate) struct Asker {
+    clock: Clock,
+    secret: Option<Secret>,
+    ports: SideChannels,
+    budget: Arc<Budget>,
+    limit: Duration,
+}
+
+/// What came of a handshake.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only from a
+    /// [proven](Standing::Proven) peer.
+    pub(crate) peer: HandshakenPeer,
+    /// Who answered.
+    pub(crate) standing: Standing,
+}
+
+/// What a side channel says.
+#[derive(Debug)]
+pub(crate) struct Look {
+    pub(crate) payload: HandshakePayload,
+    /// Who answers; an error: a kvx, and only one end has a secret.
+    pub(crate) standing: Result<Standing>,
+    pub(crate) round_trip: Duration,
+}
+
+/// Who answers at a side channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// No kvx: a vLLM, reached through its NIXL blob.
+    Foreign,
+    /// A kvx; neither end has a secret.
+    Kvx,
+    /// A kvx, and both ends have proved to have the same secret.
+    Proven,
+}
+
+impl Asker {
+    /// For an engine with this clock, secret and port rule.
+    pub(crate) fn new(clock: Clock, secret: Option<Secret>, ports: SideChannels) -> Self {
+        Asker { clock, secret, ports, budget: Budget::new(BYTES), limit: Handshake::LIMIT }
+    }
+
+    /// Gives each answer so long to come.
+    pub(crate) fn with_limit(self, limit: Duration) -> Self {
+        Asker { limit, ..self }
+    }
+
+    /// One handshake: asks these workers of the peer, one after the other.
+    ///
+    /// Errors, each with the setting to change. `TimedOut`, `PeerLost`: nobody answers at the address. `Denied`: one
+    /// end has another secret, or none. And those of [`Handshake::new`] and [`Expectation::check`]: another engine id,
+    /// hash, version; a worker that is not there; malformed answers.
+    pub(crate) async fn ask(
+        &self,
+        peer: &RemoteEngine,
+        ranks: &[WorkerRank],
+        expectation: Expectation,
+    ) -> Result<Asked> {
+        let engine = expectation.engine_id.clone();
+        let dialect = expectation.dialect;
+        let sizes = (peer.pp_size, peer.tp_size);
+        // Both questions to a kvx peer, each with its own limit, are one to the state machine.
+        let handshake = Handshake::new(expectation, ranks.iter().copied(), sizes)?;
+        let mut handshake = handshake.with_limit(self.limit * 2);
+        let mut standing = None;
+        let mut socket: Option<(Address, Client)> = None;
+        for rank in ranks {
+            let address = self.ports.of(&peer.address, *rank)?;
+            let in_context = |error| unanswered(error, &address, &engine);
+            if socket.as_ref().is_none_or(|(of, _)| *of != address) {
+                drop(socket.take());
+                let client = self.connect(&address).await.map_err(in_context)?;
+                socket = Some((address.clone(), client));
+            }
+            let Some((_, client)) = &mut socket else { continue };
+            let Some(question) = handshake.request(self.clock.now()) else { break };
+            let mut answer = client.ask(&question, self.limit).await.map_err(in_context)?;
+            let challenge = challenge(&answer)?;
+            let this =
+                challenge.as_ref().map_or(Ok(Standing::Foreign), |challenge| self.standing(challenge))?;
+            // One for all: what the first worker tells must not be believed for what the second one proves.
+            if standing.replace(this).is_some_and(|before| before != this) {
+                return Err(Error::new(
+                    Kind::Malformed,
+                    format!(
+                        "malformed handshake answers of engine {engine}: some of its workers are kvx's and some are \
+                         not: give all of them the same connector"
+                    ),
+                ));
+            }
+            // Without a secret the first answer said all, unless it was meant for vLLM alone.
+            if let Some(challenge) = challenge
+                && (this == Standing::Proven || refused(&answer).is_some())
+            {
+                let request = HandshakeRequest::new(*rank, dialect)?;
+                answer = self.ask_as_kvx(client, challenge, request).await.map_err(in_context)?;
+            }
+            handshake.received(answer.frames(), self.clock.now())?;
+        }
+        let mut peer = handshake.finish()?;
+        let standing = standing.unwrap_or(Standing::Foreign);
+        if self.secret.is_some() && standing != Standing::Proven {
+            for metadata in peer.workers.values_mut() {
+                metadata.kvx_metadata = None;
+            }
+        }
+        Ok(Asked { peer, standing })
+    }
+
+    /// What the side channel at an address says of one worker, with nothing expected of it.
+    ///
+    /// Errors: nobody answers, or not in words.
+    pub(crate) async fn look(&self, address: &Address, rank: WorkerRank, dialect: Dialect) -> Result<Look> {
+        let mut client = self.connect(address).await?;
+        let request = HandshakeRequest::new(rank, dialect)?;
+        let began = Instant::now();
+        let mut answer = client.ask(&request.encode(), self.limit).await?;
+        let round_trip = began.elapsed();
+        let challenge = challenge(&answer)?;
+        let standing = match &challenge {
+            None => Ok(Standing::Foreign),
+            Some(challenge) => self.standing(challenge),
+        };
+        if let (Some(challenge), Ok(standing)) = (challenge, &standing)
+            && (*standing == Standing::Proven || refused(&answer).is_some())
+        {
+            answer = self.ask_as_kvx(&mut client, challenge, request).await?;
+        }
+        let payload = HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
+        Ok(Look { payload, standing, round_trip })
+    }
+
+    async fn connect(&self, address: &Address) -> Result<Client> {
+        let addresses = resolve(&address.host, address.port, self.limit).await?;
+        Client::connect(SocketType::Req, &addresses, ANSWER, &self.budget, self.limit).await
+    }
+
+    fn standing(&self, challenge: &KvxChallenge) -> Result<Standing> {
+        match (&self.secret, challenge.secret) {
+            (None, false) => Ok(Standing::Kvx),
+            (Some(_), true) => Ok(Standing::Proven),
+            (None, true) => Err(proof::denied(
+                "the prefill has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
+            )),
+            (Some(_), false) => Err(proof::denied(
+                "this engine has a shared secret and the prefill has none: give both the same by KVX_SECRET_FILE, or \
+                 neither",
+            )),
+        }
+    }
+
+    async fn ask_as_kvx(
+        &self,
+        client: &mut Client,
+        challenge: KvxChallenge,
+        request: HandshakeRequest,
+    ) -> Result<Message> {
+        let secret = self.secret.as_ref();
+        let request = KvxRequest { request, nonce: proof::nonce()?, proof: None };
+        let request = proof::prove_question(secret, &challenge, request);
+        let answer = client.ask(&request.encode(), self.limit).await?;
+        let Some(secret) = secret else { return Ok(answer) };
+        let payload = HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
+        match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
+            // Whoever has the secret proves its refusals, too: this one says that ours is another.
+            Some(why) => Err(Error::new(Kind::Denied, format!("the prefill refuses this engine: {why}"))),
+            None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),
+        }
+    }
+}
+
+/// What a kvx listener says of itself, if it is one.
+fn challenge(answer: &Message) -> Result<Option<KvxChallenge>> {
+    // What cannot be read is the state machine's to refuse.
+    let payload = answer.frames().first().and_then(|frame| HandshakePayload::decode(frame).ok());
+    payload
+        .and_then(|payload| payload.kvx_challenge)
+        .map(|challenge| KvxChallenge::decode(&challenge))
+        .transpose()
+}
+
+fn refused(answer: &Message) -> Option<String> {
+    HandshakePayload::decode(answer.frames().first()?).ok()?.refusal
+}
+
+/// Says whom was asked, and what to set where nobody answered.
+fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
+    let Address { host, port } = address;
+    let there = format!("the side channel of engine {engine} at {host} port {port}");
+    let cure = match error.kind() {
+        Kind::PeerLost | Kind::TimedOut if hosts::is_loopback(host) => {
+            "; that is this machine: if the engine is on another one, set VLLM_NIXL_SIDE_CHANNEL_HOST there to an \
+             address that is reached from here (and, unless TCP is to listen there too, \
+             kv_connector_extra_config.tcp.bind)"
+        }
+        Kind::PeerLost | Kind::TimedOut => {
+            "; the instance is down, its listener has ended, or something between drops the packets: restart it, check \
+             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, or ask by `kvx probe`"
+        }
+        _ => "",
+    };
+    Error::new(error.kind(), format!("{there}: {}{cure}", error.sentence()))
+}
+
+/// As the worker is told of it.
+pub(crate) fn handshake_failure(error: &Error) -> HandshakeFailure {
+    let unanswered = matches!(error.kind(), Kind::TimedOut | Kind::PeerLost | Kind::Malformed | Kind::Native);
+    HandshakeFailure { setup: !unanswered, error: error.to_string() }
+}

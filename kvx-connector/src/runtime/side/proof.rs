@@ -1,0 +1,124 @@
+//! Who is let in where a fleet has a secret: decode and prefill prove to each other that they have it.
+//!
+//! 1. The decode asks as vLLM does. A kvx prefill answers with a challenge beside what it tells anybody, which vLLM
+//!    ignores.
+//! 2. The decode asks once more, on the same connection, by a [`KvxRequest`]: a nonce of its own, and HMAC-SHA-256 over
+//!    both nonces and the worker that it asks for.
+//! 3. The prefill answers with everything, and with HMAC-SHA-256 over the nonces, the worker and the answer.
+//!
+//! A challenge is good for one question on its connection, so nothing recorded is of use later. What is said is not
+//! secret: who listens on the way learns where the memory is, and still cannot prove to have the secret to its owner.
+
+use hmac::{Hmac, KeyInit, Mac as _};
+use kvx_core::{Error, Kind, Result, Secret};
+use sha2::Sha256;
+
+use crate::wire::{HandshakePayload, KvxChallenge, KvxRequest};
+
+/// 256 bits that nobody can guess.
+pub(super) fn nonce() -> Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    for part in nonce.chunks_exact_mut(8) {
+        part.copy_from_slice(&kvx_core::random_number()?.to_le_bytes());
+    }
+    Ok(nonce)
+}
+
+fn mac(secret: &Secret, label: &[u8], challenge: &[u8; 32], request: &KvxRequest) -> Hmac<Sha256> {
+    let mut mac =
+        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let rank = request.request.rank();
+    mac.update(label);
+    mac.update(challenge);
+    mac.update(&request.nonce);
+    mac.update(&rank.pp.to_be_bytes());
+    mac.update(&rank.tp.to_be_bytes());
+    mac
+}
+
+fn of_decode(secret: &Secret, challenge: &[u8; 32], request: &KvxRequest) -> Hmac<Sha256> {
+    mac(secret, b"kvx side channel 1: the decode asks", challenge, request)
+}
+
+fn of_prefill(
+    secret: &Secret,
+    challenge: &[u8; 32],
+    request: &KvxRequest,
+    answer: &HandshakePayload,
+) -> Hmac<Sha256> {
+    let mut mac = mac(secret, b"kvx side channel 1: the prefill answers", challenge, request);
+    let refusal = answer.refusal.as_deref().unwrap_or_default();
+    for said in
+        [answer.compatibility_hash.as_str().as_bytes(), refusal.as_bytes(), &answer.agent_metadata_bytes]
+    {
+        mac.update(&(said.len() as u64).to_be_bytes());
+        mac.update(said);
+    }
+    mac
+}
+
+/// The decode's question, with its proof where it has a secret.
+pub(super) fn prove_question(
+    secret: Option<&Secret>,
+    challenge: &KvxChallenge,
+    mut request: KvxRequest,
+) -> KvxRequest {
+    request.proof =
+        secret.map(|secret| of_decode(secret, &challenge.nonce, &request).finalize().into_bytes().into());
+    request
+}
+
+/// Errors: `Denied`: this decode is a stranger.
+pub(super) fn check_question(
+    secret: Option<&Secret>,
+    challenge: Option<[u8; 32]>,
+    request: &KvxRequest,
+) -> Result<()> {
+    let Some(secret) = secret else {
+        return match request.proof {
+            None => Ok(()),
+            Some(_) => Err(denied(
+                "this decode has a shared secret and the prefill has none: give both the same, or neither",
+            )),
+        };
+    };
+    let Some(proof) = &request.proof else {
+        return Err(denied(
+            "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
+        ));
+    };
+    let challenge = challenge.ok_or_else(|| {
+        Error::new(Kind::Malformed, "malformed kvx handshake request: a proof before a challenge")
+    })?;
+    // In a time that does not depend on the proof.
+    of_decode(secret, &challenge, request).verify_slice(proof).map_err(|_| differ())
+}
+
+/// What proves this answer to the decode.
+pub(super) fn prove_answer(
+    secret: &Secret,
+    challenge: &[u8; 32],
+    request: &KvxRequest,
+    answer: &HandshakePayload,
+) -> Vec<u8> {
+    of_prefill(secret, challenge, request, answer).finalize().into_bytes().to_vec()
+}
+
+/// Errors: `Denied`: whoever answers does not have the secret.
+pub(super) fn check_answer(
+    secret: &Secret,
+    challenge: &KvxChallenge,
+    request: &KvxRequest,
+    answer: &HandshakePayload,
+) -> Result<()> {
+    let proof = answer.kvx_proof.as_deref().unwrap_or_default();
+    of_prefill(secret, &challenge.nonce, request, answer).verify_slice(proof).map_err(|_| differ())
+}
+
+pub(super) fn denied(why: &str) -> Error {
+    Error::new(Kind::Denied, why.to_owned())
+}
+
+fn differ() -> Error {
+    denied("the shared secrets of decode and prefill differ: give both the same by KVX_SECRET_FILE")
+}

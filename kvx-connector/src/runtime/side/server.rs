@@ -1,0 +1,240 @@
+//! The answering side.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Result, Secret};
+use tokio::net::TcpListener;
+
+use super::super::clock::Clock;
+use super::super::zmtp::{Handler, Limits, Router, RouterLimits, resolve};
+use super::{SideSettings, proof};
+use crate::engine::{Address, WorkerRank};
+use crate::wire::{
+    CompatibilityHash, HandshakePayload, KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
+};
+
+/// The longest question has some 100 bytes, and an identity of 255 before it.
+const QUESTION: Limits = Limits { frames: 16, bytes: 4 << 10 };
+
+/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB.
+const LIMITS: RouterLimits =
+    RouterLimits { connections: 512, message: QUESTION, bytes: 4 << 20, patience: Duration::from_secs(5) };
+
+/// A side channel that listens until it is dropped.
+#[derive(Debug)]
+pub(crate) struct SideServer {
+    address: Address,
+    desk: Arc<Desk>,
+    routers: Vec<Router>,
+}
+
+/// What the answers come from.
+#[derive(Debug)]
+struct Desk {
+    clock: Clock,
+    secret: Option<Secret>,
+    told: Mutex<Told>,
+}
+
+#[derive(Debug)]
+struct Told {
+    /// To whoever asks as vLLM does.
+    anybody: Listener,
+    /// To kvx decodes, which with a secret have proved themselves.
+    invited: Listener,
+}
+
+impl SideServer {
+    /// Listens, on tasks of the runtime that it is called in. `clock` is that of the engine's `Scheduler`.
+    ///
+    /// Errors: a port that is taken, with the variable and a free one; a host that is not of this machine.
+    pub(crate) async fn bind(settings: &SideSettings, hash: CompatibilityHash, clock: Clock) -> Result<Self> {
+        for warning in &settings.warnings {
+            tracing::warn!("{warning}");
+        }
+        let told = Told { anybody: Listener::new(hash.clone()), invited: Listener::new(hash) };
+        let desk = Arc::new(Desk { clock, secret: settings.secret.clone(), told: Mutex::new(told) });
+        let mut routers = Vec::new();
+        for port in &settings.ports {
+            let listener = listen(settings, *port).await?;
+            routers.push(Router::serve(listener, LIMITS, Arc::clone(&desk))?);
+        }
+        let first =
+            routers.first().ok_or_else(|| Error::new(Kind::Invalid, "a side channel without a port"))?;
+        let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
+        let server = SideServer { address, desk, routers };
+        let at: Vec<_> = server.listens_at().collect();
+        tracing::info!(?at, told = %server.address.host, "the side channel listens");
+        Ok(server)
+    }
+
+    /// What parameters say of it: the host that peers are told, the port of the engine or of its first worker.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Where it listens.
+    pub(crate) fn listens_at(&self) -> impl Iterator<Item = SocketAddr> {
+        self.routers.iter().map(Router::local)
+    }
+
+    /// Sets what is answered for a worker, with the worker's `kvx_metadata` in it. Without `agent_metadata`, the blob
+    /// of a NIXL agent, vLLM's decodes are refused in words. Returns the registration generation that the `Scheduler`
+    /// is to be told.
+    pub(crate) fn publish(&self, rank: WorkerRank, metadata: &NixlAgentMetadata) -> u64 {
+        let mut told = self.desk.told.lock();
+        told.invited.publish(rank, metadata);
+        if metadata.agent_metadata.is_empty() {
+            told.anybody.refuse(
+                rank,
+                Error::new(
+                    Kind::Unsupported,
+                    "this engine has no NIXL agent for a vLLM to load: name RIXL in \
+                     kv_connector_extra_config.backends of it, and see that `kvx backends` finds NIXL's library; \
+                     or KVX, if vLLM's NIXL has that backend",
+                ),
+            );
+        } else if self.desk.secret.is_some() {
+            let mut open = metadata.clone();
+            open.kvx_metadata = None;
+            told.anybody.publish(rank, &open);
+        } else {
+            told.anybody.publish(rank, metadata);
+        }
+        told.invited.registration_generation()
+    }
+
+    /// There is nothing to tell of a worker any more. Returns the registration generation.
+    pub(crate) fn withdraw(&self, rank: WorkerRank) -> u64 {
+        let mut told = self.desk.told.lock();
+        told.anybody.withdraw(rank);
+        told.invited.withdraw(rank);
+        told.invited.registration_generation()
+    }
+
+    #[cfg(test)]
+    pub(super) fn connections(&self) -> usize {
+        self.routers.iter().map(Router::connections).sum()
+    }
+}
+
+/// The port of a side channel, at the first address of its host: where ZeroMQ binds.
+async fn listen(settings: &SideSettings, port: u16) -> Result<TcpListener> {
+    let host = &settings.bind;
+    let addresses = resolve(host, port, LIMITS.patience).await.map_err(|error| foreign_host(host, &error))?;
+    let address = addresses[0];
+    match TcpListener::bind(address).await {
+        Ok(listener) => Ok(listener),
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            Err(busy(address, settings.ports.len()).await)
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => Err(foreign_host(host, &error)),
+        Err(error) => Err(Error::os(format!("the side channel cannot listen at {address}"), error)),
+    }
+}
+
+fn foreign_host(host: &str, why: &dyn std::fmt::Display) -> Error {
+    Error::new(
+        Kind::Invalid,
+        format!(
+            "the side channel cannot listen at {host:?}, no address of this machine ({why}): set \
+             VLLM_NIXL_SIDE_CHANNEL_HOST to one, or kv_connector_extra_config.side_channel_bind to the one to listen \
+             at and the variable to what peers reach"
+        ),
+    )
+}
+
+async fn busy(taken: SocketAddr, ports: usize) -> Error {
+    let mut free = None;
+    for base in (taken.port()..=u16::MAX).step_by(ports.max(1)).skip(1).take(64) {
+        let mut open = Vec::new();
+        for port in base..=base.saturating_add(ports as u16 - 1) {
+            open.extend(TcpListener::bind(SocketAddr::new(taken.ip(), port)).await);
+        }
+        if open.len() == ports {
+            free = Some(base);
+            break;
+        }
+    }
+    let free = free.map_or("a free port".to_owned(), |free| format!("a free port, such as {free}"));
+    Error::new(
+        Kind::Exhausted,
+        format!(
+            "port {} of {} is taken, so the side channel cannot listen there; another engine may have it: set \
+             VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (each data-parallel rank counts on from it)",
+            taken.port(),
+            taken.ip()
+        ),
+    )
+}
+
+/// The challenge of a connection: good for one question.
+#[derive(Debug, Default)]
+pub(crate) struct Session {
+    challenge: Option<[u8; 32]>,
+}
+
+impl Handler for Desk {
+    type Session = Session;
+
+    fn answer(&self, session: &mut Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>> {
+        let answered = match message.last() {
+            Some(question) if KvxRequest::is_one(question) => {
+                self.answer_kvx(session.challenge.take(), message, question)
+            }
+            _ => self.answer_anybody(session, message),
+        };
+        match answered {
+            Ok(frames) => Some(frames),
+            Err(error) => {
+                tracing::debug!(%error, "a message to the side channel got no answer");
+                None
+            }
+        }
+    }
+}
+
+impl Desk {
+    fn answer_anybody(&self, session: &mut Session, message: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>> {
+        let nonce = proof::nonce()?;
+        let told = self.told.lock();
+        let reply = told.anybody.answer(message, self.clock.now())?;
+        if let Some(refusal) = reply.refusal() {
+            tracing::info!(%refusal, "a handshake was refused");
+        }
+        let mut payload = HandshakePayload::decode(reply.payload())?;
+        payload.kvx_challenge = Some(KvxChallenge { secret: self.secret.is_some(), nonce }.encode());
+        session.challenge = Some(nonce);
+        Ok(reply.with_payload(&payload).frames().map(Arc::from).collect())
+    }
+
+    fn answer_kvx(
+        &self,
+        challenge: Option<[u8; 32]>,
+        message: &[Vec<u8>],
+        question: &[u8],
+    ) -> Result<Vec<Arc<[u8]>>> {
+        let told = self.told.lock();
+        let asked = KvxRequest::decode(question).and_then(|request| {
+            proof::check_question(self.secret.as_ref(), challenge, &request).map(|()| request)
+        });
+        let request = match asked {
+            Ok(request) => request,
+            Err(refusal) => {
+                tracing::warn!(%refusal, "a kvx decode was refused at the side channel");
+                let reply = told.invited.answer_with(message, self.clock.now(), Err(refusal))?;
+                return Ok(reply.frames().map(Arc::from).collect());
+            }
+        };
+        let reply = told.invited.answer_with(message, self.clock.now(), Ok(request.request))?;
+        let (Some(secret), Some(challenge)) = (&self.secret, &challenge) else {
+            return Ok(reply.frames().map(Arc::from).collect());
+        };
+        let mut payload = HandshakePayload::decode(reply.payload())?;
+        payload.kvx_proof = Some(proof::prove_answer(secret, challenge, &request, &payload));
+        Ok(reply.with_payload(&payload).frames().map(Arc::from).collect())
+    }
+}

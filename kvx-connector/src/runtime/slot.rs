@@ -1,0 +1,80 @@
+//! A value that the connector's thread sets once, and that an engine awaits or waits for.
+
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use kvx_core::Deadline;
+use kvx_core::sync::{Condvar, Mutex};
+
+/// Set once, taken once. Needs no runtime.
+#[derive(Debug)]
+pub(super) struct Slot<T> {
+    state: Mutex<State<T>>,
+    set: Condvar,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    value: Option<T>,
+    waker: Option<Waker>,
+}
+
+impl<T> Slot<T> {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Slot { state: Mutex::new(State { value: None, waker: None }), set: Condvar::new() })
+    }
+
+    /// Sets it and wakes whoever waits.
+    pub(super) fn set(&self, value: T) {
+        if let Some(waker) = self.fill(value) {
+            waker.wake();
+        }
+    }
+
+    /// Sets it. A task that waits is left to be woken: the caller may hold a lock.
+    pub(super) fn fill(&self, value: T) -> Option<Waker> {
+        let mut state = self.state.lock();
+        state.value = Some(value);
+        self.set.notify_all();
+        state.waker.take()
+    }
+
+    /// The value, if it is there.
+    pub(super) fn take(&self) -> Option<T> {
+        self.state.lock().value.take()
+    }
+
+    pub(super) fn poll(&self, context: &mut Context<'_>) -> Poll<T> {
+        let mut state = self.state.lock();
+        if let Some(value) = state.value.take() {
+            return Poll::Ready(value);
+        }
+        match &mut state.waker {
+            Some(waker) => waker.clone_from(context.waker()),
+            none => *none = Some(context.waker().clone()),
+        }
+        Poll::Pending
+    }
+
+    /// Blocks until it is set or the deadline has passed.
+    pub(super) fn wait(&self, deadline: Deadline) -> Option<T> {
+        let until = until(deadline);
+        let mut state = self.state.lock();
+        loop {
+            if let Some(value) = state.value.take() {
+                return Some(value);
+            }
+            if Instant::now() >= until {
+                return None;
+            }
+            state = self.set.wait_until(state, Some(until));
+        }
+    }
+}
+
+/// The moment of a deadline, for calls of the standard library.
+pub(super) fn until(deadline: Deadline) -> Instant {
+    let day = std::time::Duration::from_secs(86_400);
+    Instant::now() + deadline.left().min(day)
+}

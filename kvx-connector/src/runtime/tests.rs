@@ -1,0 +1,410 @@
+//! What the parts of a connector do to each other.
+
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_core::{Kind, Memory, Registry};
+
+use super::{Connector, Decode, Prefill, Released};
+use crate::Dialect;
+use crate::engine::{
+    Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId, WorkerRank,
+};
+use crate::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use crate::params::{RemoteBlocks, TransferParams};
+use crate::wire::CompatibilityFactors;
+
+const LIMIT: Duration = Duration::from_secs(10);
+const SHORT: Duration = Duration::from_millis(200);
+const BLOCKS: u32 = 4;
+const TOKENS: u32 = 16;
+const BLOCK_LEN: u64 = 1024;
+
+fn connector(workers: u32) -> Connector {
+    built("NixlConnector", "e", "TCP", workers)
+}
+
+fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connector {
+    let json = format!(
+        r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
+             "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
+    );
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+    let config = KvTransferConfig::from_json(&json, &surroundings).unwrap();
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Tcp).unwrap();
+    registry.add(kvx_native::Shm).unwrap();
+    let factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let builder = Connector::builder(&config, registry).model(factors).block_size(16).any_port();
+    builder.workers(workers, 1).build_blocking().unwrap()
+}
+
+fn register(connector: &Connector, tp: u32) -> kvx_core::Result<super::Rank> {
+    register_pool(connector, tp, &pool())
+}
+
+fn pool() -> Arc<Memory> {
+    Arc::new(Memory::pool((u64::from(BLOCKS) * BLOCK_LEN) as usize).build().unwrap())
+}
+
+fn register_pool(connector: &Connector, tp: u32, pool: &Arc<Memory>) -> kvx_core::Result<super::Rank> {
+    let layer = LayerCache {
+        name: "layers.0.attn".into(),
+        tensors: KvTensors::Together(pool.address()),
+        blocks: BLOCKS,
+        block_len: BLOCK_LEN,
+        block_stride: BLOCK_LEN,
+        group: 0,
+        heads: Heads::Sharded(4),
+        memory: MemoryType::Dram,
+    };
+    let caches = Caches::of_layers(vec![layer], KvLayout::Lbhnc, 16, 1, 0).unwrap();
+    connector.rank(WorkerRank { pp: 0, tp }).unwrap().register(caches, [Arc::clone(pool)])
+}
+
+#[test]
+fn workers_that_register_at_once_share_the_generations() {
+    for _ in 0..10 {
+        let connector = connector(2);
+        let barrier = Barrier::new(2);
+        std::thread::scope(|scope| {
+            for tp in 0..2 {
+                let (connector, barrier) = (&connector, &barrier);
+                scope.spawn(move || {
+                    barrier.wait();
+                    register(connector, tp).unwrap();
+                });
+            }
+        });
+        let words = |tp| {
+            let registered = connector.shared().registered(WorkerRank { pp: 0, tp }).unwrap();
+            registered.words.memory().address()
+        };
+        assert_eq!(words(0), words(1));
+        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
+    let connector = connector(1);
+    let at = WorkerRank { pp: 0, tp: 0 };
+    let rank = register(&connector, 0).unwrap();
+    let registered = connector.shared().registered(at).unwrap();
+    let finishing = registered.finishing.blocking_read();
+    assert_eq!(rank.give_back(SHORT).wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+    drop(finishing);
+    register(&connector, 0).unwrap();
+    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+
+    register(&connector, 0).unwrap();
+    let registered = connector.shared().registered(at).unwrap();
+    let finishing = registered.finishing.blocking_read();
+    assert_eq!(connector.shutdown(SHORT).wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+    drop(finishing);
+    assert_eq!(register(&connector, 0).unwrap_err().kind(), Kind::Closed);
+}
+
+#[test]
+fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
+    let connector = connector(1);
+    register(&connector, 0).unwrap();
+    let scratch = Arc::clone(&connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap().scratch);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    runtime.block_on(async {
+        let mut places = Vec::new();
+        let busy = loop {
+            match scratch.take(SHORT).await {
+                Ok(place) => places.push(place),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((busy.kind(), places.len()), (Kind::Busy, 32), "{busy}");
+        places.pop();
+        scratch.take(SHORT).await.unwrap();
+    });
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+/// Someone who takes connections and says nothing, and what names a block there.
+fn silent() -> (std::net::TcpListener, TransferParams) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let mut remote = RemoteBlocks::new("silent", "p-r", "127.0.0.1", port, vec![vec![0]]);
+    remote.num_tokens = Some(TOKENS.into());
+    (listener, TransferParams::prefilled(remote, Dialect::default()))
+}
+
+fn one(block: u32) -> BlockLists {
+    BlockLists::single([block])
+}
+
+/// A request whose load the engine has given to a step, and not started on its worker yet.
+fn ordered(connector: &Connector, request: &RequestId, params: &TransferParams) {
+    let deadline = Some(connector.time(LIMIT));
+    let arrival = Arrival { request, prompt_tokens: TOKENS, params: Some(params), deadline };
+    connector.on_new_request(arrival).unwrap();
+    let allocation = Allocation { fill: one(1), computed: 0, external: TOKENS };
+    connector.update_state_after_alloc(request, allocation).unwrap();
+    connector.step();
+}
+
+fn freed(request: &RequestId) -> Outcome {
+    Outcome::Free { request: request.clone(), kept: Kept::Load }
+}
+
+/// What the engine hears until nothing is known any more.
+fn heard(connector: &Connector) -> Vec<Outcome> {
+    let (mut heard, until) = (Vec::new(), std::time::Instant::now() + LIMIT);
+    while heard.is_empty() || !connector.is_idle() {
+        assert!(std::time::Instant::now() < until, "{heard:?}");
+        connector.wait(SHORT);
+        heard.extend(connector.outcomes());
+    }
+    heard
+}
+
+/// The deadlines of all loads come, although their workers have not ended them. Blocks held, and tasks to be woken.
+fn late(connector: &Connector) -> (usize, usize) {
+    let shared = connector.shared();
+    let mut state = shared.state.lock();
+    let outcomes = state.scheduler.poll(shared.clock.now() + LIMIT + LIMIT);
+    let asleep = outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).count();
+    (state.scheduler.blocks_held(), asleep)
+}
+
+#[test]
+fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
+    let connector = connector(1);
+    register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    let request = RequestId::from("r");
+    let fetch = Decode::new(&connector).fetch(request.clone(), &params, one(1), LIMIT);
+    // The connector's thread gets no further than this.
+    assert_eq!(late(&connector), (1, 0), "nobody is asleep who would have to be woken");
+    let held = fetch.cancel();
+    assert!(!held.is_empty(), "a worker still has its block");
+    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(connector.outcomes(), []);
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+#[test]
+fn loads_that_are_given_up_as_they_end_free_their_blocks_once() {
+    let connector = connector(1);
+    register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    for round in 0..200 {
+        let request = RequestId::from(format!("r{round}"));
+        let limit = Duration::from_micros(20 * round);
+        let fetch = Decode::new(&connector).fetch(request.clone(), &params, one(1), limit);
+        let until = std::time::Instant::now() + limit;
+        while std::time::Instant::now() < until {
+            std::hint::spin_loop();
+        }
+        drop(fetch);
+        assert_eq!(heard(&connector), [freed(&request)], "round {round}");
+    }
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+#[test]
+fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
+    let connector = connector(1);
+    let rank = register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    let registered = connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap();
+    let (lease, _) = Prefill::new(&connector).publish("kept", one(0), TOKENS).unwrap();
+    let fetch = Decode::new(&connector).fetch("loading", &params, one(1), LIMIT);
+    let cancelled = Decode::new(&connector).fetch("cancelled", &params, one(2), LIMIT);
+    let finishing = registered.finishing.blocking_read();
+    let not_proven = |done: kvx_core::Completion<()>| {
+        assert_eq!(done.wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+    };
+    not_proven(connector.shutdown(SHORT));
+    drop(finishing);
+    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    if error.failure == LoadFailure::Transfer("the connector was shut down".into()) {
+        assert_eq!((error.held.blocks(), error.invalid), (one(1), vec![1]));
+        assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Lost);
+    }
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
+    assert_eq!(cancelled.cancel().wait(LIMIT).unwrap(), Released::Lost);
+    // And whoever comes later.
+    not_proven(connector.shutdown(LIMIT));
+    not_proven(rank.give_back(LIMIT));
+    let error = Prefill::new(&connector).publish("late", one(3), TOKENS).unwrap_err();
+    assert_eq!(error.kind(), Kind::Closed, "{error}");
+    let late = Decode::new(&connector).fetch("late", &params, one(3), LIMIT).wait(LIMIT).unwrap();
+    assert!(matches!(late.unwrap_err().failure, LoadFailure::Refused(_)));
+    assert!(connector.is_idle());
+}
+
+#[test]
+fn a_shutdown_waits_for_caches_that_are_being_given_back() {
+    let connector = connector(1);
+    let rank = register(&connector, 0).unwrap();
+    let registered = connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap();
+    let finishing = registered.finishing.blocking_read();
+    let given_back = rank.give_back(LIMIT);
+    let over = connector.shutdown(LIMIT);
+    drop(finishing);
+    given_back.wait(LIMIT).unwrap();
+    over.wait(LIMIT).unwrap();
+    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+}
+
+/// The connector's thread does nothing until this is dropped.
+fn stand_still(connector: &Connector) -> std::sync::mpsc::Sender<()> {
+    let (go_on, wait) = std::sync::mpsc::channel();
+    let stands = Arc::new(Barrier::new(2));
+    let still = Arc::clone(&stands);
+    connector.shared().runtime.spawn(async move {
+        still.wait();
+        wait.recv().ok();
+    });
+    stands.wait();
+    go_on
+}
+
+#[test]
+fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
+    let (prefill, decode) = (connector(1), connector(1));
+    register(&prefill, 0).unwrap();
+    register(&decode, 0).unwrap();
+    let publish = |name: &str| Prefill::new(&prefill).publish(name, one(0), TOKENS).unwrap();
+    let (_first, params) = publish("first");
+    Decode::new(&decode).fetch("first", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+    let (_second, params) = publish("second");
+    // The connector's thread stands still meanwhile, and its turn is made here.
+    let (go_on, shared) = (stand_still(&decode), decode.shared());
+    let fetch = Decode::new(&decode).fetch("second", &params, one(2), LIMIT);
+    let held = fetch.cancel();
+    let turn = shared.turn();
+    let read = turn.actions.iter().find_map(|(rank, action, _)| match action {
+        crate::engine::Action::Read(order) => Some((*rank, order.id)),
+        _ => None,
+    });
+    let (rank, id) = read.expect("the load began before it was cancelled");
+    let cancel = shared.moving(rank, id);
+    let mut rung = std::pin::pin!(cancel.notified());
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    assert!(rung.as_mut().poll(&mut context).is_ready());
+    drop(held);
+    drop(go_on);
+    for connector in [prefill, decode] {
+        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn an_order_that_no_worker_has_started_is_taken_out_when_it_is_cancelled() {
+    let connector = connector(1);
+    let rank = register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    let request = RequestId::from("r");
+    ordered(&connector, &request, &params);
+    assert!(connector.request_finished(&request, Ending::aborted()).delay_free);
+    assert_eq!(heard(&connector), [freed(&request)], "though the engine starts nothing");
+    rank.start_load_kv();
+    assert!(connector.is_idle());
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+#[test]
+fn a_request_that_ends_before_the_engine_has_heard_of_its_held_blocks_keeps_them() {
+    let connector = connector(1);
+    let rank = register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    let request = RequestId::from("r");
+    ordered(&connector, &request, &params);
+    rank.start_load_kv();
+    assert_eq!(late(&connector).0, 1);
+    assert!(connector.request_finished(&request, Ending::aborted()).delay_free);
+    assert_eq!(heard(&connector), [freed(&request)]);
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+/// Publishes a block of these bytes.
+fn publish(prefill: &Connector, pool: &Memory, name: &str, byte: u8) -> (super::Lease, TransferParams) {
+    pool.copy_in(0, &[byte; BLOCK_LEN as usize]).unwrap();
+    Prefill::new(prefill).publish(name, one(0), TOKENS).unwrap()
+}
+
+/// The prefill has the registration of a decode, and is about to write when its process stops: what it asks for then.
+fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::Move) {
+    let (shared, until) = (prefill.shared(), std::time::Instant::now() + LIMIT);
+    let agent = shared.state.lock().ranks.values().next().unwrap().agent.clone().unwrap().0;
+    loop {
+        assert!(std::time::Instant::now() < until, "no registration has come");
+        while let Some(told) = agent.try_notification() {
+            let from = format!("{:?}", told.from);
+            let heard =
+                |worker: &mut crate::engine::Worker, now| worker.notified(now, &from, &told.bytes).unwrap();
+            shared.tell_worker(WorkerRank::default(), heard);
+        }
+        for (rank, action, _) in shared.turn().actions {
+            if let crate::engine::Action::Write(order) = action {
+                return (rank, order);
+            }
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
+    for (backend, late) in [("SHM", false), ("SHM", true), ("TCP", false), ("TCP", true)] {
+        let (from, to) = (pool(), pool());
+        let prefill = built("NixlPushConnector", "prefill", backend, 1);
+        let decode = built("NixlPushConnector", "decode", backend, 1);
+        register_pool(&prefill, 0, &from).unwrap();
+        register_pool(&decode, 0, &to).unwrap();
+        let block = || {
+            let mut bytes = [0; BLOCK_LEN as usize];
+            to.copy_out(BLOCK_LEN as usize, &mut bytes).unwrap();
+            bytes
+        };
+        let (lease, params) = publish(&prefill, &from, "first", 0xaa);
+        Decode::new(&decode).fetch("first", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+        assert_eq!((block(), lease.wait(LIMIT).unwrap()), ([0xaa; _], Released::Free));
+
+        let (_lease, params) = publish(&prefill, &from, "second", 0xbb);
+        let go_on = stand_still(&prefill);
+        let fetch = Decode::new(&decode).fetch("second", &params, one(1), LIMIT);
+        let (rank, order) = stopped_before_its_write(&prefill);
+        let id = order.id;
+        let write = |order| {
+            let shared = Arc::clone(prefill.shared());
+            let cancel = shared.moving(rank, id);
+            prefill.shared().runtime.spawn(shared.transfer(rank, kvx_core::Op::Write, order, cancel))
+        };
+        let waits = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        if late {
+            let held = fetch.cancel();
+            assert_eq!(
+                held.wait(LIMIT).unwrap(),
+                Released::Free,
+                "{backend}: though the prefill stands still"
+            );
+            // The block is another request's now.
+            to.copy_in(BLOCK_LEN as usize, &[0xcc; BLOCK_LEN as usize]).unwrap();
+            drop(go_on);
+            waits.block_on(write(order)).unwrap();
+            assert_eq!(block(), [0xcc; _], "{backend}");
+        } else {
+            drop(go_on);
+            waits.block_on(write(order)).unwrap();
+            fetch.wait(LIMIT).unwrap().unwrap();
+            assert_eq!(block(), [0xbb; _], "{backend}");
+        }
+        // And both go on.
+        let (_lease, params) = publish(&prefill, &from, "third", 0xdd);
+        Decode::new(&decode).fetch("third", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+        assert_eq!(block(), [0xdd; _]);
+        for connector in [prefill, decode] {
+            connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        }
+    }
+}

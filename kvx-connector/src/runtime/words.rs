@@ -1,0 +1,223 @@
+//! The generations of an engine's blocks in registered memory, and a place for those of a peer.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Agent, Error, Grid, Kind, Memory, Region, Result, random_number};
+
+use super::digests::Fresh;
+use crate::engine::{BlockLists, BlockReference, Generations, RequestId};
+
+/// The name of the region that holds the words: the pool's first, then one for each logical block.
+pub(super) const WORDS: &str = "generations";
+/// Bytes of a word.
+pub(super) const WORD: u64 = 8;
+/// Words that are read from a peer at once.
+pub(super) const AT_ONCE: usize = 4096;
+/// Reads of words that are under way at once; others wait.
+const SLOTS: u32 = 32;
+
+/// Words in memory that peers read.
+#[derive(Debug)]
+pub(super) struct Words(Arc<Memory>);
+
+impl Words {
+    /// In a pool that nothing else of this process touches.
+    pub(super) fn of(pool: Arc<Memory>) -> Self {
+        Words(pool)
+    }
+}
+
+impl AsRef<[AtomicU64]> for Words {
+    fn as_ref(&self) -> &[AtomicU64] {
+        let words = self.0.len() / WORD as usize;
+        // SAFETY: the memory is a pool of whole pages, so aligned, zeroed, of that many words and alive as long as
+        // `self`; this process touches it by these atomics only, and peers only read it.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast::<AtomicU64>(), words) }
+    }
+}
+
+/// The words of an engine, and which blocks are with peers.
+///
+/// What is published names the number of that moment. Blocks that no peer may read any more get the next number, before
+/// the engine hears that they are free: so an engine has nothing to do for it.
+#[derive(Debug)]
+pub(super) struct Published {
+    generations: Generations<Words>,
+    memory: Arc<Memory>,
+    requests: HashMap<RequestId, BlockLists>,
+    /// How many requests of those have a block.
+    readers: HashMap<u32, u32>,
+    /// The same for blocks of a group, where they have digests.
+    digested: Option<HashMap<(u32, u32), u32>>,
+    /// Blocks whose digests are still to be written.
+    fresh: Vec<Fresh>,
+}
+
+impl Published {
+    /// Words for a pool of so many logical blocks, with `digests` or without.
+    pub(super) fn new(blocks: u32, digests: bool) -> Result<Self> {
+        let memory = Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?);
+        let generations = Generations::new(Words(Arc::clone(&memory)), random_number()?);
+        Ok(Published {
+            generations,
+            memory,
+            requests: HashMap::new(),
+            readers: HashMap::new(),
+            digested: digests.then(HashMap::new),
+            fresh: Vec::new(),
+        })
+    }
+
+    pub(super) fn register(&self, agent: &Agent) -> Result<Region> {
+        agent.register(WORDS, Arc::clone(&self.memory))
+    }
+
+    pub(super) fn reference(&self) -> BlockReference {
+        self.generations.reference()
+    }
+
+    /// Peers may read these from now on.
+    pub(super) fn publish(&mut self, request: RequestId, blocks: BlockLists) {
+        for block in blocks.iter() {
+            *self.readers.entry(block).or_default() += 1;
+        }
+        // A block that peers may read already keeps its digest: what has spoilt it since is noticed.
+        if let Some(digested) = &mut self.digested {
+            let pool = self.generations.reference().pool;
+            for (group, block) in grouped(&blocks) {
+                let count = digested.entry((group, block)).or_default();
+                *count += 1;
+                let word = self.generations.words().get(block as usize + 1);
+                if let Some(word) = word.filter(|_| *count == 1) {
+                    let generation = word.load(Ordering::Relaxed);
+                    self.fresh.push(Fresh { group, block, pool, generation });
+                }
+            }
+        }
+        self.requests.insert(request, blocks);
+    }
+
+    /// The blocks that have been published since the last call and had no digests.
+    pub(super) fn take_fresh(&mut self) -> Vec<Fresh> {
+        std::mem::take(&mut self.fresh)
+    }
+
+    /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on.
+    pub(super) fn release(&mut self, request: &RequestId) {
+        let Some(blocks) = self.requests.remove(request) else { return };
+        if let Some(digested) = &mut self.digested {
+            for block in grouped(&blocks) {
+                if let Entry::Occupied(mut count) = digested.entry(block) {
+                    *count.get_mut() -= 1;
+                    if *count.get() == 0 {
+                        count.remove();
+                    }
+                }
+            }
+        }
+        let readers = &mut self.readers;
+        let free = blocks.iter().filter(|block| {
+            let Some(count) = readers.get_mut(block) else { return false };
+            *count -= 1;
+            let last = *count == 0;
+            if last {
+                readers.remove(block);
+            }
+            last
+        });
+        let free: Vec<u32> = free.collect();
+        self.generations.reuse(free);
+    }
+}
+
+/// All blocks, with their groups.
+fn grouped(blocks: &BlockLists) -> impl Iterator<Item = (u32, u32)> {
+    let groups = (0..).zip(blocks.groups());
+    groups.flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
+}
+
+/// Registered memory that the words of peers are read into.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    region: Region,
+    free: Mutex<Vec<u32>>,
+    places: tokio::sync::Semaphore,
+}
+
+impl Scratch {
+    pub(super) fn new(agent: &Agent) -> Result<Self> {
+        let memory = Memory::pool(SLOTS as usize * AT_ONCE * WORD as usize).build()?;
+        Ok(Scratch {
+            region: agent.register("scratch", memory)?,
+            free: Mutex::new((0..SLOTS).collect()),
+            places: tokio::sync::Semaphore::new(SLOTS as usize),
+        })
+    }
+
+    /// Waits for a place, but not longer than this. Errors: `Busy`.
+    pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Result<Place> {
+        match tokio::time::timeout(limit, self.places.acquire()).await {
+            Ok(permit) => permit.expect("nobody closes it").forget(),
+            Err(_) => {
+                return Err(Error::new(
+                    Kind::Busy,
+                    format!(
+                        "{SLOTS} reads of peers' generations and digests are under way, and none has ended within {limit:?}"
+                    ),
+                ));
+            }
+        }
+        let slot = self.free.lock().pop().expect("as many places as permits");
+        Ok(Place { scratch: Arc::clone(self), slot, lost: false })
+    }
+}
+
+/// A place for [`AT_ONCE`] words; given back when it is dropped.
+#[derive(Debug)]
+pub(super) struct Place {
+    scratch: Arc<Scratch>,
+    slot: u32,
+    lost: bool,
+}
+
+impl Place {
+    pub(super) fn region(&self) -> &Region {
+        &self.scratch.region
+    }
+
+    fn base(&self) -> u64 {
+        u64::from(self.slot) * AT_ONCE as u64 * WORD
+    }
+
+    /// The place, by so many words.
+    pub(super) fn grid(&self, words: usize) -> Grid {
+        Grid::packed(words as u64 * WORD, (AT_ONCE / words) as u32).at(self.base())
+    }
+
+    /// Its first words.
+    pub(super) fn words(&self, count: usize) -> Result<Vec<u64>> {
+        let mut bytes = vec![0; count * WORD as usize];
+        self.scratch.region.copy_out(self.base() as usize, &mut bytes)?;
+        let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
+        Ok(bytes.chunks_exact(WORD as usize).map(word).collect())
+    }
+
+    /// Nobody can say that nothing touches it any more: it is never used again.
+    pub(super) fn lose(mut self) {
+        self.lost = true;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if !self.lost {
+            self.scratch.free.lock().push(self.slot);
+            self.scratch.places.add_permits(1);
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! How many bytes of messages may be in memory for all peers of a socket together.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvx_core::{Error, Kind, Result};
+
+/// Bytes that are left.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    left: AtomicUsize,
+}
+
+/// What one message has taken of a budget; given back when dropped.
+#[derive(Debug)]
+pub(super) struct Held {
+    budget: Arc<Budget>,
+    bytes: usize,
+}
+
+impl Budget {
+    pub(crate) fn new(bytes: usize) -> Arc<Self> {
+        Arc::new(Budget { left: AtomicUsize::new(bytes) })
+    }
+
+    pub(super) fn held(self: &Arc<Self>) -> Held {
+        Held { budget: Arc::clone(self), bytes: 0 }
+    }
+}
+
+impl Held {
+    /// Takes more. Errors: `Exhausted`.
+    pub(super) fn take(&mut self, bytes: usize) -> Result<()> {
+        let left = &self.budget.left;
+        let taken = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
+        match taken {
+            Ok(_) => {
+                self.bytes += bytes;
+                Ok(())
+            }
+            Err(_) => Err(Error::new(
+                Kind::Exhausted,
+                "too many bytes of handshakes are in memory at once; this one is given up: ask again",
+            )),
+        }
+    }
+
+    pub(super) fn give_back(&mut self, bytes: usize) {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        self.budget.left.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// All of it, in other hands.
+    pub(super) fn hand_over(&mut self) -> Held {
+        Held { budget: Arc::clone(&self.budget), bytes: std::mem::take(&mut self.bytes) }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.give_back(self.bytes);
+    }
+}

@@ -1,0 +1,110 @@
+//! REQ and DEALER sockets with one connection: one handshake, one socket.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Error, Kind, Result};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::connection::Connection;
+use super::{Budget, Limits, Message, SocketType};
+
+/// A socket that asks. After an error it is of no use: drop it.
+#[derive(Debug)]
+pub(crate) struct Client {
+    kind: SocketType,
+    connection: Connection,
+}
+
+impl Client {
+    /// Connects to the first of these that can be, within `limit`.
+    ///
+    /// Errors: `PeerLost`: nobody listens, or not by ZMTP; `TimedOut`.
+    pub(crate) async fn connect(
+        kind: SocketType,
+        addresses: &[SocketAddr],
+        limits: Limits,
+        budget: &Arc<Budget>,
+        limit: Duration,
+    ) -> Result<Self> {
+        let until = Instant::now() + limit;
+        let mut last = Error::new(Kind::Invalid, "no address to connect to");
+        for (index, address) in addresses.iter().enumerate() {
+            let left = until.saturating_duration_since(Instant::now());
+            // One that does not answer leaves time for the others.
+            let share = left / (addresses.len() - index) as u32;
+            match timeout(share, TcpStream::connect(address)).await {
+                Ok(Ok(stream)) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    let connection = Connection::open(stream, kind, limits, budget, left).await?;
+                    return Ok(Client { kind, connection });
+                }
+                Ok(Err(error)) => {
+                    last = Error::new(Kind::PeerLost, format!("nobody listens at {address} ({error})"));
+                }
+                Err(_) => {
+                    last = Error::new(Kind::TimedOut, format!("no connection to {address} within {share:?}"));
+                }
+            }
+        }
+        Err(last)
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
+    pub(crate) async fn ask(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
+        match timeout(limit, self.exchange(question, limit)).await {
+            Ok(done) => done,
+            Err(_) => Err(Error::new(Kind::TimedOut, format!("no answer within {limit:?}"))),
+        }
+    }
+
+    async fn exchange(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
+        let frames: &[&[u8]] = match self.kind {
+            // What ends the envelope: a REQ socket adds it and takes it off again.
+            SocketType::Req => &[b"", question],
+            _ => &[question],
+        };
+        self.connection.send(frames, limit).await?;
+        let closed =
+            || Error::new(Kind::PeerLost, "the side channel closed the connection without an answer");
+        let mut message = self.connection.receive(limit).await?.ok_or_else(closed)?;
+        if self.kind == SocketType::Req && message.take_first().is_none_or(|frame| !frame.is_empty()) {
+            return Err(Error::new(
+                Kind::Malformed,
+                "malformed ZMTP: an answer that is none to a REQ socket",
+            ));
+        }
+        Ok(message)
+    }
+}
+
+/// The addresses of a host, IPv4 first: that is where ZeroMQ binds a name.
+///
+/// Errors: `PeerLost`: it has none; `TimedOut`.
+pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Vec<SocketAddr>> {
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    if let Ok(ip) = bare.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(ip, port)]);
+    }
+    let nowhere = |why: String| Error::new(Kind::PeerLost, format!("host {host:?} {why}"));
+    let found = match timeout(limit, tokio::net::lookup_host((bare, port))).await {
+        Ok(found) => found.map_err(|error| nowhere(format!("does not resolve ({error})")))?,
+        Err(_) => {
+            return Err(Error::new(
+                Kind::TimedOut,
+                format!("host {host:?} did not resolve within {limit:?}"),
+            ));
+        }
+    };
+    let mut addresses: Vec<_> = found.collect();
+    addresses.sort_by_key(|address| address.is_ipv6());
+    addresses.dedup();
+    match addresses.is_empty() {
+        true => Err(nowhere("has no address".to_owned())),
+        false => Ok(addresses),
+    }
+}

@@ -1,0 +1,359 @@
+//! ZMTP 3 as bytes, without a socket: greetings, frames, commands.
+
+use std::sync::Arc;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::budget::{Budget, Held};
+
+/// Bytes of a greeting.
+pub(crate) const GREETING: usize = 64;
+/// Bytes of a greeting that tell ZMTP from anything else.
+pub(crate) const SIGNATURE: usize = 10;
+/// The longest command that is read: READY with an identity of 255 bytes takes less than 400.
+const MAX_COMMAND: usize = 1024;
+/// The longest identity of a socket.
+const MAX_IDENTITY: usize = 255;
+/// The longest context of a PING.
+const MAX_CONTEXT: usize = 16;
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+/// The kind of a socket, as it calls itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SocketType {
+    Req,
+    Dealer,
+    Router,
+}
+
+impl SocketType {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            SocketType::Req => "REQ",
+            SocketType::Dealer => "DEALER",
+            SocketType::Router => "ROUTER",
+        }
+    }
+
+    /// Those of other sockets are none.
+    pub(crate) fn parse(name: &[u8]) -> Option<Self> {
+        [SocketType::Req, SocketType::Dealer, SocketType::Router]
+            .into_iter()
+            .find(|kind| kind.as_str().as_bytes() == name)
+    }
+
+    /// Whether the two may be connected here.
+    pub(crate) fn speaks_with(self, other: SocketType) -> bool {
+        (self == SocketType::Router) != (other == SocketType::Router)
+    }
+}
+
+/// What each end says first: ZMTP 3.1, no security.
+pub(crate) fn greeting() -> [u8; GREETING] {
+    let mut bytes = [0; GREETING];
+    (bytes[0], bytes[9]) = (0xff, 0x7f);
+    (bytes[10], bytes[11]) = (3, 1);
+    bytes[12..16].copy_from_slice(b"NULL");
+    bytes
+}
+
+fn malformed(why: impl std::fmt::Display) -> Error {
+    Error::new(Kind::Malformed, format!("malformed ZMTP: {why}"))
+}
+
+/// Checks the first bytes of a greeting.
+///
+/// Errors: `Malformed`: somebody else speaks.
+pub(crate) fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
+    match (bytes[0], bytes[9]) {
+        (0xff, 0x7f) => Ok(()),
+        _ => Err(malformed("no ZeroMQ socket is at the other end; check host and port of the side channel")),
+    }
+}
+
+/// Checks a greeting.
+///
+/// Errors: `Malformed`; `Incompatible`: an older protocol; `Unsupported`: another mechanism.
+pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
+    check_signature(bytes.first_chunk().expect("a greeting is longer than its signature"))?;
+    if bytes[10] < 3 {
+        return Err(Error::new(
+            Kind::Incompatible,
+            format!(
+                "the peer's ZeroMQ speaks version {} of its protocol; 3 is needed: upgrade it to 4.0",
+                bytes[10]
+            ),
+        ));
+    }
+    let mechanism = bytes[12..32].split(|byte| *byte == 0).next().unwrap_or_default();
+    if mechanism != b"NULL" {
+        return Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "the peer's ZeroMQ socket wants security {:?}; vLLM's side channel has none (NULL)",
+                mechanism.escape_ascii().to_string()
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Appends the head of a frame of `len` bytes.
+pub(crate) fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
+    let more = if more { MORE } else { 0 };
+    match u8::try_from(len) {
+        Ok(len) => out.extend([more, len]),
+        Err(_) => {
+            out.push(more | LONG);
+            out.extend((len as u64).to_be_bytes());
+        }
+    }
+}
+
+/// What keeps a connection going beside its messages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    /// The peer's socket, and the identity that it wants to have.
+    Ready {
+        kind: Option<SocketType>,
+        identity: Vec<u8>,
+    },
+    /// Why the peer will not talk.
+    Error(String),
+    /// To be answered with a [`Pong`](Command::Pong) of the same context.
+    Ping {
+        context: Vec<u8>,
+    },
+    Pong {
+        context: Vec<u8>,
+    },
+    /// Something of a later version.
+    Other,
+}
+
+impl Command {
+    /// Appends the command with its frame.
+    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+        let mut body = Vec::new();
+        let mut name = |name: &[u8]| {
+            body.push(name.len() as u8);
+            body.extend(name);
+        };
+        match self {
+            Command::Ready { kind, identity } => {
+                name(b"READY");
+                let kind = kind.map_or("", SocketType::as_str);
+                let properties = [(&b"Socket-Type"[..], kind.as_bytes()), (b"Identity", identity)];
+                for (key, value) in properties {
+                    body.push(key.len() as u8);
+                    body.extend(key);
+                    body.extend((value.len() as u32).to_be_bytes());
+                    body.extend(value);
+                }
+            }
+            Command::Error(why) => {
+                name(b"ERROR");
+                let why = &why.as_bytes()[..why.len().min(255)];
+                body.push(why.len() as u8);
+                body.extend(why);
+            }
+            Command::Ping { context } => {
+                name(b"PING");
+                body.extend([0, 0]);
+                body.extend(context);
+            }
+            Command::Pong { context } => {
+                name(b"PONG");
+                body.extend(context);
+            }
+            Command::Other => name(b"OTHER"),
+        }
+        match u8::try_from(body.len()) {
+            Ok(len) => out.extend([COMMAND, len]),
+            Err(_) => {
+                out.push(COMMAND | LONG);
+                out.extend((body.len() as u64).to_be_bytes());
+            }
+        }
+        out.extend(body);
+    }
+
+    fn read(body: &[u8]) -> Result<Self> {
+        let mut left = body;
+        let name = counted(&mut left, 1)?;
+        Ok(match name {
+            b"READY" => {
+                let (mut kind, mut identity) = (None, Vec::new());
+                while !left.is_empty() {
+                    let (key, value) = (counted(&mut left, 1)?, counted(&mut left, 4)?);
+                    // Names of properties are compared without regard to case.
+                    if key.eq_ignore_ascii_case(b"Socket-Type") {
+                        kind = SocketType::parse(value);
+                    } else if key.eq_ignore_ascii_case(b"Identity") {
+                        if value.len() > MAX_IDENTITY {
+                            return Err(malformed("an identity longer than 255 bytes"));
+                        }
+                        identity = value.to_owned();
+                    }
+                }
+                Command::Ready { kind, identity }
+            }
+            b"ERROR" => Command::Error(String::from_utf8_lossy(counted(&mut left, 1)?).into_owned()),
+            b"PING" => match left.split_at_checked(2) {
+                Some((_, context)) if context.len() <= MAX_CONTEXT => {
+                    Command::Ping { context: context.to_owned() }
+                }
+                _ => return Err(malformed("a PING of another length")),
+            },
+            b"PONG" if left.len() <= MAX_CONTEXT => Command::Pong { context: left.to_owned() },
+            b"PONG" => return Err(malformed("a PONG of another length")),
+            _ => Command::Other,
+        })
+    }
+}
+
+/// Takes what a length of `width` bytes announces.
+fn counted<'a>(left: &mut &'a [u8], width: usize) -> Result<&'a [u8]> {
+    let cut = || malformed("a command ends in the middle");
+    let (len, rest) = left.split_at_checked(width).ok_or_else(cut)?;
+    let len = len.iter().fold(0, |len, byte| len << 8 | usize::from(*byte));
+    let (value, rest) = rest.split_at_checked(len).ok_or_else(cut)?;
+    *left = rest;
+    Ok(value)
+}
+
+/// What is taken of one message.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Frames.
+    pub(crate) frames: usize,
+    /// Bytes of all frames.
+    pub(crate) bytes: usize,
+}
+
+/// What a peer has sent.
+#[derive(Debug)]
+pub(crate) enum Input {
+    Message(Message),
+    Command(Command),
+}
+
+/// The frames of a message. What it takes of the budget is given back when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Message {
+    frames: Vec<Vec<u8>>,
+    _held: Held,
+}
+
+impl Message {
+    pub(crate) fn frames(&self) -> &[Vec<u8>] {
+        &self.frames
+    }
+
+    /// Puts a frame in front: the identity that a ROUTER knows its peer by.
+    pub(super) fn put_first(&mut self, frame: Vec<u8>) {
+        self.frames.insert(0, frame);
+    }
+
+    /// Takes the first frame away.
+    pub(super) fn take_first(&mut self) -> Option<Vec<u8>> {
+        (!self.frames.is_empty()).then(|| self.frames.remove(0))
+    }
+}
+
+/// Makes messages and commands of what comes after the greeting, in pieces of any size.
+#[derive(Debug)]
+pub(crate) struct Decoder {
+    limits: Limits,
+    /// Of the message that is being read.
+    frames: Vec<Vec<u8>>,
+    held: Held,
+    /// Bytes of its complete frames.
+    taken: usize,
+    head: Vec<u8>,
+    body: Option<Body>,
+}
+
+#[derive(Debug)]
+struct Body {
+    flags: u8,
+    len: usize,
+    bytes: Vec<u8>,
+}
+
+impl Decoder {
+    /// Takes messages within these limits; their bytes come out of the budget.
+    pub(crate) fn new(limits: Limits, budget: &Arc<Budget>) -> Self {
+        Decoder { limits, frames: Vec::new(), held: budget.held(), taken: 0, head: Vec::new(), body: None }
+    }
+
+    /// Whether nothing has come of the next message or command.
+    pub(crate) fn is_between(&self) -> bool {
+        self.frames.is_empty() && self.head.is_empty() && self.body.is_none()
+    }
+
+    /// Takes bytes off the front of `bytes` until something is complete. `None`: more is needed.
+    ///
+    /// Errors: `Malformed`; `Exhausted`: the budget has no more bytes.
+    pub(crate) fn next(&mut self, bytes: &mut &[u8]) -> Result<Option<Input>> {
+        loop {
+            let Some(body) = &mut self.body else {
+                let Some((first, rest)) = bytes.split_first() else { return Ok(None) };
+                self.head.push(*first);
+                *bytes = rest;
+                self.body = self.headed()?;
+                continue;
+            };
+            let wanted = body.len - body.bytes.len();
+            let (piece, rest) = bytes.split_at(wanted.min(bytes.len()));
+            // Memory grows with what comes, not with what is announced.
+            self.held.take(piece.len())?;
+            body.bytes.extend_from_slice(piece);
+            *bytes = rest;
+            if body.bytes.len() < body.len {
+                return Ok(None);
+            }
+            let Some(Body { flags, len, bytes: body }) = self.body.take() else { continue };
+            if flags & COMMAND != 0 {
+                self.held.give_back(len);
+                return Command::read(&body).map(|command| Some(Input::Command(command)));
+            }
+            self.taken += len;
+            self.frames.push(body);
+            if flags & MORE == 0 {
+                self.taken = 0;
+                let frames = std::mem::take(&mut self.frames);
+                return Ok(Some(Input::Message(Message { frames, _held: self.held.hand_over() })));
+            }
+        }
+    }
+
+    /// The body that the head announces, once the head is complete.
+    fn headed(&mut self) -> Result<Option<Body>> {
+        let flags = self.head[0];
+        if flags & !(MORE | LONG | COMMAND) != 0 || flags & COMMAND != 0 && flags & MORE != 0 {
+            return Err(malformed(format_args!("a frame begins with {flags:#04x}")));
+        }
+        let width = if flags & LONG == 0 { 1 } else { 8 };
+        if self.head.len() <= width {
+            return Ok(None);
+        }
+        let len = self.head[1..].iter().fold(0, |len: u64, byte| len << 8 | u64::from(*byte));
+        self.head.clear();
+        let most = match flags & COMMAND {
+            0 => self.limits.bytes - self.taken,
+            _ if !self.frames.is_empty() => return Err(malformed("a command within a message")),
+            _ => MAX_COMMAND,
+        };
+        if self.frames.len() >= self.limits.frames {
+            return Err(malformed(format_args!("a message of more than {} frames", self.limits.frames)));
+        }
+        match usize::try_from(len).ok().filter(|len| *len <= most) {
+            Some(len) => Ok(Some(Body { flags, len, bytes: Vec::new() })),
+            None => Err(malformed(format_args!("a frame of {len} bytes, where at most {most} are taken"))),
+        }
+    }
+}

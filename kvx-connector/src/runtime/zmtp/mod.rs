@@ -1,0 +1,19 @@
+//! The part of ZMTP 3 that engines speak to each other: sockets of ZeroMQ without its library.
+//!
+//! NULL mechanism; [`Router`] answers REQ and DEALER sockets, [`Client`] is one of them. Versions 3.0 and 3.1.
+//! [`codec`] is the protocol as bytes; everything that a peer sends is bounded there before memory is taken for it:
+//! frames in a message, bytes in a message, bytes of all messages of a socket ([`Budget`]). Every wait has a deadline.
+
+mod budget;
+mod client;
+pub(crate) mod codec;
+mod connection;
+mod router;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use budget::Budget;
+pub(crate) use client::{Client, resolve};
+pub(crate) use codec::{Limits, SocketType};
+pub(crate) use connection::Message;
+pub(crate) use router::{Handler, Router, RouterLimits};

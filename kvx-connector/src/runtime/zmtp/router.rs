@@ -1,0 +1,213 @@
+//! A ROUTER socket that answers: one message of a connection at a time.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Result};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::AbortHandle;
+
+use super::connection::Connection;
+use super::{Budget, Limits, SocketType};
+
+/// What a ROUTER does with messages.
+pub(crate) trait Handler: Send + Sync + 'static {
+    /// What is remembered of a connection.
+    type Session: Default + Send;
+
+    /// The answer to a message; both begin with the frame that names the peer. `None`: none, and the connection ends.
+    fn answer(&self, session: &mut Self::Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>>;
+}
+
+/// What the peers of a ROUTER may cost.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RouterLimits {
+    /// Connections at a time. For a further one the one that has been silent longest is closed.
+    pub(crate) connections: usize,
+    /// What is taken of a message.
+    pub(crate) message: Limits,
+    /// Bytes of all messages that are in memory.
+    pub(crate) bytes: usize,
+    /// How long a greeting, a message that has begun, and the reading of an answer may take.
+    pub(crate) patience: Duration,
+}
+
+/// A ROUTER socket that listens until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Router {
+    local: SocketAddr,
+    accepting: AbortHandle,
+    connections: Arc<Connections>,
+}
+
+/// Those that are open. Each ends with its task.
+#[derive(Debug)]
+struct Connections {
+    began: Instant,
+    last: AtomicU64,
+    open: Mutex<BTreeMap<u64, Open>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    /// When it last said something, in milliseconds from the beginning.
+    heard: Arc<AtomicU64>,
+    task: AbortHandle,
+}
+
+impl Router {
+    /// Answers whoever connects, on tasks of the runtime that it is called in.
+    ///
+    /// Errors: what the system says of the socket.
+    pub(crate) fn serve(
+        listener: TcpListener,
+        limits: RouterLimits,
+        handler: Arc<impl Handler>,
+    ) -> Result<Self> {
+        let local =
+            listener.local_addr().map_err(|error| Error::os("a listening socket has no address", error))?;
+        let connections = Arc::new(Connections {
+            began: Instant::now(),
+            last: AtomicU64::new(0),
+            open: Mutex::new(BTreeMap::new()),
+        });
+        let accepting = accept(listener, limits, handler, Arc::clone(&connections));
+        Ok(Router { local, accepting: tokio::spawn(accepting).abort_handle(), connections })
+    }
+
+    /// Where it listens.
+    pub(crate) fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    #[cfg(test)]
+    pub(crate) fn connections(&self) -> usize {
+        self.connections.open.lock().len()
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.accepting.abort();
+        let open = std::mem::take(&mut *self.connections.open.lock());
+        for open in open.into_values() {
+            open.task.abort();
+        }
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    limits: RouterLimits,
+    handler: Arc<impl Handler>,
+    connections: Arc<Connections>,
+) {
+    let budget = Budget::new(limits.bytes);
+    loop {
+        match listener.accept().await {
+            Ok((stream, from)) => {
+                if connections.open.lock().len() >= limits.connections {
+                    connections.close_most_silent();
+                }
+                connections.start(stream, from, limits, &handler, &budget);
+            }
+            Err(error) => {
+                // No descriptor is left: an old connection's serves a new one. Without a pause this would spin where
+                // none of them are ours.
+                tracing::warn!(%error, "a connection to the side channel was not accepted");
+                connections.close_most_silent();
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    }
+}
+
+impl Connections {
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn close_most_silent(&self) {
+        let mut open = self.open.lock();
+        let silent =
+            open.iter().min_by_key(|(_, open)| open.heard.load(Ordering::Relaxed)).map(|(id, _)| *id);
+        let closed = silent.and_then(|id| open.remove(&id));
+        drop(open);
+        if let Some(closed) = closed {
+            closed.task.abort();
+        }
+    }
+
+    fn start(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        from: SocketAddr,
+        limits: RouterLimits,
+        handler: &Arc<impl Handler>,
+        budget: &Arc<Budget>,
+    ) {
+        let id = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        let heard = Arc::new(AtomicU64::new(self.now()));
+        let (handler, budget) = (Arc::clone(handler), Arc::clone(budget));
+        let (hears, all) = (Arc::clone(&heard), Arc::downgrade(self));
+        // The table is locked until the task is in it: its end finds itself there.
+        let mut open = self.open.lock();
+        let task = tokio::spawn(async move {
+            let _gone = Gone { id, all: all.clone() };
+            let heard = || {
+                if let Some(all) = all.upgrade() {
+                    hears.store(all.now(), Ordering::Relaxed);
+                }
+            };
+            if let Err(error) = converse(stream, id, limits, &*handler, &budget, heard).await {
+                tracing::debug!(%from, %error, "a connection to the side channel ended");
+            }
+        });
+        open.insert(id, Open { heard, task: task.abort_handle() });
+    }
+}
+
+/// Takes a connection off the table when its task ends, however it does.
+struct Gone {
+    id: u64,
+    all: Weak<Connections>,
+}
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        if let Some(all) = self.all.upgrade() {
+            all.open.lock().remove(&self.id);
+        }
+    }
+}
+
+async fn converse<H: Handler>(
+    stream: TcpStream,
+    id: u64,
+    limits: RouterLimits,
+    handler: &H,
+    budget: &Arc<Budget>,
+    heard: impl Fn(),
+) -> Result<()> {
+    let patience = limits.patience;
+    let mut connection =
+        Connection::open(stream, SocketType::Router, limits.message, budget, patience).await?;
+    let mut session = H::Session::default();
+    // As ZeroMQ names peers that have no name: a zero and a number.
+    let name = match connection.identity.is_empty() {
+        true => [&[0], &id.to_be_bytes()[4..]].concat(),
+        false => connection.identity.clone(),
+    };
+    while let Some(mut message) = connection.receive(patience).await? {
+        heard();
+        message.put_first(name.clone());
+        let Some(answer) = handler.answer(&mut session, message.frames()) else { return Ok(()) };
+        drop(message);
+        connection.send(&answer[1..], patience).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,150 @@
+//! The question that kvx decodes ask kvx prefills alone.
+
+use kvx_core::{Error, Kind, Result};
+
+use super::HandshakeRequest;
+use crate::engine::WorkerRank;
+use crate::wire::msgpack::{Reader, Writer};
+
+const TAG: &[u8] = b"kvx_meta_msg";
+const NONCE: usize = 32;
+const PROOF: usize = 32;
+
+/// What a kvx listener says of itself in each answer: that it is kvx, and what a decode's proof has to be made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvxChallenge {
+    /// Whether it has a shared secret, and tells strangers nothing of kvx's.
+    pub secret: bool,
+    /// Never used twice.
+    pub nonce: [u8; NONCE],
+}
+
+impl KvxChallenge {
+    /// The one version of this exchange.
+    const VERSION: u8 = 1;
+
+    /// As it stands in [`kvx_challenge`](super::HandshakePayload::kvx_challenge).
+    pub fn encode(&self) -> Vec<u8> {
+        [&[Self::VERSION, self.secret.into()], &self.nonce[..]].concat()
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    ///
+    /// Another length; `Incompatible`: another version.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        match bytes {
+            [Self::VERSION, secret @ (0 | 1), nonce @ ..] if nonce.len() == NONCE => Ok(KvxChallenge {
+                secret: *secret == 1,
+                nonce: nonce.try_into().expect("its length was checked"),
+            }),
+            [version, ..] if *version != Self::VERSION => Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "the peer's kvx speaks version {version} of kvx's part of the handshake, this one 1: bring both to \
+                     releases of kvx that overlap"
+                ),
+            )),
+            _ => Err(Error::new(Kind::Malformed, "malformed kvx_challenge")),
+        }
+    }
+}
+
+/// A question with a proof: asked only where an answer had a [`KvxChallenge`]. It has the form of a
+/// [`HandshakeRequest`] under another tag, which a vLLM's listener would survive, should one ever get it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvxRequest {
+    /// The question itself.
+    pub request: HandshakeRequest,
+    /// Never used twice.
+    pub nonce: [u8; NONCE],
+    /// That the decode has the secret of the fleet, if there is one.
+    pub proof: Option<[u8; PROOF]>,
+}
+
+impl KvxRequest {
+    /// The longest that is read.
+    pub const MAX_LEN: usize = 128;
+
+    /// Whether this is one, well-formed or not.
+    pub fn is_one(bytes: &[u8]) -> bool {
+        // An array of two or three, and bytes that begin with the tag.
+        matches!(bytes, [0x92 | 0x93, 0xc4, _, tag @ ..] if tag.starts_with(TAG))
+    }
+
+    /// The request as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let proof = self.proof.as_ref().map_or(&[][..], |proof| proof);
+        let mut writer = Writer::default();
+        let rank = self.request.rank();
+        writer.array(if self.request.pipeline_aware() { 3 } else { 2 });
+        writer.binary(&[TAG, &self.nonce, proof].concat());
+        if self.request.pipeline_aware() {
+            writer.unsigned(rank.pp.into());
+        }
+        writer.unsigned(rank.tp.into());
+        writer.into_bytes()
+    }
+
+    /// Reads a request.
+    ///
+    /// # Errors
+    ///
+    /// Anything else.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
+        let fields = reader.array(3)?;
+        if fields < 2 {
+            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));
+        }
+        let words = reader.binary_or_text()?;
+        let parts = words.strip_prefix(TAG).and_then(|words| words.split_first_chunk::<NONCE>());
+        let proof = match parts {
+            Some((_, [])) => Some(None),
+            Some((_, proof)) => proof.try_into().ok().map(Some),
+            None => None,
+        };
+        let (Some((nonce, _)), Some(proof)) = (parts, proof) else {
+            return Err(reader.malformed("its first item is not of kvx's form"));
+        };
+        let pipeline_aware = fields == 3;
+        let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
+        let tp = reader.unsigned_32()?;
+        reader.end()?;
+        let request = HandshakeRequest::of(WorkerRank { pp, tp }, pipeline_aware);
+        Ok(KvxRequest { request, nonce: *nonce, proof })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Dialect;
+
+    #[test]
+    fn a_request_is_read_as_it_was_written_in_both_forms() {
+        for (dialect, proof) in [(Dialect::V0_33, Some([7; 32])), (Dialect::V0_20, None)] {
+            let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 3 }, dialect).unwrap();
+            let asked = KvxRequest { request, nonce: [9; 32], proof };
+            let bytes = asked.encode();
+            assert!(KvxRequest::is_one(&bytes) && !KvxRequest::is_one(&request.encode()));
+            assert_eq!(KvxRequest::decode(&bytes).unwrap(), asked);
+            assert!(HandshakeRequest::decode(&bytes).is_err(), "another kvx refuses it in words");
+            for cut in 0..bytes.len() {
+                assert!(KvxRequest::decode(&bytes[..cut]).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn another_version_of_the_exchange_is_named() {
+        let challenge = KvxChallenge { secret: true, nonce: [3; 32] };
+        let mut bytes = challenge.encode();
+        assert_eq!(KvxChallenge::decode(&bytes).unwrap(), challenge);
+        bytes[0] = 2;
+        assert_eq!(KvxChallenge::decode(&bytes).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(KvxChallenge::decode(&[1, 0, 5]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(KvxChallenge::decode(&[]).unwrap_err().kind(), Kind::Malformed);
+    }
+}

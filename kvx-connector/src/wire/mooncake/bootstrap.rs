@@ -1,0 +1,256 @@
+//! The bodies of a bootstrap server: who registers where it listens, and what is told to who asks.
+
+use std::collections::BTreeMap;
+
+use kvx_core::{Error, Kind, Result};
+use serde_json::{Map, Value, json};
+
+use crate::engine::WorkerRank;
+use crate::mapping::MAX_RANKS;
+
+/// `POST /register`: a prefill worker says where it listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerRegistration {
+    /// Its engine, data-parallel suffix included.
+    pub engine_id: String,
+    /// Its data-parallel rank.
+    pub dp_rank: u32,
+    /// Its place in the engine.
+    pub rank: WorkerRank,
+    /// Where it listens: `tcp://10.0.0.1:4711`.
+    pub addr: String,
+    /// It says so again within so many seconds, or is dead. Only kvx says so: a vLLM registers once, for ever.
+    pub kvx_ttl: Option<u32>,
+}
+
+/// `GET /query`: the engines of an instance by data-parallel rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Directory {
+    /// By data-parallel rank.
+    pub engines: BTreeMap<u32, ListedEngine>,
+}
+
+/// One engine of a [`Directory`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListedEngine {
+    /// Its name.
+    pub engine_id: String,
+    /// Where its workers listen.
+    pub workers: BTreeMap<WorkerRank, String>,
+}
+
+/// The longest name or address that is read.
+const MAX_TEXT: usize = 1024;
+
+impl WorkerRegistration {
+    /// The longest body that is read.
+    pub const MAX_LEN: usize = 8 << 10;
+
+    /// The body as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut body = json!({
+            "engine_id": self.engine_id, "dp_rank": self.dp_rank, "tp_rank": self.rank.tp,
+            "pp_rank": self.rank.pp, "addr": self.addr,
+        });
+        if let Some(ttl) = self.kvx_ttl {
+            body["kvx_ttl"] = ttl.into();
+        }
+        body.to_string().into_bytes()
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    ///
+    /// `Malformed`, naming the key.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let body = object("registration", bytes, Self::MAX_LEN)?;
+        let rank = |key: &'static str| number(&body, key).and_then(|rank| below_ranks(key, rank));
+        Ok(WorkerRegistration {
+            engine_id: text("engine_id", body.get("engine_id"))?,
+            dp_rank: rank("dp_rank")?,
+            rank: WorkerRank { pp: rank("pp_rank")?, tp: rank("tp_rank")? },
+            addr: address("addr", body.get("addr"))?,
+            kvx_ttl: body.contains_key("kvx_ttl").then(|| number(&body, "kvx_ttl")).transpose()?,
+        })
+    }
+}
+
+impl Directory {
+    /// The longest body that is read.
+    pub const MAX_LEN: usize = 4 << 20;
+    /// The most workers that are read.
+    pub const MAX_WORKERS: usize = 16_384;
+
+    /// The body as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut body = Map::new();
+        for (dp, engine) in &self.engines {
+            let mut workers = Map::new();
+            for (rank, addr) in &engine.workers {
+                let stages = workers.entry(rank.tp.to_string()).or_insert_with(|| Value::Object(Map::new()));
+                stages[rank.pp.to_string()] = addr.as_str().into();
+            }
+            body.insert(dp.to_string(), json!({"engine_id": engine.engine_id, "worker_addr": workers}));
+        }
+        Value::Object(body).to_string().into_bytes()
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    ///
+    /// `Malformed`, naming the key.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut directory = Directory::default();
+        let mut workers = 0;
+        for (dp, listed) in object("answer to /query", bytes, Self::MAX_LEN)? {
+            let listed = listed.as_object().ok_or_else(|| malformed("it lists what is no object"))?;
+            let mut engine = ListedEngine {
+                engine_id: text("engine_id", listed.get("engine_id"))?,
+                workers: BTreeMap::new(),
+            };
+            let by_tp = listed.get("worker_addr").and_then(Value::as_object);
+            for (tp, stages) in by_tp.ok_or_else(|| malformed("worker_addr is no object"))? {
+                let stages = stages.as_object().ok_or_else(|| malformed("worker_addr is not by stages"))?;
+                for (pp, addr) in stages {
+                    let rank = WorkerRank { pp: key("pp_rank", pp)?, tp: key("tp_rank", tp)? };
+                    engine.workers.insert(rank, address("worker_addr", Some(addr))?);
+                    workers += 1;
+                    if workers > Self::MAX_WORKERS {
+                        return Err(malformed("it lists more workers than any fleet has"));
+                    }
+                }
+            }
+            directory.engines.insert(key("dp_rank", &dp)?, engine);
+        }
+        Ok(directory)
+    }
+
+    /// The engine of that name.
+    pub fn engine(&self, engine_id: &str) -> Option<&ListedEngine> {
+        self.engines.values().find(|engine| engine.engine_id == engine_id)
+    }
+}
+
+impl ListedEngine {
+    /// Its tensor- and pipeline-parallel sizes.
+    ///
+    /// # Errors
+    ///
+    /// Workers are missing: they have not registered yet.
+    pub fn sizes(&self) -> std::result::Result<(u32, u32), String> {
+        let most = |of: fn(&WorkerRank) -> u32| self.workers.keys().map(of).max().map_or(0, |most| most + 1);
+        let (tp, pp) = (most(|rank| rank.tp), most(|rank| rank.pp));
+        let missing = (0..pp).flat_map(|pp| (0..tp).map(move |tp| WorkerRank { pp, tp }));
+        match missing.into_iter().find(|rank| !self.workers.contains_key(rank)) {
+            _ if tp == 0 => Err(format!("engine {} has no worker that is registered", self.engine_id)),
+            None => Ok((tp, pp)),
+            Some(WorkerRank { pp, tp }) => Err(format!(
+                "engine {} has not registered its worker of tensor rank {tp}, pipeline rank {pp}",
+                self.engine_id
+            )),
+        }
+    }
+}
+
+fn object(what: &str, bytes: &[u8], max: usize) -> Result<Map<String, Value>> {
+    if bytes.len() > max {
+        return Err(malformed(&format!("a {what} of {} bytes; at most {max} are read", bytes.len())));
+    }
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(malformed(&format!("the {what} is no JSON object"))),
+        Err(error) => Err(malformed(&format!("the {what} is no JSON: {error}"))),
+    }
+}
+
+fn text(key: &str, value: Option<&Value>) -> Result<String> {
+    match value.and_then(Value::as_str) {
+        Some(text) if !text.is_empty() && text.len() <= MAX_TEXT => Ok(text.to_owned()),
+        _ => Err(malformed(&format!("{key} must be a text of 1 to {MAX_TEXT} bytes"))),
+    }
+}
+
+/// `tcp://host:port`: nothing else is ever connected to.
+fn address(key: &str, value: Option<&Value>) -> Result<String> {
+    let addr = text(key, value)?;
+    let port = addr.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
+    match port {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => Ok(addr),
+        _ => Err(malformed(&format!("{key} is {addr:?}; it takes tcp://host:port"))),
+    }
+}
+
+fn number(body: &Map<String, Value>, key: &str) -> Result<u32> {
+    let number = body.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
+    number.ok_or_else(|| malformed(&format!("{key} must be a whole number, not negative")))
+}
+
+fn key(what: &str, text: &str) -> Result<u32> {
+    let number = text.parse().map_err(|_| malformed(&format!("{what} {text:?} is no number")))?;
+    below_ranks(what, number)
+}
+
+fn below_ranks(key: &str, rank: u32) -> Result<u32> {
+    if rank < MAX_RANKS {
+        return Ok(rank);
+    }
+    Err(malformed(&format!("{key} is {rank}; ranks are below {MAX_RANKS}")))
+}
+
+fn malformed(why: &str) -> Error {
+    Error::new(Kind::Malformed, format!("malformed message of a bootstrap server: {why}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_are_those_of_vllm() {
+        let body = br#"{"engine_id":"e0","dp_rank":1,"tp_rank":3,"pp_rank":2,"addr":"tcp://10.0.0.1:4711"}"#;
+        let read = WorkerRegistration::decode(body).unwrap();
+        assert_eq!((read.dp_rank, read.rank, read.kvx_ttl), (1, WorkerRank { pp: 2, tp: 3 }, None));
+        let (sent, came): (Value, Value) =
+            (serde_json::from_slice(&read.encode()).unwrap(), serde_json::from_slice(body).unwrap());
+        assert_eq!(sent, came);
+        let body = br#"{"0":{"engine_id":"e0","worker_addr":
+            {"0":{"0":"tcp://a:1","1":"tcp://a:2"},"1":{"0":"tcp://a:3"}}}}"#;
+        let read = Directory::decode(body).unwrap();
+        let engine = read.engine("e0").unwrap();
+        assert_eq!(engine.workers[&WorkerRank { pp: 1, tp: 0 }], "tcp://a:2");
+        assert!(engine.sizes().unwrap_err().contains("tensor rank 1, pipeline rank 1"));
+        assert_eq!(Directory::decode(&read.encode()).unwrap(), read);
+        assert!(read.engine("e1").is_none());
+    }
+
+    #[test]
+    fn what_names_no_worker_is_refused_with_its_key() {
+        let good = json!({"engine_id": "e", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://h:1"});
+        assert!(WorkerRegistration::decode(good.to_string().as_bytes()).is_ok());
+        for (key, bad) in [
+            ("engine_id", json!("")),
+            ("engine_id", json!("e".repeat(2000))),
+            ("dp_rank", json!(-1)),
+            ("tp_rank", json!(1024)),
+            ("pp_rank", json!("0")),
+            ("addr", json!("http://h:1")),
+            ("addr", json!("tcp://h:0")),
+            ("addr", json!("tcp://:1")),
+        ] {
+            let mut body = good.clone();
+            body[key] = bad;
+            let error = WorkerRegistration::decode(body.to_string().as_bytes()).unwrap_err();
+            assert!(error.to_string().contains(key), "{error}");
+        }
+        assert!(
+            WorkerRegistration::decode(&vec![b' '; 9 << 10]).unwrap_err().to_string().contains("at most")
+        );
+        for bad in
+            [r#"{"x":{}}"#, r#"{"0":1}"#, r#"{"0":{"engine_id":"e","worker_addr":{"0":{"0":"udp"}}}}"#, "[]"]
+        {
+            assert!(Directory::decode(bad.as_bytes()).is_err(), "{bad}");
+        }
+    }
+}

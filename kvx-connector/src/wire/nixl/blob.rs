@@ -1,0 +1,266 @@
+//! A NIXL agent's metadata, its "blob", as bytes.
+//!
+//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
+//! tags is fixed, lengths and numbers are little-endian.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, Kind, Result};
+
+const MAGIC: &[u8] = b"nixlSerDes|";
+/// The longest blob that is read or written; about 150 bytes a region are usual.
+const MAX_BLOB: usize = 16 << 20;
+const MAX_NAME: usize = 512;
+/// What a descriptor begins with: address, length, device.
+const DESCRIPTOR: usize = 24;
+/// The least that a field takes beside its tag and its data.
+const FIELD: usize = 9;
+
+/// What a NIXL agent tells its peers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NixlBlob {
+    /// The agent's name.
+    pub agent: String,
+    /// How it is reached: a backend's name, and what that says of itself. Partial metadata may have none.
+    pub connections: Vec<(String, Vec<u8>)>,
+    /// Its registered memory.
+    pub sections: Vec<NixlSection>,
+}
+
+/// An agent's memory of one kind, registered with one backend.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NixlSection {
+    /// The backend's name.
+    pub backend: String,
+    /// The kind of memory.
+    pub kind: NixlMemory,
+    /// The ranges, in the order of their devices and addresses: NIXL searches them by halves.
+    pub memory: Vec<NixlDescriptor>,
+}
+
+/// A registered range, and what its backend tells of it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NixlDescriptor {
+    /// The device, 0 for host memory.
+    pub device: u64,
+    /// Where it begins.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// What a peer's backend needs to reach it.
+    pub key: Vec<u8>,
+}
+
+/// NIXL's kinds of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum NixlMemory {
+    /// Of the host.
+    Dram = 0,
+    /// Of a GPU.
+    Vram = 1,
+    /// A block device.
+    Block = 2,
+    /// An object store.
+    Object = 3,
+    /// A file.
+    File = 4,
+}
+
+impl NixlMemory {
+    const ALL: [NixlMemory; 5] =
+        [NixlMemory::Dram, NixlMemory::Vram, NixlMemory::Block, NixlMemory::Object, NixlMemory::File];
+}
+
+struct Fields<'a>(Reader<'a>);
+
+impl<'a> Fields<'a> {
+    fn word(&mut self, word: &[u8]) -> Result<()> {
+        if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
+            return Err(self.0.malformed(format_args!("{:?} was expected", String::from_utf8_lossy(word))));
+        }
+        Ok(())
+    }
+
+    fn field(&mut self, tag: &str) -> Result<&'a [u8]> {
+        self.word(tag.as_bytes())?;
+        let len = self.0.u64()?;
+        match usize::try_from(len).ok().filter(|len| *len < self.0.left()) {
+            Some(len) => {
+                let data = self.0.bytes(len)?;
+                self.word(b"|")?;
+                Ok(data)
+            }
+            None => Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob"))),
+        }
+    }
+
+    fn name(&mut self, tag: &str) -> Result<String> {
+        let data = self.field(tag)?;
+        let name = std::str::from_utf8(data).ok().filter(|name| is_name(name));
+        let name = name.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))?;
+        Ok(name.to_owned())
+    }
+
+    fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
+        let data = self.field(tag)?;
+        data.try_into().map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
+    }
+
+    /// A count of things that take at least `least` bytes each.
+    fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
+        let count = u64::from_le_bytes(self.number(tag)?);
+        let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
+        fits.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} counts more than there is")))
+    }
+
+    fn section(&mut self) -> Result<NixlSection> {
+        let backend = self.name("bknd")?;
+        if self.field("nixlDList")? != b"nixlSDList" {
+            return Err(self.0.malformed("a list of a form that kvx does not know"));
+        }
+        let number = i32::from_le_bytes(self.number("t")?);
+        let kind = NixlMemory::ALL.into_iter().find(|kind| *kind as i32 == number);
+        let kind = kind.ok_or_else(|| self.0.malformed(format_args!("no memory is of kind {number}")))?;
+        let count = self.count("n", FIELD + DESCRIPTOR)?;
+        let memory = (0..count).map(|_| self.descriptor()).collect::<Result<_>>()?;
+        Ok(NixlSection { backend, kind, memory })
+    }
+
+    fn descriptor(&mut self) -> Result<NixlDescriptor> {
+        let mut data = Reader::new("NIXL descriptor", self.field("")?);
+        let (address, len, device) = (data.u64()?, data.u64()?, data.u64()?);
+        Ok(NixlDescriptor { device, address, len, key: data.bytes(data.left())?.to_vec() })
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    !name.is_empty() && name.len() <= MAX_NAME && !name.contains('\0')
+}
+
+fn put(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
+    out.put(tag.as_bytes());
+    out.put_u64(data.len() as u64);
+    out.put(data);
+    out.put_u8(b'|');
+}
+
+impl NixlBlob {
+    /// From bytes.
+    ///
+    /// # Errors
+    /// `Malformed`.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut fields = Fields(Reader::new("NIXL metadata", bytes));
+        if bytes.len() > MAX_BLOB {
+            let why = format!("{} bytes, at most {MAX_BLOB} are read", bytes.len());
+            return Err(fields.0.malformed(why));
+        }
+        fields.word(MAGIC)?;
+        let agent = fields.name("Agent")?;
+        let connections = fields.count("Conns", 2 * FIELD + 2)?;
+        let connections = (0..connections)
+            .map(|_| Ok((fields.name("t")?, fields.field("c")?.to_vec())))
+            .collect::<Result<_>>()?;
+        if fields.field("")? != b"MemSection" {
+            return Err(fields.0.malformed("no section of memory"));
+        }
+        let sections = fields.count("nixlSecElms", 4 * FIELD)?;
+        let sections = (0..sections).map(|_| fields.section()).collect::<Result<_>>()?;
+        fields.0.end()?;
+        Ok(NixlBlob { agent, connections, sections })
+    }
+
+    /// As bytes, as NIXL 0.10 to 1.5 write them.
+    ///
+    /// # Errors
+    /// `Invalid` for what is no name, `Exhausted` for more than a reader accepts.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let backends = self.connections.iter().map(|(backend, _)| backend);
+        let names = backends.chain(self.sections.iter().map(|section| &section.backend));
+        if let Some(name) = names.chain([&self.agent]).find(|name| !is_name(name)) {
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("{name:?} is no name for NIXL: 1 to {MAX_NAME} bytes, none of them 0"),
+            ));
+        }
+        let mut out = MAGIC.to_vec();
+        put(&mut out, "Agent", self.agent.as_bytes());
+        put(&mut out, "Conns", &(self.connections.len() as u64).to_le_bytes());
+        for (backend, address) in &self.connections {
+            put(&mut out, "t", backend.as_bytes());
+            put(&mut out, "c", address);
+        }
+        put(&mut out, "", b"MemSection");
+        put(&mut out, "nixlSecElms", &(self.sections.len() as u64).to_le_bytes());
+        for section in &self.sections {
+            put(&mut out, "bknd", section.backend.as_bytes());
+            put(&mut out, "nixlDList", b"nixlSDList");
+            put(&mut out, "t", &(section.kind as i32).to_le_bytes());
+            put(&mut out, "n", &(section.memory.len() as u64).to_le_bytes());
+            for NixlDescriptor { device, address, len, key } in &section.memory {
+                let head = [address.to_le_bytes(), len.to_le_bytes(), device.to_le_bytes()].concat();
+                put(&mut out, "", &[&head[..], key].concat());
+            }
+        }
+        if out.len() > MAX_BLOB {
+            return Err(Error::new(
+                Kind::Exhausted,
+                format!(
+                    "{} bytes of NIXL metadata, at most {MAX_BLOB} are read: register fewer regions",
+                    out.len()
+                ),
+            ));
+        }
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> NixlBlob {
+        let range =
+            |at: u64| NixlDescriptor { device: at, address: at << 20, len: 4096, key: b"k|y".to_vec() };
+        NixlBlob {
+            agent: "prefill".into(),
+            connections: vec![("KVX".into(), b"|address\0|".to_vec()), ("UCX".into(), Vec::new())],
+            sections: vec![
+                NixlSection {
+                    backend: "KVX".into(),
+                    kind: NixlMemory::Dram,
+                    memory: vec![range(1), range(2)],
+                },
+                NixlSection { backend: "UCX".into(), kind: NixlMemory::Vram, memory: Vec::new() },
+            ],
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_to_its_last_byte() {
+        let bytes = sample().encode().unwrap();
+        assert_eq!(NixlBlob::decode(&bytes).unwrap(), sample());
+        for len in 0..bytes.len() {
+            assert_eq!(NixlBlob::decode(&bytes[..len]).unwrap_err().kind(), Kind::Malformed, "{len}");
+        }
+        assert!(NixlBlob::decode(&[&bytes[..], b"x"].concat()).is_err());
+    }
+
+    #[test]
+    fn memory_of_no_kind_is_refused() {
+        let bytes = sample().encode().unwrap();
+        let at = bytes.windows(10).position(|word| word == b"nixlSDList").unwrap() + 20;
+        for (kind, fits) in [(0, true), (4, true), (5, false), (-1, false)] {
+            let altered = [&bytes[..at], &i32::to_le_bytes(kind), &bytes[at + 4..]].concat();
+            assert_eq!(NixlBlob::decode(&altered).is_ok(), fits, "{kind}");
+        }
+    }
+
+    #[test]
+    fn names_that_nixl_cannot_read_are_not_written() {
+        for name in ["", "a\0b", &"x".repeat(MAX_NAME + 1)] {
+            let blob = NixlBlob { agent: name.into(), ..sample() };
+            assert_eq!(blob.encode().unwrap_err().kind(), Kind::Invalid);
+        }
+    }
+}

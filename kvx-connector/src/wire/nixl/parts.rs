@@ -1,0 +1,226 @@
+//! NIXL's notifications of any length, as kvx's of at most 64 KiB: as they are, or in parts.
+//!
+//! Parts begin with a mark that no text has, so that a kvx agent which knows nothing of NIXL is understood by one with
+//! the backend KVX, and understands it. Bytes that begin with the mark themselves travel as one part.
+
+use std::collections::VecDeque;
+
+use kvx_core::Incarnation;
+use kvx_core::transport::MAX_NOTIFICATION;
+use kvx_core::wire::{Reader, Writer};
+
+/// The longest notification that is sent, or put together.
+pub const MAX_NOTE: usize = 16 << 20;
+const MARK: [u8; 4] = *b"\xf8kvx";
+/// The mark, number of the notification, number of the part, how many there are.
+const HEADER: usize = MARK.len() + 8 + 4 + 4;
+const ROOM: usize = MAX_NOTIFICATION - HEADER;
+const MAX_PARTS: usize = MAX_NOTE.div_ceil(ROOM);
+/// Unfinished ones that are kept, over all senders: their parts are never all there if a transfer failed between them.
+const MAX_UNFINISHED: usize = 64;
+/// Bytes of unfinished ones that are kept.
+const MAX_KEPT: usize = 4 * MAX_NOTE;
+
+/// The notifications of kvx that carry one of NIXL's; `None` when it is longer than [`MAX_NOTE`]. The receiver gives it
+/// out when it has all of them, so that one of them has to follow the data, whichever it is. `number` tells those of
+/// one sender apart.
+pub fn notes(number: u64, bytes: &[u8]) -> Option<Vec<Box<[u8]>>> {
+    if bytes.len() <= MAX_NOTIFICATION && !bytes.starts_with(&MARK) {
+        return Some(vec![bytes.into()]);
+    }
+    if bytes.len() > MAX_NOTE {
+        return None;
+    }
+    let count = bytes.len().div_ceil(ROOM) as u32;
+    let note = |(at, part): (usize, &[u8])| {
+        let mut note = Vec::with_capacity(HEADER + part.len());
+        note.put(&MARK);
+        note.put_u64(number);
+        note.put_u32(at as u32);
+        note.put_u32(count);
+        note.put(part);
+        note.into()
+    };
+    Some(bytes.chunks(ROOM).enumerate().map(note).collect())
+}
+
+struct Unfinished {
+    from: Incarnation,
+    number: u64,
+    parts: Vec<Option<Box<[u8]>>>,
+    bytes: usize,
+}
+
+/// Puts the notifications of many senders together again.
+#[derive(Default)]
+pub struct Assembly {
+    unfinished: VecDeque<Unfinished>,
+    kept: usize,
+}
+
+/// What a notification of kvx was.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Got {
+    /// One of NIXL's: the last part that was missing, or the only one.
+    Whole(Box<[u8]>),
+    /// A part, kept.
+    Part,
+    /// The same, and to make room one of which so many bytes had come was dropped: the oldest of the sender that had
+    /// the most.
+    Instead(usize),
+    /// Nothing that [`notes`] writes.
+    Nonsense,
+}
+
+impl Assembly {
+    /// Takes a notification of kvx's.
+    pub fn take(&mut self, from: Incarnation, note: &[u8]) -> Got {
+        match note.strip_prefix(&MARK) {
+            None => Got::Whole(note.into()),
+            Some(rest) => self.part(from, rest).unwrap_or(Got::Nonsense),
+        }
+    }
+
+    fn part(&mut self, from: Incarnation, rest: &[u8]) -> Option<Got> {
+        let mut reader = Reader::new("part of a notification", rest);
+        let (number, at, count) =
+            (reader.u64().ok()?, reader.u32().ok()? as usize, reader.u32().ok()? as usize);
+        let part = reader.bytes(reader.left()).ok()?;
+        if !(1..=MAX_PARTS).contains(&count) || at >= count || part.is_empty() || part.len() > ROOM {
+            return None;
+        }
+        if at + 1 < count && part.len() != ROOM {
+            return None;
+        }
+        let known = self.unfinished.iter().position(|it| it.from == from && it.number == number);
+        let known = known.unwrap_or_else(|| {
+            self.unfinished.push_back(Unfinished { from, number, parts: vec![None; count], bytes: 0 });
+            self.unfinished.len() - 1
+        });
+        let one = &mut self.unfinished[known];
+        if one.parts.len() != count || one.parts[at].is_some() {
+            return None;
+        }
+        one.parts[at] = Some(part.into());
+        one.bytes += part.len();
+        self.kept += part.len();
+        if one.parts.iter().all(Option::is_some) {
+            let whole = self.unfinished.remove(known)?;
+            self.kept -= whole.bytes;
+            return Some(Got::Whole(whole.parts.into_iter().flatten().collect::<Vec<_>>().concat().into()));
+        }
+        if self.unfinished.len() <= MAX_UNFINISHED && self.kept <= MAX_KEPT {
+            return Some(Got::Part);
+        }
+        self.make_room().map(Got::Instead)
+    }
+
+    /// Drops one: nobody's long notifications push out those of others while his take more room.
+    fn make_room(&mut self) -> Option<usize> {
+        let of = |from: Incarnation| {
+            let own = self.unfinished.iter().filter(|it| it.from == from);
+            own.fold((0, 0), |(count, bytes), it| (count + 1, bytes + it.bytes))
+        };
+        // Each limit in parts of itself, whichever is nearer.
+        let weight = |from| {
+            let (count, bytes) = of(from);
+            (count * (MAX_KEPT / MAX_UNFINISHED)).max(bytes)
+        };
+        let heaviest = self.unfinished.iter().map(|it| it.from).max_by_key(|from| weight(*from))?;
+        let at = self.unfinished.iter().position(|it| it.from == heaviest)?;
+        let oldest = self.unfinished.remove(at)?;
+        self.kept -= oldest.bytes;
+        Some(oldest.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FROM: Incarnation = Incarnation([1; 16]);
+    const OTHER: Incarnation = Incarnation([2; 16]);
+
+    fn there_and_back(bytes: &[u8], turn: usize) -> usize {
+        let mut notes = notes(5, bytes).unwrap();
+        assert!(notes.iter().all(|note| note.len() <= MAX_NOTIFICATION));
+        let count = notes.len();
+        notes.rotate_left(turn % count);
+        let mut assembly = Assembly::default();
+        let mut got: Vec<_> = notes.iter().map(|note| assembly.take(FROM, note)).collect();
+        assert_eq!(got.pop(), Some(Got::Whole(bytes.into())));
+        assert!(got.iter().all(|got| *got == Got::Part));
+        assert_eq!((assembly.kept, assembly.unfinished.len()), (0, 0));
+        count
+    }
+
+    #[test]
+    fn notifications_of_any_length_arrive_in_any_order_of_their_parts() {
+        for (len, parts) in
+            [(0, 1), (1, 1), (64 << 10, 1), ((64 << 10) + 1, 2), (1 << 20, 17), (MAX_NOTE, MAX_PARTS)]
+        {
+            let bytes: Vec<u8> = (0..len).map(|at| (at / 7) as u8).collect();
+            assert_eq!(there_and_back(&bytes, len / 3 + 1), parts, "{len}");
+        }
+        assert!(notes(1, &vec![0; MAX_NOTE + 1]).is_none());
+    }
+
+    #[test]
+    fn what_has_no_mark_travels_as_it_is_and_the_mark_itself_as_a_part() {
+        assert_eq!(notes(1, b"HB:one,two").unwrap(), [Box::from(&b"HB:one,two"[..])]);
+        let marked = [&MARK[..], b" and more"].concat();
+        assert_ne!(*notes(1, &marked).unwrap()[0], marked[..]);
+        assert_eq!(there_and_back(&marked, 0), 1);
+        let long = [&MARK[..], &[3; MAX_NOTIFICATION - 4]].concat();
+        assert_eq!(there_and_back(&long, 1), 2);
+    }
+
+    #[test]
+    fn two_senders_with_one_number_are_apart() {
+        let (a, b) = (vec![1; 100_000], vec![2; 100_000]);
+        let (ours, theirs) = (notes(9, &a).unwrap(), notes(9, &b).unwrap());
+        let mut assembly = Assembly::default();
+        assert_eq!(assembly.take(FROM, &ours[0]), Got::Part);
+        assert_eq!(assembly.take(OTHER, &theirs[1]), Got::Part);
+        assert_eq!(assembly.take(FROM, &ours[1]), Got::Whole(a.into()));
+        assert_eq!(assembly.take(OTHER, &theirs[0]), Got::Whole(b.into()));
+    }
+
+    #[test]
+    fn parts_that_are_never_whole_do_not_pile_up_nor_push_out_those_of_others() {
+        let mut assembly = Assembly::default();
+        let note = vec![7; 100_000];
+        let others = notes(0, &note).unwrap();
+        assert_eq!(assembly.take(OTHER, &others[0]), Got::Part);
+        for (len, parts) in [(MAX_NOTE, 1..40), (100_000, 0..1)] {
+            let big = vec![0; len];
+            let mut dropped = 0;
+            for number in 0..200 {
+                for part in &notes(number, &big).unwrap()[parts.clone()] {
+                    let got = assembly.take(FROM, part);
+                    dropped += usize::from(matches!(got, Got::Instead(bytes) if bytes > 0));
+                    assert!(matches!(got, Got::Part | Got::Instead(_)), "{got:?}");
+                    assert!(assembly.kept <= MAX_KEPT && assembly.unfinished.len() <= MAX_UNFINISHED);
+                }
+            }
+            assert!(dropped > 100, "{dropped}");
+        }
+        assert_eq!(assembly.take(OTHER, &others[1]), Got::Whole(note.into()));
+    }
+
+    #[test]
+    fn nonsense_is_nonsense() {
+        let good = notes(1, &vec![0; 200_000]).unwrap();
+        let mut assembly = Assembly::default();
+        assert_eq!(assembly.take(FROM, &good[0]), Got::Part);
+        assert_eq!(assembly.take(FROM, &good[0]), Got::Nonsense, "twice");
+        for len in MARK.len()..=HEADER {
+            assert_eq!(assembly.take(FROM, &good[1][..len]), Got::Nonsense);
+        }
+        for byte in HEADER - 8..HEADER {
+            let mut odd = good[1].to_vec();
+            odd[byte] ^= 0x80;
+            assert_eq!(assembly.take(FROM, &odd), Got::Nonsense, "{byte}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Engines without a model: a pool whose bytes say which request, layer and token they are of.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_connector::Dialect;
+use kvx_connector::engine::{BlockLists, WorkerRank};
+use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_connector::runtime::{Builder, Connector, Rank};
+use kvx_connector::wire::CompatibilityFactors;
+use kvx_core::{Memory, Registry};
+
+/// Tokens of a block.
+pub(crate) const BLOCK: u32 = 16;
+/// Blocks of a pool.
+pub(crate) const BLOCKS: u32 = 64;
+/// Layers.
+pub(crate) const LAYERS: u64 = 3;
+/// Heads of the whole model.
+pub(crate) const HEADS: u32 = 4;
+/// Bytes of a head's content of a token.
+const CONTENT: u64 = 8;
+/// Nothing here takes longer.
+pub(crate) const LIMIT: Duration = Duration::from_secs(10);
+
+pub(crate) fn registry() -> Registry {
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Shm).unwrap();
+    registry.add(kvx_native::Tcp).unwrap();
+    registry
+}
+
+/// An engine of some workers in this process.
+pub(crate) struct Engine {
+    pub(crate) connector: Connector,
+    pub(crate) ranks: Vec<Rank>,
+    pools: Vec<Arc<Memory>>,
+    tp: u32,
+    blocks: u32,
+}
+
+pub(crate) fn config(engine: &str, extra: &str) -> KvTransferConfig {
+    configured(engine, extra, "fail")
+}
+
+fn configured(engine: &str, extra: &str, policy: &str) -> KvTransferConfig {
+    of_connector("NixlConnector", engine, extra, policy)
+}
+
+fn of_connector(connector: &str, engine: &str, extra: &str, policy: &str) -> KvTransferConfig {
+    let json = format!(
+        r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
+             "kv_load_failure_policy": "{policy}", "kv_connector_extra_config": {extra}}}"#
+    );
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+    KvTransferConfig::from_json(&json, &surroundings).unwrap()
+}
+
+pub(crate) fn builder(engine: &str, extra: &str) -> Builder {
+    built(&config(engine, extra))
+}
+
+fn built(config: &KvTransferConfig) -> Builder {
+    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS, 4, LAYERS as u32);
+    Connector::builder(config, registry()).model(factors).block_size(BLOCK).any_port()
+}
+
+/// Caches of one of `tp` workers in a pool that begins there.
+pub(crate) fn caches(pool: &Memory, tp: u32) -> Caches {
+    let block_len = u64::from(HEADS / tp * BLOCK) * CONTENT;
+    let blocks = pool.len() as u64 / LAYERS / block_len;
+    let layer = |at: u64| LayerCache {
+        name: format!("layers.{at}.attn").into(),
+        tensors: KvTensors::Together(pool.address() + at * block_len * blocks),
+        blocks: blocks as u32,
+        block_len,
+        block_stride: block_len,
+        group: 0,
+        heads: Heads::Sharded(HEADS),
+        memory: MemoryType::Dram,
+    };
+    Caches::of_layers((0..LAYERS).map(layer).collect(), KvLayout::Lbhnc, BLOCK, 1, 0).unwrap()
+}
+
+pub(crate) fn pool(tp: u32) -> Arc<Memory> {
+    pool_of(tp, BLOCKS)
+}
+
+fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
+    let len = LAYERS * u64::from(blocks) * u64::from(HEADS / tp * BLOCK) * CONTENT;
+    Arc::new(Memory::pool(len as usize).build().unwrap())
+}
+
+impl Engine {
+    pub(crate) fn new(engine: &str, extra: &str, tp: u32) -> Self {
+        Self::of(builder(engine, extra), tp)
+    }
+
+    pub(crate) fn with_policy(engine: &str, extra: &str, policy: &str, tp: u32) -> Self {
+        Self::of(built(&configured(engine, extra, policy)), tp)
+    }
+
+    /// One whose prefill writes.
+    pub(crate) fn pushing(engine: &str, extra: &str, tp: u32) -> Self {
+        Self::of(Self::push_builder(engine, extra), tp)
+    }
+
+    pub(crate) fn push_builder(engine: &str, extra: &str) -> Builder {
+        built(&of_connector("NixlPushConnector", engine, extra, "fail"))
+    }
+
+    /// The same, with so many blocks.
+    pub(crate) fn pushing_many(engine: &str, blocks: u32) -> Self {
+        let config = of_connector("NixlPushConnector", engine, "{}", "fail");
+        Self::sized(built(&config), 1, blocks)
+    }
+
+    pub(crate) fn of(builder: Builder, tp: u32) -> Self {
+        Self::sized(builder, tp, BLOCKS)
+    }
+
+    fn sized(builder: Builder, tp: u32, blocks: u32) -> Self {
+        let connector = builder.workers(tp, 1).build_blocking().unwrap();
+        let pools: Vec<_> = (0..tp).map(|_| pool_of(tp, blocks)).collect();
+        let ranks = pools.iter().zip(0..).map(|(pool, rank)| {
+            let rank = connector.rank(WorkerRank { pp: 0, tp: rank }).unwrap();
+            rank.register(caches(pool, tp), [Arc::clone(pool)]).unwrap()
+        });
+        let ranks = ranks.collect();
+        Engine { connector, ranks, pools, tp, blocks }
+    }
+
+    /// Gives the caches back and registers others.
+    pub(crate) fn register_anew(&mut self) {
+        for (rank, held) in self.ranks.iter().zip(&mut self.pools) {
+            rank.give_back(LIMIT).wait(LIMIT).unwrap();
+            *held = pool(self.tp);
+            rank.clone().register(caches(held, self.tp), [Arc::clone(held)]).unwrap();
+        }
+    }
+
+    /// One step: what was ordered goes to the workers.
+    pub(crate) fn step(&self) {
+        self.connector.step();
+        self.ranks.iter().for_each(Rank::start_load_kv);
+    }
+
+    /// Where a token of a head of a layer lies, and on which worker.
+    fn place(&self, blocks: &[u32], layer: u64, head: u32, token: u32) -> (usize, usize) {
+        let heads = HEADS / self.tp;
+        let block_len = u64::from(heads * BLOCK) * CONTENT;
+        let block = u64::from(blocks[(token / BLOCK) as usize]);
+        let within = u64::from((head % heads) * BLOCK + token % BLOCK) * CONTENT;
+        let at = (layer * u64::from(self.blocks) + block) * block_len + within;
+        ((head / heads) as usize, at as usize)
+    }
+
+    fn each(tokens: std::ops::Range<u32>) -> impl Iterator<Item = (u64, u32, u32)> {
+        (0..LAYERS).flat_map(move |layer| {
+            let tokens = tokens.clone();
+            (0..HEADS).flat_map(move |head| tokens.clone().map(move |token| (layer, head, token)))
+        })
+    }
+
+    /// Computes tokens of a request into these blocks.
+    pub(crate) fn compute(&self, request: u16, blocks: &[u32], tokens: u32) {
+        for (layer, head, token) in Self::each(0..tokens) {
+            let (worker, at) = self.place(blocks, layer, head, token);
+            self.pools[worker].copy_in(at, &content(request, layer, head, token)).unwrap();
+        }
+    }
+
+    /// Which tokens of these are not those of the request.
+    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+        let wrong = Self::each(tokens).filter(|(layer, head, token)| {
+            let (worker, at) = self.place(blocks, *layer, *head, *token);
+            let mut bytes = [0; CONTENT as usize];
+            self.pools[worker].copy_out(at, &mut bytes).unwrap();
+            bytes != content(request, *layer, *head, *token)
+        });
+        wrong.count()
+    }
+
+    pub(crate) fn end(self) {
+        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
+fn content(request: u16, layer: u64, head: u32, token: u32) -> [u8; CONTENT as usize] {
+    let [a, b] = request.to_le_bytes();
+    let [c, d, ..] = token.to_le_bytes();
+    [a, b, layer as u8, head as u8, c, d, 0x5a, a ^ c ^ layer as u8]
+}
+
+pub(crate) fn lists(blocks: &[u32]) -> BlockLists {
+    BlockLists::single(blocks)
+}
+
+/// Runs a future on this thread: no runtime is needed.
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+    kvx_testkit::run(future)
+}

@@ -1,0 +1,134 @@
+//! Memory files of the program's own, adopted as they are.
+
+use std::os::fd::OwnedFd;
+
+use rustix::fs::SealFlags;
+
+use super::Memory;
+use super::pool::PoolMapping;
+use crate::{Error, Kind, Result, fork};
+
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+const HUGE: u64 = 2 << 20;
+
+impl Memory {
+    /// Adopts the first `len` bytes of a memory file of the program's own (a memfd, also one on huge pages). Peers on
+    /// this host map it as they map a [`pool`](Memory::pool), and read it as fast.
+    ///
+    /// kvx maps the file once more and keeps its bytes. The mappings that the program has stay as they are; the file's
+    /// size is sealed, and nobody maps it for writing from now on: map it before. Peers on this host that may read the
+    /// memory get the whole file, also beyond `len`: keep nothing else in it.
+    ///
+    /// ```
+    /// # use kvx_core as kvx;
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    /// let file = memfd_create("kv-cache", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    /// ftruncate(&file, 1 << 20)?;
+    /// // … the engine maps it here …
+    /// let memory = kvx::Memory::adopt_file(file, 1 << 20)?;
+    /// assert_eq!(memory.len(), 1 << 20);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// `Invalid` for zero bytes, `OutOfBounds` for more than the file has; `Unsupported` for what is no memory file,
+    /// cannot be sealed (`MFD_ALLOW_SEALING`), was sealed against writing or is not open for it; `Exhausted` when the
+    /// machine has no memory for its pages.
+    pub fn adopt_file(file: impl Into<OwnedFd>, len: usize) -> Result<Memory> {
+        fork::check()?;
+        let file = file.into();
+        let unfit = |why: &str| {
+            Error::new(
+                Kind::Unsupported,
+                format!(
+                    "the file {why}: adopt a memfd that was made with MFD_ALLOW_SEALING, before it is sealed \
+                     against writing"
+                ),
+            )
+        };
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| unfit("is no memory file"))?;
+        if seals.contains(SealFlags::SEAL) {
+            return Err(unfit("cannot be sealed"));
+        }
+        let stat = rustix::fs::fstat(&file)
+            .map_err(|error| Error::os("the memory file cannot be looked at", error))?;
+        let size = usize::try_from(stat.st_size).unwrap_or(0);
+        if len == 0 {
+            return Err(Error::new(Kind::Invalid, "0 bytes of a memory file: adopt at least one"));
+        }
+        if len > size {
+            return Err(Error::new(
+                Kind::OutOfBounds,
+                format!("the memory file has {size} bytes, {len} are to be adopted: ftruncate it first"),
+            ));
+        }
+        let block = u64::try_from(stat.st_blksize).unwrap_or(0);
+        let on_huge_pages = rustix::fs::fstatfs(&file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
+        let page = if on_huge_pages { block as usize } else { rustix::param::page_size() };
+        let mapped = len.next_multiple_of(page.max(1));
+        let mut mapping =
+            PoolMapping::of(file, mapped, on_huge_pages && block == HUGE).map_err(|error| match error {
+                rustix::io::Errno::PERM => unfit("is sealed against writing"),
+                rustix::io::Errno::ACCESS => Error::new(
+                    Kind::Unsupported,
+                    "the memory file is not open for writing: adopt a descriptor that is open for both",
+                ),
+                error => Error::os(
+                    format!("a memory file of {len} bytes could not be mapped: raise ulimit -v"),
+                    error,
+                )
+                .kind_is(Kind::Exhausted),
+            })?;
+        // Sealed first: whoever else has the file can shrink it or punch holes no more. What is read here stays true.
+        mapping.seal()?;
+        if mapping.file_size()? < len {
+            return Err(Error::new(
+                Kind::OutOfBounds,
+                "the memory file was made smaller while it was adopted",
+            ));
+        }
+        mapping.touch()?;
+        mapping.note_found();
+        Ok(mapping.into_memory(len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    use super::*;
+
+    fn file(size: u64) -> OwnedFd {
+        let file = memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, size).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_descriptor_that_may_only_be_read_is_refused_for_that() {
+        use std::os::fd::AsRawFd as _;
+        let file = file(4096);
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let why = Memory::adopt_file(std::fs::File::open(path).unwrap(), 4096).unwrap_err();
+        assert_eq!(why.kind(), Kind::Unsupported);
+        assert!(why.to_string().contains("not open for writing"), "{why}");
+    }
+
+    #[test]
+    fn a_file_that_peers_could_not_map_is_refused_and_the_sentence_says_what_to_do() {
+        let kind = |file: OwnedFd, len| Memory::adopt_file(file, len).unwrap_err().kind();
+        assert_eq!(kind(file(4096), 0), Kind::Invalid);
+        assert_eq!(kind(file(4096), 4097), Kind::OutOfBounds);
+        let unsealable = memfd_create("kvx-test", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&unsealable, 4096).unwrap();
+        let read_only = file(4096);
+        fcntl_add_seals(&read_only, SealFlags::WRITE).unwrap();
+        for unfit in [unsealable, read_only, rustix::pipe::pipe().unwrap().0] {
+            let why = Memory::adopt_file(unfit, 4096).unwrap_err();
+            assert_eq!(why.kind(), Kind::Unsupported, "{why}");
+            assert!(why.to_string().contains("MFD_ALLOW_SEALING"), "{why}");
+        }
+    }
+}

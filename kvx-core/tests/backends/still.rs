@@ -1,0 +1,96 @@
+//! A backend that moves nothing.
+
+use std::sync::Arc;
+
+use kvx_core::transport::{
+    Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+};
+use kvx_core::{
+    Capabilities, Error, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Ticket, Unavailable,
+};
+
+const CAPABILITIES: Capabilities = Capabilities {
+    isolation: PerOp::same(Isolation::Owner),
+    idle: Idle::Asleep,
+    target_cpu: PerOp::BOTH,
+    revocation: Revocation::Owner,
+    peer_loss_within: None,
+    settles_without_peer: PerOp::NEITHER,
+    ordered: false,
+    local: MemoryKinds::HOST,
+    remote: MemoryKinds::HOST,
+};
+
+pub(crate) fn availability() -> Availability {
+    Availability {
+        version: "1".into(),
+        library: None,
+        devices: Vec::new(),
+        rdma: false,
+        capabilities: CAPABILITIES,
+        caution: None,
+    }
+}
+
+/// It is there, can be opened, and does no more than its fields say.
+#[derive(Clone)]
+pub(crate) struct Still {
+    pub(crate) name: &'static str,
+    pub(crate) placement: Placement,
+    /// What it tells agents that are not kvx; without that it speaks to none.
+    pub(crate) foreign_metadata: Option<&'static str>,
+    /// How it closes, and says so.
+    pub(crate) shutdown: Arc<dyn Fn(Ticket) + Send + Sync>,
+}
+
+impl Factory for Still {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
+        Ok(availability())
+    }
+
+    fn open(&self, _: Context) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(Opened(self.clone())))
+    }
+}
+
+struct Opened(Still);
+
+fn nothing<T>() -> Result<T> {
+    Err(Error::new(Kind::Unsupported, "it moves nothing"))
+}
+
+// SAFETY: it touches no memory.
+unsafe impl Transport for Opened {
+    fn capabilities(&self) -> &Capabilities {
+        &CAPABILITIES
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        Ok(Vec::new())
+    }
+
+    fn register(&self, _: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        nothing()
+    }
+
+    fn link(&self, _: LinkId, _: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        nothing()
+    }
+
+    fn foreign_metadata(&self) -> Result<Vec<u8>> {
+        self.0.foreign_metadata.map_or_else(nothing, |told| Ok(told.as_bytes().to_vec()))
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        (self.0.shutdown)(done);
+    }
+}

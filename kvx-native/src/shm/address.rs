@@ -1,0 +1,81 @@
+//! Where an agent is reached, as its metadata says it.
+
+use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Kind, Result};
+
+use super::error::error;
+use super::host::{self, Host};
+
+/// The section of the metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Address {
+    pub(super) host: Host,
+    /// The name of its socket in the abstract namespace.
+    pub(super) socket: Vec<u8>,
+}
+
+impl Address {
+    const VERSION: u8 = 1;
+    /// The kernel's own limit, less the leading NUL.
+    const MAX_SOCKET: usize = 107;
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![Self::VERSION];
+        out.put(&self.host.boot);
+        out.put_u64(self.host.network);
+        out.put_block(&self.socket);
+        out
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new("SHM address", bytes);
+        let version = reader.u8()?;
+        if version != Self::VERSION {
+            return Err(error(
+                Kind::Incompatible,
+                format!("the peer's SHM address has version {version}, this release knows {}", Self::VERSION),
+            ));
+        }
+        let host = Host { boot: reader.array()?, network: reader.u64()? };
+        let socket = reader.block(Self::MAX_SOCKET)?.to_vec();
+        if socket.is_empty() {
+            return Err(reader.malformed("a socket without a name"));
+        }
+        reader.end()?;
+        Ok(Address { host, socket })
+    }
+}
+
+/// A name for a socket that nobody can guess.
+pub(super) fn random_socket_name() -> Result<Vec<u8>> {
+    let random = u128::from_be_bytes(host::random()?);
+    Ok(format!("kvx-shm-{random:032x}").into_bytes())
+}
+
+/// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
+pub(super) fn name_socket_name(agent: &str) -> Vec<u8> {
+    let hash = agent
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_travel_as_they_are_and_nothing_else_passes() {
+        let address =
+            Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes).unwrap(), address);
+        for len in 0..bytes.len() {
+            assert!(Address::decode(&bytes[..len]).is_err());
+        }
+        let newer = [&[9], &bytes[1..]].concat();
+        assert_eq!(Address::decode(&newer).unwrap_err().kind(), Kind::Incompatible);
+        let nameless = Address { socket: Vec::new(), ..address };
+        assert_eq!(Address::decode(&nameless.encode()).unwrap_err().kind(), Kind::Malformed);
+    }
+}

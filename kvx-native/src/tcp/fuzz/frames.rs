@@ -1,0 +1,37 @@
+//! The parts of frames, and of the metadata that leads to an owner.
+
+use kvx_backend::control::Refusal;
+use kvx_core::wire::Reader;
+
+use crate::tcp::frames::{Challenge, HEADER, Header, Hello, read_end, read_refuse};
+use crate::tcp::{address, memory};
+
+/// A header, and the same bytes as the body of each frame that has one.
+pub(crate) fn frames(bytes: &[u8]) {
+    if let Some(Ok(header)) = bytes.first_chunk::<HEADER>().map(Header::decode) {
+        let mut written = Vec::new();
+        header.encode(&mut written);
+        assert_eq!(written, bytes[..HEADER]);
+    }
+    if let Ok(hello) = Hello::decode(bytes) {
+        assert_eq!(Hello::decode(&hello.encode()).ok(), Some(hello));
+    }
+    let mut reader = Reader::new("Challenge", bytes);
+    if let Ok(challenge) = Challenge::decode(&mut reader) {
+        let written = challenge.encode();
+        assert_eq!(Challenge::decode(&mut Reader::new("Challenge", &written)).ok(), Some(challenge));
+    }
+    if let Ok(Err(error)) = read_end(bytes) {
+        check(error.sentence());
+    }
+    check(read_refuse(bytes).sentence());
+    if let Ok(addresses) = address::decode(bytes) {
+        assert_eq!(address::decode(&address::encode(&addresses)).ok(), Some(addresses));
+    }
+    drop(memory::import(bytes));
+}
+
+/// It ends up in logs and terminals.
+fn check(sentence: &str) {
+    assert!(sentence.len() <= 2 * Refusal::MAX_BYTES && !sentence.contains(char::is_control), "{sentence:?}");
+}

@@ -1,0 +1,186 @@
+//! An initiator with transfers, whose owner answers whatever a script says.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Instant;
+
+use kvx_backend::control::proof::Keys;
+use kvx_backend::reactor::Outbox;
+use kvx_core::transport::LocalRegion;
+use kvx_core::wire::Reader;
+use kvx_core::{
+    Bound, Error, Grid, Indices, Invitation, Kind, LinkId, LocalSide, Op, Pair, Placed, RegionId, RegionKey,
+    RemoteSide, Ticket, TransferId,
+};
+
+use super::{LANES, Lanes, Step, Watched, next, who};
+use crate::tcp::conn::{Effect, Role};
+use crate::tcp::fetch::RequestLane;
+use crate::tcp::frames::Frame;
+use crate::tcp::link::TcpRemote;
+use crate::tcp::peers::OpenedLink;
+
+const LINK: LinkId = LinkId(1);
+/// Transfers at a time, each with memory of its own: three of the small lane, and one that is more than it takes.
+const SLOTS: [u64; 4] = [64, 64, 128, 2100];
+/// Blocks of each, of which some are moved.
+const BLOCKS: u32 = 32;
+
+/// A transfer has not settled, has, and how.
+const OPEN: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// A place for a transfer.
+struct Slot {
+    watched: Watched,
+    posted: Option<(TransferId, Arc<AtomicU8>)>,
+}
+
+/// Local memory is found by the plan alone.
+struct Local;
+
+impl LocalRegion for Local {
+    fn export(&self) -> &[u8] {
+        &[]
+    }
+
+    fn revoke(&self, done: Ticket) {
+        done.settle(Ok(()));
+    }
+}
+
+/// Runs a script.
+pub(crate) fn initiator(bytes: &[u8]) {
+    let mut lanes = Lanes::new(|key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
+    let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
+    let who = (who(3), keys, [8; 16]);
+    let addresses = vec![([127, 0, 0, 1], 1).into()];
+    let mut peer = OpenedLink::new(LINK, who, addresses, LANES - 1, Arc::default(), Instant::now());
+    (peer.lanes, peer.lanes_up) = ((0..LANES).map(Some).collect(), LANES);
+    let mut slots = SLOTS.map(|block| {
+        let mut watched = Watched::new(BLOCKS as usize * block as usize);
+        watched.keep();
+        Slot { watched, posted: None }
+    });
+    let mut posted = 0;
+    let mut script = Reader::new("script", bytes);
+    while let Some(step) = next(&mut script) {
+        lanes.take(&step);
+        let mut out = Outbox::default();
+        match step {
+            Step::Own(0, how) => {
+                let at = usize::from(how) % SLOTS.len();
+                if slots[at].posted.is_none() {
+                    posted += 1;
+                    post(&mut peer, &mut slots[at], at, how, TransferId(posted), &mut out);
+                }
+            }
+            Step::Own(1, at) => {
+                if let Some((id, _)) = &slots[usize::from(at) % SLOTS.len()].posted {
+                    let why = Error::new(Kind::Cancelled, "cancelled by the script");
+                    peer.give_up(*id, why, &mut lanes.conns, &mut lanes.scope, &mut out, |_| {});
+                }
+            }
+            Step::Own(2, len) => {
+                peer.notify(vec![len; len.into()].into(), Ticket::new(|_| {}), &mut out);
+            }
+            _ => {}
+        }
+        settle(&mut slots, out);
+        let ended = go_on(&mut lanes, &mut peer, &mut slots).is_err();
+        slots.iter().for_each(|slot| slot.watched.check());
+        if ended {
+            break;
+        }
+    }
+    lanes.end();
+    let mut out = Outbox::default();
+    peer.lost(Error::new(Kind::PeerLost, "the script has ended"), &lanes.scope.shared.ending, &mut out);
+    settle(&mut slots, out);
+    assert!(slots.iter().all(|slot| slot.posted.is_none()), "a transfer has not settled at its link's end");
+}
+
+/// Posts a transfer in a free place: `how` says which way, and which blocks.
+fn post(peer: &mut OpenedLink, slot: &mut Slot, at: usize, how: u8, id: TransferId, out: &mut Outbox) {
+    let op = if how & 4 == 0 { Op::Read } else { Op::Write };
+    let grids =
+        || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }]) };
+    let indices = |by: u32| -> Indices {
+        match how & 8 == 0 {
+            true => (0..BLOCKS).into(),
+            false => (0..BLOCKS - 8).map(|index| index * by % BLOCKS).collect::<Vec<_>>().into(),
+        }
+    };
+    let pair =
+        Pair { local: grids(), remote: grids(), local_indices: indices(3), remote_indices: indices(5) };
+    let (id_of_region, key, memory) = (RegionId(1), RegionKey([1; 16]), Arc::clone(&slot.watched.memory));
+    let len = memory.len() as u64;
+    let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(Local) };
+    let remote = RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
+    let plan: Bound = kvx_core::fuzz::bound(op, LINK, pair, local, remote);
+    let standing = Arc::new(AtomicU8::new(OPEN));
+    let done = Ticket::new({
+        let standing = Arc::clone(&standing);
+        move |result| {
+            let now = if result.is_ok() { DONE } else { FAILED };
+            assert_eq!(standing.swap(now, Ordering::Relaxed), OPEN);
+        }
+    });
+    slot.posted = Some((id, standing));
+    if op == Op::Read {
+        slot.watched.kept = None;
+    }
+    peer.post(Arc::new(plan), id, done, out);
+}
+
+/// Lets all lanes do what they can. Errors: the link has ended.
+fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Result<(), ()> {
+    let mut moves = true;
+    while moves {
+        moves = false;
+        for key in 0..LANES {
+            peer.issue(&mut lanes.conns, &mut lanes.scope, |_| {});
+            let says = |frame| match frame {
+                Frame::Read | Frame::Write | Frame::Data | Frame::Stop => {}
+                Frame::Cancel | Frame::Notify | Frame::Ping => assert_eq!(key, 0, "{frame:?} on a bulk lane"),
+                other => panic!("an initiator does not say {other:?}"),
+            };
+            moves |= lanes.turn(key, |header| says(header.frame)).map_err(drop)?;
+            let mut out = Outbox::default();
+            for effect in std::mem::take(&mut lanes.scope.effects) {
+                take_effect(effect, lanes, peer, &mut out)?;
+            }
+            settle(slots, out);
+        }
+    }
+    Ok(())
+}
+
+/// What the machine makes of it.
+fn take_effect(effect: Effect, lanes: &mut Lanes, peer: &mut OpenedLink, out: &mut Outbox) -> Result<(), ()> {
+    let (transfer, why) = match effect {
+        Effect::Ended { transfer: Some(transfer), result, .. } => {
+            match (peer.ended(transfer, &result, out), result) {
+                (true, Err(why)) => (transfer, why),
+                _ => return Ok(()),
+            }
+        }
+        Effect::Ended { transfer: None, .. } => return Ok(()),
+        Effect::Failed { transfer, why, .. } => (transfer, why),
+        Effect::Acked { id, .. } => return peer.acknowledged(id, out).map_err(drop),
+        other => panic!("an initiator does not say {other:?}"),
+    };
+    peer.give_up(transfer, why, &mut lanes.conns, &mut lanes.scope, out, |_| {});
+    Ok(())
+}
+
+/// Settles what a turn has settled: the memory of such a transfer stays as it is.
+fn settle(slots: &mut [Slot; 4], mut out: Outbox) {
+    kvx_backend::fuzz::deliver(&mut out);
+    for slot in slots {
+        if slot.posted.take_if(|(_, standing)| standing.load(Ordering::Relaxed) != OPEN).is_some() {
+            slot.watched.keep();
+        }
+    }
+}

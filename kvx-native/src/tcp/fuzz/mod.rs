@@ -1,0 +1,308 @@
+//! What the fuzz targets of TCP call.
+//!
+//! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says what the peer sends,
+//! in how large pieces, and what else happens meanwhile.
+
+pub(crate) mod frames;
+pub(crate) mod handshake;
+pub(crate) mod initiator;
+pub(crate) mod owner;
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvx_backend::control::proof::Keys;
+use kvx_core::fork::Private;
+use kvx_core::transport::{Events, Full, LinkState};
+use kvx_core::wire::Reader;
+use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
+use slab::Slab;
+
+use super::chunk::Bin;
+use super::config::Config;
+use super::conn::{Conn, Role, Scope};
+use super::ending::Ending;
+use super::frames::{HEADER, Header, MAX_DATA};
+use super::held::Held;
+use super::memory::Regions;
+use super::staging::DeviceStages;
+use super::transport::Shared;
+
+/// Bytes that a connection moves in a turn.
+const SHARE: usize = 64 << 10;
+/// The most lanes of a script.
+const LANES: usize = 2;
+/// What payload of a script is made of, where it is not written out.
+const FILLER: u8 = 0x5a;
+
+/// An agent that has room for notifications, or none.
+#[derive(Default)]
+struct Inbox(AtomicBool);
+
+impl Events for Inbox {
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+        if self.0.load(Ordering::Relaxed) { Err(Full) } else { Ok(()) }
+    }
+
+    fn link(&self, _: LinkId, _: LinkState) {}
+}
+
+/// One end of a link's lanes, and their sockets' other ends.
+struct Lanes {
+    conns: Slab<Conn>,
+    scope: Scope,
+    inbox: Arc<Inbox>,
+    fars: Vec<Far>,
+    /// Bytes that the peers send at a time.
+    piece: usize,
+}
+
+/// The peer of one lane.
+struct Far {
+    socket: UnixStream,
+    unsent: Vec<u8>,
+    /// What has come from the lane and makes no whole header yet, and the payload that is left of its frame.
+    begun: Vec<u8>,
+    left: usize,
+    reads: bool,
+    /// It sends nothing more when all is sent.
+    ends: bool,
+}
+
+impl Lanes {
+    /// Lanes of these roles, by number.
+    fn new(role: impl Fn(usize, u8) -> Role) -> Self {
+        let inbox = Arc::new(Inbox::default());
+        let shared = Shared {
+            config: Config::read(&Options::new()).expect("there is a default for every option"),
+            agent: who(1),
+            keys: Keys::new(&Invitation::from_bytes([2; 32]), None),
+            secret: None,
+            events: Arc::clone(&inbox) as _,
+            peer_timeout: Duration::from_secs(4),
+            regions: Regions::default(),
+            stages: DeviceStages::default(),
+            ending: Arc::new(Ending::default()),
+        };
+        let scope = Scope {
+            shared: Arc::new(shared),
+            bin: Bin::new(),
+            pieces: Vec::new(),
+            effects: Vec::new(),
+            described: 0,
+            held: Held::default(),
+            piece: MAX_DATA,
+            small_came: false,
+        };
+        let (mut conns, mut fars) = (Slab::new(), Vec::new());
+        for number in 0..LANES {
+            let (near, socket) = UnixStream::pair().expect("there are descriptors");
+            near.set_nonblocking(true).and_then(|()| socket.set_nonblocking(true)).expect("it is open");
+            let near = Private::from(OwnedFd::from(near));
+            let mut conn =
+                Conn::new(near, ([127, 0, 0, 1], 1).into(), role(number, number as u8), Instant::now());
+            conn.small = number == 0;
+            conns.insert(conn);
+            fars.push(Far {
+                socket,
+                unsent: Vec::new(),
+                begun: Vec::new(),
+                left: 0,
+                reads: true,
+                ends: false,
+            });
+        }
+        Lanes { conns, scope, inbox, fars, piece: usize::MAX }
+    }
+
+    /// A turn of one lane. Says whether anything moved; calls `heard` with each header that its peer gets. Errors end
+    /// the link.
+    fn turn(&mut self, key: usize, mut heard: impl FnMut(Header)) -> Result<bool> {
+        let (far, conn, scope) = (&mut self.fars[key], &mut self.conns[key], &mut self.scope);
+        let wrote = far.write(self.piece);
+        conn.event(true, true, false);
+        let got = conn.receive(SHARE, key, scope)?;
+        let sent = conn.send(SHARE, scope)?;
+        conn.note_held(&mut scope.held)?;
+        far.read(&mut heard);
+        Ok(wrote + got + sent > 0)
+    }
+
+    /// All connections end, as the machine ends them.
+    fn end(&mut self) {
+        for mut conn in self.conns.drain() {
+            if let Role::Served(lane) = &conn.role {
+                self.scope.described -= lane.described();
+            }
+            conn.let_go_of_held(&mut self.scope.held);
+            if let Some(lane) = conn.role.up_mut() {
+                lane.release(&self.scope.shared.ending);
+            }
+        }
+        assert_eq!(self.scope.described, 0, "descriptions are counted that nobody holds");
+        assert!(self.scope.held.greediest().is_none());
+    }
+}
+
+impl Far {
+    /// Sends a piece of what is to be sent: not less than a part of it, so that a script ends.
+    fn write(&mut self, piece: usize) -> usize {
+        if self.unsent.is_empty() {
+            if self.ends {
+                self.socket.shutdown(Shutdown::Write).expect("it is open");
+            }
+            return 0;
+        }
+        let len = piece.max(self.unsent.len() / 32).min(self.unsent.len());
+        match self.socket.write(&self.unsent[..len]) {
+            Ok(count) => {
+                self.unsent.drain(..count);
+                count
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => 0,
+            Err(error) => panic!("the socket of a lane: {error}"),
+        }
+    }
+
+    /// Takes what has come, and checks that it is whole frames in a row.
+    fn read(&mut self, heard: &mut impl FnMut(Header)) {
+        let mut buffer = [0; 32 << 10];
+        while self.reads {
+            let count = match self.socket.read(&mut buffer) {
+                Ok(count) if count > 0 => count,
+                _ => return,
+            };
+            let mut bytes = &buffer[..count];
+            while !bytes.is_empty() {
+                let payload = self.left.min(bytes.len());
+                self.left -= payload;
+                bytes = &bytes[payload..];
+                let wanted = if self.left == 0 { HEADER - self.begun.len() } else { 0 };
+                let (head, rest) = bytes.split_at(wanted.min(bytes.len()));
+                self.begun.extend_from_slice(head);
+                bytes = rest;
+                if let Ok(header) = <&[u8; HEADER]>::try_from(&*self.begun) {
+                    let header = Header::decode(header).expect("a lane says what its peer understands");
+                    self.left = header.len;
+                    self.begun.clear();
+                    heard(header);
+                }
+            }
+        }
+    }
+
+    /// A frame of this kind, be there one or not.
+    fn frame(&mut self, kind: u8, id: u64, body: &[u8]) {
+        let len = body.len() as u32;
+        self.send(&[&[kind, 0, 0, 0][..], &len.to_le_bytes(), &id.to_le_bytes(), body].concat());
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        if !self.ends {
+            self.unsent.extend_from_slice(bytes);
+        }
+    }
+}
+
+/// What happens next.
+enum Step<'a> {
+    /// The peer of this lane sends a frame.
+    Frame { lane: usize, kind: u8, id: u64, body: &'a [u8] },
+    /// The same, of so many bytes.
+    Long { lane: usize, kind: u8, id: u64, len: usize },
+    /// It sends bytes that are what they are.
+    Bytes { lane: usize, bytes: &'a [u8] },
+    /// It reads, or does not.
+    Reads { lane: usize, reads: bool },
+    /// It sends nothing more.
+    Ends { lane: usize },
+    /// Peers send so many bytes at a time.
+    Piece(usize),
+    /// Lanes move so much payload at a time.
+    Payload(usize),
+    /// What only one kind of lane knows: which, and with what.
+    Own(u8, u8),
+}
+
+/// Reads the next step; at the end of the script there is none.
+fn next<'a>(script: &mut Reader<'a>) -> Option<Step<'a>> {
+    let some = |script: &mut Reader<'a>, len: usize| script.bytes(len.min(script.left())).ok();
+    let op = script.u8().ok()?;
+    // The highest bits: the lane, and whether the payload is written out.
+    let lane = usize::from(op >> 7);
+    let is_long = op & 0x40 != 0;
+    Some(match op & 0x3f {
+        kind @ 0..32 => {
+            let (slot, sequence) = (script.u8().ok()?, script.u8().ok()?);
+            let id = u64::from(sequence) << 16 | u64::from(slot);
+            let len = usize::from(script.u16().ok()?);
+            match is_long {
+                true => Step::Long { lane, kind, id, len: (len * 17).min(MAX_DATA + 1) },
+                false => Step::Frame { lane, kind, id, body: some(script, len)? },
+            }
+        }
+        32 => {
+            let len = usize::from(script.u8().ok()?);
+            Step::Bytes { lane, bytes: some(script, len)? }
+        }
+        33 => Step::Reads { lane, reads: is_long },
+        34 => Step::Ends { lane },
+        35 => Step::Piece(1 + usize::from(script.u8().ok()?)),
+        36 => Step::Payload(17 + 64 * usize::from(script.u8().ok()?)),
+        own => Step::Own(own - 37, script.u8().ok()?),
+    })
+}
+
+impl Lanes {
+    /// Does what every kind of lane knows.
+    fn take(&mut self, step: &Step<'_>) {
+        match *step {
+            Step::Frame { lane, kind, id, body } => self.fars[lane].frame(kind, id, body),
+            Step::Long { lane, kind, id, len } => self.fars[lane].frame(kind, id, &vec![FILLER; len]),
+            Step::Bytes { lane, bytes } => self.fars[lane].send(bytes),
+            Step::Reads { lane, reads } => self.fars[lane].reads = reads,
+            Step::Ends { lane } => self.fars[lane].ends = true,
+            Step::Piece(piece) => self.piece = piece,
+            Step::Payload(piece) => self.scope.piece = piece,
+            Step::Own(..) => {}
+        }
+    }
+}
+
+fn who(number: u8) -> Identity {
+    Identity { name: "peer".into(), incarnation: Incarnation([number; 16]) }
+}
+
+/// Memory, and what it held when nobody was to touch it any more.
+struct Watched {
+    memory: Arc<Memory>,
+    kept: Option<Vec<u8>>,
+}
+
+impl Watched {
+    fn new(len: usize) -> Self {
+        Watched { memory: Arc::new(Memory::owned(vec![0; len])), kept: None }
+    }
+
+    fn content(&self) -> Vec<u8> {
+        let mut content = vec![0; self.memory.len()];
+        self.memory.copy_out(0, &mut content).expect("it is as long as that");
+        content
+    }
+
+    /// From now on nobody writes into it.
+    fn keep(&mut self) {
+        self.kept = Some(self.content());
+    }
+
+    fn check(&self) {
+        if let Some(kept) = &self.kept {
+            assert!(*kept == self.content(), "memory was written to that nobody may touch any more");
+        }
+    }
+}

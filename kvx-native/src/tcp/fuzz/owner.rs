@@ -1,0 +1,105 @@
+//! An owner, whose peer was let in and sends whatever a script says.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvx_core::transport::RegionSpec;
+use kvx_core::wire::Reader;
+use kvx_core::{RegionId, RegionKey};
+
+use super::{LANES, Lanes, Step, Watched, next, who};
+use crate::tcp::conn::{Conn, Effect, Role};
+use crate::tcp::frames::{Frame, Header};
+use crate::tcp::memory::Served;
+use crate::tcp::serve::ServedLane;
+
+/// Of the link whose lanes they are.
+const LINK: [u8; 16] = [8; 16];
+/// Region `n` has the number `n`, `n` times so many bytes, and a key of bytes `n`.
+const LEN: usize = 4096;
+const REGIONS: u64 = 3;
+
+/// Runs a script.
+pub(crate) fn owner(bytes: &[u8]) {
+    let mut lanes = Lanes::new(|key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane))));
+    let mut regions: Vec<(Arc<Served>, Watched)> = (1..=REGIONS)
+        .map(|number| {
+            let watched = Watched::new(number as usize * LEN);
+            let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
+            let spec = RegionSpec { id, key, memory: Arc::clone(&watched.memory) };
+            (lanes.scope.shared.regions.add(spec, None), watched)
+        })
+        .collect();
+    let mut answers = [Answers::default(), Answers::default()];
+    let mut script = Reader::new("script", bytes);
+    while let Some(step) = next(&mut script) {
+        lanes.take(&step);
+        match step {
+            Step::Own(0, region) => {
+                let (served, watched) = &mut regions[usize::from(region) % REGIONS as usize];
+                lanes.scope.shared.regions.remove(served);
+                for (_, conn) in &mut lanes.conns {
+                    let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
+                    lane.revoke(served.id, input, output, &mut lanes.scope);
+                }
+                watched.keep();
+            }
+            Step::Own(1, is_full) => {
+                lanes.inbox.0.store(is_full & 1 != 0, Ordering::Relaxed);
+                for (_, conn) in &mut lanes.conns {
+                    let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
+                    lane.resume(output, &lanes.scope.shared);
+                }
+            }
+            _ => {}
+        }
+        if go_on(&mut lanes, &mut answers).is_err() {
+            break;
+        }
+        regions.iter().for_each(|(_, watched)| watched.check());
+    }
+    lanes.end();
+}
+
+/// Lets all lanes do what they can. Errors: the link has ended.
+fn go_on(lanes: &mut Lanes, answers: &mut [Answers; LANES]) -> Result<(), ()> {
+    let mut moves = true;
+    while moves {
+        moves = false;
+        for (key, answers) in answers.iter_mut().enumerate() {
+            let moved = lanes.turn(key, |header| answers.note(header)).map_err(drop)?;
+            moves |= moved;
+            for effect in std::mem::take(&mut lanes.scope.effects) {
+                let Effect::Cancelled { link: LINK, lane, id } = effect else {
+                    panic!("an owner does not say {effect:?}")
+                };
+                let Some(conn) = lanes.conns.get_mut(usize::from(lane)) else { continue };
+                let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
+                lane.cancel(id, input, output, &mut lanes.scope).map_err(drop)?;
+            }
+            let described = lanes.conns.iter().map(|(_, conn)| match &conn.role {
+                Role::Served(lane) => lane.described(),
+                _ => 0,
+            });
+            assert_eq!(lanes.scope.described, described.sum::<usize>());
+        }
+    }
+    Ok(())
+}
+
+/// What came for each request: its end is the last.
+#[derive(Default)]
+struct Answers(HashMap<u64, bool>);
+
+impl Answers {
+    fn note(&mut self, header: Header) {
+        let ended = self.0.entry(header.id).or_default();
+        match header.frame {
+            Frame::Data => assert!(!*ended, "data after the end of {}", header.id),
+            Frame::End => assert!(!std::mem::replace(ended, true), "{} ends twice", header.id),
+            Frame::Ack | Frame::Alive => {}
+            other => panic!("an owner does not say {other:?}"),
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Memory at an address that NIXL gives, as kvx's.
+
+use std::ffi::c_int;
+
+use kvx::Memory;
+use kvx::gpu::DevicePtr;
+
+use super::Blob;
+use crate::devices::Devices;
+use crate::engine::told;
+use crate::log::warn;
+use crate::status::{Outcome, Status};
+
+/// `DRAM_SEG`.
+pub(super) const HOST: c_int = 0;
+/// `VRAM_SEG`.
+pub(super) const DEVICE: c_int = 1;
+
+/// The memory that a user of NIXL's registers. Errors: told in a line.
+///
+/// # Safety
+/// NIXL's contract of `registerMem`: its user keeps the range valid until `deregisterMem` has returned without an
+/// error, and expects peers to write to it meanwhile.
+pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> Outcome<Memory> {
+    let Blob { address, len, device, .. } = *blob;
+    match kind {
+        // Nothing is owned here, so that quarantine frees nothing.
+        // SAFETY: the caller's promise.
+        HOST => Ok(unsafe { Memory::adopt(address as *mut u8, len, ()) }),
+        DEVICE => {
+            let device = devices.of(device).map_err(|why| {
+                warn(format_args!(
+                    "{len} bytes at {address:#x} of device {device} are not registered: {why}"
+                ));
+                Status::InvalidParam
+            })?;
+            // SAFETY: as above.
+            let adopted = unsafe { device.adopt(DevicePtr(address), len, ()) };
+            adopted.map_err(|error| told("memory is not registered", &error))
+        }
+        _ => Err(Status::NotSupported),
+    }
+}

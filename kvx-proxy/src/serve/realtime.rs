@@ -1,0 +1,186 @@
+//! `/v1/realtime`: a WebSocket, which one decode instance serves. Its bytes pass as they are.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
+use hyper::http::request::Parts;
+use hyper::upgrade::OnUpgrade;
+use hyper::{Method, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
+use tracing::Instrument as _;
+
+use crate::fleet::instance::InFlight;
+use crate::metrics::Outcome;
+use crate::relay::job::{Ended, Job};
+use crate::relay::legs::Sent;
+use crate::relay::opening::{Kind, Opened};
+use crate::relay::refusal::Refusal;
+use crate::request::headers;
+use crate::upstream::Fault;
+
+/// The only path of a WebSocket: what is said there names no hosts. Messages elsewhere might, and nobody could take
+/// that out.
+const PATH: &str = "/v1/realtime";
+/// What a session is taken for when instances are chosen.
+const TOKENS: u64 = 1024;
+
+/// The client's connection, if it asks for a WebSocket here.
+pub(super) fn asked(parts: &mut Parts) -> Option<OnUpgrade> {
+    let protocol = parts.headers.get(UPGRADE)?.to_str().ok()?;
+    let is_ours = parts.method == Method::GET && parts.uri.path() == PATH;
+    (is_ours && protocol.trim().eq_ignore_ascii_case("websocket"))
+        .then(|| parts.extensions.remove::<OnUpgrade>())?
+}
+
+/// Asks a decode instance for the WebSocket. Whatever it answers but "yes" is the client's answer.
+pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
+    let mut job = job.admit().await?;
+    let live = Arc::clone(&job.live);
+    let fleet = &live.fleet;
+    let name = job.path.query().and_then(model);
+    job.record.route("passed", "");
+    job.record.model(name.as_deref());
+    job.streamed = true;
+    let model = name.as_deref().map(|name| fleet.names.named(name));
+    // Nobody serves this model: an instance says so in its own words.
+    let model = model.filter(|model| fleet.decode.iter().any(|one| one.state.models.serve(*model)));
+    let mut headers = job.headers.clone();
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
+    let sent = Sent { path: job.path.clone(), headers, body: Bytes::new() };
+    let mut avoid = Vec::new();
+    loop {
+        let Some(decode) = fleet.choose_alone(&job.wanted(TOKENS, 0, model, &avoid)) else {
+            return Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")));
+        };
+        if decode.instance.setup.h2c {
+            let words = format!(
+                "instance {} is spoken to by HTTP/2, over which this proxy opens no WebSocket",
+                decode.instance.name()
+            );
+            return Err(job.refused(Refusal::client(StatusCode::NOT_IMPLEMENTED, words)));
+        }
+        let fault = match job.answer(&decode, sent.clone(), Kind::Any, job.first_byte()).await {
+            Ok(opened) if opened.parts.status == StatusCode::SWITCHING_PROTOCOLS => {
+                return switch(job, decode, opened, client);
+            }
+            Ok(opened) => return Ok(job.pass(opened, decode, None, None)),
+            Err(fault) => fault,
+        };
+        if !fault.not_accepted() || !job.again("decode") {
+            return job.fail(decode.instance.name(), fault);
+        }
+        avoid.push(Arc::clone(&decode.instance));
+    }
+}
+
+/// The instance has agreed: both connections are the WebSocket's from here on.
+fn switch(mut job: Job, decode: InFlight, opened: Opened, client: OnUpgrade) -> Ended {
+    let mut parts = opened.parts;
+    let Some(instance) = parts.extensions.remove::<OnUpgrade>() else {
+        return job.fail(decode.instance.name(), Fault::Broken("it opened no WebSocket".to_owned()));
+    };
+    decode.instance.state.succeeded();
+    headers::drop_hop_by_hop(&mut parts.headers);
+    parts.headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    parts.headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
+    for (name, value) in
+        [(headers::REQUEST_ID, job.record.id.clone()), (headers::ROUTE, job.record.route_words())]
+    {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            parts.headers.insert(name, value);
+        }
+    }
+    job.record.decode(decode.instance.name());
+    job.record.first_byte(parts.status.as_u16());
+    let span = job.record.span.clone();
+    tokio::spawn(carry(job, decode, client, instance).instrument(span));
+    Ok(Response::from_parts(parts, Body::empty()))
+}
+
+/// Carries bytes both ways until both sides have ended, one breaks off, or nothing comes for too long. The request is
+/// at work as long.
+async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUpgrade) {
+    let (up, down) = (AtomicU64::new(0), AtomicU64::new(0));
+    let mut end = job.core.end.subscribe();
+    let both_ways = async {
+        let client = client.await.map_err(|_| Outcome::ClientGone)?;
+        let instance = instance.await.map_err(|_| Outcome::BrokenOff)?;
+        let (client_says, to_client) = split(TokioIo::new(client));
+        let (instance_says, to_instance) = split(TokioIo::new(instance));
+        tokio::try_join!(
+            copy(client_says, to_instance, &up, [Outcome::ClientGone, Outcome::BrokenOff]),
+            copy(instance_says, to_client, &down, [Outcome::BrokenOff, Outcome::ClientGone]),
+        )
+    };
+    let outcome = tokio::select! {
+        ended = both_ways => ended.map_or_else(|outcome| outcome, |_| Outcome::Ok),
+        () = silence(&up, &down, job.live.setup.timeouts.idle) => Outcome::Timeout,
+        () = tokio::time::sleep_until(job.until) => Outcome::Timeout,
+        _ = end.wait_for(|end| *end) => Outcome::BrokenOff,
+    };
+    job.record.passed(down.into_inner() as usize, 0);
+    job.record.ended(outcome, StatusCode::SWITCHING_PROTOCOLS.as_u16());
+    drop(decode);
+}
+
+/// Copies to the end of what comes, and passes that end on. An error says which side it was.
+async fn copy(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    count: &AtomicU64,
+    [reading, writing]: [Outcome; 2],
+) -> Result<(), Outcome> {
+    let mut bytes = vec![0; 16 << 10];
+    loop {
+        let length = from.read(&mut bytes).await.map_err(|_| reading)?;
+        if length == 0 {
+            return to.shutdown().await.map_err(|_| writing);
+        }
+        to.write_all(&bytes[..length]).await.map_err(|_| writing)?;
+        count.fetch_add(length as u64, Relaxed);
+    }
+}
+
+/// Ends when nothing has passed for this long, or up to twice as long.
+async fn silence(up: &AtomicU64, down: &AtomicU64, idle: Duration) {
+    let passed = || up.load(Relaxed) + down.load(Relaxed);
+    loop {
+        let before = passed();
+        tokio::time::sleep(idle).await;
+        if passed() == before {
+            return;
+        }
+    }
+}
+
+/// The model that a query names, as OpenAI's clients do.
+fn model(query: &str) -> Option<String> {
+    let name = query.split('&').find_map(|pair| pair.strip_prefix("model="))?;
+    let mut parts = name.split('%');
+    let mut bytes = parts.next()?.as_bytes().to_vec();
+    for part in parts {
+        bytes.push(u8::from_str_radix(part.get(..2)?, 16).ok()?);
+        bytes.extend_from_slice(&part.as_bytes()[2..]);
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::model;
+
+    #[test]
+    fn the_model_of_a_query_is_read() {
+        assert_eq!(model("a=1&model=org%2Fname-1").as_deref(), Some("org/name-1"));
+        assert_eq!(model("model=m").as_deref(), Some("m"));
+        for none in ["", "models=m", "a=model", "model=%2", "model=%zz", "model=%ff"] {
+            assert_eq!(model(none), None, "{none}");
+        }
+    }
+}

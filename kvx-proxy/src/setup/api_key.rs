@@ -1,0 +1,22 @@
+//! Keys that the environment gives.
+
+/// A key that is not printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKey(String);
+
+impl ApiKey {
+    /// Of this text.
+    pub fn new(text: impl Into<String>) -> Self {
+        ApiKey(text.into())
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ApiKey(…)")
+    }
+}

@@ -1,0 +1,484 @@
+//! What becomes of requests whose engines are killed, stopped or restarted, and of those that are given up.
+//!
+//! Each load has an outcome by its deadline and a second, no wrong byte counts as loaded (the engine checks), the
+//! blocks of both pools are free again by the end of the lease and two seconds, and the next request works.
+
+use std::time::{Duration, Instant};
+
+use kvx_testkit::{Check, Failure, Tier, skip};
+use serde_json::{Value, json};
+
+use crate::engine::Spec;
+use crate::fleet::{CUT_OFF, Engine, GRACE, Load, pushing, spec};
+use crate::{Case, ucx};
+
+/// Of loads that cannot succeed.
+const DEADLINE: Duration = Duration::from_secs(1);
+/// The lease of these engines, and two seconds.
+const BLOCKS_BACK: Duration = Duration::from_secs(5);
+/// Of each prompt: three blocks and one.
+const TOKENS: u32 = 49;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let all: [(&str, fn(&str) -> Check); 9] = [
+        ("a_prefill_that_is_killed_fails_its_loads", prefill_killed),
+        ("a_prefill_that_is_stopped_costs_the_deadline_and_no_block", prefill_stopped),
+        ("a_stopped_prefill_that_is_killed_costs_the_deadline_and_no_block", prefill_stopped_and_killed),
+        ("a_prefill_that_restarts_is_not_taken_for_the_old_one", prefill_restarted),
+        ("a_decode_that_is_killed_costs_a_lease", decode_killed),
+        ("a_decode_that_is_stopped_costs_a_lease", decode_stopped),
+        ("a_decode_that_restarts_loads_what_the_old_one_wanted", decode_restarted),
+        ("loads_and_leases_can_be_given_up", aborts),
+        ("blocks_that_nobody_fetches_come_back", nobody_comes),
+    ];
+    let mut cases = Vec::new();
+    for (name, run) in all {
+        for backend in ["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL"] {
+            cases.push(Case {
+                name,
+                backend,
+                tier: if backend == "TCP" { Tier::Usual } else { Tier::Whole },
+                run,
+            });
+        }
+    }
+    let pushes: [(&str, fn(&str) -> Check); 4] = [
+        ("blocks_that_a_decode_has_given_up_are_not_written", fenced),
+        ("blocks_that_a_decode_has_given_up_are_not_written_by_a_prefill_that_is_killed", fenced_and_killed),
+        ("a_pushing_prefill_that_is_killed_fails_its_loads", pushing_prefill_killed),
+        ("a_decode_that_is_killed_before_it_is_written_to_costs_a_lease", pushed_decode_killed),
+    ];
+    for (name, run) in pushes {
+        for backend in ["TCP", "SHM"] {
+            cases.push(Case { name, backend, tier: Tier::Usual, run });
+        }
+    }
+    cases
+}
+
+struct Two {
+    prefill: Engine,
+    decode: Engine,
+    /// The number of the last request.
+    last: u64,
+}
+
+/// A prompt that is published: its name and parameters.
+type Published = (String, Value);
+
+/// Prompts of a prefill that stands still.
+struct Places {
+    /// Has arrived at the decode, and waits for blocks.
+    queued: Published,
+    /// Is on its way.
+    reading: Published,
+    /// Nobody has asked for it.
+    idle: Published,
+}
+
+impl Two {
+    fn new(backend: &str) -> Result<Self, Failure> {
+        Two::with(backend, &[])
+    }
+
+    /// With these variables in the environment of both.
+    fn with(backend: &str, variables: &[(String, String)]) -> Result<Self, Failure> {
+        let start = |id| Engine::start(Spec { variables: variables.to_vec(), ..spec(id, backend) });
+        Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
+    }
+
+    /// With a lease that outlasts the start of a process on a busy machine.
+    fn with_long_leases(backend: &str) -> Result<Self, Failure> {
+        let start = |id| {
+            let extra = json!({ "kv_lease_duration": 60 });
+            Engine::start(Spec { extra, ..spec(id, backend) })
+        };
+        Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
+    }
+
+    fn pushing(backend: &str) -> Result<Self, Failure> {
+        Ok(Two {
+            prefill: Engine::start(pushing("prefill", backend))?,
+            decode: Engine::start(pushing("decode", backend))?,
+            last: 0,
+        })
+    }
+
+    fn published(&mut self) -> Result<Published, Failure> {
+        self.last += 1;
+        let request = format!("request-{}", self.last);
+        let params = self.prefill.prefill(&request, self.last, TOKENS)?;
+        Ok((request, params))
+    }
+
+    fn begin(&mut self, (request, params): &Published, within: Duration) -> Check {
+        self.decode.decode(&load(request), params, within)
+    }
+
+    /// Three prompts, one at each place, and the prefill stops.
+    fn spread(&mut self, within: Duration) -> Result<Places, Failure> {
+        let [queued, reading, idle] = [self.published()?, self.published()?, self.published()?];
+        self.prefill.process().stop()?;
+        self.decode.arrive(&load(&queued.0), &queued.1, within)?;
+        self.begin(&reading, within)?;
+        Ok(Places { queued, reading, idle })
+    }
+
+    /// What waits gets blocks, and what nobody has asked for is asked for. Fails unless all three have an end in time:
+    /// that of a failure or, where they `may_have_loaded`, with all their bytes.
+    fn all_end(&mut self, places: &Places, within: Duration, may_have_loaded: bool) -> Check {
+        self.decode.admit(&places.queued.0)?;
+        self.begin(&places.idle, within)?;
+        for (request, _) in [&places.queued, &places.reading, &places.idle] {
+            self.decode.ends(request, within, may_have_loaded)?;
+        }
+        Ok(())
+    }
+
+    /// Another process takes the place of the decode, at its port.
+    fn start_decode_again(&mut self) -> Check {
+        let id = format!("{}-again", self.decode.spec.id);
+        self.decode.start_again(&id)
+    }
+
+    fn start_prefill_again(&mut self) -> Check {
+        let id = format!("{}-again", self.prefill.spec.id);
+        self.prefill.start_again(&id)
+    }
+
+    /// One request from end to end.
+    fn works(&mut self) -> Check {
+        let published = self.published()?;
+        self.begin(&published, CUT_OFF)?;
+        self.decode.arrives(&published.0, TOKENS)
+    }
+
+    /// Whether reads come to an end though the other side stands still.
+    fn reads_end_alone(&self) -> Result<bool, Failure> {
+        let backend = &self.decode.spec.backends[0];
+        let registry = kvx::registry();
+        let found = registry.require(backend, &kvx::Options::default());
+        let (_, found) = found.map_err(|why| Failure::new(why.to_string()))?;
+        Ok(found.capabilities.settles_without_peer.read)
+    }
+
+    fn all_free(&mut self) -> Check {
+        self.prefill.all_free(BLOCKS_BACK)?;
+        self.decode.all_free(BLOCKS_BACK)
+    }
+}
+
+/// Requests are numbered, and so are their prompts.
+fn load(request: &str) -> Load<'_> {
+    let number = request.rsplit('-').next().and_then(|number| number.parse().ok());
+    Load::new(request, number.unwrap_or_default(), TOKENS)
+}
+
+/// Whether the engines have shaken hands before, each way.
+const HAVE_MET: [bool; 2] = [false, true];
+
+fn prefill_killed(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        let mut two = Two::new(backend)?;
+        if have_met {
+            two.works()?;
+        }
+        let places = two.spread(DEADLINE)?;
+        two.prefill.process().kill()?;
+        two.all_end(&places, DEADLINE, have_met)?;
+        two.decode.all_free(BLOCKS_BACK)?;
+        two.start_prefill_again()?;
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}
+
+fn prefill_stopped(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        given_up(Two::new(backend)?, Round { way: Way::Reads, have_met, at_last: AtLast::GoesOn })?;
+    }
+    Ok(())
+}
+
+fn prefill_stopped_and_killed(backend: &str) -> Check {
+    match that_ends_reads_of_the_killed(backend) {
+        Ok(variables) => {
+            let round = Round { way: Way::Reads, have_met: true, at_last: AtLast::IsKilled };
+            given_up(Two::with(backend, &variables)?, round)
+        }
+        Err((reason, cure)) => {
+            let title =
+                format!("{backend}::a_stopped_prefill_that_is_killed_costs_the_deadline_and_no_block");
+            skip(&title, &reason, cure);
+            Ok(())
+        }
+    }
+}
+
+/// A UCX that ends what waits in its queues of shared memory for a process that is killed. Over 1.13 such a read, and
+/// the blocks that it writes, stay held; what lies between was not run.
+const ENDS_READS_OF_THE_KILLED: (u32, u32) = (1, 22);
+
+/// Variables of engines whose backend does that: where an older UCX is the one that they would open, those of a newer
+/// one. Errors: reason and cure, if there is none.
+fn that_ends_reads_of_the_killed(backend: &str) -> Result<Vec<(String, String)>, (String, &'static str)> {
+    if backend != "UCX" {
+        return Ok(Vec::new());
+    }
+    let registry = kvx::registry();
+    let found = registry.require(backend, &kvx::Options::default());
+    let (_, found) = found.map_err(|why| (why.to_string(), "see the reason"))?;
+    let mut numbers = found.version.split('.').map(|number| number.parse().unwrap_or_default());
+    let version = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
+    if version >= ENDS_READS_OF_THE_KILLED {
+        return Ok(Vec::new());
+    }
+    let is_newer =
+        |version: &&ucx::Version| version.number >= ENDS_READS_OF_THE_KILLED && !version.ends_badly;
+    let newer = ucx::VERSIONS.iter().find(is_newer).expect("the tests run on a newer one");
+    Ok(vec![("KVX_UCX_LIB".to_owned(), newer.library()?.display().to_string())])
+}
+
+/// As [`prefill_stopped`], where the prefill writes.
+fn fenced(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        given_up(Two::pushing(backend)?, Round { way: Way::Writes, have_met, at_last: AtLast::GoesOn })?;
+    }
+    Ok(())
+}
+
+fn fenced_and_killed(backend: &str) -> Check {
+    given_up(Two::pushing(backend)?, Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled })
+}
+
+/// How it goes when a decode gives up what a stopped prefill was asked for.
+struct Round {
+    way: Way,
+    /// The engines have shaken hands before.
+    have_met: bool,
+    at_last: AtLast,
+}
+
+/// Who moves the data.
+#[derive(PartialEq)]
+enum Way {
+    /// The decode, which some backends need no peer for.
+    Reads,
+    /// The prefill.
+    Writes,
+}
+
+/// What becomes of the prefill when the decode has given up.
+#[derive(PartialEq)]
+enum AtLast {
+    GoesOn,
+    IsKilled,
+}
+
+/// A prefill stops with all that it was asked for. The decode gives up, and uses the blocks for others: nothing writes
+/// into those, whatever becomes of the prefill `at_last`, and the next request works.
+fn given_up(mut two: Two, round: Round) -> Check {
+    let Round { way, have_met, at_last } = round;
+    if have_met {
+        two.works()?;
+    }
+    let aborted = two.published()?;
+    let places = two.spread(DEADLINE)?;
+    two.begin(&aborted, CUT_OFF)?;
+    two.decode.abort(&aborted.0)?;
+    two.all_end(&places, DEADLINE, way == Way::Reads && have_met)?;
+    // Most backends need no word of the prefill for them; what the others hold is nobody else's.
+    if way == Way::Writes || two.reads_end_alone()? {
+        two.decode.all_free(BLOCKS_BACK)?;
+    }
+    two.decode.occupy(1_000)?;
+    match at_last {
+        AtLast::GoesOn => two.prefill.process().go_on()?,
+        AtLast::IsKilled => two.prefill.process().kill()?,
+    }
+    let until = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < until {
+        two.decode.is_unchanged()?;
+    }
+    two.decode.vacate()?;
+    if at_last == AtLast::IsKilled {
+        two.start_prefill_again()?;
+    }
+    two.works()?;
+    two.all_free()
+}
+
+fn prefill_restarted(backend: &str) -> Check {
+    for same in [true, false] {
+        let mut two = Two::new(backend)?;
+        two.works()?;
+        let places = two.spread(CUT_OFF)?;
+        let id = two.prefill.spec.id.clone();
+        let id = if same { id } else { format!("{id}-new") };
+        two.prefill.start_again(&id)?;
+        // Blocks of the same numbers hold something else now.
+        let new = [two.published()?, two.published()?, two.published()?];
+        two.decode.admit(&places.queued.0)?;
+        two.begin(&places.idle, DEADLINE)?;
+        two.decode.fails(&places.idle.0, DEADLINE)?;
+        two.decode.fails(&places.queued.0, CUT_OFF)?;
+        two.decode.ends(&places.reading.0, CUT_OFF, true)?;
+        for published in &new {
+            two.begin(published, CUT_OFF)?;
+            two.decode.arrives(&published.0, TOKENS)?;
+        }
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}
+
+fn decode_killed(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        let mut two = Two::new(backend)?;
+        if have_met {
+            two.works()?;
+        }
+        two.spread(CUT_OFF)?;
+        two.decode.process().kill()?;
+        two.prefill.process().go_on()?;
+        two.prefill.all_free(BLOCKS_BACK)?;
+        two.start_decode_again()?;
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}
+
+fn decode_stopped(backend: &str) -> Check {
+    let mut two = Two::new(backend)?;
+    two.works()?;
+    let places = two.spread(CUT_OFF)?;
+    two.decode.process().stop()?;
+    two.prefill.process().go_on()?;
+    two.prefill.all_free(BLOCKS_BACK)?;
+    // Others compute in the same blocks meanwhile.
+    let others = [two.published()?, two.published()?, two.published()?];
+    two.decode.process().go_on()?;
+    two.decode.admit(&places.queued.0)?;
+    two.begin(&places.idle, DEADLINE)?;
+    two.decode.fails(&places.idle.0, DEADLINE)?;
+    two.decode.fails(&places.queued.0, CUT_OFF)?;
+    two.decode.ends(&places.reading.0, CUT_OFF, true)?;
+    for published in &others {
+        two.begin(published, CUT_OFF)?;
+        two.decode.arrives(&published.0, TOKENS)?;
+    }
+    two.all_free()
+}
+
+/// Its requests come again while their leases last.
+fn decode_restarted(backend: &str) -> Check {
+    for same in [true, false] {
+        let mut two = Two::with_long_leases(backend)?;
+        two.works()?;
+        let Places { queued, reading, idle } = two.spread(CUT_OFF)?;
+        let id = two.decode.spec.id.clone();
+        two.decode.start_again(&if same { id } else { format!("{id}-new") })?;
+        two.prefill.process().go_on()?;
+        // The old one may have had this, and have said so as its last word: then it is refused, as it is nobody's.
+        two.begin(&reading, CUT_OFF)?;
+        two.decode.ends(&reading.0, CUT_OFF, true)?;
+        for published in [queued, idle] {
+            two.begin(&published, CUT_OFF)?;
+            two.decode.arrives(&published.0, TOKENS)?;
+        }
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}
+
+fn aborts(backend: &str) -> Check {
+    let mut two = Two::new(backend)?;
+    two.works()?;
+    // A lease is taken back before anybody comes, while its load is queued, and while it is under way.
+    let [idle, queued, reading] = [two.published()?, two.published()?, two.published()?];
+    two.decode.arrive(&load(&queued.0), &queued.1, CUT_OFF)?;
+    two.prefill.abort(&idle.0)?;
+    two.prefill.abort(&queued.0)?;
+    two.begin(&idle, DEADLINE)?;
+    two.decode.admit(&queued.0)?;
+    two.decode.fails(&idle.0, DEADLINE)?;
+    two.decode.fails(&queued.0, DEADLINE)?;
+    two.prefill.process().stop()?;
+    two.begin(&reading, DEADLINE)?;
+    two.prefill.goes_on_with_an_abort(&reading.0)?;
+    let other = two.published()?;
+    two.decode.ends(&reading.0, DEADLINE, true)?;
+    two.begin(&other, CUT_OFF)?;
+    two.decode.arrives(&other.0, TOKENS)?;
+    // A load is given up while it is queued: the prefill hears of it.
+    let queued = two.published()?;
+    two.decode.arrive(&load(&queued.0), &queued.1, CUT_OFF)?;
+    two.decode.abort(&queued.0)?;
+    two.prefill.all_free(GRACE)?;
+    // And while the prefill does not answer.
+    let Places { queued, reading, idle } = two.spread(CUT_OFF)?;
+    two.decode.abort(&queued.0)?;
+    two.decode.abort(&reading.0)?;
+    two.prefill.process().go_on()?;
+    two.prefill.abort(&idle.0)?;
+    two.prefill.all_free(GRACE)?;
+    two.decode.all_free(GRACE)?;
+    // And before the engines have met.
+    let id = format!("{}-stranger", two.decode.spec.id);
+    two.decode = Engine::start(Spec { id, ..two.decode.spec.clone() })?;
+    let (queued, begun) = (two.published()?, two.published()?);
+    two.decode.arrive(&load(&queued.0), &queued.1, CUT_OFF)?;
+    two.begin(&begun, CUT_OFF)?;
+    two.decode.abort(&queued.0)?;
+    two.decode.abort(&begun.0)?;
+    two.works()?;
+    two.all_free()
+}
+
+fn nobody_comes(backend: &str) -> Check {
+    let mut two = Two::new(backend)?;
+    let late = two.published()?;
+    two.prefill.all_free(BLOCKS_BACK)?;
+    two.begin(&late, DEADLINE)?;
+    two.decode.fails(&late.0, DEADLINE)?;
+    two.works()?;
+    two.all_free()
+}
+
+fn pushing_prefill_killed(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        let mut two = Two::pushing(backend)?;
+        if have_met {
+            two.works()?;
+        }
+        let places = two.spread(DEADLINE)?;
+        two.prefill.process().kill()?;
+        two.all_end(&places, DEADLINE, false)?;
+        two.decode.all_free(BLOCKS_BACK)?;
+        two.start_prefill_again()?;
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}
+
+fn pushed_decode_killed(backend: &str) -> Check {
+    for have_met in HAVE_MET {
+        let mut two = Two::pushing(backend)?;
+        if have_met {
+            two.works()?;
+        }
+        two.spread(CUT_OFF)?;
+        two.decode.process().kill()?;
+        two.prefill.process().go_on()?;
+        two.prefill.all_free(BLOCKS_BACK)?;
+        two.start_decode_again()?;
+        two.works()?;
+        two.all_free()?;
+    }
+    Ok(())
+}

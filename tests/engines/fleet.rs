@@ -1,0 +1,269 @@
+//! The engines of a test, each in a process of its own.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use kvx_testkit::{Child, Failure};
+use serde_json::{Value, json};
+
+use crate::engine::{Answer, Order, Spec};
+
+/// Says to a process of this program which engine it is.
+pub(crate) const VARIABLE: &str = "KVX_TEST_ENGINE";
+/// No step of a test takes longer.
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
+/// Later than that an outcome is late.
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
+
+/// An engine that can be stopped and killed.
+pub(crate) struct Engine {
+    pub(crate) spec: Spec,
+    pub(crate) port: u16,
+    child: Child,
+}
+
+fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
+    Err(Failure::new(format!("{wanted} was wanted, it was {answer:?}")))
+}
+
+impl Engine {
+    pub(crate) fn start(spec: Spec) -> Result<Self, Failure> {
+        Engine::start_in(spec, None)
+    }
+
+    /// In a network namespace of this machine.
+    pub(crate) fn start_in(spec: Spec, namespace: Option<&str>) -> Result<Self, Failure> {
+        let program = std::env::current_exe()?;
+        let mut command = match namespace {
+            None => Command::new(program),
+            Some(name) => {
+                let mut ip = Command::new("ip");
+                ip.args(["netns", "exec", name]).arg(program);
+                ip
+            }
+        };
+        command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));
+        command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+        command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
+        let child = Child::start(command)?;
+        let mut engine = Engine { spec, port: 0, child };
+        match engine.answer(CUT_OFF)? {
+            Answer::Ready { port } => engine.port = port,
+            answer => return other("an engine", answer),
+        }
+        Ok(engine)
+    }
+
+    /// The process was killed; a new one takes its place, at the same port.
+    pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
+        self.child.kill()?;
+        *self = Engine::start(Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() })?;
+        Ok(())
+    }
+
+    pub(crate) fn process(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    fn answer(&self, patience: Duration) -> Result<Answer, Failure> {
+        let line = self.child.hear(patience)?;
+        serde_json::from_str(&line).map_err(|error| Failure::new(format!("{line}: {error}")))
+    }
+
+    pub(crate) fn ask(&mut self, order: &Order, patience: Duration) -> Result<Answer, Failure> {
+        self.child.say(&serde_json::to_string(order).expect("orders are JSON"))?;
+        self.answer(patience)
+    }
+
+    /// Computes and publishes a prompt; the parameters.
+    pub(crate) fn prefill(&mut self, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
+        let order = Order::Prefill { request: request.to_owned(), prompt, tokens };
+        match self.ask(&order, CUT_OFF)? {
+            Answer::Params(params) => Ok(params),
+            answer => other("parameters", answer),
+        }
+    }
+
+    /// Spoils the block at this place of a prompt that it has published.
+    pub(crate) fn spoil(&mut self, request: &str, block: usize) -> Result<(), Failure> {
+        self.done(&Order::Spoil { request: request.to_owned(), block }, "a spoilt block")
+    }
+
+    /// Begins to load it.
+    pub(crate) fn decode(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<(), Failure> {
+        let Load { request, prompt, tokens, cached } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        self.done(&Order::Decode { request, prompt, tokens, cached, params, within }, "a load")
+    }
+
+    /// A request for it arrives, and waits for blocks.
+    pub(crate) fn arrive(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<(), Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        self.done(&Order::Arrive { request, prompt, tokens, params, within }, "an arrival")
+    }
+
+    /// It gets them, unless it is over.
+    pub(crate) fn admit(&mut self, request: &str) -> Result<(), Failure> {
+        self.done(&Order::Admit { request: request.to_owned() }, "an admission")
+    }
+
+    fn done(&mut self, order: &Order, wanted: &str) -> Result<(), Failure> {
+        match self.ask(order, CUT_OFF)? {
+            Answer::Done => Ok(()),
+            answer => other(wanted, answer),
+        }
+    }
+
+    /// What became of it.
+    pub(crate) fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer, Failure> {
+        match self.ask(&Order::Outcome { request: request.to_owned(), patience }, patience + CUT_OFF)? {
+            Answer::Failed { kind, sentence } => Err(Failure::new(format!("{request}: {kind}: {sentence}"))),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Loads it, and fails unless every byte of it is right.
+    pub(crate) fn loads(&mut self, load: &Load<'_>, params: &Value) -> Result<(), Failure> {
+        self.decode(load, params, CUT_OFF)?;
+        self.arrives(load.request, load.tokens)
+    }
+
+    /// Waits for a load; fails unless every byte of it is right.
+    pub(crate) fn arrives(&mut self, request: &str, tokens: u32) -> Result<(), Failure> {
+        match self.outcome(request, CUT_OFF + GRACE)? {
+            Answer::Loaded { tokens: loaded, .. } if loaded + 1 >= tokens => Ok(()),
+            answer => other(&format!("all {tokens} tokens of {request}"), answer),
+        }
+    }
+
+    /// Fails unless it has an outcome by the deadline, which is not that of bytes that are there; gives why.
+    pub(crate) fn fails(&mut self, request: &str, within: Duration) -> Result<String, Failure> {
+        match self.outcome(request, within + GRACE)? {
+            Answer::NotLoaded { why, took, .. } if took <= within + GRACE => Ok(why),
+            answer => other(&format!("a failure of {request} within {within:?}"), answer),
+        }
+    }
+
+    /// Fails unless it has an outcome by the deadline: a failure or, where it `may_have_loaded`, a load whose bytes are
+    /// all right. (Some backends read without the peer, once the engines have met.)
+    pub(crate) fn ends(
+        &mut self,
+        request: &str,
+        within: Duration,
+        may_have_loaded: bool,
+    ) -> Result<(), Failure> {
+        match self.outcome(request, within + GRACE)? {
+            Answer::NotLoaded { took, .. } if took <= within + GRACE => Ok(()),
+            Answer::Loaded { .. } if may_have_loaded => Ok(()),
+            answer => other(&format!("an end of {request} within {within:?}"), answer),
+        }
+    }
+
+    pub(crate) fn abort(&mut self, request: &str) -> Result<(), Failure> {
+        self.done(&Order::Abort { request: request.to_owned() }, "an abort")
+    }
+
+    /// It is stopped: it goes on with an abort.
+    pub(crate) fn goes_on_with_an_abort(&mut self, request: &str) -> Result<(), Failure> {
+        let order = Order::Abort { request: request.to_owned() };
+        self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
+        self.child.go_on()?;
+        match self.answer(CUT_OFF)? {
+            Answer::Done => Ok(()),
+            answer => other("an abort", answer),
+        }
+    }
+
+    /// Computes a prompt in all blocks that are free.
+    pub(crate) fn occupy(&mut self, prompt: u64) -> Result<(), Failure> {
+        self.done(&Order::Occupy { prompt }, "a prompt in all blocks")
+    }
+
+    /// Fails unless that is still as it was computed.
+    pub(crate) fn is_unchanged(&mut self) -> Result<(), Failure> {
+        self.done(&Order::IsUnchanged, "unchanged blocks")
+    }
+
+    /// Gives its blocks back.
+    pub(crate) fn vacate(&mut self) -> Result<(), Failure> {
+        self.done(&Order::Vacate, "free blocks")
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&mut self) -> Result<String, Failure> {
+        match self.ask(&Order::Log, CUT_OFF)? {
+            Answer::Log(text) => Ok(text),
+            answer => other("a log", answer),
+        }
+    }
+
+    pub(crate) fn free(&mut self) -> Result<u32, Failure> {
+        match self.ask(&Order::Free, CUT_OFF)? {
+            Answer::Free(blocks) => Ok(blocks),
+            answer => other("a number of blocks", answer),
+        }
+    }
+
+    /// Waits until all blocks of the pool are free again.
+    pub(crate) fn all_free(&mut self, within: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + within;
+        loop {
+            let (free, all) = (self.free()?, self.spec.shape.blocks);
+            if free == all {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                let id = &self.spec.id;
+                return Err(Failure::new(format!("{id}: {free} of {all} blocks are free after {within:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// What a decode is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Load<'a> {
+    pub(crate) request: &'a str,
+    pub(crate) prompt: u64,
+    pub(crate) tokens: u32,
+    /// Logical blocks at the front that it has already.
+    pub(crate) cached: u32,
+}
+
+impl<'a> Load<'a> {
+    pub(crate) fn new(request: &'a str, prompt: u64, tokens: u32) -> Self {
+        Load { request, prompt, tokens, cached: 0 }
+    }
+}
+
+/// An engine over one backend that keeps leases for a short time.
+pub(crate) fn spec(id: &str, backend: &str) -> Spec {
+    Spec {
+        id: format!("{id}-{}", std::process::id()),
+        backends: vec![backend.to_owned()],
+        extra: json!({ "kv_lease_duration": 3 }),
+        ..Spec::default()
+    }
+}
+
+/// The same, where the prefill writes.
+pub(crate) fn pushing(id: &str, backend: &str) -> Spec {
+    Spec { config: json!({ "kv_connector": "NixlPushConnector" }), ..spec(id, backend) }
+}
+
+/// Fails with `why` unless it holds.
+pub(crate) fn ensure(holds: bool, why: impl FnOnce() -> String) -> Result<(), Failure> {
+    if holds { Ok(()) } else { Err(Failure::new(why())) }
+}

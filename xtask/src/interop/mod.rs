@@ -1,0 +1,131 @@
+//! `cargo xtask interop`: kvx beside engines of others. None of it is a part of the tests: it downloads and builds what
+//! is large.
+
+mod transformers;
+mod vllm;
+mod workspaces;
+
+use crate::Result;
+
+/// What is joined with what.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Interop {
+    /// The programs of `interop/` with these names; none means all.
+    Workspaces(Vec<String>),
+    /// A vLLM beside `kvx serve`, or a vLLM pair with kvx inside its NIXL.
+    Vllm(vllm::Options),
+    /// The example server beside Hugging Face's transformers.
+    Transformers {
+        /// Write down what the other software answers.
+        record: bool,
+    },
+}
+
+/// What these arguments ask for.
+pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> std::result::Result<Interop, String> {
+    let mut arguments = arguments.peekable();
+    match arguments.peek().map(String::as_str) {
+        Some("transformers") => match arguments.nth(1).as_deref() {
+            None => Ok(Interop::Transformers { record: false }),
+            Some("--record") => Ok(Interop::Transformers { record: true }),
+            Some(other) => Err(format!("`interop transformers` takes `--record`, but got `{other}`")),
+        },
+        Some("vllm") => parse_vllm(arguments.skip(1)),
+        _ => {
+            let (names, known) = (arguments.collect::<Vec<_>>(), workspaces::names());
+            match names.iter().find(|name| !known.contains(name)) {
+                None => Ok(Interop::Workspaces(names)),
+                Some(other) => Err(format!(
+                    "`interop` takes vllm, transformers or {}, but got `{other}`",
+                    known.join(", ")
+                )),
+            }
+        }
+    }
+}
+
+fn parse_vllm(mut arguments: impl Iterator<Item = String>) -> std::result::Result<Interop, String> {
+    let mut options = vllm::Options::default();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--kvx" => options.kvx = true,
+            "--set-up" => options.set_up = true,
+            "--only" => options.only.push(arguments.next().ok_or("`--only` takes the name of a part")?),
+            "--model-config" => {
+                let file = arguments.next().ok_or("`--model-config` takes a JSON file")?;
+                // The runner goes elsewhere.
+                let path = std::path::absolute(&file).map_err(|error| format!("{file}: {error}"))?;
+                options.model_config = Some(path);
+            }
+            other => return Err(format!("unknown argument `{other}` of `interop vllm`")),
+        }
+    }
+    if options.kvx && options.model_config.is_some() {
+        return Err("`--model-config` is for mixed fleets: leave `--kvx` out".to_owned());
+    }
+    Ok(Interop::Vllm(options))
+}
+
+/// Does it; false if something was not as it must be.
+pub(crate) fn run(chosen: &Interop) -> Result<bool> {
+    match chosen {
+        Interop::Workspaces(names) => workspaces::run(names),
+        Interop::Vllm(options) => vllm::run(options),
+        Interop::Transformers { record } => transformers::run(*record),
+    }
+}
+
+/// How it is called, for the usage text.
+pub(crate) fn usage() -> String {
+    format!(
+        "  interop [NAME]...
+      build and run the programs of interop/, which join kvx to engines of others in workspaces of their own: {}
+  interop vllm [--set-up] [--model-config FILE] [--only PART]...
+      run a real vLLM and `kvx serve` in one fleet, both ways, and print a table of what was right; downloads 3 GB the
+      first time, then an hour on a machine that is quiet meanwhile
+        --set-up             install and build what it needs, and run nothing
+        --model-config FILE  models and block sizes as in xtask/src/interop/vllm/mixed.json
+        --only PART          pairs, the name of one model, faults, aborts, fleet; may be repeated
+  interop vllm --kvx [--set-up] [--only PART]...
+      run a real vLLM pair with the backend KVX in its NIXL; half an hour
+        --only PART    SHM, TCP, UCX, `faults SHM`, `faults TCP`, aborts, hosts; may be repeated
+  interop transformers [--record]
+      ask Hugging Face's transformers for logits and tokens that the example server's must equal; installs it and
+      torch into target/peers first, 3 GB to download
+        --record       write down what it answers, for tests without it",
+        workspaces::names().join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> std::result::Result<Interop, String> {
+        parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn each_has_its_words() {
+        assert_eq!(words("candle"), Ok(Interop::Workspaces(vec!["candle".to_owned()])));
+        assert_eq!(words(""), Ok(Interop::Workspaces(Vec::new())));
+        let options = vllm::Options { kvx: true, only: vec!["hosts".to_owned()], ..Default::default() };
+        assert_eq!(words("vllm --kvx --only hosts"), Ok(Interop::Vllm(options)));
+        assert_eq!(words("vllm"), Ok(Interop::Vllm(vllm::Options::default())));
+        let options = vllm::Options { model_config: Some("/tmp/models.json".into()), ..Default::default() };
+        assert_eq!(words("vllm --model-config /tmp/models.json"), Ok(Interop::Vllm(options)));
+        assert_eq!(words("transformers"), Ok(Interop::Transformers { record: false }));
+        assert_eq!(words("transformers --record"), Ok(Interop::Transformers { record: true }));
+        for (line, name) in [
+            ("vllm --kvx now", "now"),
+            ("vllm --kvx --model-config a.json", "mixed fleets"),
+            ("vllm --model-config", "JSON file"),
+            ("mistral", "mistral"),
+            ("candle mistral", "mistral"),
+            ("transformers now", "now"),
+        ] {
+            let complaint = words(line).expect_err(line);
+            assert!(complaint.contains(name), "{line}: {complaint}");
+        }
+    }
+}

@@ -1,0 +1,366 @@
+"""Real vLLMs and `kvx serve` in one fleet: `mixed.py WORK BUILT PAGE CASES [PART]...`. WORK has vLLM's environment, BUILT the programs
+of cargo, PAGE is docs/mixed-fleet.md, whose command lines are the ones that run, CASES a JSON file of models and block sizes. Prints
+a table; exits 1 if anything is not as it must be. Ends what it has started, by process id."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from servers import (ASK_FOR_PREFILL, LENGTHS, Load, Server, Vllm, abort, check, clean_environment, end, ports, prompts, row,
+                     still_in_use, through, words_of)
+
+WORK, BUILT, PAGE, CASES = sys.argv[1:5]
+HELD = tempfile.TemporaryDirectory(prefix="kvx-mixed-")
+MODELS = HELD.name
+BLOCKS = 256
+LOAD = 10  # seconds after which kvx gives a load up; 120 unless it is told
+STOPPED = 15  # seconds that a prefill is stopped
+LEASE = 40  # seconds after which a prefill holds nothing any more
+DEFAULTS = dict(arch="llama", layers=3, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=1024, max_positions=2048,
+                dtype="float32", seed=1234, block_size=128, backend="UCX")
+SHAPE = ("arch", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions", "dtype", "seed")
+
+
+def cases():
+    """What the file says, with defaults; the model of each is made."""
+    with open(CASES) as told:
+        listed = json.load(told)
+    for case in listed if isinstance(listed, list) else [listed]:
+        case = DEFAULTS | {name.replace("-", "_"): value for name, value in case.items()}
+        unknown = set(case) - set(SHAPE) - {"name", "block_size", "backend"}
+        if unknown:
+            sys.exit(f"{CASES}: {sorted(unknown)} mean nothing here; known: name, block_size, backend, {', '.join(SHAPE)}")
+        case.setdefault("name", f"{case['arch']}-{case['heads']}-{case['kv_heads']}-{case['dtype']}")
+        flags = [word for field in SHAPE if field in case for word in ("--" + field.replace("_", "-"), str(case[field]))]
+        folder = os.path.join(MODELS, case["name"])
+        subprocess.run([os.path.join(BUILT, "kvx"), "make-model", folder, *flags], check=True, stdout=subprocess.DEVNULL)
+        yield case
+
+
+class Kvx(Server):
+    """A program of kvx's: a server, by the words of the page, or the proxy."""
+
+    def __init__(self, case, name, words, environment):
+        port, side = ports(2)
+        words = [os.path.join(BUILT, words[0]), *words[1:], "--host", "127.0.0.1", "--port", str(port)]
+        environment = dict(clean_environment(), VLLM_NIXL_SIDE_CHANNEL_PORT=str(side), VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+                           **environment)
+        super().__init__(name, words, environment, os.path.join(WORK, "logs", case["name"], f"{name}.log"), MODELS, port=port)
+        open(self.log, "w").close()
+
+
+def nixl():
+    """The library of vLLM's own NIXL."""
+    packages = os.path.join(WORK, "venv/lib", f"python3.{sys.version_info.minor}", "site-packages")
+    found = [os.path.join(packages, folder, "libnixl_capi.so") for folder in sorted(os.listdir(packages)) if ".libs" in folder]
+    return next(path for path in found if os.path.exists(path))
+
+
+def of_backend(begin, backend):
+    """The words of the page's line that begins so, and names this backend."""
+    with open(PAGE) as page:
+        lines = [line for line in page if line.startswith(begin) and ('"KVX"' in line) == (backend == "KVX")]
+    return words_of(PAGE, lines[0])
+
+
+def vllm(case, role, number=1):
+    words = of_backend("vllm serve MODEL", case["backend"])
+    at = words.index("--kv-transfer-config") + 1
+    words[at] = json.dumps(json.loads(words[at]) | {"kv_role": role})
+    variables = {"NIXL_PLUGIN_DIR": BUILT} if case["backend"] == "KVX" else {"UCX_NET_DEVICES": "lo"}
+    return Vllm(WORK, words, f"vllm-{number}", case["name"], variables, block=case["block_size"], models=MODELS,
+                logs=case["name"])
+
+
+def kvx(case, role, number=1):
+    words = [case["name"] if word == "MODEL" else word for word in of_backend("kvx serve MODEL", case["backend"])]
+    at = words.index("--kv-transfer-config") + 1
+    transfer = json.loads(words[at]) | {"kv_role": role}
+    transfer["kv_connector_extra_config"]["load_timeout"] = LOAD
+    words[at] = json.dumps(transfer)
+    words += ["--block-size", str(case["block_size"]), "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024",
+              "--enable-prompt-tokens-details"]
+    variables = {} if case["backend"] == "KVX" else {"UCX_NET_DEVICES": "lo", "KVX_RIXL_LIB": nixl()}
+    server = Kvx(case, f"kvx-{number}", words, variables)
+    server.model = case["name"]
+    return server
+
+
+class Fleet:
+    """Servers that are up together."""
+
+    def __init__(self, *servers):
+        self.servers = servers
+
+    def __enter__(self):
+        try:
+            [each.start() for each in self.servers]
+            [each.wait() for each in self.servers]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.servers
+
+    def __exit__(self, *_):
+        [each.stop() for each in self.servers]
+
+
+def moved(server):
+    return server.figure(["vllm:nixl_bytes_transferred_sum"]) or 0
+
+
+def block_bytes(case):
+    size = {"float32": 4, "bfloat16": 2}[case["dtype"]]
+    return case["layers"] * 2 * case["kv_heads"] * case["head_dim"] * case["block_size"] * size
+
+
+def blocks(case, tokens):
+    return -(-tokens // case["block_size"])
+
+
+def bytes_become(server, before, wanted, what):
+    """That it has read exactly so much since. vLLM counts what a step has loaded some moments later."""
+    until = time.time() + 20
+    while (got := moved(server) - before) != wanted and time.time() < until:
+        time.sleep(0.2)
+    return check(got == wanted, f"{what}: {got:.0f} bytes were read, not {wanted}")
+
+
+def computed(server):
+    """Tokens of prompts that a vLLM has computed; it does not count what came from a prefill in its answers."""
+    return server.figure(["vllm:prompt_tokens_by_source_total"], '"local_compute"') or 0
+
+
+def edges(case, prefill, decode, reference, what, seed):
+    """Prompts around the edges of blocks: tokens, bytes, and what the decode had to compute."""
+    equal, before, wanted, most, different = 0, moved(decode), 0, 0, set()
+    asked, counted = prompts(seed), computed(decode)
+    for prompt in asked:
+        answer, plain = through(prefill, decode, prompt), reference.plain(prompt)
+        different.add(tuple(plain))
+        wanted += blocks(case, len(prompt)) * block_bytes(case)
+        if answer:
+            equal += answer["tokens"] == plain
+            if decode is not reference:
+                usage = answer["usage"]
+                most = max(most, usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+    check(equal == len(asked), f"{what}: {equal} of {len(asked)} prompts are equal")
+    check(len(different) > len(asked) // 2, f"{what}: the answers do not differ among each other")
+    bytes_become(decode, before, wanted, what)
+    if decode is reference:
+        # By itself it has computed all of each.
+        most = (computed(decode) - counted - sum(map(len, asked))) / len(asked)
+    check(most <= 1, f"{what}: a decode computed {most} tokens of a prompt")
+    check(not decode.figure(["vllm:nixl_num_failed_transfers_total"]), f"{what}: failed transfers")
+    return f"{equal} of {len(asked)}", f"{wanted} bytes in {len(asked)} reads", f"{most:g}"
+
+
+def hits(case, prefill, decode, reference, what, seed):
+    """What both have of a prompt is neither computed nor moved again."""
+    size, order = case["block_size"], prompts(seed, [900])[0]
+    begin, whole = order[:3 * size + 5 if size < 128 else 2 * size + 5], order[:4 * size + 9 if size < 128 else 3 * size + 9]
+    held = len(begin) // size
+    before, _ = moved(decode), through(prefill, decode, begin)
+    bytes_become(decode, before, blocks(case, len(begin)) * block_bytes(case), f"{what}, the begin of a prompt")
+    before, answer = moved(decode), through(prefill, decode, whole)
+    plain = reference.plain(whole)
+    check(answer and answer["tokens"] == plain, f"{what}: after a hit of a prefix the tokens differ")
+    bytes_become(decode, before, (blocks(case, len(whole)) - held) * block_bytes(case), f"{what}, with {held} blocks held")
+    cached = answer and answer["params"].get("remote_prefill_cached_tokens")
+    check(cached == held * size, f"{what}: the prefill found {cached} tokens of {held * size}")
+    # Once more the same: the decode lacks at most the block that is not full.
+    before, again = moved(decode), through(prefill, decode, whole)
+    check(again and again["tokens"] == plain, f"{what}: the same prompt again has other tokens")
+    bytes_become(decode, before, block_bytes(case), f"{what}, the same prompt again")
+
+
+def spoilt(case, prefill, decode, reference, what, seed):
+    """The blocks of another prompt of this length give other tokens: it is them that make the answers."""
+    one, other = prompts(seed, [300, 300])
+    params = prefill.complete(other, 1, kv_transfer_params=ASK_FOR_PREFILL)[1]["kv_transfer_params"]
+    before = moved(decode)
+    status, answer = decode.complete(one, 20, kv_transfer_params=params)
+    bytes_become(decode, before, blocks(case, 300) * block_bytes(case), f"{what}, blocks of another prompt")
+    check(status == 200 and answer["choices"][0]["token_ids"] != reference.plain(one), f"{what}: spoilt KV is not noticed")
+
+
+def streamed(server, path, body):
+    """The tokens of a stream."""
+    status, answer = server.ask("POST", path, body | {"stream": True})
+    tokens = []
+    for line in answer.decode().splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:]).get("choices", []):
+                tokens += choice.get("token_ids") or []
+    return tokens if status == 200 else f"{status}: {answer[:300]}"
+
+
+def proxied(case, prefill, decode, reference, what, seed):
+    """Chat and completions through kvx's proxy and vLLM's own, streamed and not."""
+    environment, port = clean_environment(), ports(1)[0]
+    toy = Server("toy-proxy", [sys.executable, os.path.join(WORK, "proxy/toy_proxy_server.py"), "--host", "127.0.0.1", "--port",
+                               str(port), "--prefiller-host", "127.0.0.1", "--prefiller-port", str(prefill.port),
+                               "--decoder-host", "127.0.0.1", "--decoder-port", str(decode.port)],
+                 environment, os.path.join(WORK, "logs", case["name"], "toy-proxy.log"), MODELS, port=port)
+    toy.health = "/healthcheck"
+    ours = Kvx(case, "kvx-proxy", ["kvx", "proxy", "--prefill", f"http://127.0.0.1:{prefill.port}", "--decode",
+                             f"http://127.0.0.1:{decode.port}"], {})
+    base = dict(model=case["name"], max_tokens=20, temperature=0, return_token_ids=True, ignore_eos=True)
+    words = "the quick brown fox jumps over the lazy dog and reads a block of keys and values".split()
+    with Fleet(ours, toy) as proxies:
+        for number, proxy in enumerate(proxies):
+            for chat in (False, True):
+                text = " ".join(words[(seed + number * 5 + chat * 3 + at) % len(words)] for at in range(60))
+                path = "/v1/chat/completions" if chat else "/v1/completions"
+                body = base | ({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text})
+                before = moved(decode)
+                plain = json.loads(reference.ask("POST", path, body | {"cache_salt": "by itself"})[1])["choices"][0]["token_ids"]
+                came = streamed(proxy, path, body)
+                check(came == plain, f"{what}, {proxy.name}, {path} streamed: {came} and not {plain}")
+                until = time.time() + 20
+                while moved(decode) == before and time.time() < until:
+                    time.sleep(0.2)
+                check(moved(decode) > before, f"{what}, {proxy.name}, {path}: nothing was moved")
+                status, answer = proxy.ask("POST", path, body)
+                came = json.loads(answer)["choices"][0]["token_ids"] if status == 200 else answer[:300]
+                check(came == plain, f"{what}, {proxy.name}, {path}: {came} and not {plain}")
+
+
+def ways(servers):
+    """Both directions, with their name."""
+    for prefill, decode in (servers, servers[::-1]):
+        yield f"{prefill.name[:-2]} to {decode.name[:-2]}", prefill, decode
+
+
+def metrics(servers, what):
+    """That both show the same metrics of transfers, with equal labels and buckets."""
+    theirs, ours = (server.series("vllm:nixl_") for server in servers)
+    check(len(theirs) > 8, f"{what}: vLLM shows no metrics of NIXL: {theirs}")
+    check(ours == theirs, f"{what}: metrics that vLLM alone shows: {sorted(theirs - ours)}, that kvx alone shows: {sorted(ours - theirs)}")
+
+
+def pairs(case, servers):
+    """All that is asked of a model, both ways."""
+    theirs, ours = servers
+    for seed, (way, prefill, decode) in enumerate(ways(servers)):
+        what = f"{case['name']}, {case['backend']}, {way}"
+        equal, read, most = edges(case, prefill, decode, theirs, what, 10 + seed)
+        hits(case, prefill, decode, theirs, what, 20 + seed)
+        spoilt(case, prefill, decode, theirs, what, 30 + seed)
+        proxied(case, prefill, decode, theirs, what, seed)
+        row(case["name"], case["backend"], case["block_size"], way, equal, read, most)
+    metrics(servers, f"{case['name']}, {case['backend']}")
+    if case["backend"] == "KVX":
+        check("libplugin_KVX.so" in theirs.maps(), f"{case['name']}: KVX is not mapped in vLLM")
+        check("libplugin_UCX.so" not in theirs.maps(), f"{case['name']}: NIXL's UCX is mapped in vLLM")
+
+
+def equal_now(prefill, decode, reference, what, seed):
+    """After what happened: whether all prompts are right again."""
+    answers = [(through(prefill, decode, prompt), reference.plain(prompt)) for prompt in prompts(seed)]
+    equal = sum(bool(answer) and answer["tokens"] == plain for answer, plain in answers)
+    check(equal == len(answers), f"{what}: then {equal} of {len(answers)} prompts are equal")
+    return f"then {equal} of {len(answers)}"
+
+
+def faults(case, servers):
+    """A prefill that is stopped, and one that is killed and started again, whichever it is."""
+    theirs = servers[0]
+    for turn, (way, prefill, decode) in enumerate(ways(servers)):
+        for fault in ("stopped", "killed"):
+            what, seed = f"{way}, prefill {fault}", 2 * turn + (fault == "killed")
+            load = Load(prefill, decode, 3)
+            time.sleep(3)
+            asked = prompts(40 + seed, LENGTHS[4:8])
+            waiting = [prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)[1] for prompt in asked]
+            prefill.signal(signal.SIGSTOP) if fault == "stopped" else prefill.kill()
+            answers, times = [None] * len(asked), [None] * len(asked)
+
+            def ask(at):
+                started = time.time()
+                try:
+                    answers[at] = decode.complete(asked[at], 8, 200, kv_transfer_params=waiting[at]["kv_transfer_params"])
+                except OSError as error:
+                    answers[at] = "no answer", error
+                times[at] = time.time() - started
+
+            # At once, and not for longer than a lease: a vLLM reads blocks of one that has ended, whosever they are by then.
+            asking = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(asked))]
+            [each.start() for each in asking]
+            time.sleep(STOPPED)
+            prefill.signal(signal.SIGCONT) if fault == "stopped" else prefill.start().wait()
+            [each.join() for each in asking]
+            slowest = max(times)
+            time.sleep(3)
+            outcomes = load.end()
+            check(decode.healthy() and prefill.healthy(), f"{what}: both engines live")
+            for prompt, (status, answer) in zip(asked, answers):
+                right = status == 200 and answer["choices"][0]["token_ids"] == theirs.plain(prompt, 8)
+                check(right or status in (500, 503), f"{what}: a wrong answer: {status} {str(answer)[:200]}")
+            check(slowest < 60, f"{what}: an answer after {slowest:.0f} s")
+            then = equal_now(prefill, decode, theirs, what, 50 + seed)
+            row(case["name"], case["backend"], case["block_size"], what, then,
+                f"answers meanwhile {[status for status, _ in answers]}, {slowest:.1f} s; load {outcomes}", "")
+
+
+def aborts(case, servers, count=1000):
+    """Clients that go away in the middle, both ways."""
+    theirs = servers[0]
+    for seed, (way, prefill, decode) in enumerate(ways(servers)):
+        abort(prefill, decode, count)
+        check(prefill.healthy() and decode.healthy(), f"aborts, {way}: both engines live")
+        then = equal_now(prefill, decode, theirs, f"aborts, {way}", 60 + seed)
+        used = still_in_use(servers, LEASE + 60)
+        check(used == 0, f"aborts, {way}: {used} of a KV cache is still held")
+        row(case["name"], case["backend"], case["block_size"], f"{count} aborts, {way}", then,
+            f"KV cache in use then: {used}", "")
+
+
+def fleet(case):
+    """A vLLM and a kvx on each side, behind kvx's proxy."""
+    members = (vllm(case, "kv_producer", 1), kvx(case, "kv_producer", 1), vllm(case, "kv_consumer", 2), kvx(case, "kv_consumer", 2))
+    with Fleet(*members) as servers:
+        words = ["kvx", "proxy", "--choice", "round-robin"]
+        for side, two in (("--prefill", servers[:2]), ("--decode", servers[2:])):
+            words += [word for each in two for word in (side, f"http://127.0.0.1:{each.port}")]
+        with Fleet(Kvx(case, "kvx-proxy", words, {})) as (proxy,):
+            proxy.model, equal, asked = case["name"], 0, prompts(70) + prompts(71)[:15]
+            for number, prompt in enumerate(asked):
+                if number == len(asked) // 2:
+                    # It goes to a decode alone, which refuses two greedy answers: from here on the turns meet otherwise.
+                    proxy.complete(prompt[:4], 4, n=2)
+                status, answer = proxy.complete(prompt, 20)
+                plain = servers[0].plain(prompt)
+                equal += check(status == 200, f"fleet: {status} {str(answer)[:200]}") and answer["choices"][0]["token_ids"] == plain
+            check(equal == len(asked), f"fleet: {equal} of {len(asked)} prompts are equal")
+            reads = [moved(each) for each in servers[2:]]
+            check(all(reads), f"fleet: the decodes have read {reads} bytes")
+            met = [len(each.said("connected to a worker of a peer")) for each in servers[3:]]
+            check(met == [2], f"fleet: the decode of kvx has met {met} prefills, not 2")
+            row(case["name"], case["backend"], case["block_size"], "a vLLM and a kvx on each side, kvx proxy",
+                f"{equal} of {len(asked)}", f"read by the decodes: {reads} bytes", "")
+
+
+def run(wanted):
+    """All of it, or the parts that are wanted: models by their names, and of the first one faults, aborts, fleet."""
+    for number, case in enumerate(cases()):
+        listed = [((case["name"], "pairs"), pairs)] + [(("faults",), faults), (("aborts",), aborts)] * (number == 0)
+        parts = [part for names, part in listed if not wanted or set(names) & set(wanted)]
+        if parts:
+            with Fleet(vllm(case, "kv_producer"), kvx(case, "kv_consumer")) as servers:
+                for part in parts:
+                    print(f"== {case['name']}: {part.__name__}", flush=True)
+                    part(case, servers)
+        if number == 0 and (not wanted or "fleet" in wanted):
+            print(f"== {case['name']}: fleet", flush=True)
+            fleet(case)
+
+
+run(sys.argv[5:])
+end(["model", "NIXL's backend", "block", "from prefill to decode", "prompts equal to vLLM alone", "what was moved",
+     "tokens of a prompt that a decode computed"])

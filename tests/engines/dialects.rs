@@ -16,20 +16,10 @@ const DEADLINE: Duration = Duration::from_secs(3);
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case { name: "neighbouring_dialects_do_not_meet", backend: "TCP", tier: Tier::Usual, run: some },
-        Case { name: "equal_dialects_meet_and_no_others", backend: "TCP", tier: Tier::Whole, run: all },
-        Case {
-            name: "the_check_of_dialects_can_be_switched_off",
-            backend: "TCP",
-            tier: Tier::Usual,
-            run: unchecked,
-        },
-        Case {
-            name: "the_abort_variable_holds_on_either_side",
-            backend: "TCP",
-            tier: Tier::Usual,
-            run: abort_variable,
-        },
+        Case::new("neighbouring_dialects_do_not_meet", "TCP", Tier::Usual, some),
+        Case::new("equal_dialects_meet_and_no_others", "TCP", Tier::Whole, all),
+        Case::new("the_check_of_dialects_can_be_switched_off", "TCP", Tier::Usual, unchecked),
+        Case::new("the_abort_variable_holds_on_either_side", "TCP", Tier::Usual, abort_variable),
     ]
 }
 

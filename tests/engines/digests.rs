@@ -20,10 +20,10 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (name, run) in all {
         for backend in ["TCP", "SHM"] {
-            cases.push(Case { name, backend, tier: Tier::Usual, run });
+            cases.push(Case::new(name, backend, Tier::Usual, run));
         }
         for backend in ["UCX", "LIBFABRIC"] {
-            cases.push(Case { name, backend, tier: Tier::Whole, run });
+            cases.push(Case::new(name, backend, Tier::Whole, run));
         }
     }
     cases

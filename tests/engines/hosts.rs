@@ -11,7 +11,7 @@ use crate::fleet::{CUT_OFF, Engine, GRACE, Load, ensure, spec};
 
 pub(crate) fn cases() -> Vec<Case> {
     let run: fn(&str) -> Check = two_hosts;
-    vec![Case { name: "one_variable_is_enough_for_two_hosts", backend: "TCP", tier: Tier::Usual, run }]
+    vec![Case::new("one_variable_is_enough_for_two_hosts", "TCP", Tier::Usual, run)]
 }
 
 /// Two namespaces with a link between them; gone when dropped.

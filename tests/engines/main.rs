@@ -29,10 +29,21 @@ use libtest_mimic::{Arguments, Trial};
 
 /// One trial: what it is called, over which backend, and in which tier it runs.
 pub(crate) struct Case {
-    pub(crate) name: &'static str,
-    pub(crate) backend: &'static str,
-    pub(crate) tier: Tier,
-    pub(crate) run: fn(&str) -> Check,
+    name: &'static str,
+    backend: &'static str,
+    tier: Tier,
+    run: Box<dyn Fn(&str) -> Check + Send>,
+}
+
+impl Case {
+    pub(crate) fn new(
+        name: &'static str,
+        backend: &'static str,
+        tier: Tier,
+        run: impl Fn(&str) -> Check + Send + 'static,
+    ) -> Case {
+        Case { name, backend, tier, run: Box::new(run) }
+    }
 }
 
 fn main() -> ExitCode {

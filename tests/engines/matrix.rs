@@ -30,15 +30,15 @@ pub(crate) fn cases() -> Vec<Case> {
     for backend in BACKENDS {
         let usual = matches!(backend, "SHM" | "TCP");
         let tier = if usual { Tier::Usual } else { Tier::Whole };
-        cases.push(Case { name: "a_prefill_writes_prompts_to_its_decodes", backend, tier, run: pushes });
+        cases.push(Case::new("a_prefill_writes_prompts_to_its_decodes", backend, tier, pushes));
         let (tier, run): (_, fn(&str) -> Check) = (Tier::Whole, eight_ranks);
-        cases.push(Case { name: "eight_ranks_load_from_eight", backend, tier, run });
+        cases.push(Case::new("eight_ranks_load_from_eight", backend, tier, run));
     }
     for (at, (name, run)) in all.into_iter().enumerate() {
         for backend in BACKENDS {
             let usual = at == 0 || backend == if at % 2 == 0 { "TCP" } else { "SHM" };
             let usual = if at == 8 { backend == "TCP" } else { usual };
-            cases.push(Case { name, backend, tier: if usual { Tier::Usual } else { Tier::Whole }, run });
+            cases.push(Case::new(name, backend, if usual { Tier::Usual } else { Tier::Whole }, run));
         }
     }
     cases

@@ -17,7 +17,8 @@ const LEASE: Duration = Duration::from_secs(3);
 const TOKENS: u32 = 40;
 
 pub(crate) fn cases() -> Vec<Case> {
-    let all: [(&str, fn(&str) -> Check); 7] = [
+    type Run = fn(&str) -> Check;
+    let all: [(&str, Run); 7] = [
         ("a_python_decode_reads_and_is_counted", decodes),
         ("heartbeats_of_5000_names_keep_a_lease_and_their_end_ends_it", leases),
         ("a_python_prefill_is_read_and_told", prefills),
@@ -27,9 +28,9 @@ pub(crate) fn cases() -> Vec<Case> {
         ("a_decode_registers_with_no_python_prefill_that_would_write", refused_push),
     ];
     // To plain NIXL agents, UCX alone in the list is that plugin of NIXL.
-    let by_ucx: [(&str, fn(&str) -> Check); 2] =
+    let by_ucx: [(&str, Run); 2] =
         [("a_python_decode_reads_and_is_counted", decodes), ("a_python_prefill_is_read_and_told", prefills)];
-    let case = |backend| move |(name, run)| Case { name, backend, tier: Tier::Usual, run };
+    let case = |backend| move |(name, run): (&'static str, Run)| Case::new(name, backend, Tier::Usual, run);
     all.into_iter().map(case("RIXL")).chain(by_ucx.into_iter().map(case("UCX"))).collect()
 }
 

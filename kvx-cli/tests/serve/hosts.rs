@@ -55,13 +55,20 @@ impl Host {
         let mut host = Host { keeper: command.spawn().ok()?, running: Vec::new(), logs: Vec::new() };
         let until = Instant::now() + LIMIT;
         while Instant::now() < until && host.keeper.try_wait().ok()?.is_none() {
-            let up = output(host.command("ip").args(["addr", "show", "lo"]), LIMIT);
-            if String::from_utf8_lossy(&up.stdout).contains("LOOPBACK,UP") {
+            if host.is_up() {
                 return Some(host);
             }
             std::thread::sleep(Duration::from_millis(5));
         }
         None
+    }
+
+    fn is_up(&self) -> bool {
+        let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
+        // The keeper begins in our network, where `lo` is up as well: what entered too early would work on ours.
+        network(&self.keeper.id().to_string()) != network("self")
+            && String::from_utf8_lossy(&output(self.command("ip").args(["addr", "show", "lo"]), LIMIT).stdout)
+                .contains("LOOPBACK,UP")
     }
 
     fn command(&self, program: &str) -> Command {

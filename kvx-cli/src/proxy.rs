@@ -63,7 +63,7 @@ pub(crate) struct Arguments {
     #[arg(long)]
     check: bool,
     /// Send the same prompts to two endpoints, `http://HOST:PORT` or `http://HOST:PORT/BASE` of one that answers at
-    /// `BASE/v1`; no https. Exit status 1 if an answer differs or does not come.
+    /// `BASE/v1`; https where TLS is built in. Exit status 1 if an answer differs or does not come.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
     /// The model of `--compare` [default: the first endpoint's first].

@@ -2,16 +2,27 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
+use http_body_util::Full;
 use hyper::header::HeaderMap;
-use hyper::http::uri::PathAndQuery;
-use hyper::{Method, Uri};
+use hyper::{Method, Request, Uri};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use serde_json::{Value, json};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use crate::error::{Error, Result};
 use crate::request::headers;
-use crate::setup::{InstanceSetup, Setup};
-use crate::upstream::{Upstream, WHOLE, json_headers, whole};
+use crate::upstream::{WHOLE, json_headers, whole, words};
+
+#[cfg(feature = "tls")]
+use {
+    hyper_rustls::{HttpsConnector, HttpsConnectorBuilder},
+    std::sync::Arc,
+    tokio_rustls::rustls::crypto::ring,
+    tokio_rustls::rustls::{ClientConfig, RootCertStore},
+};
 
 /// What two endpoints answered to one prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,14 +65,50 @@ fn prompts() -> Vec<Value> {
     prompts
 }
 
-/// A server, and what stands before `/v1` in its paths.
-struct Endpoint {
-    server: InstanceSetup,
-    base: String,
+/// How long a connection may take, and an answer.
+const CONNECT: Duration = Duration::from_secs(10);
+const ANSWER: Duration = Duration::from_secs(300);
+
+#[cfg(feature = "tls")]
+type Connector = HttpsConnector<HttpConnector>;
+#[cfg(not(feature = "tls"))]
+type Connector = HttpConnector;
+
+/// Connections to either endpoint. They have a client of their own: the router's goes to servers by plain HTTP alone.
+#[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
+fn client(endpoints: &[Endpoint]) -> Result<Client<Connector, Full<Bytes>>> {
+    let mut connector = HttpConnector::new();
+    connector.set_connect_timeout(Some(CONNECT));
+    connector.set_nodelay(true);
+    connector.enforce_http(false);
+    #[cfg(feature = "tls")]
+    let connector = {
+        let provider = ring::default_provider();
+        let builder = HttpsConnectorBuilder::new();
+        // Whom the system trusts, or the certificates in the file that SSL_CERT_FILE names.
+        let builder = if endpoints.iter().any(|endpoint| endpoint.0.starts_with("https")) {
+            builder
+                .with_provider_and_native_roots(provider)
+                .map_err(|error| Error::new(format!("this system's trusted certificates: {error}")))?
+        } else {
+            let config = ClientConfig::builder_with_provider(Arc::new(provider))
+                .with_safe_default_protocol_versions()
+                .map_err(|error| Error::new(error.to_string()))?;
+            let nobody = config.with_root_certificates(RootCertStore::empty());
+            builder.with_tls_config(nobody.with_no_client_auth())
+        };
+        builder.https_or_http().enable_http1().wrap_connector(connector)
+    };
+    Ok(Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector))
 }
 
+/// Scheme, host and port of a server, and what stands before `/v1` in its paths.
+#[derive(Debug)]
+struct Endpoint(String);
+
 impl Endpoint {
-    /// Takes `http://HOST:PORT` or `http://HOST:PORT/BASE`, also with the `/v1` of OpenAI's clients at its end.
+    /// Takes `http://HOST:PORT` or `http://HOST:PORT/BASE`, also with the `/v1` of OpenAI's clients at its end, and
+    /// `https` where TLS is built in.
     fn new(url: &str) -> Result<Self> {
         let wrong = |why: &str| {
             Error::new(format!(
@@ -69,58 +116,69 @@ impl Endpoint {
             ))
         };
         let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
-        match uri.scheme_str() {
-            Some("http") => {}
-            Some("https") => return Err(wrong("is https, which this command does not speak")),
-            _ => return Err(wrong("has another scheme than http")),
-        }
+        let scheme = match uri.scheme_str() {
+            Some("http") => "http",
+            Some("https") if cfg!(feature = "tls") => "https",
+            Some("https") => {
+                return Err(wrong(
+                    "is https, and this build has no TLS: build with the feature `tls` (it needs a C compiler)",
+                ));
+            }
+            _ => return Err(wrong("has another scheme than http and https")),
+        };
         if uri.query().is_some() {
             return Err(wrong("has a query"));
         }
         let authority = uri.authority().ok_or_else(|| wrong("has no host"))?;
-        let path = uri.path().trim_end_matches('/');
-        let base = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/').to_owned();
-        Ok(Endpoint { server: InstanceSetup::new(&format!("http://{authority}"))?, base })
-    }
-}
-
-async fn ask(
-    upstream: &Upstream,
-    endpoint: &Endpoint,
-    key: Option<&str>,
-    method: Method,
-    path: &str,
-    body: Option<&Value>,
-) -> std::result::Result<Value, String> {
-    let until = Instant::now() + Duration::from_secs(300);
-    let mut sent = headers::for_instances(HeaderMap::new(), key.and_then(headers::bearer).as_ref(), false);
-    let body = body.map(Value::to_string).unwrap_or_default();
-    if !body.is_empty() {
-        json_headers(&mut sent, body.len());
-    }
-    let path: PathAndQuery = format!("{}{path}", endpoint.base).parse().map_err(|_| "its path is none")?;
-    let response = upstream.send(&endpoint.server, method, &path, sent, body.into(), until).await;
-    let response = response.map_err(|fault| fault.to_string())?;
-    let status = response.status();
-    let bytes = whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
-    let value: Option<Value> = serde_json::from_slice(&bytes).ok();
-    match value {
-        Some(value) if status.is_success() => Ok(value),
-        Some(value) => {
-            let words = value.pointer("/error/message").and_then(Value::as_str).unwrap_or_default();
-            Err(format!("status {}: {words}", status.as_u16()))
+        if authority.as_str().contains('@') {
+            return Err(wrong("names a user; keys go by OPENAI_API_KEY"));
         }
-        None => Err(format!("status {} without JSON", status.as_u16())),
+        let path = uri.path().trim_end_matches('/');
+        let base = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/');
+        Ok(Endpoint(format!("{scheme}://{authority}{base}")))
+    }
+
+    async fn ask(
+        &self,
+        client: &Client<Connector, Full<Bytes>>,
+        key: Option<&str>,
+        path: &str,
+        body: Option<&Value>,
+    ) -> std::result::Result<Value, String> {
+        let until = Instant::now() + ANSWER;
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = format!("{}{path}", self.0).parse().map_err(|_| "its path is none")?;
+        let key = key.and_then(headers::bearer);
+        *request.headers_mut() = headers::for_instances(HeaderMap::new(), key.as_ref(), false);
+        if let Some(body) = body.map(Value::to_string) {
+            *request.method_mut() = Method::POST;
+            json_headers(request.headers_mut(), body.len());
+            *request.body_mut() = Full::new(body.into());
+        }
+        let response = timeout_at(until, client.request(request)).await;
+        let response = response.map_err(|_| "no answer in time")?.map_err(|error| words(&error))?;
+        let status = response.status();
+        let bytes = whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
+        let value: Option<Value> = serde_json::from_slice(&bytes).ok();
+        match value {
+            Some(value) if status.is_success() => Ok(value),
+            Some(value) => {
+                let words = value.pointer("/error/message").and_then(Value::as_str).unwrap_or_default();
+                Err(format!("status {}: {words}", status.as_u16()))
+            }
+            None => Err(format!("status {} without JSON", status.as_u16())),
+        }
     }
 }
 
 /// Sends the same prompts to two endpoints, at temperature 0, and hands each pair of answers to `each`. A URL is
-/// `http://HOST:PORT`, or `http://HOST:PORT/BASE` of a server that answers at `BASE/v1`. `model` is the first one's
-/// first if none is named.
+/// `http://HOST:PORT`, or `http://HOST:PORT/BASE` of a server that answers at `BASE/v1`; with the feature `tls` also
+/// `https`, of servers that the system trusts or the certificates in the file `SSL_CERT_FILE`. `model` is the first
+/// one's first if none is named.
 ///
 /// # Errors
 ///
-/// A URL that is none, or https, and a first endpoint that names no model.
+/// A URL that is none, or https without that feature, and a first endpoint that names no model.
 pub async fn compare(
     urls: [&str; 2],
     model: Option<&str>,
@@ -128,12 +186,12 @@ pub async fn compare(
     key: Option<&str>,
     mut each: impl FnMut(&Compared),
 ) -> Result<()> {
-    let upstream = Upstream::new(&Setup::default());
     let endpoints = [Endpoint::new(urls[0])?, Endpoint::new(urls[1])?];
+    let client = client(&endpoints)?;
     let model = match model {
         Some(model) => model.to_owned(),
         None => {
-            let models = ask(&upstream, &endpoints[0], key, Method::GET, "/v1/models", None).await;
+            let models = endpoints[0].ask(&client, key, "/v1/models", None).await;
             let models = models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
             let first = models.pointer("/data/0/id").and_then(Value::as_str);
             first
@@ -145,8 +203,8 @@ pub async fn compare(
         let body = json!({
             "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "seed": 0,
         });
-        let one = async |endpoint| {
-            let answer = ask(&upstream, endpoint, key, Method::POST, "/v1/completions", Some(&body)).await?;
+        let one = async |endpoint: &Endpoint| {
+            let answer = endpoint.ask(&client, key, "/v1/completions", Some(&body)).await?;
             let text = answer.pointer("/choices/0/text").and_then(Value::as_str);
             text.map(str::to_owned).ok_or_else(|| "an answer without choices".to_owned())
         };
@@ -167,27 +225,31 @@ mod tests {
 
     #[test]
     fn an_endpoint_may_have_a_base_path() {
-        for (url, base) in [
-            ("http://a:1", ""),
-            ("http://a:1/", ""),
-            ("http://a:1/v1", ""),
-            ("http://a:1/v1/", ""),
-            ("http://a:1/llm/v1", "/llm"),
-            ("http://a:1/some/where/", "/some/where"),
-            ("http://a:1/mv1", "/mv1"),
+        for (url, root) in [
+            ("http://a:1", "http://a:1"),
+            ("http://a:1/", "http://a:1"),
+            ("http://a:1/v1", "http://a:1"),
+            ("http://a:1/v1/", "http://a:1"),
+            ("http://a:1/llm/v1", "http://a:1/llm"),
+            ("http://a:1/some/where/", "http://a:1/some/where"),
+            ("http://a/mv1", "http://a/mv1"),
         ] {
-            let endpoint = Endpoint::new(url).unwrap();
-            assert_eq!((endpoint.base.as_str(), endpoint.server.name()), (base, "a:1"), "{url}");
+            assert_eq!(Endpoint::new(url).unwrap().0, root, "{url}");
+        }
+        let https =
+            Endpoint::new("https://a/v1").map(|endpoint| endpoint.0).map_err(|error| error.to_string());
+        match cfg!(feature = "tls") {
+            true => assert_eq!(https.unwrap(), "https://a"),
+            false => assert!(https.unwrap_err().contains("no TLS: build with")),
         }
         for (url, why) in [
-            ("https://a:1/v1", "https"),
             ("ftp://a:1", "scheme"),
             ("a:1", "scheme"),
             ("http://a:1/?x=1", "query"),
             ("http://me@a:1/", "user"),
             ("no URL", "no URL"),
         ] {
-            let error = Endpoint::new(url).err().unwrap().to_string();
+            let error = Endpoint::new(url).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains("http://HOST:PORT"), "{url}: {error}");
         }
     }

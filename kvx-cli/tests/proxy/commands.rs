@@ -13,7 +13,13 @@ use crate::fleet::{Proxy, SetupFile};
 use crate::recipes::COMPLETIONS;
 
 pub(crate) fn kvx_proxy(arguments: &[&str]) -> Output {
+    kvx_proxy_with(&[], arguments)
+}
+
+/// With these variables in its environment.
+pub(crate) fn kvx_proxy_with(variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    command.envs(variables.iter().copied());
     output(command.arg("proxy").args(arguments).stdin(Stdio::null()), CUT_OFF * 3)
 }
 
@@ -213,7 +219,7 @@ pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
         assert!(said(&output).contains(&format!("DIFFERENT  \"{odd} token ids\"")), "{}", said(&output));
         assert!(said(&output).contains(": \"another\"\n"), "{}", said(&output));
     }
-    for (url, why) in [(one.replace("http", "https"), "https"), (format!("{one}?x"), "query")] {
+    for (url, why) in [(one.replace("http", "ftp"), "scheme"), (format!("{one}?x"), "query")] {
         let output = kvx_proxy(&["--compare", &one, &url]);
         assert_eq!(output.status.code(), Some(1), "{url}: {}", said(&output));
         assert!(

@@ -113,7 +113,9 @@ fn main() {
     };
     #[cfg(feature = "tls")]
     trials.extend(trials! {
-        tls: curl_is_served_over_it_and_only_so, check_reads_the_files_as_serving_does;
+        tls:
+            curl_is_served_over_it_and_only_so, compare_asks_over_it_whom_it_trusts,
+            check_reads_the_files_as_serving_does;
     });
     #[cfg(not(feature = "tls"))]
     {

@@ -10,6 +10,8 @@ use kvx_testkit::{output, skip};
 
 #[cfg(feature = "tls")]
 use crate::client::{CUT_OFF, completion};
+#[cfg(feature = "tls")]
+use crate::commands::kvx_proxy_with;
 use crate::commands::{kvx_proxy, said};
 #[cfg(feature = "tls")]
 use crate::fleet::{Proxy, SetupFile};
@@ -26,6 +28,9 @@ pub(crate) async fn a_build_without_it_says_so() {
         assert_eq!(output.status.code(), Some(1), "{}", said(&output));
         assert!(said(&output).contains("this build has no TLS"), "{}", said(&output));
     }
+    let output = kvx_proxy(&["--compare", "http://localhost:1", "https://localhost:1"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(said(&output).contains("this build has no TLS"), "{}", said(&output));
 }
 
 #[cfg(feature = "tls")]
@@ -69,6 +74,23 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
     }
     let plain = curl("--http1.1", "http");
     assert!(!plain.status.success(), "{}", said(&plain));
+}
+
+#[cfg(feature = "tls")]
+pub(crate) async fn compare_asks_over_it_whom_it_trusts() {
+    let (prefill, decode) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let pool =
+        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    let file = SetupFile::new(&pool);
+    let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
+    let https = format!("https://localhost:{}/v1", proxy.port);
+    let compared = kvx_proxy_with(&[("SSL_CERT_FILE", CERT)], &["--compare", &https, &decode.url()]);
+    assert_eq!(compared.status.code(), Some(0), "{}", said(&compared));
+    assert!(said(&compared).contains("the same answers"), "{}", said(&compared));
+    // The system does not know that certificate.
+    let stranger = kvx_proxy(&["--compare", &https, &decode.url()]);
+    assert_eq!(stranger.status.code(), Some(1), "{}", said(&stranger));
+    assert!(said(&stranger).contains("certificate"), "{}", said(&stranger));
 }
 
 #[cfg(feature = "tls")]

@@ -39,7 +39,9 @@ pub(crate) struct Arguments {
 #[derive(Serialize)]
 struct Nixl {
     library: PathBuf,
-    /// Its name and version, where KVX can serve it.
+    /// That of its wheel; one that was built from source tells none.
+    version: Option<String>,
+    /// Its name, where KVX can serve it.
     serves: Option<String>,
     /// Why KVX cannot.
     refused: Option<String>,
@@ -56,6 +58,7 @@ impl Nixl {
         let installed = link.symlink_metadata().is_ok().then(|| std::fs::read_link(&link).unwrap_or(link));
         Nixl {
             library: library.to_owned(),
+            version: installed::version_of(library),
             refused: verdict.as_ref().err().map(ToString::to_string),
             serves: verdict.ok(),
             plugins,
@@ -246,6 +249,7 @@ mod tests {
         symlink("lib", root.0.join("lib64")).unwrap();
         assert_eq!(folders_at(&root.0).len(), 1);
         let nixl = Nixl::of(&libraries.join("libnixl.so"));
+        assert_eq!(nixl.version.as_deref(), Some("0.2.0"));
         assert!(nixl.serves.is_none() && nixl.refused.is_some() && nixl.installed.is_none());
     }
 }

@@ -329,7 +329,12 @@ fn two_agents_of_a_nixl_are_checked_over_kvx() {
     };
     let output = output(program(&["nixl", "--check"]).env("VIRTUAL_ENV", &environment), LIMIT);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(text(&output.stdout).contains("KVX"), "{}", text(&output.stdout));
+    let said = text(&output.stdout);
+    for (backend, blocks) in
+        [("KVX", "1024 blocks of 4 KiB"), ("KVX", "512 blocks of 64 KiB"), ("UCX", "1024 blocks of 4 KiB")]
+    {
+        assert!(said.contains(&format!("  {backend}: {blocks} read and verified, ")), "{said}");
+    }
 }
 
 /// The environment of a peer, if `cargo xtask test --install` has made it.

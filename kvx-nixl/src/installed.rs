@@ -76,6 +76,11 @@ pub fn verdict(library: &Path) -> Result<String, Refusal> {
     Installed::at(library, false).map(|installed| installed.name)
 }
 
+/// The version of the wheel that brought a `libnixl.so`.
+pub fn version_of(library: &Path) -> Option<String> {
+    Version::beside(library).map(|version| version.to_string())
+}
+
 /// The folder of plug-ins that belongs to a `libnixl.so`.
 pub fn plugins_of(library: &Path) -> PathBuf {
     library.parent().unwrap_or(Path::new("/")).join("plugins")

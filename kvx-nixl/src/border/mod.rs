@@ -225,3 +225,56 @@ unsafe extern "C" fn destroy(object: *mut Object) {
     };
     guarded(|| engine.end());
 }
+
+#[cfg(test)]
+mod tests {
+    use std::mem::MaybeUninit;
+
+    use super::*;
+
+    /// What `create` makes of these parameters, spoilt before it sees them.
+    fn created(spoil: impl FnOnce(&mut Setup)) -> *mut Object {
+        libstdcxx::find_heap().expect("libstdc++ is on this machine");
+        TABLE.get_or_init(|| Table { functions: vec![null(); 64], nixl: "a NIXL of this test".to_owned() });
+        let parameters = Map::empty();
+        let mut setup = MaybeUninit::<Setup>::zeroed();
+        let at = setup.as_mut_ptr();
+        // SAFETY: all of it is written, or may be zero, before it is read; its strings stay where they are made and
+        // leak.
+        unsafe {
+            Str::make(addr_of_mut!((*at).kind), NAME.to_bytes());
+            Str::make(addr_of_mut!((*at).agent), b"an agent with a name of more than 15 bytes");
+            (*at).parameters = &parameters;
+            spoil(&mut *at);
+            create(at)
+        }
+    }
+
+    #[test]
+    fn parameters_that_lie_elsewhere_are_refused_and_no_pointer_of_theirs_is_followed() {
+        let object = created(|_| {});
+        assert!(!object.is_null(), "as NIXL lays them out");
+        // SAFETY: it was made a moment ago, and nobody else has it.
+        unsafe { destroy(object) };
+        let fits_none: [fn(&mut Setup); 4] = [
+            |setup| std::mem::swap(&mut setup.kind, &mut setup.agent),
+            |setup| setup.parameters = null(),
+            // Where its length is expected lies an address, and nothing where its text is.
+            |setup| setup.agent = unsafe { MaybeUninit::zeroed().assume_init() },
+            // A field more in front: all lie 8 bytes later.
+            |setup| unsafe {
+                let at: *mut u8 = (&raw mut *setup).cast();
+                at.copy_to(at.add(8), size_of::<Setup>() - 8);
+            },
+        ];
+        for (at, spoil) in fits_none.into_iter().enumerate() {
+            assert!(created(spoil).is_null(), "{at}");
+        }
+    }
+
+    #[test]
+    fn no_panic_leaves_a_call() {
+        assert_eq!(guarded(|| 1), Some(1));
+        assert_eq!(guarded(|| -> u8 { panic!("of this test") }), None);
+    }
+}

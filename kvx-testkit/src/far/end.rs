@@ -211,7 +211,7 @@ impl End {
 }
 
 /// Forbids this process to open any file, or allows it again as far as the hard limit goes.
-fn limit_files(more: bool) -> rustix::io::Result<()> {
+pub(crate) fn limit_files(more: bool) -> rustix::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let free = if more { None } else { Some(rustix::io::dup(std::io::stdin())?.as_raw_fd() as u64) };

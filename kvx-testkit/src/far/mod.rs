@@ -17,7 +17,7 @@ use crate::setup::Backing;
 use crate::surroundings::{Holdings, Surroundings};
 
 pub use self::end::cpu_time;
-pub(crate) use self::end::serve;
+pub(crate) use self::end::{limit_files, serve};
 pub use self::words::{PostSpec, Sent};
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.

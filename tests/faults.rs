@@ -23,10 +23,13 @@ fn registry(_: &str) -> kvx::Registry {
 
 fn row(backend: &'static str, trouble: Trouble, moment: Moment) -> Result<(), Failed> {
     let name = format!("{backend}, {trouble}, {moment}");
-    if let Err(why) = kvx::registry().require(backend, &kvx::Options::default()) {
-        skip(&name, &why.to_string(), "see the reason");
-        return Ok(());
-    }
+    let version = match kvx::registry().require(backend, &kvx::Options::default()) {
+        Ok((_, found)) => found.version,
+        Err(why) => {
+            skip(&name, &why.to_string(), "see the reason");
+            return Ok(());
+        }
+    };
     let mut setup = Setup::new(registry, "", backend, Mode::TwoProcesses);
     setup.peer_timeout = Duration::from_secs(3);
     let deadline = Duration::from_millis(if is_all() { 2000 } else { 500 });
@@ -43,13 +46,16 @@ fn row(backend: &'static str, trouble: Trouble, moment: Moment) -> Result<(), Fa
         }
         Err(why) => format!("**{why}** | | |"),
     };
-    println!("| {backend} | {trouble} | {moment} | {cells} |");
+    // kvx's own have its version.
+    let library = if matches!(backend, "SHM" | "TCP") { "" } else { &*version };
+    println!("| {} | {trouble} | {moment} | {cells} |", format!("{backend} {library}").trim());
     ended.map(drop).map_err(Into::into)
 }
 
 fn main() -> ExitCode {
     serve_if_asked(registry);
-    let backends: &[&'static str] = if is_all() { &["SHM", "TCP", "UCX", "LIBFABRIC"] } else { &["SHM", "TCP"] };
+    let backends: &[&'static str] =
+        if is_all() { &["SHM", "TCP", "UCX", "LIBFABRIC"] } else { &["SHM", "TCP"] };
     let mut trials = Vec::new();
     for backend in backends {
         for trouble in Trouble::ALL {

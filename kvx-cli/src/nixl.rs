@@ -46,8 +46,10 @@ struct Nixl {
     /// Why KVX cannot.
     refused: Option<String>,
     plugins: PathBuf,
-    /// What its backend KVX is now.
+    /// What its backend KVX is now: a link to this.
     installed: Option<PathBuf>,
+    /// Whether that leads somewhere.
+    is_there: bool,
 }
 
 impl Nixl {
@@ -61,8 +63,22 @@ impl Nixl {
             version: installed::version_of(library),
             refused: verdict.as_ref().err().map(ToString::to_string),
             serves: verdict.ok(),
+            is_there: plugins.join(PLUGIN).exists(),
             plugins,
             installed,
+        }
+    }
+
+    /// What its backend KVX is, and what to do if it has none.
+    fn installation(&self) -> String {
+        match &self.installed {
+            Some(target) if self.is_there => format!("its backend KVX is {}", target.display()),
+            Some(target) => format!(
+                "its backend KVX is a link to {}, which is not there: kvx nixl --install {}, or --remove",
+                target.display(),
+                self.plugins.display()
+            ),
+            None => format!("it has no backend KVX: kvx nixl --install {}", self.plugins.display()),
         }
     }
 }
@@ -95,10 +111,16 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
             (None, Some(why)) => writeln!(out, "  KVX refuses it: {why}")?,
             (None, None) => {}
         }
-        match &nixl.installed {
-            Some(target) => writeln!(out, "  its backend KVX is {}", target.display())?,
-            None => writeln!(out, "  it has no backend KVX: kvx nixl --install {}", nixl.plugins.display())?,
-        }
+        writeln!(out, "  {}", nixl.installation())?;
+    }
+    if let Some(folder) = std::env::var_os("NIXL_PLUGIN_DIR").filter(|value| !value.is_empty()) {
+        let folder = Path::new(&folder);
+        let has = if folder.join(PLUGIN).exists() { "KVX" } else { "no KVX" };
+        writeln!(
+            out,
+            "NIXL_PLUGIN_DIR is {}, which takes the place of all their folders and has {has}",
+            folder.display()
+        )?;
     }
     Ok(())
 }
@@ -108,7 +130,7 @@ fn plugin() -> Result<PathBuf> {
     let named = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     let program = std::env::current_exe()?.canonicalize()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
-    let beside = [folder.join(PLUGIN), folder.join("deps").join(PLUGIN), folder.join("../lib").join(PLUGIN)];
+    let beside = [folder.join(PLUGIN), folder.join("../lib").join(PLUGIN)];
     let found = named.into_iter().chain(beside).find(|file| file.is_file());
     let found = found.ok_or_else(|| {
         format!(
@@ -142,6 +164,9 @@ fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
         return Err(format!("{} is not named {PLUGIN}, by which NIXL opens it", plugin.display()).into());
     }
     for (folder, nixl) in folders_at(place) {
+        if nixl.is_none() && place.join("pyvenv.cfg").exists() {
+            return Err(format!("{} has no NIXL: pip install nixl there first", place.display()).into());
+        }
         if let Some(library) = &nixl {
             installed::verdict(library).map_err(|why| why.to_string())?;
         }
@@ -245,11 +270,20 @@ mod tests {
             let why = install(place, &plugin, &mut Vec::new()).unwrap_err().to_string();
             assert!(why.contains("NIXL 0.2.0 was not tried"), "{why}");
         }
+        let bare = root.0.join("bare");
+        std::fs::create_dir_all(&bare).unwrap();
+        std::fs::write(bare.join("pyvenv.cfg"), "").unwrap();
+        let why = install(&bare, &Path::new("/nonexistent").join(PLUGIN), &mut Vec::new()).unwrap_err();
+        assert!(why.to_string().contains("has no NIXL"), "{why}");
         // As `python -m venv` links it.
         symlink("lib", root.0.join("lib64")).unwrap();
         assert_eq!(folders_at(&root.0).len(), 1);
         let nixl = Nixl::of(&libraries.join("libnixl.so"));
         assert_eq!(nixl.version.as_deref(), Some("0.2.0"));
         assert!(nixl.serves.is_none() && nixl.refused.is_some() && nixl.installed.is_none());
+        assert!(nixl.installation().contains("no backend KVX"));
+        symlink("/nowhere/libplugin_KVX.so", libraries.join("plugins").join(PLUGIN)).unwrap();
+        let dangling = Nixl::of(&libraries.join("libnixl.so")).installation();
+        assert!(dangling.contains("is not there: kvx nixl --install"), "{dangling}");
     }
 }

@@ -12,8 +12,11 @@ use serde_json::Value;
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn program(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    let program = Path::new(env!("CARGO_BIN_EXE_kvx"));
+    let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null());
+    // Cargo leaves it there for those that depend on its crate; a user builds it by itself.
+    command.env("KVX_NIXL_PLUGIN", program.with_file_name("deps").join("libplugin_KVX.so"));
     command
 }
 
@@ -330,6 +333,10 @@ fn two_agents_of_a_nixl_are_checked_over_kvx() {
     let output = output(program(&["nixl", "--check"]).env("VIRTUAL_ENV", &environment), LIMIT);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let said = text(&output.stdout);
+    assert!(
+        said.contains("it has no backend KVX: kvx nixl --install"),
+        "an engine would not find it: {said}"
+    );
     for (backend, blocks) in
         [("KVX", "1024 blocks of 4 KiB"), ("KVX", "512 blocks of 64 KiB"), ("UCX", "1024 blocks of 4 KiB")]
     {

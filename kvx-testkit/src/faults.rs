@@ -63,8 +63,9 @@ impl Trouble {
                 &[Kind::PeerLost, Kind::TimedOut]
             }
             Trouble::Restarted => &[Kind::PeerLost, Kind::PeerRestarted, Kind::TimedOut],
-            // Its regions are taken back first.
-            Trouble::ShutDown => &[Kind::PeerLost, Kind::Revoked, Kind::TimedOut],
+            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back first.
+            Trouble::ShutDown if moment == Moment::Unlinked => &[Kind::PeerLost, Kind::TimedOut],
+            Trouble::ShutDown => &[Kind::PeerLost, Kind::Revoked],
             Trouble::Revoked => &[Kind::Revoked],
             Trouble::NoFilesThere | Trouble::NoFilesHere => {
                 &[Kind::PeerLost, Kind::TimedOut, Kind::Exhausted]
@@ -164,12 +165,7 @@ const SOURCE: u64 = 2;
 /// # Errors
 /// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory that does not
 /// come back, or a next transfer that does not work.
-pub fn fault(
-    setup: &Setup,
-    trouble: Trouble,
-    moment: Moment,
-    deadline: Duration,
-) -> Result<Ended, Failure> {
+pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration) -> Result<Ended, Failure> {
     let mut scene = Scene::new(setup, trouble, deadline)?;
     let op = if moment == Moment::Writing { Op::Write } else { Op::Read };
     let metadata = scene.metadata()?;

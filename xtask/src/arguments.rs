@@ -51,6 +51,11 @@ pub(crate) enum Request {
     Gpu(GpuOptions),
     /// `cargo xtask soak`
     Soak(SoakOptions),
+    /// `cargo xtask faults`
+    Faults {
+        /// Only what has one of these in its name; empty means all.
+        only: Vec<String>,
+    },
 }
 
 /// The options of `cargo xtask gpu`: what it does.
@@ -164,6 +169,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
         Some("limits") => parse_limits(arguments),
         Some("fuzz") => parse_fuzz(arguments),
         Some("soak") => parse_soak(arguments),
+        Some("faults") => parse_faults(arguments),
         Some("gpu") => parse_gpu(arguments),
         Some("wheel") => parse_check("wheel", arguments, |check| Request::Wheel { check }),
         Some("interop") => parse_interop(arguments),
@@ -275,6 +281,18 @@ fn parse_soak(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
     Ok(Request::Soak(options))
 }
 
+fn parse_faults(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut only = Vec::new();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--help" | "-h" => return Ok(Request::Help),
+            "--only" => only.push(arguments.next().ok_or("`--only` takes a part of a name")?),
+            other => return Err(format!("unknown argument `{other}` of `faults`")),
+        }
+    }
+    Ok(Request::Faults { only })
+}
+
 fn parse_fuzz(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
     let (mut options, known) = (FuzzOptions::default(), fuzz::targets());
     while let Some(argument) = arguments.next() {
@@ -359,6 +377,11 @@ commands:
       or grows (descriptors, threads, memory, quarantine), fails; docs/reliability.md has the last result
         --minutes N    for so long over each, instead of an hour
         --only BACKEND only over this one, may be repeated
+  faults [--only PART]
+      peers that are killed, stopped, restarted, shut down, out of descriptors, before a link, while idle, amid reads and
+      writes: how transfers end and when, when their memory is free, when work goes on, as the table that
+      docs/reliability.md has; ten minutes
+        --only PART    only over this backend, or with this trouble
   fuzz [--seconds N] [--keep] [TARGET]...
       try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
       a C++ compiler and, the first time, the registry; tests replay what it found (fuzz/corpus)
@@ -429,6 +452,8 @@ mod tests {
             words("soak --minutes 5 --only TCP"),
             Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()] }))
         );
+        assert_eq!(words("faults --only TCP"), Ok(Request::Faults { only: vec!["TCP".into()] }));
+        assert!(words("faults TCP").is_err());
         assert!(words("soak --minutes 0").is_err() && words("soak TCP").is_err());
         let only = vec!["tcp_owner".to_owned()];
         assert_eq!(

@@ -9,6 +9,7 @@ mod bindings;
 mod circles;
 #[cfg(test)]
 mod core_size;
+mod faults;
 mod features;
 mod fuzz;
 mod gpu;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         Request::Peers(names) => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
         Request::Soak(options) => soak::run(&options),
+        Request::Faults { only } => faults::run(&only),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
         Request::Wheel { check } => wheel::command(check),

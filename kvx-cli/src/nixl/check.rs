@@ -45,7 +45,7 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
             )?;
             continue;
         };
-        writeln!(out, "{name}, {}", python.display())?;
+        writeln!(out, "{name}, {}, through {}", python.display(), plugin.display())?;
         checked += 1;
         for (backend, folder) in [("KVX", Some(&plugins.0)), ("UCX", None)] {
             let mut command = Command::new(&python);
@@ -71,6 +71,10 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
                 failed.push(name.clone());
             }
         }
+    }
+    // What was run lies beside this program; what an engine finds is another matter.
+    for nixl in found.iter().filter(|nixl| nixl.serves.is_some() && !nixl.is_there) {
+        writeln!(out, "{}: {}", nixl.library.display(), nixl.installation())?;
     }
     match (checked, failed.is_empty()) {
         (0, _) => {

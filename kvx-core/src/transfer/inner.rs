@@ -428,14 +428,15 @@ impl Expire for TransferInner {
         if broken("deadline") {
             return;
         }
-        let late = || {
+        // One that was posted to a lost peer waits to hear who answers there now: that it is lost says more.
+        let late = self.peer.lost().unwrap_or_else(|| {
             Error::new(
                 Kind::TimedOut,
                 "the transfer did not end by its deadline: raise it, or see whether the peer still works",
             )
-        };
-        self.resolve(Err(late()));
-        self.cancel(late());
+        });
+        self.resolve(Err(late.clone()));
+        self.cancel(late);
     }
 
     fn interrupt(self: Arc<Self>, reason: &Reason) {

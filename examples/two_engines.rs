@@ -29,7 +29,7 @@ use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::{BlockLists, WorkerRank};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx::connector::params::{Dialect, TransferParams};
+use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Decode, Held, Lease, Prefill, Released};
 use kvx::connector::wire::CompatibilityFactors;
 
@@ -73,7 +73,7 @@ fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
 /// Prefill: blocks that a decode may come for, and what the router sends it.
 fn publish(connector: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
     let (lease, params) = Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
-    Ok((lease, params.to_value(Dialect::default())?))
+    Ok((lease, params.to_value(connector.settings().dialect)?))
 }
 
 /// Decode: fills `blocks`, those of the prompt that are not cached. If it could not, the engine computes them, when
@@ -81,7 +81,7 @@ fn publish(connector: &Connector, request: &str, blocks: &[u32], tokens: u32) ->
 fn load(connector: &Connector, request: &str, params: &Value, blocks: &[u32]) -> Result<Option<Held>> {
     let params = TransferParams::from_value(params)?;
     let fetch = Decode::new(connector).fetch(request, &params, BlockLists::single(blocks), SOON);
-    match fetch.wait(2 * SOON).map_err(|_| "a load has an outcome by its deadline")? {
+    match fetch.outcome() {
         Ok(_) => Ok(None),
         Err(error) => {
             eprintln!("{request}: {error}");

@@ -11,6 +11,7 @@ use crate::executor::run;
 use crate::far::{Far, limit_files};
 use crate::pattern::{bytes, checksum, fill};
 use crate::setup::{CUT_OFF, Setup, free_port, unique};
+use crate::stopwatch::Stopwatch;
 
 /// What fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,7 +183,7 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
         (Some(peer), Moment::Reading | Moment::Writing) => scene.post(op, peer)?,
         _ => Vec::new(),
     };
-    let begun = Instant::now();
+    let (begun, watch) = (Instant::now(), Stopwatch::start()?);
     scene.begin(trouble)?;
     let peer = match linked {
         Some(peer) => peer,
@@ -198,7 +199,8 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
     let results: Vec<_> = posted.iter_mut().map(|transfer| run(transfer).map(drop)).collect();
     let after = begun.elapsed();
     let limit = deadline + GRACE + if trouble == Trouble::Restarted { CUT_OFF } else { Duration::ZERO };
-    ensure!(after < limit, "the work ended after {after:?}, {deadline:?} were its deadline");
+    let took = watch.read();
+    ensure!(took.within(limit), "the work ended after {took}, {deadline:?} were its deadline");
     let settled = scene.settled(&posted, op)?;
     scene.check_results(&results, op, trouble, moment)?;
 

@@ -40,7 +40,7 @@ impl fmt::Display for LoadFailure {
                 "blocks that were read do not have the digests that the peer has published (kvx_digest); they \
                  are refused",
             ),
-            LoadFailure::Refused(why) => write!(f, "the parameters are refused: {why}"),
+            LoadFailure::Refused(why) => write!(f, "the load is refused: {why}"),
             LoadFailure::Expiring => f.write_str("the peer is about to free the blocks"),
             LoadFailure::NotPushed => f.write_str("the peer did not send the blocks in time"),
             LoadFailure::Deadline => f.write_str("the request's deadline has come"),

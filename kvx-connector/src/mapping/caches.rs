@@ -9,7 +9,7 @@ use super::layout::KvLayout;
 use super::names::natural_order;
 use super::ranks::Heads;
 
-/// Where the blocks of a layer start.
+/// Where the blocks of a layer start: addresses of this process, `Memory::address` and an offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvTensors {
     /// K and V in the same blocks, moved as one: one region per layer. Also the latent of MLA.
@@ -56,7 +56,8 @@ pub struct Caches {
 
 impl Caches {
     /// The regions of these layers, in the natural order of their names. Layers that start at the same address share a
-    /// region; if they are of several groups, the region is shared by all.
+    /// region; if they are of several groups, the region is shared by all. `kernel_per_logical` is 1 unless a block is
+    /// made of several of the kernels', `device` the number of the GPU, 0 in host memory.
     ///
     /// # Errors
     /// `Invalid` for a name given twice, layers that share an address but not their blocks or heads, and mixed styles

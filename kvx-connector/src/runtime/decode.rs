@@ -5,6 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use kvx_core::Deadline;
 
@@ -37,7 +38,7 @@ pub struct LoadError {
     /// Why.
     pub failure: LoadFailure,
     /// What the engine does next with the request, by `kv_load_failure_policy`; `Fail` once its deadline is past,
-    /// whatever the policy.
+    /// whatever the policy, and `Recompute` for one that was refused before it began: nothing of it was lost.
     pub then: Then,
     /// Blocks without the right contents: never to be found in a prefix cache.
     pub invalid: Vec<u32>,
@@ -78,7 +79,8 @@ impl<'a> Decode<'a> {
     /// It begins at once, and has an outcome by the deadline at the latest. That is the request's own: past it nobody
     /// waits for the answer, and `then` is `Fail`. How long the load alone may take is `load_timeout` of
     /// `kv_connector_extra_config`, 120 s if not said. One that is refused before it begins, or whose handshake fails,
-    /// leaves the prefill's blocks to their lease.
+    /// leaves the prefill's blocks to their lease. An engine whose request waits for blocks for longer than a lease takes
+    /// the calls of a step loop, [`Connector::on_new_request`] first: heartbeats then begin with the request.
     pub fn fetch(
         &self,
         request: impl Into<RequestId>,
@@ -173,7 +175,7 @@ fn ended(connector: &Connector, request: &RequestId, end: LoadEnd) -> Result<Loa
     }
 }
 
-/// A load that is under way: a future, or [`wait`](Self::wait) without a runtime.
+/// A load that is under way: a future, or [`outcome`](Self::outcome) without a runtime.
 ///
 /// Dropped before its end it is aborted, and the prefill is told so. The engine then hears of its blocks once, by
 /// [`outcomes`](Connector::outcomes): `Free` or `Lost`. [`cancel`](Self::cancel) gives something to wait for instead.
@@ -194,7 +196,19 @@ impl Fetch {
         &self.request
     }
 
-    /// Blocks until it has ended. `Err`: not by the deadline; it goes on.
+    /// Blocks until it has ended, which it does by its own deadline.
+    pub fn outcome(self) -> Result<Loaded, LoadError> {
+        let mut fetch = self;
+        loop {
+            match fetch.wait(Duration::MAX) {
+                Ok(end) => return end,
+                Err(again) => fetch = again,
+            }
+        }
+    }
+
+    /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may come
+    /// first: [`outcome`](Self::outcome) waits for that.
     pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Result<Loaded, LoadError>, Fetch> {
         if let Some(early) = self.early.take() {
             self.over = true;

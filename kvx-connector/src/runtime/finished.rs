@@ -98,9 +98,10 @@ impl State {
         self.traces.finished(request);
         let mut finished = self.scheduler.request_finished(now, request, ending);
         if wrong && given == Status::Failed && !blocks.is_empty() {
-            finished
-                .withheld
-                .get_or_insert("its blocks are not those of the registered caches: a number is beyond them");
+            finished.withheld.get_or_insert(match self.published {
+                None => "no caches are registered: call Rank::register first",
+                Some(_) => "its blocks are not those of the registered caches: a number is beyond them",
+            });
         }
         if finished.params.is_some()
             && let Some(published) = &mut self.published

@@ -16,7 +16,8 @@ use crate::params::{TransferMode, TransferParams};
 /// What has become of blocks that were kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// Nothing touches them any more: fetched, or nobody came for them in time.
+    /// Nothing touches them for this request any more: fetched, or nobody came for them in time. A block that another
+    /// lease has too (a shared prefix) is free with the last of them: engines count its users.
     Free,
     /// That will never be proven: no request gets one of them again, as long as the process lives.
     Lost,
@@ -37,7 +38,7 @@ impl<'a> Prefill<'a> {
     }
 
     /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to the decode,
-    /// unchanged (`to_value` writes them, `from_value` reads them), and the blocks stay as they are until the lease
+    /// unchanged (`to_value` writes them in the dialect of [`Connector::settings`], `from_value` reads them), and the blocks stay as they are until the lease
     /// says otherwise. Blocks beyond those that the tokens need are left out of it.
     ///
     /// # Errors

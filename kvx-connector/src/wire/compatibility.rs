@@ -33,7 +33,8 @@ impl fmt::Display for CompatibilityHash {
     }
 }
 
-/// What goes into the hash. All of it must be as the vLLM peer has it, to the letter.
+/// What goes into the hash. All of it must be as the vLLM peer has it, to the letter. Between engines of one's own any
+/// values do that are the same on both sides; set all that decides what the bytes mean, for nothing else compares it.
 ///
 /// ```
 /// use kvx_connector::Dialect;

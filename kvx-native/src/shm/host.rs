@@ -21,8 +21,9 @@ pub(crate) struct Host {
 impl Host {
     /// This host. Errors: `Unavailable` when the kernel does not tell its boot id.
     pub(crate) fn this() -> Result<Self> {
-        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .map_err(|cause| error(Kind::Unavailable, "no boot id: mount /proc").source(cause))?;
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|cause| {
+            error(Kind::Unavailable, format!("no boot id in /proc: {cause}")).source(cause)
+        })?;
         let boot = boot_id(&text)
             .ok_or_else(|| error(Kind::Unavailable, format!("the boot id {:?} is none", text.trim())))?;
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })

@@ -61,7 +61,10 @@ impl Factory for Shm {
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
         Host::this().map_err(|why| {
-            Unavailable::because(why.sentence().to_owned(), "mount /proc in this container")
+            Unavailable::because(
+                why.sentence().to_owned(),
+                "mount /proc in this container, and leave the process descriptors (ulimit -n)",
+            )
         })?;
         Ok(Availability {
             version: env!("CARGO_PKG_VERSION").to_owned(),

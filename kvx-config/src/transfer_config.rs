@@ -300,8 +300,8 @@ impl KvTransferConfig {
         self.connector.as_ref()
     }
 
-    /// `engine_id`: as written, or a random UUID that stays the same for this value and its clones. It names one life of
-    /// one engine: of two live ones with one name, or of one started again within a lease, peers refuse what they
+    /// `engine_id`: as written, or a random UUID that stays the same for this value and its clones. It names one life
+    /// of one engine: of two live ones with one name, or of one started again within a lease, peers refuse what they
     /// cannot tell apart. Best left out.
     pub fn engine_id(&self) -> &str {
         &self.engine_id

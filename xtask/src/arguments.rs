@@ -378,8 +378,8 @@ commands:
         --minutes N    for so long over each, instead of an hour
         --only BACKEND only over this one, may be repeated
   faults [--only PART]
-      peers that are killed, stopped, restarted, shut down, out of descriptors, before a link, while idle, amid reads and
-      writes: how transfers end and when, when their memory is free, when work goes on, as the table that
+      peers that are killed, stopped, restarted, shut down, out of descriptors, before a link, while idle, amid
+      reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
       docs/reliability.md has; ten minutes
         --only PART    only over this backend, or with this trouble
   fuzz [--seconds N] [--keep] [TARGET]...

@@ -31,8 +31,8 @@ fn rows(output: &str) -> Vec<Row<'_>> {
     output.lines().filter_map(row).collect()
 }
 
-/// A line for each trouble and moment, a column for each backend: how transfers ended, and after how many ms; when their
-/// memory was free; when work went on.
+/// A line for each trouble and moment, a column for each backend: how transfers ended, and after how many ms; when
+/// their memory was free; when work went on.
 fn table(rows: &[Row<'_>]) -> String {
     let mut backends: Vec<&str> = Vec::new();
     let mut lines: Vec<[&str; 2]> = Vec::new();

@@ -79,8 +79,8 @@ impl<'a> Decode<'a> {
     /// It begins at once, and has an outcome by the deadline at the latest. That is the request's own: past it nobody
     /// waits for the answer, and `then` is `Fail`. How long the load alone may take is `load_timeout` of
     /// `kv_connector_extra_config`, 120 s if not said. One that is refused before it begins, or whose handshake fails,
-    /// leaves the prefill's blocks to their lease. An engine whose request waits for blocks for longer than a lease takes
-    /// the calls of a step loop, [`Connector::on_new_request`] first: heartbeats then begin with the request.
+    /// leaves the prefill's blocks to their lease. An engine whose request waits for blocks longer than a lease lasts
+    /// takes the calls of a step loop, [`Connector::on_new_request`] first: heartbeats then begin with the request.
     pub fn fetch(
         &self,
         request: impl Into<RequestId>,
@@ -207,8 +207,8 @@ impl Fetch {
         }
     }
 
-    /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may come
-    /// first: [`outcome`](Self::outcome) waits for that.
+    /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may
+    /// come first: [`outcome`](Self::outcome) waits for that.
     pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Result<Loaded, LoadError>, Fetch> {
         if let Some(early) = self.early.take() {
             self.over = true;

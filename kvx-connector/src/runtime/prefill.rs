@@ -39,7 +39,8 @@ impl<'a> Prefill<'a> {
 
     /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to the decode,
     /// unchanged (`to_value` writes them in the dialect of [`Connector::settings`], `from_value` reads them), and the
-    /// blocks stay as they are until the lease says otherwise. Blocks beyond those that the tokens need are left out of it.
+    /// blocks stay as they are until the lease says otherwise. Blocks beyond those that the tokens need are left out of
+    /// it.
     ///
     /// # Errors
     /// `Invalid` for a name that is in use, and for blocks that do not fit the tokens or the registered caches;

@@ -259,12 +259,14 @@ mod tests {
         let fits_none: [fn(&mut Setup); 4] = [
             |setup| std::mem::swap(&mut setup.kind, &mut setup.agent),
             |setup| setup.parameters = null(),
-            // Where its length is expected lies an address, and nothing where its text is.
+            // Where its text is expected lies nothing.
+            // SAFETY: a string of zeros is no live one, and nobody follows it.
             |setup| setup.agent = unsafe { MaybeUninit::zeroed().assume_init() },
             // A field more in front: all lie 8 bytes later.
-            |setup| unsafe {
+            |setup| {
                 let at: *mut u8 = (&raw mut *setup).cast();
-                at.copy_to(at.add(8), size_of::<Setup>() - 8);
+                // SAFETY: both ranges are within it.
+                unsafe { at.copy_to(at.add(8), size_of::<Setup>() - 8) };
             },
         ];
         for (at, spoil) in fits_none.into_iter().enumerate() {

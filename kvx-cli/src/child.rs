@@ -51,7 +51,11 @@ impl Child {
         let mut process = command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
         let asked = process.stdin.take();
         let (send, answers) = mpsc::sync_channel(UNHEARD);
-        let lines = |output| BufReader::new(output).lines().map_while(std::result::Result::ok);
+        // Whatever a library writes: what is no UTF-8 is replaced.
+        let lines = |output| {
+            let lines = BufReader::new(output).split(b'\n').map_while(std::result::Result::ok);
+            lines.map(|line| String::from_utf8_lossy(&line).into_owned())
+        };
         if let Some(output) = process.stdout.take() {
             let lines = lines(Box::new(output) as Box<dyn Read + Send>);
             std::thread::spawn(move || {

@@ -2,7 +2,7 @@
 //!
 //! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own, [`NixlPeer`] connects.
 //! Notifications need nothing more: those up to 64 KiB arrive as they were sent, on both sides; for longer ones, and
-//! ones that begin with the byte `F8`, see [`notes`](crate::wire::nixl::notes) and
+//! ones that begin as parts of longer ones do, see [`notes`](crate::wire::nixl::notes) and
 //! [`Assembly`](crate::wire::nixl::Assembly).
 //!
 //! ```

@@ -171,7 +171,7 @@ pub fn random_number() -> Result<u64> {
 }
 
 /// 256 bits that nobody can guess, from the operating system.
-pub(crate) fn random_key() -> Result<[u8; 32]> {
+pub fn random_key() -> Result<[u8; 32]> {
     let mut bytes = [0; 32];
     bytes[..16].copy_from_slice(&random_bytes()?);
     bytes[16..].copy_from_slice(&random_bytes()?);

@@ -94,7 +94,7 @@ pub mod sync;
 pub mod wire;
 
 pub use bound::{Bound, LocalSide, Pair, Placed, RemoteSide};
-pub use identity::random_number;
+pub use identity::{random_key, random_number};
 pub use quarantine::quarantine_for_ever;
 pub use segments::{Extent, Extents, Segment, Segments};
 pub use ticket::Settle;

@@ -96,6 +96,19 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
 }
 
 #[test]
+fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
+    let relay = Relay::new();
+    let pair = relayed(&relay);
+    relay.cut();
+    pair.peer.loss(CUT_OFF).wait(CUT_OFF).unwrap();
+    // Who answers there now is asked, and nobody says.
+    relay.stall_answers(0);
+    let posted = pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
+    let error = posted.and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
+    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+}
+
+#[test]
 fn a_peer_that_is_busy_but_alive_is_not_lost() {
     // The owner's agent takes no notifications, for several times the peer timeout.
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();

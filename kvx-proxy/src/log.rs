@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::OpenOptions;
 use std::io::{BufWriter, ErrorKind, Write};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -41,6 +42,10 @@ impl Access {
     /// Whether the log could be opened; a file that was not there is not there after this.
     pub(crate) fn can_open(to: &AccessLog) -> Result<()> {
         let AccessLog::File(path) = to else { return Ok(()) };
+        // To open a pipe waits for whoever reads it.
+        if std::fs::metadata(path).is_ok_and(|file| file.file_type().is_fifo()) {
+            return Ok(());
+        }
         let opened = match OpenOptions::new().append(true).create_new(true).open(path) {
             Ok(_) => std::fs::remove_file(path),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {

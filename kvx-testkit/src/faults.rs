@@ -189,14 +189,16 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
         Some(peer) => peer,
         None => scene.near.connect(&metadata)?,
     };
+    let mut refused = None;
     if posted.is_empty() {
         // A post may say at once what an answer would say later: a lost peer, files that cannot be opened.
         match scene.post(op, &peer) {
             Ok(transfers) => posted = transfers,
-            Err(error) => scene.refused = Some(error),
+            Err(error) => refused = Some(Err(error)),
         }
     }
-    let results: Vec<_> = posted.iter_mut().map(|transfer| run(transfer).map(drop)).collect();
+    let waited = posted.iter_mut().map(|transfer| run(transfer).map(drop));
+    let results: Vec<_> = waited.chain(refused).collect();
     let after = begun.elapsed();
     let limit = deadline + GRACE + if trouble == Trouble::Restarted { CUT_OFF } else { Duration::ZERO };
     let took = watch.read();
@@ -215,8 +217,7 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
         std::thread::sleep(LATE);
         scene.is_untouched(seed)?;
     }
-    let results = told(results.into_iter().chain(scene.refused.take().map(Err)));
-    Ok(Ended { results, after, settled, held, works })
+    Ok(Ended { results: told(results), after, settled, held, works })
 }
 
 /// An agent here and one at a far end.
@@ -235,11 +236,14 @@ struct Scene {
     /// The far end's agent, and its regions for reads and writes, by number.
     agent: usize,
     regions: [usize; 2],
-    /// What a post was refused with.
-    refused: Option<kvx_core::Error>,
 }
 
+/// The far end's region for reads, and that for writes.
 const NAMES: [&str; 2] = ["source", "sink"];
+
+fn region_for(op: Op) -> &'static str {
+    NAMES[usize::from(op == Op::Write)]
+}
 
 impl Scene {
     fn new(setup: &Setup, trouble: Trouble, deadline: Duration) -> Result<Scene, Failure> {
@@ -261,7 +265,6 @@ impl Scene {
             name: unique("far"),
             agent: 0,
             regions: [0; 2],
-            refused: None,
         };
         scene.populate()?;
         Ok(scene)
@@ -271,6 +274,13 @@ impl Scene {
     fn populate(&mut self) -> Check {
         self.agent = self.far_setup.far_agent(&mut self.far, &self.name)?;
         self.register()
+    }
+
+    /// Another process takes the place of the far end's, which is killed if it lives.
+    fn start_again(&mut self) -> Check {
+        self.far.process()?.kill()?;
+        self.far.restart()?;
+        self.populate()
     }
 
     fn register(&mut self) -> Check {
@@ -287,9 +297,8 @@ impl Scene {
     /// A transfer of all blocks of a slot, in another order there, so that nothing is merged.
     fn plan(&self, op: Op, peer: &Peer, slot: usize) -> kvx_core::Result<Plan> {
         let local = self.slots.grid(GRID.at((slot * SLOT) as u64))?.blocks(0..GRID.count);
-        let name = if op == Op::Read { NAMES[0] } else { NAMES[1] };
         let backwards: Vec<u32> = (0..GRID.count).rev().collect();
-        Plan::of(op, [(local, peer.region(name)?.grid(GRID)?.blocks(backwards))])
+        Plan::of(op, [(local, peer.region(region_for(op))?.grid(GRID)?.blocks(backwards))])
     }
 
     /// One in each slot.
@@ -300,17 +309,16 @@ impl Scene {
 
     /// Many, of a block each.
     fn post_small(&self, op: Op, peer: &Peer) -> Result<Vec<Transfer>, Failure> {
-        let name = if op == Op::Read { NAMES[0] } else { NAMES[1] };
-        let theirs = peer.region(name)?.grid(GRID)?;
+        let theirs = peer.region(region_for(op))?.grid(GRID)?;
         let all = Grid::packed(4096, GRID.count * SLOTS as u32);
-        let mut posted = Vec::new();
-        for number in 0..CANCELLED {
-            let local = self.slots.grid(all)?.blocks([number % all.count]);
-            let plan = Plan::of(op, [(local, theirs.blocks([number % GRID.count]))])?;
-            posted.push(peer.transfer(&plan).deadline(CUT_OFF).post()?);
-            posted[number as usize].cancel();
-        }
-        Ok(posted)
+        let ours = self.slots.grid(all)?;
+        let posted = |number: u32| {
+            let blocks = (ours.blocks([number % all.count]), theirs.blocks([number % GRID.count]));
+            let transfer = peer.transfer(&Plan::of(op, [blocks])?).deadline(CUT_OFF).post()?;
+            transfer.cancel();
+            Ok(transfer)
+        };
+        (0..CANCELLED).map(posted).collect()
     }
 
     fn begin(&mut self, trouble: Trouble) -> Check {
@@ -320,11 +328,7 @@ impl Scene {
                 self.far.fork(LIFE_OF_A_CHILD)?;
                 self.far.process()?.kill()
             }
-            Trouble::Restarted => {
-                self.far.process()?.kill()?;
-                self.far.restart()?;
-                self.populate()
-            }
+            Trouble::Restarted => self.start_again(),
             Trouble::Stopped | Trouble::StoppedThenKilled => self.far.process()?.stop(),
             Trouble::ShutDown => {
                 // What others still hold of it is its own business: a shutdown may say `StillShared`.
@@ -347,15 +351,7 @@ impl Scene {
     /// The trouble is over.
     fn end(&mut self, trouble: Trouble) -> Check {
         match trouble {
-            Trouble::Killed | Trouble::KilledBesideAChild => {
-                self.far.restart()?;
-                self.populate()
-            }
-            Trouble::StoppedThenKilled => {
-                self.far.process()?.kill()?;
-                self.far.restart()?;
-                self.populate()
-            }
+            Trouble::Killed | Trouble::KilledBesideAChild | Trouble::StoppedThenKilled => self.start_again(),
             Trouble::Stopped => self.far.process()?.go_on(),
             Trouble::ShutDown => self.populate(),
             Trouble::Revoked => self.register(),
@@ -409,7 +405,7 @@ impl Scene {
         moment: Moment,
     ) -> Check {
         let kinds = trouble.kinds(moment, &self.capabilities);
-        for error in results.iter().filter_map(|result| result.as_ref().err()).chain(&self.refused) {
+        for error in results.iter().filter_map(|result| result.as_ref().err()) {
             ensure!(kinds.contains(&error.kind()), "{kinds:?} were allowed, not {error:?}");
         }
         if op != Op::Read || trouble == Trouble::Cancelled {
@@ -461,8 +457,8 @@ impl Drop for Scene {
     }
 }
 
-/// `18 arrived, 6 PeerLost`.
-fn told(results: impl Iterator<Item = kvx_core::Result<()>>) -> String {
+/// `18 arrived, 6 peer_lost`.
+fn told(results: Vec<kvx_core::Result<()>>) -> String {
     let (mut arrived, mut failed) = (0, Vec::<(Kind, u32)>::new());
     for result in results {
         match result.map_err(|error| error.kind()) {

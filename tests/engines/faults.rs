@@ -176,14 +176,22 @@ fn load(request: &str) -> Load<'_> {
 const HAVE_MET: [bool; 2] = [false, true];
 
 fn prefill_killed(backend: &str) -> Check {
+    killed_prefill(|| Two::new(backend), Way::Reads)
+}
+
+fn pushing_prefill_killed(backend: &str) -> Check {
+    killed_prefill(|| Two::pushing(backend), Way::Writes)
+}
+
+fn killed_prefill(two: impl Fn() -> Result<Two, Failure>, way: Way) -> Check {
     for have_met in HAVE_MET {
-        let mut two = Two::new(backend)?;
+        let mut two = two()?;
         if have_met {
             two.works()?;
         }
         let places = two.spread(DEADLINE)?;
         two.prefill.process().kill()?;
-        two.all_end(&places, DEADLINE, have_met)?;
+        two.all_end(&places, DEADLINE, way == Way::Reads && have_met)?;
         two.decode.all_free(BLOCKS_BACK)?;
         two.start_prefill_again()?;
         two.works()?;
@@ -322,8 +330,16 @@ fn prefill_restarted(backend: &str) -> Check {
 }
 
 fn decode_killed(backend: &str) -> Check {
+    killed_decode(|| Two::new(backend))
+}
+
+fn pushed_decode_killed(backend: &str) -> Check {
+    killed_decode(|| Two::pushing(backend))
+}
+
+fn killed_decode(two: impl Fn() -> Result<Two, Failure>) -> Check {
     for have_met in HAVE_MET {
-        let mut two = Two::new(backend)?;
+        let mut two = two()?;
         if have_met {
             two.works()?;
         }
@@ -435,38 +451,4 @@ fn nobody_comes(backend: &str) -> Check {
     two.decode.fails(&late.0, DEADLINE)?;
     two.works()?;
     two.all_free()
-}
-
-fn pushing_prefill_killed(backend: &str) -> Check {
-    for have_met in HAVE_MET {
-        let mut two = Two::pushing(backend)?;
-        if have_met {
-            two.works()?;
-        }
-        let places = two.spread(DEADLINE)?;
-        two.prefill.process().kill()?;
-        two.all_end(&places, DEADLINE, false)?;
-        two.decode.all_free(BLOCKS_BACK)?;
-        two.start_prefill_again()?;
-        two.works()?;
-        two.all_free()?;
-    }
-    Ok(())
-}
-
-fn pushed_decode_killed(backend: &str) -> Check {
-    for have_met in HAVE_MET {
-        let mut two = Two::pushing(backend)?;
-        if have_met {
-            two.works()?;
-        }
-        two.spread(CUT_OFF)?;
-        two.decode.process().kill()?;
-        two.prefill.process().go_on()?;
-        two.prefill.all_free(BLOCKS_BACK)?;
-        two.start_decode_again()?;
-        two.works()?;
-        two.all_free()?;
-    }
-    Ok(())
 }

@@ -341,9 +341,9 @@ usage: cargo xtask <command>
 
 commands:
   test [--fast | --whole] [--crate NAME] [--install] [--require all] [--strict] [--only STEP]...
-      run every check of the repository, with what is installed: everything once, on one version of each library
+      run every test of the repository once, with what is installed, on one version of each library
         --fast         format, lints, unit tests, and the contract in one process on what needs nothing installed
-        --whole        also further versions of libraries and variants of suites, and what has to wait long
+        --whole        also further versions of libraries, variants of suites, packages, the wheel and benches
         --crate NAME   that crate's part only, may stand beside the others
         --install      first install what the tests need: Debian packages (as root) and Python wheels
         --require all  a skip of what can run on this machine is a failure

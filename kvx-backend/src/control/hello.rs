@@ -7,9 +7,9 @@
 //! always the same, and where an answer would need its address, none.
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, Result};
+use kvx_core::{Error, Identity, Kind, Result, random_key};
 
-use super::proof::{Claim, Keys, PROOF, Proof, nonce, other_secret, stranger};
+use super::proof::{Claim, Keys, PROOF, Proof, other_secret, stranger};
 use super::reasons::malformed;
 use super::{Message, Refusal};
 
@@ -30,7 +30,7 @@ pub struct Greeting {
 impl Greeting {
     /// Begins: also gives the body of [`Message::Hello`]. `rest` is what the transport says with it.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
-        let mut said = nonce()?.to_vec();
+        let mut said = random_key()?.to_vec();
         said.put_identity(me);
         said.put(rest);
         let mut body = Vec::with_capacity(said.len() + 80);
@@ -164,7 +164,7 @@ impl<'a> Greeted<'a> {
     /// Welcomes it: the version that both speak, the body of [`Message::Welcome`], and what is to be proven by
     /// [`Message::Confirm`] before the link is up.
     pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
-        let mut said = nonce()?.to_vec();
+        let mut said = random_key()?.to_vec();
         said.put(rest);
         let mut body = Vec::with_capacity(said.len() + 40);
         body.put_block(&said);

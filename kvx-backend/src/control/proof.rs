@@ -5,7 +5,7 @@
 //! peer with old metadata from a stranger.
 
 use hmac::{Hmac, KeyInit, Mac as _};
-use kvx_core::{Error, Invitation, Kind, Result, Secret};
+use kvx_core::{Error, Invitation, Kind, Secret};
 use sha2::Sha256;
 
 /// Bytes of a proof.
@@ -73,15 +73,6 @@ impl Claim {
 
 fn keyed(key: &[u8]) -> Hmac<Sha256> {
     <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length")
-}
-
-/// 256 bits that nobody can guess and nobody has seen before.
-pub fn nonce() -> Result<[u8; 32]> {
-    let mut nonce = [0; 32];
-    for part in nonce.chunks_exact_mut(8) {
-        part.copy_from_slice(&kvx_core::random_number()?.to_le_bytes());
-    }
-    Ok(nonce)
 }
 
 /// What a stranger is told, whoever it is and whatever it said.

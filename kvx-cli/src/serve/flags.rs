@@ -30,7 +30,6 @@ pub(super) struct Flags {
     pub(super) prompt_details: bool,
     /// For `kvx demo --corrupt`: not in the help.
     pub(super) spoil: bool,
-    pub(super) help: bool,
     /// What was said of flags that mean nothing.
     pub(super) notes: Vec<String>,
 }
@@ -69,7 +68,6 @@ const MEANT: &[(&str, Takes)] = &[
     ("--no-enable-prefix-caching", Nothing),
     ("--enable-prompt-tokens-details", Nothing),
     ("--spoil-a-moved-block", Nothing),
-    ("--help", Nothing),
 ];
 
 /// The flags of vLLM that mean nothing here, and why.
@@ -101,6 +99,16 @@ pub(super) const MEANINGLESS_VARIABLES: &[(&str, &str)] = &[
 /// vLLM's name of its attention on the CPU.
 const CPU_ATTENTION: &str = "CPU_ATTN";
 
+/// What vLLM's short flags stand for.
+fn short(written: &str) -> Option<&'static str> {
+    match written {
+        "-tp" => Some("--tensor-parallel-size"),
+        "-dp" => Some("--data-parallel-size"),
+        "-pp" => Some("--pipeline-parallel-size"),
+        _ => None,
+    }
+}
+
 impl Flags {
     /// Reads what is not `--kv-transfer-config`.
     pub(super) fn read(arguments: Vec<String>) -> Result<Self> {
@@ -119,13 +127,7 @@ impl Flags {
                 Some((written, value)) => (written, Some(value.to_owned())),
                 None => (argument.as_str(), None),
             };
-            let name = match written {
-                "-tp" => "--tensor-parallel-size".to_owned(),
-                "-dp" => "--data-parallel-size".to_owned(),
-                "-pp" => "--pipeline-parallel-size".to_owned(),
-                "-h" => "--help".to_owned(),
-                written => written.replace('_', "-"),
-            };
+            let name = short(written).map_or_else(|| written.replace('_', "-"), str::to_owned);
             let known = MEANT.iter().find(|(known, _)| *known == name).map(|(_, takes)| (*takes, None));
             let nothing = || MEANINGLESS.iter().find(|(known, ..)| *known == name);
             let Some((takes, why)) = known.or_else(|| nothing().map(|(_, takes, why)| (*takes, Some(*why))))
@@ -138,7 +140,7 @@ impl Flags {
                 Nothing => {}
                 Value | Values => {
                     while values.is_empty() || takes == Values {
-                        match arguments.next_if(|next| !next.starts_with("--")) {
+                        match arguments.next_if(|next| !next.starts_with("--") && short(next).is_none()) {
                             Some(value) => values.push(value),
                             None => break,
                         }
@@ -222,7 +224,6 @@ impl Flags {
             "--no-enable-prefix-caching" => self.no_prefix_cache = true,
             "--enable-prompt-tokens-details" => self.prompt_details = true,
             "--spoil-a-moved-block" => self.spoil = true,
-            "--help" => self.help = true,
             _ => {}
         }
         Ok(())
@@ -276,6 +277,8 @@ mod tests {
         );
         assert_eq!(flags.names, ["a", "b"]);
         assert_eq!(flags.notes, ["--enforce-eager means nothing here: nothing is compiled or captured"]);
+        let flags = read("m --served-model-name a -tp 2 -dp=3").unwrap();
+        assert_eq!((flags.names, flags.ranks, flags.engines), (vec!["a".to_owned()], Some(2), Some(3)));
         let backend = |name| read(&format!("m --attention-backend {name}")).unwrap();
         assert!(backend("CPU_ATTN").cpu_attention && backend("CPU_ATTN").notes.is_empty());
         assert!(!backend("FLASH_ATTN").cpu_attention && backend("FLASH_ATTN").notes.len() == 1);

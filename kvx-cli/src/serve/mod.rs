@@ -43,12 +43,13 @@ does not.";
 
 /// Runs the command with what stands behind `serve` on the command line.
 pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
+    // Also where a variable is wrong: the help names them.
+    if arguments.iter().any(|word| word == "-h" || word == "--help") {
+        return Ok(writeln!(out, "{USAGE}")?);
+    }
     let surroundings = Surroundings::of_process();
     let (transfer, rest) = KvTransferConfig::from_arguments(arguments, &surroundings)?;
     let flags = Flags::read(rest)?;
-    if flags.help {
-        return Ok(writeln!(out, "{USAGE}")?);
-    }
     tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
         .with_ansi(std::io::stderr().is_terminal())

@@ -123,6 +123,16 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
 }
 
 #[test]
+fn an_echo_counts_among_what_is_told() {
+    let told = Told { arguments: &["--max-model-len", "256"], ..Told::default() };
+    let server = Server::start(&model(&["--arch", "llama"]), told);
+    let body = json!({"prompt": vec![7; 200], "n": 256, "echo": true, "logprobs": 20, "max_tokens": 0});
+    let (status, answer) = server.post("/v1/completions", &body);
+    assert_eq!(status, 400, "{answer}");
+    assert!(answer.to_string().contains("too much to tell"), "{answer}");
+}
+
+#[test]
 fn what_is_wrong_is_said_as_vllm_says_it() {
     let server = Server::start(
         &model(&["--arch", "llama"]),

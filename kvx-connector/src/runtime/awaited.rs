@@ -1,6 +1,7 @@
 //! Who awaits which outcome: what nobody awaits is the engine's to ask for.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -43,8 +44,13 @@ impl Awaited {
         self.loads.remove(request);
     }
 
-    pub(super) fn forget_release(&mut self, request: &RequestId, kept: Kept) {
-        self.kept.remove(&(request.clone(), kept));
+    /// Nobody waits at this slot any more. One that has been filled is not known here, and its name may be another's.
+    pub(super) fn forget_release(&mut self, request: &RequestId, kept: Kept, slot: &Arc<Slot<Released>>) {
+        if let Entry::Occupied(known) = self.kept.entry((request.clone(), kept))
+            && Arc::ptr_eq(known.get(), slot)
+        {
+            known.remove();
+        }
     }
 
     /// An outcome goes to whoever awaits it: under the same lock under which it has come about, so that nobody gives up

@@ -1,5 +1,6 @@
 //! Builds a connector from vLLM's configuration.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use kvx_config::{BufferDevice, KvTransferConfig};
@@ -173,7 +174,7 @@ impl Builder {
         let hash = self.factors.hash()?;
         let (backends, in_nixl) = backends(&self.config, &self.registry)?;
         let setup = Setup {
-            options: options(&self.config),
+            options: options(&self.config, None),
             settings,
             mapping,
             hash,
@@ -204,6 +205,12 @@ pub(super) struct Setup {
 }
 
 impl Setup {
+    /// Where TCP is not told what to bind, a side channel's host that is an address of this machine is it: peers
+    /// elsewhere reach both or none.
+    pub(super) async fn bind_beside_the_side_channel(&mut self) {
+        self.options = options(&self.config, tcp_bind(&self.config).await);
+    }
+
     /// The agent of a worker whose pools lie on these devices, if on any.
     pub(super) fn agent(&self, rank: WorkerRank, devices: &[Arc<dyn DeviceAccess>]) -> Result<Agent> {
         let mut name = format!("{}-pp{}-tp{}", self.settings.engine, rank.pp, rank.tp);
@@ -277,9 +284,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents. Where TCP is not told what to bind, a side channel's host that is an address of this
-/// machine is it: peers elsewhere reach both or none.
-fn options(config: &KvTransferConfig) -> Options {
+/// The options of the agents, whose TCP binds here unless it is told otherwise.
+fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {
         named.retain(|name| !name.as_str().is_some_and(is_kvx));
@@ -287,7 +293,7 @@ fn options(config: &KvTransferConfig) -> Options {
             extra.remove("backends");
         }
     }
-    if let Some(address) = tcp_bind(config)
+    if let Some(address) = bind
         && let Value::Object(tcp) = extra.entry("tcp").or_insert_with(|| json!({}))
     {
         tcp.insert("bind".to_owned(), address.to_string().into());

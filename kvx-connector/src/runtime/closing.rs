@@ -85,7 +85,10 @@ const TO_SAY_SO: Duration = Duration::from_millis(100);
 
 /// Ends all agents, then the thread.
 pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents }: Closing) {
-    shared.stop_listening();
+    // A registration that is under way has it for as long as it pins memory.
+    let listening = Arc::clone(&shared);
+    let stopped = tokio::task::spawn_blocking(move || listening.stop_listening());
+    tokio::time::timeout(deadline.left(), stopped).await.ok();
     let ends: Vec<_> = agents.iter().map(|agent| agent.shutdown(deadline)).collect();
     let (mut registered, mut giving_back) = (Vec::new(), Vec::new());
     for held in shared.state.lock().ranks.values_mut() {

@@ -229,36 +229,33 @@ impl Shared {
                 Err(error) => (None, format!("by kvx's own metadata: {error}")),
             },
         };
+        let no_way = |other: &str| {
+            format!(
+                "no way to worker pp {} tp {} of engine {}: {why_not}; {other}",
+                rank.pp, rank.tp, engine.engine
+            )
+        };
         let (peer, regions) = match peer {
             Some((peer, metadata)) => {
                 let regions = PeerRegions::named(&peer, &metadata)?;
                 (peer, regions)
             }
             None if metadata.agent_metadata.is_empty() => {
-                return Err(Error::new(
-                    Kind::NoRoute,
-                    format!(
-                        "no way to worker pp {} tp {} of engine {}: {why_not}; and it tells nothing of NIXL",
-                        rank.pp, rank.tp, engine.engine
-                    ),
-                ));
+                return Err(Error::new(Kind::NoRoute, no_way("and it tells nothing of NIXL")));
             }
             None if NixlPeer::is_offered(&metadata.agent_metadata) => {
-                let peer = NixlPeer::connect(&own.agent, &metadata.agent_metadata)?;
-                let regions = PeerRegions::in_nixl(&peer);
-                (link(Ok(peer.peer().clone())).await?, regions)
+                let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
+                let peer = link(known.as_ref().map(|known| known.peer().clone()).map_err(Clone::clone)).await;
+                let failed =
+                    |error: Error| Error::new(error.kind(), no_way(&format!("by kvx in its NIXL: {error}")));
+                let (known, peer) = (known.map_err(failed)?, peer.map_err(failed)?);
+                (peer, PeerRegions::in_nixl(&known))
             }
             None => {
                 let peer = link(own.agent.connect_foreign(RIXL, &metadata.agent_metadata)).await;
-                let peer = peer.map_err(|error| {
-                    Error::new(
-                        error.kind(),
-                        format!(
-                            "no way to worker pp {} tp {} of engine {}: {why_not}; as a NIXL agent: {error}",
-                            rank.pp, rank.tp, engine.engine
-                        ),
-                    )
-                })?;
+                let failed =
+                    |error: Error| Error::new(error.kind(), no_way(&format!("as a NIXL agent: {error}")));
+                let peer = peer.map_err(failed)?;
                 let regions = PeerRegions::foreign(&peer, geometry, own.device_kind())?;
                 (peer, regions)
             }

@@ -20,7 +20,8 @@ const AT_DROP: Duration = Duration::from_secs(1);
 
 /// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with its last clone.
 ///
-/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing:
+/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing
+/// (with `kvx_digest`, `request_finished` hashes the blocks first):
 ///
 /// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
 ///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and

@@ -336,7 +336,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let Some(HeldBlocks { connector, request, slot, .. }) = self.0.take() else { return };
-        connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load));
+        connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load, &slot));
         // It may have come just now.
         match slot.take() {
             Some(Released::Free) => connector.shared().tell(Outcome::Free { request, kept: Kept::Load }),

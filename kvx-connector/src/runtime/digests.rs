@@ -12,7 +12,9 @@ use kvx_core::{Agent, Error, Grid, Kind, Memory, PeerRegion, Place as _, Region,
 use twox_hash::XxHash3_64;
 
 use super::rank::Registered;
+use super::state::Shared;
 use super::words::{AT_ONCE, WORD, Words};
+use crate::engine::WorkerRank;
 use crate::mapping::{Geometry, KvRegion, Pairing, RegionGrid, Source};
 
 /// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
@@ -92,12 +94,21 @@ impl Digests {
     }
 }
 
+impl Shared {
+    /// Writes the digests of blocks that nobody has heard of yet, if the worker still has these caches.
+    pub(super) fn publish_digests(&self, rank: WorkerRank, own: &Arc<Registered>, fresh: &[Fresh]) {
+        // Who waits for it takes the caches back: nobody loads these.
+        let Ok(_hashing) = own.finishing.try_read() else { return };
+        if self.still_has(rank, own) {
+            own.publish_digests(fresh);
+        }
+    }
+}
+
 impl Registered {
     /// Writes the digests of blocks that nobody has heard of yet.
-    pub(super) fn publish_digests(&self, fresh: &[Fresh]) {
+    fn publish_digests(&self, fresh: &[Fresh]) {
         let Some(digests) = &self.digests else { return };
-        // Who waits for it takes the caches back: nobody loads these.
-        let Ok(_hashing) = self.finishing.try_read() else { return };
         let (geometry, words) = (self.geometry(), digests.words.as_ref());
         let (each, all) = (geometry.kernel_per_logical(), geometry.regions().len());
         let mut bytes = Vec::new();

@@ -39,8 +39,12 @@ impl Shared {
         work: impl FnOnce(&Registered) -> Result<T>,
     ) -> Result<T> {
         let _finishing = own.finishing.blocking_read();
-        self.registered(rank).filter(|now| Arc::ptr_eq(now, own)).ok_or_else(caches_are_gone)?;
-        work(own)
+        if self.still_has(rank, own) { work(own) } else { Err(caches_are_gone()) }
+    }
+
+    /// Whether a worker has not given these caches back.
+    pub(super) fn still_has(&self, rank: WorkerRank, own: &Arc<Registered>) -> bool {
+        self.registered(rank).is_some_and(|now| Arc::ptr_eq(&now, own))
     }
 }
 

@@ -28,10 +28,11 @@ impl Shared {
         let mut state = self.state.lock();
         let finished = state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
         let fresh = state.published.as_mut().map(Published::take_fresh).unwrap_or_default();
-        let ranks = state.ranks.values().filter(|_| !fresh.is_empty());
-        let ranks: Vec<_> = ranks.filter_map(|held| held.registered.clone()).collect();
+        let ranks = state.ranks.iter().filter(|_| !fresh.is_empty());
+        let ranks: Vec<_> =
+            ranks.filter_map(|(rank, held)| Some((*rank, held.registered.clone()?))).collect();
         drop(state);
-        ranks.iter().for_each(|rank| rank.publish_digests(&fresh));
+        ranks.iter().for_each(|(rank, own)| self.publish_digests(*rank, own, &fresh));
         self.wake_up.notify_one();
         finished
     }
@@ -55,12 +56,13 @@ impl Shared {
 
     /// Takes a request's blocks back from under its peers; nobody awaits their release any more. In push this engine
     /// itself may be reading them: it hears of their release by an outcome.
-    pub(super) fn withdraw(&self, request: &RequestId, slot: &Slot<Released>) {
+    pub(super) fn withdraw(&self, request: &RequestId, slot: &Arc<Slot<Released>>) {
         let pushes = self.setup.settings.mode == TransferMode::Push;
         let mut state = self.state.lock();
         let released = slot.take();
-        state.awaited.forget_release(request, Kept::Request);
-        let at_once = state.scheduler.withdraw(request);
+        state.awaited.forget_release(request, Kept::Request, slot);
+        // What has been released was taken back then, and its name may be another request's by now.
+        let at_once = released.is_none() && state.scheduler.withdraw(request);
         if at_once {
             state.aggregator.forget_sending(request);
             if let Some(published) = &mut state.published {

@@ -75,7 +75,7 @@ impl<'a> Prefill<'a> {
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
             }
             Finished { withheld, .. } => {
-                shared.awaited(|awaited| awaited.forget_release(&request, Kept::Request));
+                shared.awaited(|awaited| awaited.forget_release(&request, Kept::Request, &slot));
                 Err(refused(&withheld.unwrap_or("the connector keeps nothing for a decode")))
             }
         }

@@ -6,7 +6,7 @@ use kvx_core::{Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, 
 
 use super::rank::Registered;
 use super::state::Shared;
-use super::words::{Published, Scratch};
+use super::words::{Published, Scratch, WORDS};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
 
@@ -24,12 +24,11 @@ impl Shared {
         }
         // Workers register one after the other: the first one makes what they share.
         let side = self.side.lock();
-        let Some(side) = &*side else {
-            return Err(Error::new(Kind::Closed, "the connector was shut down: build another one"));
-        };
+        let closed = || Error::new(Kind::Closed, "the connector was shut down: build another one");
+        let side = side.as_ref().ok_or_else(closed)?;
         let pool = PoolBlocks::of(geometry);
-        let agent = {
-            let mut state = self.state.lock();
+        let (agent, others) = {
+            let state = self.state.lock();
             let others = state.ranks.iter().any(|(at, other)| *at != rank && other.registered.is_some());
             let Some(held) = state.ranks.get(&rank) else {
                 return invalid(format!("there is no worker pp {} tp {}", rank.pp, rank.tp));
@@ -40,11 +39,7 @@ impl Shared {
                     rank.pp, rank.tp
                 ));
             }
-            let agent = held.agent.clone();
-            if !others {
-                (state.pool, state.published) =
-                    (Some(pool.clone()), Some(Published::new(pool.most(), self.digests())?));
-            } else if state.pool.as_ref().is_some_and(|known| known.most() != pool.most()) {
+            if others && state.pool.as_ref().is_some_and(|known| known.most() != pool.most()) {
                 return invalid(format!(
                     "worker pp {} tp {} has {} logical blocks, another worker of this engine {}: give all of them the \
                      same",
@@ -54,8 +49,13 @@ impl Shared {
                     state.pool.as_ref().map_or(0, PoolBlocks::most)
                 ));
             }
-            agent
+            (held.agent.clone(), others)
         };
+        if !others {
+            let published = Published::new(pool.most(), self.digests())?;
+            let mut state = self.state.lock();
+            (state.pool, state.published) = (Some(pool), Some(published));
+        }
         let (agent, scratch) = match agent {
             Some(known) => known,
             None => {
@@ -65,15 +65,21 @@ impl Shared {
             }
         };
         let words = |agent: &kvx_core::Agent| {
-            let state = self.state.lock();
-            let words = state.published.as_ref().map(|published| published.register(agent));
-            words.unwrap_or_else(|| Err(Error::new(Kind::Closed, "the caches were given back meanwhile")))
+            let memory = self.state.lock().published.as_ref().map(Published::memory);
+            let gone = || Error::new(Kind::Closed, "the caches were given back meanwhile");
+            agent.register(WORDS, memory.ok_or_else(gone)?)
         };
         let parts = (agent.clone(), Arc::clone(&scratch));
         let registered = Registered::new(parts, caches, memory, self.digests(), words)?;
         let metadata = self.setup.metadata(&registered)?;
         let generation = side.publish(rank, &metadata);
         let mut state = self.state.lock();
+        if state.is_closing() {
+            // The shutdown has not seen an agent that is new here: it ends with this.
+            drop(state);
+            side.withdraw(rank);
+            return Err(closed());
+        }
         // One count of registrations, for the side channel and the scheduler.
         state.scheduler.registered(generation);
         if let Some(held) = state.ranks.get_mut(&rank) {

@@ -15,6 +15,7 @@ use super::side::{SideServer, SideSettings};
 use super::slot::Slot;
 use super::state::Shared;
 use crate::engine::{Action, WorkerRank};
+use crate::wire::Notification;
 use crate::wire::nixl::{Assembly, Got};
 
 /// Its name.
@@ -52,6 +53,7 @@ async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Conn
         Ok(server) => server,
         Err(error) => return started.set(Err(error)),
     };
+    setup.bind_beside_the_side_channel().await;
     setup.settings.address = server.address().clone();
     let shared = Arc::new(Shared::new(setup, clock, server, side.secret, tokio::runtime::Handle::current()));
     started.set(Ok(Connector::of(Arc::clone(&shared))));
@@ -117,6 +119,14 @@ fn act(shared: &Arc<Shared>, rank: WorkerRank, action: Action, span: Span) {
     }
 }
 
+/// Tells a worker what a peer has said: read before the lock, as it may be long.
+fn hear(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
+    let notification = Notification::decode(bytes)?;
+    let mut heard = Ok(());
+    shared.tell_worker(rank, |worker, now| heard = worker.heard(now, from, notification));
+    heard
+}
+
 /// Hears what peers send to a worker.
 async fn listen(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
     let mut warned: Option<Instant> = None;
@@ -128,21 +138,22 @@ async fn listen(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
         match agent.notification(LONG).await {
             Ok(notification) => {
                 let from = format!("{:?}", notification.from);
-                let bytes = match parts.take(notification.from.incarnation, &notification.bytes) {
-                    Got::Whole(bytes) => bytes,
-                    Got::Part | Got::Instead(_) => continue,
-                    Got::Nonsense => notification.bytes,
+                let heard = match parts.take(notification.from.incarnation, &notification.bytes) {
+                    Got::Part => continue,
+                    Got::Whole(bytes) => hear(&shared, rank, &from, &bytes),
+                    Got::Nonsense => hear(&shared, rank, &from, &notification.bytes),
+                    Got::Instead(bytes) => Err(Error::new(
+                        Kind::Exhausted,
+                        format!("another one, of which {bytes} bytes had come, was dropped to make room"),
+                    )),
                 };
-                shared.tell_worker(rank, |worker, now| {
-                    if let Err(error) = worker.notified(now, &from, &bytes) {
-                        if warned.is_some_and(|last| last.elapsed() < QUIET) {
-                            unsaid += 1;
-                            return;
-                        }
-                        tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
-                        (warned, unsaid) = (Some(Instant::now()), 0);
-                    }
-                });
+                let Err(error) = heard else { continue };
+                if warned.is_some_and(|last| last.elapsed() < QUIET) {
+                    unsaid += 1;
+                    continue;
+                }
+                tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
+                (warned, unsaid) = (Some(Instant::now()), 0);
             }
             Err(error) if error.kind() == Kind::TimedOut => {}
             Err(_) => return,

@@ -73,8 +73,9 @@ impl Published {
         })
     }
 
-    pub(super) fn register(&self, agent: &Agent) -> Result<Region> {
-        agent.register(WORDS, Arc::clone(&self.memory))
+    /// What peers read the words from.
+    pub(super) fn memory(&self) -> Arc<Memory> {
+        Arc::clone(&self.memory)
     }
 
     pub(super) fn reference(&self) -> BlockReference {

@@ -1,5 +1,7 @@
 //! Engines without a step loop: publish here, fetch there.
 
+use std::time::Instant;
+
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 
@@ -34,6 +36,32 @@ fn heads_find_their_workers_whatever_the_numbers_of_them() {
     for sizes in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)] {
         moves_a_prompt("SHM", sizes);
     }
+}
+
+#[test]
+fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
+    let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    let (here, tokens) = ([3, 9, 4], 2 * BLOCK + 5);
+    prefill.compute(1, &here, tokens);
+    let publish = || Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
+    let fetch = |name: &str, params: &TransferParams| {
+        Decode::new(&decode.connector).fetch(name, params, lists(&[7, 1, 30]), LIMIT).outcome().unwrap()
+    };
+    let (first, params) = publish();
+    fetch("d", &params);
+    let until = Instant::now() + LIMIT;
+    while !prefill.connector.is_idle() {
+        assert!(Instant::now() < until, "the first lease does not end");
+        std::thread::yield_now();
+    }
+    // Nobody has asked the first one yet.
+    let (second, params) = publish();
+    drop(first);
+    assert_eq!(fetch("e", &params), Loaded { tokens });
+    assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
+    assert_eq!(second.wait(LIMIT).unwrap(), Released::Free);
+    decode.end();
+    prefill.end();
 }
 
 #[test]

@@ -7,9 +7,9 @@
 //! whom it wanted asks for a proof of the secret alone, if there is one: then that owner has restarted. The bytes that
 //! follow are not protected: this keeps strangers out, not eavesdroppers.
 
-use kvx_backend::control::proof::{Claim, Keys, PROOF, nonce, other_secret, stranger};
+use kvx_backend::control::proof::{Claim, Keys, PROOF, other_secret, stranger};
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, Result};
+use kvx_core::{Error, Identity, Kind, Result, random_key};
 
 use super::frames::{
     Challenge, Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse,
@@ -113,7 +113,8 @@ impl InitiatorHandshake {
         out: &mut Vec<u8>,
     ) -> Result<Self> {
         let hello =
-            Hello { versions: VERSIONS, secret: keys.have_secret(), link, lane, nonce: nonce()? }.encode();
+            Hello { versions: VERSIONS, secret: keys.have_secret(), link, lane, nonce: random_key()? }
+                .encode();
         put_frame(out, Frame::Hello, 0, |out| out.put(&hello));
         let mut transcript = Transcript::new(keys);
         transcript.add(&hello);
@@ -236,7 +237,7 @@ impl OwnerHandshake {
             (false, true) => return Err(one_sided("the initiator")),
             _ => {}
         }
-        let mut message = Challenge { version, secret: hello.secret, nonce: nonce()? }.encode();
+        let mut message = Challenge { version, secret: hello.secret, nonce: random_key()? }.encode();
         self.transcript.add(body);
         self.transcript.add(&message);
         message.put(&self.transcript.both(CHALLENGES).proof());

@@ -201,7 +201,16 @@ impl Fleet {
 
     /// A decode instance that does everything.
     pub(crate) fn choose_alone(&self, wanted: &Wanted<'_>) -> Option<InFlight> {
-        self.candidates(Role::Decode).choose(wanted, |_| true)
+        self.choose_alone_that(wanted, |_| true)
+    }
+
+    /// Takes a decode instance that `fits`.
+    pub(crate) fn choose_alone_that(
+        &self,
+        wanted: &Wanted<'_>,
+        fits: impl Fn(&Instance) -> bool,
+    ) -> Option<InFlight> {
+        self.candidates(Role::Decode).choose(wanted, fits)
     }
 
     /// Takes a decode instance by its name, if it is open.

@@ -14,7 +14,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
 use tracing::Instrument as _;
 
-use crate::fleet::instance::InFlight;
+use crate::fleet::instance::{InFlight, Instance};
 use crate::metrics::Outcome;
 use crate::relay::job::{Ended, Job};
 use crate::relay::legs::Sent;
@@ -53,18 +53,16 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
     let sent = Sent { path: job.path.clone(), headers, body: Bytes::new() };
+    let opens = |one: &Instance| !one.setup.h2c;
+    if !fleet.decode.iter().any(|one| opens(one)) {
+        let words = "all decode instances are spoken to by HTTP/2, over which this proxy opens no WebSocket";
+        return Err(job.refused(Refusal::client(StatusCode::NOT_IMPLEMENTED, words)));
+    }
     let mut avoid = Vec::new();
     loop {
-        let Some(decode) = fleet.choose_alone(&job.wanted(TOKENS, 0, model, &avoid)) else {
+        let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens) else {
             return Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")));
         };
-        if decode.instance.setup.h2c {
-            let words = format!(
-                "instance {} is spoken to by HTTP/2, over which this proxy opens no WebSocket",
-                decode.instance.name()
-            );
-            return Err(job.refused(Refusal::client(StatusCode::NOT_IMPLEMENTED, words)));
-        }
         let fault = match job.answer(&decode, sent.clone(), Kind::Any, job.first_byte()).await {
             Ok(opened) if opened.parts.status == StatusCode::SWITCHING_PROTOCOLS => {
                 return switch(job, decode, opened, client);

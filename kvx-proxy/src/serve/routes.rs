@@ -157,11 +157,12 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             Err(words) => return Err(job.refused(Refusal::bad_request(words))),
         };
         drop(body);
-        if asked.held() > job.live.setup.limits.bodies {
+        let held = asked.held();
+        if held > job.live.setup.limits.bodies {
             let words = "the body takes more memory than limits.bodies of this proxy has for all";
             return Err(job.refused(Refusal::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
         }
-        if !job.live.admission.widen(&mut room, asked.held()) {
+        if !job.live.admission.widen(&mut room, held) {
             return Err(job.refused(no_room()));
         }
         let mut job = job.admit().await?;

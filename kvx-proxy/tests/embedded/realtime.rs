@@ -198,8 +198,8 @@ async fn the_model_of_the_query_chooses() {
     assert!(ask(router, "/v1/realtime?model=c", "").await.0.starts_with("http/1.1 101"));
 }
 
-#[tokio::test]
-async fn an_instance_of_http2_has_none() {
+/// An instance of HTTP/2 alone.
+async fn http2() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let instance = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -211,17 +211,37 @@ async fn an_instance_of_http2_has_none() {
             tokio::spawn(builder.serve_connection(TokioIo::new(stream), service));
         }
     });
-    let setup = format!(
-        "port = 0\naccess_log = 'off'\n[[pool]]\ndecode = [{{ url = 'http://{instance}', http = 'h2c' }}]"
-    );
+    instance
+}
+
+async fn router_of(decode: &str) -> SocketAddr {
+    let setup = format!("port = 0\naccess_log = 'off'\n[[pool]]\ndecode = [{decode}]");
     let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.look().await;
     let router = proxy.local_addr();
     tokio::spawn(proxy.run());
+    router
+}
+
+#[tokio::test]
+async fn an_instance_of_http2_has_none() {
+    let instance = http2().await;
+    let router = router_of(&format!("{{ url = 'http://{instance}', http = 'h2c' }}")).await;
     let (answer, mut stream) = ask(router, "/v1/realtime", "").await;
     assert!(answer.starts_with("http/1.1 501"), "{answer}");
     let said = read(&mut stream, 100).await;
-    assert!(said.contains(&format!("instance {instance} is spoken to by HTTP/2")), "{said}");
+    assert!(said.contains("all decode instances are spoken to by HTTP/2"), "{said}");
+}
+
+#[tokio::test]
+async fn an_instance_of_http2_is_passed_over_for_one_that_opens_it() {
+    let (http2, plain) = (http2().await, Instance::start(YES).await);
+    let decode = format!("{{ url = 'http://{http2}', http = 'h2c' }}, 'http://{}'", plain.address);
+    let router = router_of(&decode).await;
+    for turn in 0..4 {
+        let (answer, _stream) = ask(router, "/v1/realtime", "").await;
+        assert!(answer.starts_with("http/1.1 101"), "{turn}: {answer}");
+    }
 }
 
 #[tokio::test]

@@ -176,10 +176,12 @@ impl Asked {
             return Err(Refusal::of("kv_transfer_params", words));
         }
         let longest = service.limits().model_len;
-        // Each probability that is told is held until the answer is whole.
+        // Each probability that is told is held until the answer is whole: of the prompt, too, where it is echoed.
+        let new = self.max_tokens.unwrap_or(longest).min(longest);
+        let echoed = |prompt: &Prompt| if self.echo { prompt.tokens.len() } else { 0 };
+        let tokens = self.prompts.iter().map(|prompt| new + echoed(prompt)).fold(0, usize::saturating_add);
         let told = self.logprobs.map_or(0, |top| top + 1);
-        let told =
-            answers.saturating_mul(self.max_tokens.unwrap_or(longest).min(longest)).saturating_mul(told);
+        let told = tokens.saturating_mul(self.n).saturating_mul(told);
         if told > MOST_TOLD {
             return Err(Refusal::of("logprobs", "that is too much to tell: lower n, max_tokens or logprobs"));
         }

@@ -7,10 +7,10 @@ mod kernels;
 mod lanes;
 mod make;
 mod pool;
-mod processes;
 mod ranks;
 mod rope;
 mod safetensors;
+mod sockets;
 mod step;
 mod weights;
 

@@ -8,7 +8,7 @@ use super::step::Chunk;
 /// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks get the same bits.
 pub const PARTS: usize = 8;
 
-/// This process's place among those that share one model.
+/// A rank's place among those that share one model.
 #[derive(Clone)]
 pub struct Shard {
     /// Counted from 0.
@@ -20,7 +20,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// The whole model in this process.
+    /// The whole model in one rank.
     pub fn alone() -> Shard {
         Shard { rank: 0, size: 1, ranks: Arc::new(Alone) }
     }
@@ -72,7 +72,7 @@ impl Ranks for Alone {
     }
 }
 
-/// Ranks that are threads of one process.
+/// Ranks that are threads without sockets, for tests: nobody notices one that has stopped.
 pub struct Threads {
     given: Mutex<Vec<Vec<f32>>>,
     barrier: Barrier,

@@ -245,7 +245,15 @@ impl Worker {
     ///
     /// It is not one. That changes nothing; it is worth a line in the log.
     pub fn notified(&mut self, now: Time, from: &str, bytes: &[u8]) -> kvx_core::Result<()> {
-        match Notification::decode(bytes)? {
+        self.heard(now, from, Notification::decode(bytes)?)
+    }
+
+    /// As [`notified`](Self::notified), once its bytes are read.
+    ///
+    /// # Errors
+    /// A registration that cannot be.
+    pub fn heard(&mut self, now: Time, from: &str, notification: Notification) -> kvx_core::Result<()> {
+        match notification {
             Notification::Done { request_id, count } => self.done(now, from, &request_id, count),
             Notification::Heartbeat { request_ids } => {
                 for request in request_ids {

@@ -181,7 +181,7 @@ impl Asker {
         request: HandshakeRequest,
     ) -> Result<Message> {
         let secret = self.secret.as_ref();
-        let request = KvxRequest { request, nonce: proof::nonce()?, proof: None };
+        let request = KvxRequest { request, nonce: kvx_core::random_key()?, proof: None };
         let request = proof::prove_question(secret, &challenge, request);
         let answer = client.ask(&request.encode(), self.limit).await?;
         let Some(secret) = secret else { return Ok(answer) };

@@ -1,28 +1,30 @@
 //! Which hosts are this machine, and what follows for where data is listened for.
 
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs as _};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::time::Duration;
 
 use kvx_config::KvTransferConfig;
+
+use super::super::zmtp::{bare, resolve};
+
+/// How long the system may take to know a name.
+const TO_RESOLVE: Duration = Duration::from_secs(5);
 
 /// Whether a host as it is written in `VLLM_NIXL_SIDE_CHANNEL_HOST` leads to this machine alone.
 pub(super) fn is_loopback(host: &str) -> bool {
     bare(host).parse::<IpAddr>().map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
 }
 
-/// IPv6 without brackets.
-pub(super) fn bare(host: &str) -> &str {
-    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
-}
-
-/// The address of this machine, and of its network, that a host names. May ask the system's resolver.
-fn own_address(host: &str) -> Option<IpAddr> {
-    let found: Vec<IpAddr> = match bare(host).parse() {
-        Ok(ip) => vec![ip],
-        Err(_) => (host, 0).to_socket_addrs().ok()?.map(|address| address.ip()).collect(),
-    };
+/// The address of this machine, and of its network, that a host names.
+async fn own_address(host: &str) -> Option<IpAddr> {
+    let found = resolve(host, 0, TO_RESOLVE).await.ok()?;
     let reachable = |ip: &IpAddr| !ip.is_loopback() && !ip.is_unspecified();
     // Only an address of this machine can be bound.
-    found.into_iter().filter(reachable).find(|ip| TcpListener::bind(SocketAddr::new(*ip, 0)).is_ok())
+    found
+        .into_iter()
+        .map(|address| address.ip())
+        .filter(reachable)
+        .find(|ip| TcpListener::bind(SocketAddr::new(*ip, 0)).is_ok())
 }
 
 /// The `tcp.bind` of a configuration, if it has one.
@@ -32,10 +34,10 @@ pub(super) fn written_tcp_bind(config: &KvTransferConfig) -> Option<&str> {
 
 /// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at
 /// `VLLM_NIXL_SIDE_CHANNEL_HOST`, if that is an address of this machine. `None`: TCP's own default holds.
-pub(crate) fn tcp_bind(config: &KvTransferConfig) -> Option<IpAddr> {
+pub(crate) async fn tcp_bind(config: &KvTransferConfig) -> Option<IpAddr> {
     match written_tcp_bind(config) {
         Some(_) => None,
-        None => own_address(&config.environment().side_channel_host),
+        None => own_address(&config.environment().side_channel_host).await,
     }
 }
 
@@ -49,11 +51,16 @@ mod tests {
         KvTransferConfig::from_json(json, &surroundings).unwrap()
     }
 
+    fn bound(config: &KvTransferConfig) -> Option<IpAddr> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(tcp_bind(config))
+    }
+
     #[test]
     fn a_host_of_this_machine_alone_is_no_place_for_data_of_others() {
         for host in ["localhost", "127.0.0.1", "::1", "0.0.0.0", "[::1]", "192.0.2.1", "no.such.host.invalid"]
         {
-            assert_eq!(tcp_bind(&config(host, "{}")), None, "{host}");
+            assert_eq!(bound(&config(host, "{}")), None, "{host}");
         }
         for (host, loopback) in
             [("LocalHost", true), ("[::1]", true), ("127.0.0.9", true), ("10.0.0.1", false)]
@@ -66,6 +73,6 @@ mod tests {
     fn a_written_tcp_bind_is_the_last_word() {
         let json = r#"{"kv_connector_extra_config": {"tcp": {"bind": "127.0.0.1"}}}"#;
         let config = config("localhost", json);
-        assert_eq!((written_tcp_bind(&config), tcp_bind(&config)), (Some("127.0.0.1"), None));
+        assert_eq!((written_tcp_bind(&config), bound(&config)), (Some("127.0.0.1"), None));
     }
 }

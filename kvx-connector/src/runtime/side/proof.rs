@@ -15,15 +15,6 @@ use sha2::Sha256;
 
 use crate::wire::{HandshakePayload, KvxChallenge, KvxRequest};
 
-/// 256 bits that nobody can guess.
-pub(super) fn nonce() -> Result<[u8; 32]> {
-    let mut nonce = [0; 32];
-    for part in nonce.chunks_exact_mut(8) {
-        part.copy_from_slice(&kvx_core::random_number()?.to_le_bytes());
-    }
-    Ok(nonce)
-}
-
 fn mac(secret: &Secret, label: &[u8], challenge: &[u8; 32], request: &KvxRequest) -> Hmac<Sha256> {
     let mut mac =
         <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");

@@ -19,9 +19,15 @@ use crate::wire::{
 /// The longest question has some 100 bytes, and an identity of 255 before it.
 const QUESTION: Limits = Limits { frames: 16, bytes: 4 << 10 };
 
-/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB.
-const LIMITS: RouterLimits =
-    RouterLimits { connections: 512, message: QUESTION, bytes: 4 << 20, patience: Duration::from_secs(5) };
+/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB, those that do not
+/// read their answers as much as two of the longest.
+const LIMITS: RouterLimits = RouterLimits {
+    connections: 512,
+    message: QUESTION,
+    bytes: 4 << 20,
+    answers: 2 * HandshakePayload::MAX_LEN,
+    patience: Duration::from_secs(5),
+};
 
 /// A side channel that listens until it is dropped.
 #[derive(Debug)]
@@ -199,7 +205,7 @@ impl Handler for Desk {
 
 impl Desk {
     fn answer_anybody(&self, session: &mut Session, message: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>> {
-        let nonce = proof::nonce()?;
+        let nonce = kvx_core::random_key()?;
         let told = self.told.lock();
         let reply = told.anybody.answer(message, self.clock.now())?;
         if let Some(refusal) = reply.refusal() {

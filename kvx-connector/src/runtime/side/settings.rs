@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvx_config::{KvTransferConfig, Rank};
 use kvx_core::{Result, Secret};
 
+use super::super::zmtp::bare;
 use super::hosts;
 use crate::engine::SideChannels;
 
@@ -38,13 +39,13 @@ impl SideSettings {
             SideChannels::OfWorkers => tp_size,
         };
         let ports = (0..workers).map(|tp| config.side_channel_port(Rank { dp, tp, tp_size }));
-        let advertise = hosts::bare(&config.environment().side_channel_host);
+        let advertise = bare(&config.environment().side_channel_host);
         let bind = config.nixl().side_channel_bind.as_deref().unwrap_or(advertise);
         Ok(SideSettings {
             ports: ports.collect::<Result<_>>()?,
             secret,
             warnings: warnings(config, advertise),
-            bind: hosts::bare(bind).into(),
+            bind: bare(bind).into(),
             advertise: advertise.into(),
         })
     }

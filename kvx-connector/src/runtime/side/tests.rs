@@ -286,7 +286,8 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
         for kvx_first in [false, true] {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
             let message = Limits { frames: 4, bytes: 1 << 16 };
-            let limits = RouterLimits { connections: 8, message, bytes: 1 << 20, patience: SHORT };
+            let limits =
+                RouterLimits { connections: 8, message, bytes: 1 << 20, answers: 1 << 20, patience: SHORT };
             let router = Router::serve(listener, limits, Arc::new(Mixed(kvx_first))).unwrap();
             let peer = RemoteEngine { tp_size: 2, ..at("127.0.0.1", router.local().port()) };
             let ranks = [RANK, WorkerRank { pp: 0, tp: 1 }];

@@ -82,11 +82,16 @@ impl Client {
     }
 }
 
+/// IPv6 without brackets.
+pub(crate) fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 /// The addresses of a host, IPv4 first: that is where ZeroMQ binds a name.
 ///
 /// Errors: `PeerLost`: it has none; `TimedOut`.
 pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Vec<SocketAddr>> {
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let bare = bare(host);
     if let Ok(ip) = bare.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }

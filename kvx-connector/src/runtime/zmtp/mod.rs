@@ -2,7 +2,8 @@
 //!
 //! NULL mechanism; [`Router`] answers REQ and DEALER sockets, [`Client`] is one of them. Versions 3.0 and 3.1.
 //! [`codec`] is the protocol as bytes; everything that a peer sends is bounded there before memory is taken for it:
-//! frames in a message, bytes in a message, bytes of all messages of a socket ([`Budget`]). Every wait has a deadline.
+//! frames in a message, bytes in a message, bytes of all messages of a socket ([`Budget`]). Every wait has a deadline,
+//! but for the next message of a connection: the one that is silent longest makes room for new ones.
 
 mod budget;
 mod client;
@@ -13,7 +14,7 @@ mod router;
 mod tests;
 
 pub(crate) use budget::Budget;
-pub(crate) use client::{Client, resolve};
+pub(crate) use client::{Client, bare, resolve};
 pub(crate) use codec::{Limits, SocketType};
 pub(crate) use connection::Message;
 pub(crate) use router::{Handler, Router, RouterLimits};

@@ -32,8 +32,17 @@ pub(crate) struct RouterLimits {
     pub(crate) message: Limits,
     /// Bytes of all messages that are in memory.
     pub(crate) bytes: usize,
+    /// Bytes of all answers that are being read.
+    pub(crate) answers: usize,
     /// How long a greeting, a message that has begun, and the reading of an answer may take.
     pub(crate) patience: Duration,
+}
+
+/// What all connections of a ROUTER have together.
+#[derive(Clone, Debug)]
+struct Budgets {
+    messages: Arc<Budget>,
+    answers: Arc<Budget>,
 }
 
 /// A ROUTER socket that listens until it is dropped.
@@ -106,14 +115,14 @@ async fn accept(
     handler: Arc<impl Handler>,
     connections: Arc<Connections>,
 ) {
-    let budget = Budget::new(limits.bytes);
+    let budgets = Budgets { messages: Budget::new(limits.bytes), answers: Budget::new(limits.answers) };
     loop {
         match listener.accept().await {
             Ok((stream, from)) => {
                 if connections.open.lock().len() >= limits.connections {
                     connections.close_most_silent();
                 }
-                connections.start(stream, from, limits, &handler, &budget);
+                connections.start(stream, from, limits, &handler, &budgets);
             }
             Err(error) => {
                 // No descriptor is left: an old connection's serves a new one. Without a pause this would spin where
@@ -148,11 +157,11 @@ impl Connections {
         from: SocketAddr,
         limits: RouterLimits,
         handler: &Arc<impl Handler>,
-        budget: &Arc<Budget>,
+        budgets: &Budgets,
     ) {
         let id = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let heard = Arc::new(AtomicU64::new(self.now()));
-        let (handler, budget) = (Arc::clone(handler), Arc::clone(budget));
+        let (handler, budgets) = (Arc::clone(handler), budgets.clone());
         let (hears, all) = (Arc::clone(&heard), Arc::downgrade(self));
         // The table is locked until the task is in it: its end finds itself there.
         let mut open = self.open.lock();
@@ -163,7 +172,7 @@ impl Connections {
                     hears.store(all.now(), Ordering::Relaxed);
                 }
             };
-            if let Err(error) = converse(stream, id, limits, &*handler, &budget, heard).await {
+            if let Err(error) = converse(stream, id, limits, &*handler, &budgets, heard).await {
                 tracing::debug!(%from, %error, "a connection to the side channel ended");
             }
         });
@@ -190,12 +199,12 @@ async fn converse<H: Handler>(
     id: u64,
     limits: RouterLimits,
     handler: &H,
-    budget: &Arc<Budget>,
+    budgets: &Budgets,
     heard: impl Fn(),
 ) -> Result<()> {
     let patience = limits.patience;
     let mut connection =
-        Connection::open(stream, SocketType::Router, limits.message, budget, patience).await?;
+        Connection::open(stream, SocketType::Router, limits.message, &budgets.messages, patience).await?;
     let mut session = H::Session::default();
     // As ZeroMQ names peers that have no name: a zero and a number.
     let name = match connection.identity.is_empty() {
@@ -207,6 +216,8 @@ async fn converse<H: Handler>(
         message.put_first(name.clone());
         let Some(answer) = handler.answer(&mut session, message.frames()) else { return Ok(()) };
         drop(message);
+        let mut unread = budgets.answers.held();
+        unread.take(answer.iter().map(|frame| frame.len()).sum())?;
         connection.send(&answer[1..], patience).await?;
     }
     Ok(())

@@ -37,7 +37,7 @@ fn run<F: Future>(test: F) -> F::Output {
 async fn echo(patience: Duration, connections: usize) -> (Router, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let message = Limits { frames: 4, bytes: 1 << 20 };
-    let limits = RouterLimits { connections, message, bytes: 4 << 20, patience };
+    let limits = RouterLimits { connections, message, bytes: 4 << 20, answers: 4 << 20, patience };
     let router = Router::serve(listener, limits, Arc::new(Echo)).unwrap();
     let address = router.local();
     (router, address)

@@ -1,5 +1,5 @@
-//! Ranks with sockets between them, the server's: rank 0 has one to each of the others, tells them its steps, and adds up
-//! what all gave.
+//! Ranks with sockets between them, the server's: rank 0 has one to each of the others, tells them its steps, and
+//! adds up what all gave.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -27,8 +27,8 @@ struct Member {
 }
 
 impl Shard {
-    /// Rank 0, with a socket to each of the others: an end of [`UnixStream::pair`], whose other end a thread or a process
-    /// was started with. A rank that does not answer within `deadline` fails the step.
+    /// Rank 0, with a socket to each of the others: an end of [`UnixStream::pair`], whose other end a thread or a
+    /// process was started with. A rank that does not answer within `deadline` fails the step.
     ///
     /// # Errors
     /// A deadline of zero.

@@ -85,7 +85,7 @@ impl Ready {
             Some(named) => named,
             None => announced.word("backend")?,
         };
-        let backend = registry.require(named, &Options::new())?.0.name();
+        let backend = registry.require(named, &Options::parse(&arguments.options)?)?.0.name();
         let shape = Shape {
             block: announced.number("block")?,
             count: announced.number("count")?,

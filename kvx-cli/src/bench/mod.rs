@@ -130,7 +130,7 @@ pub(crate) fn run(
     }
     let mut backends = Vec::new();
     for written in &arguments.backend {
-        let name = registry.require(written, &Options::new())?.0.name();
+        let name = registry.require(written, &Options::parse(&arguments.options)?)?.0.name();
         if !backends.contains(&name) {
             backends.push(name);
         }

@@ -12,6 +12,8 @@ pub(crate) enum Needs {
     Nothing,
     Ucx,
     Rixl,
+    /// NIXL with kvx's own plug-in.
+    KvxInNixl,
 }
 
 impl fmt::Display for Needs {
@@ -19,7 +21,7 @@ impl fmt::Display for Needs {
         f.write_str(match self {
             Needs::Nothing => "nothing",
             Needs::Ucx => "UCX",
-            Needs::Rixl => "NIXL",
+            Needs::Rixl | Needs::KvxInNixl => "NIXL",
         })
     }
 }
@@ -123,6 +125,13 @@ pub(crate) const RUNS: &[Run] = &[
         block: "64K",
         count: "1024",
         needs: Needs::Rixl,
+    },
+    Run {
+        name: "KVX in NIXL",
+        arguments: r#"--backend RIXL --options {"rixl":{"plugin":"KVX"}} --memory device,device-host,host-device"#,
+        block: "64K",
+        count: "1024",
+        needs: Needs::KvxInNixl,
     },
 ];
 

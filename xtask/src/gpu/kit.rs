@@ -34,6 +34,10 @@ pub(crate) const PROGRAMS: &[Program] = &[
 
 /// The stand-in's file, which the test programs want beside them.
 pub(crate) const STAND_IN: &str = "libkvx_stand_in.so";
+/// kvx's plug-in for NIXL.
+const PLUGIN: &str = "libplugin_KVX.so";
+/// Where NIXL looks for plug-ins, instead of its own folder.
+const PLUGIN_DIR: &str = "NIXL_PLUGIN_DIR";
 /// This program.
 pub(crate) const XTASK: &str = "xtask";
 
@@ -78,7 +82,7 @@ impl Kit {
             // As `cargo xtask test` calls it: another choice of packages would be another build of them.
             Profile::Dev => &["test --workspace --no-run"],
             Profile::Release => &[
-                "build --release -p kvx-cli",
+                "build --release -p kvx-cli -p kvx-nixl",
                 "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in",
             ],
         };
@@ -100,21 +104,22 @@ impl Kit {
     /// What lies in a folder.
     pub(crate) fn unpacked(folder: &Path) -> Result<Self> {
         let folder = std::path::absolute(folder)?;
-        let names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN, XTASK]);
+        let names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN, PLUGIN, XTASK]);
         let files = names.map(|name| (name, folder.join(name))).filter(|(_, file)| file.is_file()).collect();
         Kit { files, peers: folder.join("peers") }.whole()
     }
 
     fn whole(self) -> Result<Self> {
-        let mut names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN]);
+        let mut names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN, PLUGIN]);
         match names.find(|name| !self.files.contains_key(name)) {
             Some(missing) => Err(format!("the kit has no {missing}").into()),
             None => Ok(self),
         }
     }
 
-    /// A program of it, to be started with the driver and the libraries that there are.
-    pub(crate) fn command(&self, program: &str) -> Result<Command> {
+    /// A program of it, to be started with the driver and the libraries that there are; NIXL has the plug-ins that are
+    /// needed.
+    pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let file = self.files.get(program).ok_or_else(|| format!("the kit has no {program}"))?;
         let mut command = Command::new(file);
         command.env(DRIVER.0, driver());
@@ -125,6 +130,12 @@ impl Kit {
             if let Some(library) = self.library(needs) {
                 command.env(variable, library);
             }
+        }
+        if needs == Needs::KvxInNixl {
+            command.env(
+                PLUGIN_DIR,
+                self.files.get(PLUGIN).and_then(|file| file.parent()).unwrap_or(Path::new("")),
+            );
         }
         Ok(command)
     }
@@ -143,7 +154,7 @@ impl Kit {
         let (peer, file) = match needs {
             Needs::Nothing => return None,
             Needs::Ucx => UCX,
-            Needs::Rixl => RIXL,
+            Needs::Rixl | Needs::KvxInNixl => RIXL,
         };
         site_packages(&self.peers.join(peer).join("venv"))
             .map(|folder| folder.join(file))
@@ -152,7 +163,7 @@ impl Kit {
 
     /// The first NVIDIA device. Errors: the program's own words on why there is none.
     pub(crate) fn device(&self) -> Result<Device> {
-        let mut command = self.command("kvx")?;
+        let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);
         let told = process::run(command, LOOK_LIMIT, Output::Kept)?;
         if !told.succeeded() {
@@ -190,7 +201,10 @@ fn artifact(line: &str) -> Option<Vec<(&'static str, PathBuf)>> {
         files.extend(programs.map(|program| (program.name, file.into())));
     }
     let libraries = message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    files.extend(libraries.filter(|file| file.ends_with(STAND_IN)).map(|file| (STAND_IN, file.into())));
+    for file in libraries {
+        let name = [STAND_IN, PLUGIN].into_iter().find(|name| file.ends_with(name));
+        files.extend(name.map(|name| (name, file.into())));
+    }
     Some(files)
 }
 
@@ -217,6 +231,9 @@ mod tests {
         let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
                           "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;
         assert_eq!(artifact(library).unwrap(), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);
+        let plugin = r#"{"manifest_path":"/x/kvx-nixl/Cargo.toml","target":{"name":"plugin_KVX","kind":["cdylib"]},
+                         "filenames":["/t/libplugin_KVX.so"]}"#;
+        assert_eq!(artifact(plugin).unwrap(), [(PLUGIN, "/t/libplugin_KVX.so".into())]);
         assert!(artifact(r#"{"reason":"build-finished","success":true}"#).is_none());
     }
 }

@@ -120,7 +120,7 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
     if !kit.has(check.needs) {
         return Ok(format!("skipped: {}", kit.lacks(check.needs)));
     }
-    let mut command = kit.command(check.program)?;
+    let mut command = kit.command(check.program, check.needs)?;
     // Over the stand-in quick is a part of the names; a real device is tested by all of them.
     command.args(if quick && !real { check.quick } else { check.arguments });
     let finished = process::run(command, check.limit, Output::Shown)?;
@@ -141,7 +141,7 @@ fn bench(kit: &Kit, run: &Run, quick: bool) -> Result<Vec<Value>> {
     if !kit.has(run.needs) {
         return Err(kit.lacks(run.needs).into());
     }
-    let mut command = kit.command("kvx")?;
+    let mut command = kit.command("kvx", run.needs)?;
     command.args(["bench", "--json"]).args(run.arguments.split(' '));
     if quick {
         command.args(["--block", "4K", "--count", "64", "--pool", "2M", "--rounds", "3", "--seconds", "0.1"]);

@@ -1,6 +1,7 @@
 //! `cargo xtask interop`: kvx beside engines of others. None of it is a part of the tests: it downloads and builds what
 //! is large.
 
+mod mistralrs;
 mod transformers;
 mod vllm;
 mod workspaces;
@@ -14,6 +15,8 @@ pub(crate) enum Interop {
     Workspaces(Vec<String>),
     /// A vLLM beside `kvx serve`, or a vLLM pair with kvx inside its NIXL.
     Vllm(vllm::Options),
+    /// Engines on mistral.rs, all of these parts or all there are.
+    Mistralrs(Vec<String>),
     /// The example server beside Hugging Face's transformers.
     Transformers {
         /// Write down what the other software answers.
@@ -31,15 +34,25 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> std::result::Res
             Some(other) => Err(format!("`interop transformers` takes `--record`, but got `{other}`")),
         },
         Some("vllm") => parse_vllm(arguments.skip(1)),
+        Some("mistralrs") => parse_mistralrs(arguments.skip(1).collect()),
         _ => {
             let (names, known) = (arguments.collect::<Vec<_>>(), workspaces::names());
             match names.iter().find(|name| !known.contains(name)) {
                 None => Ok(Interop::Workspaces(names)),
                 Some(other) => Err(format!(
-                    "`interop` takes vllm, transformers or {}, but got `{other}`",
+                    "`interop` takes vllm, mistralrs, transformers or {}, but got `{other}`",
                     known.join(", ")
                 )),
             }
+        }
+    }
+}
+
+fn parse_mistralrs(parts: Vec<String>) -> std::result::Result<Interop, String> {
+    match parts.iter().find(|part| !mistralrs::PARTS.contains(&part.as_str())) {
+        None => Ok(Interop::Mistralrs(parts)),
+        Some(other) => {
+            Err(format!("`interop mistralrs` takes {}, but got `{other}`", mistralrs::PARTS.join(", ")))
         }
     }
 }
@@ -71,6 +84,7 @@ pub(crate) fn run(chosen: &Interop) -> Result<bool> {
     match chosen {
         Interop::Workspaces(names) => workspaces::run(names),
         Interop::Vllm(options) => vllm::run(options),
+        Interop::Mistralrs(parts) => mistralrs::run(parts),
         Interop::Transformers { record } => transformers::run(*record),
     }
 }
@@ -89,11 +103,15 @@ pub(crate) fn usage() -> String {
   interop vllm --kvx [--set-up] [--only PART]...
       run a real vLLM pair with the backend KVX in its NIXL; half an hour
         --only PART    SHM, TCP, UCX, `faults SHM`, `faults TCP`, aborts, hosts; may be repeated
+  interop mistralrs [PART]...
+      run engines on mistral.rs that prefill for each other and for `kvx serve`, and print a table of what was right;
+      the first time it builds for half an hour, with 3 GB of memory. Parts: {}
   interop transformers [--record]
       ask Hugging Face's transformers for logits and tokens that the example server's must equal; installs it and
       torch into target/peers first, 3 GB to download
         --record       write down what it answers, for tests without it",
-        workspaces::names().join(", ")
+        workspaces::names().join(", "),
+        mistralrs::PARTS.join(", ")
     )
 }
 
@@ -116,7 +134,10 @@ mod tests {
         assert_eq!(words("vllm --model-config /tmp/models.json"), Ok(Interop::Vllm(options)));
         assert_eq!(words("transformers"), Ok(Interop::Transformers { record: false }));
         assert_eq!(words("transformers --record"), Ok(Interop::Transformers { record: true }));
+        assert_eq!(words("mistralrs"), Ok(Interop::Mistralrs(Vec::new())));
+        assert_eq!(words("mistralrs llama kvx"), Ok(Interop::Mistralrs(vec!["llama".into(), "kvx".into()])));
         for (line, name) in [
+            ("mistralrs now", "now"),
             ("vllm --kvx now", "now"),
             ("vllm --kvx --model-config a.json", "mixed fleets"),
             ("vllm --model-config", "JSON file"),

@@ -51,9 +51,10 @@ fn make(target: &Path, until: Instant) -> Result<PathBuf> {
     for tool in TOOLS {
         install_wheel(tool, target, until)?;
     }
-    // The library last: built with the program it has more in it than it needs.
-    for package in ["kvx-cli", "kvx-nixl"] {
-        must_succeed(process::cargo(["build", "--release", "-p", package]), until)?;
+    // The program as `cargo run --release` builds it, so that it is there already. The library by itself, and last:
+    // built with the program it has more in it than it needs.
+    for what in [["--bin", "kvx"], ["-p", "kvx-nixl"]] {
+        must_succeed(process::cargo(["build", "--release"].into_iter().chain(what)), until)?;
     }
     let everything = Metadata::of_everything()?;
     let version = everything.root_package()?.version().to_owned();

@@ -8,9 +8,10 @@ use std::process::Command;
 
 use kvx_testkit::{Tier, skip};
 
-/// Environments of wheels, as `cargo xtask test --install` names them. The newest is tested each time; the one that
-/// vLLM asks for, and one whose table is of the first 1.x, by the whole run; the last one where [`MORE`] is set.
-const RELEASES: [&str; 4] = [NEWEST, "nixl-1.5", "nixl-1.1", "nixl-0.10"];
+/// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for is tested each time;
+/// one whose table is of the first 1.x by the whole run; the others where [`MORE`] is set.
+const RELEASES: [&str; 4] = ["nixl-1.5", "nixl-1.1", NEWEST, "nixl-0.10"];
+/// This one has numpy, which serves all of them.
 pub(crate) const NEWEST: &str = "nixl";
 /// Its version.
 pub(crate) const NEWEST_VERSION: &str = "1.5.1";
@@ -20,12 +21,11 @@ const MORE: &str = "KVX_NIXL_TEST_MORE";
 /// The releases that this run tests, of those that are installed; says which are not. `what`: of which tests.
 pub(crate) fn of_this_run(what: &str) -> Vec<(&'static str, Wheel)> {
     let is_wanted = |release: &&str| match *release {
-        NEWEST => true,
-        "nixl-0.10" => is_asked_for(MORE, &format!("{what} in NIXL of nixl-0.10")),
+        "nixl-1.5" => true,
+        NEWEST | "nixl-0.10" => is_asked_for(MORE, &format!("{what} in NIXL of {release}")),
         other => Tier::Whole.runs_or_says(&format!("{what} in NIXL of {other}")),
     };
     let found = RELEASES.into_iter().filter(is_wanted).filter_map(|release| {
-        // Older wheels are installed without numpy: the newest one's serves them.
         let wheel = Wheel::find(release).filter(|_| Wheel::find(NEWEST).is_some());
         if wheel.is_none() {
             skip(

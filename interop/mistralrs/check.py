@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 
-from servers import Server, check, clean_environment, end, ports, prompts, row, through
+from servers import Fleet, Server, check, clean_environment, end, ports, prompts, row, through
 
 SERVER, KVX, WORK = map(os.path.abspath, sys.argv[1:4])
 HELD = tempfile.TemporaryDirectory(prefix="kvx-mistralrs-")
@@ -133,34 +133,21 @@ def proxied(what, prefill, decode, reference, seed):
 def left(what, prefill, decode, reference, seed):
     """A client that leaves in the middle takes nobody else along."""
     one, other = prompts(seed, [200, 300])
-    try:
-        prefill.complete(one, 1000, 0.05)
-        decode.complete(one, 1000, 0.05)
-    except OSError:
-        pass
+    for each in (prefill, decode):
+        try:
+            each.complete(one, 1000, 0.05)
+            check(False, f"{what}: 1,000 tokens came before the client had left {each.name}")
+        except OSError:
+            pass
     answer = through(prefill, decode, other)
     check(answer and same(answer["tokens"], plain(reference, other)), f"{what}: after a client has left: {answer}")
-    check(prefill.ask("POST", "/v1/completions", {"prompt": other, "stream": True, "kv_transfer_params": {"do_remote_decode": True}})[0]
-          == 400, f"{what}: a streamed prefill is refused")
 
 
-class Fleet:
-    """Servers that are up together."""
-
-    def __init__(self, *servers):
-        self.servers = servers
-
-    def __enter__(self):
-        try:
-            [each.start() for each in self.servers]
-            [each.wait() for each in self.servers]
-        except BaseException:
-            self.__exit__()
-            raise
-        return self.servers
-
-    def __exit__(self, *_):
-        [each.stop() for each in self.servers]
+def refused(what, prefill, seed):
+    """What a decode is told is not streamed."""
+    body = {"prompt": prompts(seed, [300])[0], "stream": True, "kv_transfer_params": {"do_remote_decode": True}}
+    status, answer = prefill.ask("POST", "/v1/completions", body)
+    check(status == 400, f"{what}: a streamed prefill is {status}: {answer[:200]}")
 
 
 def run(wanted):
@@ -179,6 +166,7 @@ def run(wanted):
                 spoilt(what, prefill, decode, alone, seed + 3)
                 proxied(what, prefill, decode, alone, seed + 4)
                 left(what, prefill, decode, alone, seed + 5)
+                refused(what, prefill, seed + 5)
                 row(model, backend, "mistral.rs to mistral.rs", equal, together, most)
                 if wanted and "kvx" not in wanted:
                     continue

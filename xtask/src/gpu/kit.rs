@@ -36,6 +36,8 @@ pub(crate) const PROGRAMS: &[Program] = &[
 pub(crate) const STAND_IN: &str = "libkvx_stand_in.so";
 /// kvx's plug-in for NIXL.
 const PLUGIN: &str = "libplugin_KVX.so";
+/// The libraries of ours that lie beside the programs.
+const LIBRARIES: [&str; 2] = [STAND_IN, PLUGIN];
 /// Where NIXL looks for plug-ins, instead of its own folder.
 const PLUGIN_DIR: &str = "NIXL_PLUGIN_DIR";
 /// This program.
@@ -104,13 +106,13 @@ impl Kit {
     /// What lies in a folder.
     pub(crate) fn unpacked(folder: &Path) -> Result<Self> {
         let folder = std::path::absolute(folder)?;
-        let names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN, PLUGIN, XTASK]);
+        let names = PROGRAMS.iter().map(|program| program.name).chain(LIBRARIES).chain([XTASK]);
         let files = names.map(|name| (name, folder.join(name))).filter(|(_, file)| file.is_file()).collect();
         Kit { files, peers: folder.join("peers") }.whole()
     }
 
     fn whole(self) -> Result<Self> {
-        let mut names = PROGRAMS.iter().map(|program| program.name).chain([STAND_IN, PLUGIN]);
+        let mut names = PROGRAMS.iter().map(|program| program.name).chain(LIBRARIES);
         match names.find(|name| !self.files.contains_key(name)) {
             Some(missing) => Err(format!("the kit has no {missing}").into()),
             None => Ok(self),
@@ -132,10 +134,8 @@ impl Kit {
             }
         }
         if needs == Needs::KvxInNixl {
-            command.env(
-                PLUGIN_DIR,
-                self.files.get(PLUGIN).and_then(|file| file.parent()).unwrap_or(Path::new("")),
-            );
+            let plugin = self.files.get(PLUGIN).ok_or_else(|| format!("the kit has no {PLUGIN}"))?;
+            command.env(PLUGIN_DIR, plugin.parent().ok_or("a library lies in a folder")?);
         }
         Ok(command)
     }
@@ -202,7 +202,7 @@ fn artifact(line: &str) -> Option<Vec<(&'static str, PathBuf)>> {
     }
     let libraries = message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
     for file in libraries {
-        let name = [STAND_IN, PLUGIN].into_iter().find(|name| file.ends_with(name));
+        let name = LIBRARIES.into_iter().find(|name| file.ends_with(name));
         files.extend(name.map(|name| (name, file.into())));
     }
     Some(files)

@@ -14,7 +14,7 @@ use crate::{Result, root};
 
 /// The crate that the hook is put into, and the release that it was written for.
 const CRATE: (&str, &str) = ("mistralrs-core", "0.8.1");
-/// The first time some 500 crates are built.
+/// The first time some 600 crates are built.
 const BUILD: Duration = Duration::from_secs(90 * 60);
 const RUN: Duration = Duration::from_secs(30 * 60);
 

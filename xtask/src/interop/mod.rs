@@ -105,7 +105,7 @@ pub(crate) fn usage() -> String {
         --only PART    SHM, TCP, UCX, `faults SHM`, `faults TCP`, aborts, hosts; may be repeated
   interop mistralrs [PART]...
       run engines on mistral.rs that prefill for each other and for `kvx serve`, and print a table of what was right;
-      the first time it builds for half an hour, with 3 GB of memory. Parts: {}
+      the first time it builds for up to an hour, with 3 GB of memory. Parts: {}
   interop transformers [--record]
       ask Hugging Face's transformers for logits and tokens that the example server's must equal; installs it and
       torch into target/peers first, 3 GB to download

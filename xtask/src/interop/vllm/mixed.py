@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 
-from servers import (ASK_FOR_PREFILL, LENGTHS, Load, Server, Vllm, abort, check, clean_environment, end, ports, prompts, row,
+from servers import (ASK_FOR_PREFILL, LENGTHS, Fleet, Load, Server, Vllm, abort, check, clean_environment, end, ports, prompts, row,
                      still_in_use, through, words_of)
 
 WORK, BUILT, PAGE, CASES = sys.argv[1:5]
@@ -89,25 +89,6 @@ def kvx(case, role, number=1):
     server = Kvx(case, f"kvx-{number}", words, variables)
     server.model = case["name"]
     return server
-
-
-class Fleet:
-    """Servers that are up together."""
-
-    def __init__(self, *servers):
-        self.servers = servers
-
-    def __enter__(self):
-        try:
-            [each.start() for each in self.servers]
-            [each.wait() for each in self.servers]
-        except BaseException:
-            self.__exit__()
-            raise
-        return self.servers
-
-    def __exit__(self, *_):
-        [each.stop() for each in self.servers]
 
 
 def moved(server):

@@ -1,4 +1,4 @@
-"""Servers as processes, for run.py and mixed.py: a real vLLM, kvx serve, and proxies. Each is ended by process id."""
+"""Servers as processes, for run.py, mixed.py and interop/mistralrs/check.py: a real vLLM, kvx serve, and proxies. Each is ended by process id."""
 
 import http.client
 import json
@@ -213,6 +213,25 @@ class Server:
     def kill(self):
         self.signal(signal.SIGKILL)
         self.process.wait(10)
+
+
+class Fleet:
+    """Servers that are up together."""
+
+    def __init__(self, *servers):
+        self.servers = servers
+
+    def __enter__(self):
+        try:
+            [each.start() for each in self.servers]
+            [each.wait() for each in self.servers]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.servers
+
+    def __exit__(self, *_):
+        [each.stop() for each in self.servers]
 
 
 def clean_environment():

@@ -110,6 +110,10 @@ fn arguments_that_make_no_sense_are_refused() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}");
         assert!(!output.stderr.is_empty() && output.stdout.is_empty());
     }
+    // The options decide whether a backend is there: before its library is looked for.
+    let mut wrong = bench(&["--backend", "RIXL", "--options", r#"{"rixl": {"plugin": "../x"}}"#]);
+    let output = output(wrong.env("KVX_RIXL_LIB", "/nonexistent"), LIMIT);
+    assert!(stderr(&output).contains("rixl.plugin"), "{}", stderr(&output));
     let output = measured(&["--backend", "UXC"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(

@@ -124,13 +124,14 @@ pub(crate) fn run(
     for_people: bool,
 ) -> Result<()> {
     check(arguments)?;
+    let options = Options::parse(&arguments.options)?;
     let mut output = Output::new(out, arguments.json || !for_people);
     if arguments.kernels {
         return kernels::run(arguments, &mut output);
     }
     let mut backends = Vec::new();
     for written in &arguments.backend {
-        let name = registry.require(written, &Options::parse(&arguments.options)?)?.0.name();
+        let name = registry.require(written, &options)?.0.name();
         if !backends.contains(&name) {
             backends.push(name);
         }
@@ -163,7 +164,6 @@ fn check(arguments: &Arguments) -> Result<()> {
     if !(arguments.seconds > 0.0 && arguments.seconds <= 86_400.0) {
         return Err(format!("--seconds {}: write a time of up to a day", arguments.seconds).into());
     }
-    Options::parse(&arguments.options)?;
     Ok(())
 }
 

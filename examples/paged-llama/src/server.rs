@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 
 use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
-use crate::http::{self, Recorder, Service};
+use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
 use crate::kv::{self, Kv, KvTransferConfig, Memory};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result, Shard};
 use crate::spoil::Spoiling;
@@ -48,8 +48,10 @@ pub struct Options {
     pub ranks: usize,
     /// Ranks of data parallelism: each is an engine.
     pub data_parallel_size: usize,
-    /// The one rank to serve here; without it an engine for each rank, with a pool of its own.
-    pub data_parallel_rank: Option<usize>,
+    /// Those that are served here: an engine for each, with a pool of its own.
+    pub data_parallel_here: Range<usize>,
+    /// Where the others are.
+    pub others: Others,
     /// Tokens of prompt and answer together: what the model was made for, if it fits.
     pub model_len: Option<usize>,
     /// Requests that run at once.
@@ -74,17 +76,34 @@ pub struct Options {
     pub transfer: Option<KvTransferConfig>,
 }
 
-/// What to know of a server that listens.
+/// Where the ranks of data parallelism are that are not served here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Others {
+    /// Nowhere, or each is a server that its router knows.
+    Apart,
+    /// On hosts that join this one here, by an address and a port: clients know this one alone.
+    JoinHere(String, u16),
+    /// This is such a host, and joins the head there. It has no port for clients.
+    JoinThere(String, u16),
+}
+
+/// What to know of a server that has started.
 #[derive(Clone, Debug)]
 pub struct Started {
-    /// Where clients reach it.
-    pub address: SocketAddr,
+    /// Where clients reach it, unless it serves a head.
+    pub address: Option<SocketAddr>,
     /// Tokens of prompt and answer together.
     pub model_len: usize,
     /// Blocks of all engines together.
     pub blocks: usize,
     /// Bytes of all pools together.
     pub pool_bytes: usize,
+}
+
+/// Whence requests come.
+enum Source {
+    Clients(TcpListener),
+    Head((String, u16)),
 }
 
 /// Rank 0. The others follow it for as long as its model lives.
@@ -210,14 +229,16 @@ impl Options {
 
     /// The ranks of data parallelism that are served here.
     fn engines(&self) -> Result<Range<usize>> {
-        let size = self.data_parallel_size.max(1);
-        match self.data_parallel_rank {
-            None => Ok(0..size),
-            Some(rank) if rank < size => Ok(rank..rank + 1),
-            Some(rank) => Err(ModelError::new(format!(
-                "--data-parallel-rank is {rank}, and --data-parallel-size {size}: ranks count from 0"
-            ))),
+        let (size, here) = (self.data_parallel_size, self.data_parallel_here.clone());
+        if !here.is_empty() && here.end <= size {
+            return Ok(here);
         }
+        Err(ModelError::new(format!(
+            "ranks {} to {} are none of --data-parallel-size {size}, which counts from 0: see --data-parallel-rank, \
+             --data-parallel-start-rank and --data-parallel-size-local",
+            here.start,
+            here.end.saturating_sub(1)
+        )))
     }
 
     /// Threads of each rank of each of so many engines.
@@ -244,11 +265,11 @@ impl Options {
     }
 }
 
-/// Serves until `stop` is ready and answers have ended. `started` is told when it listens.
+/// Serves until `stop` is ready and answers have ended. `started` is told when it listens, or has joined its head.
 ///
 /// # Errors
 ///
-/// The folder, the port, the pool or the peers are not as they should be; the words say what to do.
+/// The folder, the port, the pool, the peers or the other hosts are not as they should be; the words say what to do.
 pub async fn serve(
     options: Options,
     recorder: Recorder,
@@ -258,20 +279,30 @@ pub async fn serve(
     let (engines, kernel_per_block) = (options.engines()?, options.kernel_per_block()?);
     let threads = options.threads(engines.len());
     let open = |engine| Opened::of(&options, engine, threads, kernel_per_block);
-    let opened = engines.map(open).collect::<Result<Vec<_>>>()?;
+    let opened = engines.clone().map(open).collect::<Result<Vec<_>>>()?;
     let (config, limits) = (opened[0].config.clone(), opened[0].limits.clone());
     let blocks = opened.iter().map(|one| one.limits.blocks).sum();
     let pool_bytes = opened.iter().map(|one| one.shape.bytes() * options.ranks).sum();
     let tokenizer = Arc::new(Tokenizer::open(&options.folder, &config)?);
-    let listener = TcpListener::bind((options.host.as_str(), options.port)).await.map_err(|error| {
-        ModelError::new(format!(
-            "cannot listen on {}:{}: {error}; take another --port (0 is any free one) or --host",
-            options.host, options.port
-        ))
-    })?;
-    let address = listener.local_addr().map_err(ModelError::of)?;
+    let source = match &options.others {
+        Others::JoinThere(host, port) => Source::Head((host.clone(), *port)),
+        _ => Source::Clients(listen("--port", "--host", &options.host, options.port).await?),
+    };
+    let address = match &source {
+        Source::Clients(listener) => Some(listener.local_addr().map_err(ModelError::of)?),
+        Source::Head(_) => None,
+    };
     let start = |one: Opened| one.start(&options, &tokenizer);
     let running = opened.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let alike = Alike {
+        model: options.model.clone(),
+        data_parallel_size: options.data_parallel_size,
+        model_len: limits.model_len,
+        block_size: options.block_size,
+    };
+    let everywhere =
+        if let Others::JoinHere(..) = options.others { options.data_parallel_size } else { engines.len() };
+    let hosts = Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere));
     let service = Arc::new(Service {
         engines: running.iter().map(|one| one.engine().clone()).collect(),
         tokenizer,
@@ -282,10 +313,41 @@ pub async fn serve(
         recorder,
         readers: http::Readers::default(),
         turn: AtomicUsize::new(0),
+        hosts: hosts.clone(),
     });
-    started(&Started { address, model_len: limits.model_len, blocks, pool_bytes });
-    let served = http::serve(listener, service, stop, DRAIN).await;
+    let started = || started(&Started { address, model_len: limits.model_len, blocks, pool_bytes });
+    let served = async {
+        let mut stop = Box::pin(stop);
+        let listener = match source {
+            Source::Clients(listener) => listener,
+            Source::Head(head) => {
+                let joining = Joining { ranks: engines, alike };
+                return http::follow(&head, &joining, http::router(service), started, stop.as_mut(), DRAIN)
+                    .await;
+            }
+        };
+        if let Others::JoinHere(host, port) = &options.others {
+            let joins = listen("--data-parallel-rpc-port", "--data-parallel-address", host, *port).await?;
+            tokio::spawn(hosts.clone().accept(joins));
+            tokio::select! {
+                all = hosts.all(MEETING) => all?,
+                () = &mut stop => return Ok(()),
+            }
+        }
+        started();
+        http::serve(listener, service, stop, DRAIN).await.map_err(ModelError::of)
+    };
+    let served = served.await;
     let stopped = tokio::task::spawn_blocking(|| Running::stop_all(running)).await;
-    served.map_err(ModelError::of)?;
+    served?;
     stopped.map_err(ModelError::of)?
+}
+
+/// A listener at an address and a port that these flags have named.
+async fn listen(port_flag: &str, host_flag: &str, host: &str, port: u16) -> Result<TcpListener> {
+    TcpListener::bind((host, port)).await.map_err(|error| {
+        ModelError::new(format!(
+            "cannot listen on {host}:{port}: {error}; take another {port_flag} (0 is any free one) or {host_flag}"
+        ))
+    })
 }

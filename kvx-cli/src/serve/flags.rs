@@ -18,6 +18,14 @@ pub(super) struct Flags {
     pub(super) engines: Option<usize>,
     /// The engine that is served here, of those.
     pub(super) engine: Option<usize>,
+    /// So many of them are here, from this one on.
+    pub(super) engines_here: Option<usize>,
+    pub(super) first_engine: Option<usize>,
+    /// Where hosts join the head.
+    pub(super) head_address: Option<String>,
+    pub(super) head_port: Option<u16>,
+    /// This is such a host.
+    pub(super) headless: bool,
     pub(super) model_len: Option<usize>,
     pub(super) requests: Option<usize>,
     pub(super) step_tokens: Option<usize>,
@@ -64,6 +72,11 @@ const MEANT: &[(&str, Takes)] = &[
     ("--pipeline-parallel-size", Value),
     ("--data-parallel-size", Value),
     ("--data-parallel-rank", Value),
+    ("--data-parallel-size-local", Value),
+    ("--data-parallel-start-rank", Value),
+    ("--data-parallel-address", Value),
+    ("--data-parallel-rpc-port", Value),
+    ("--headless", Nothing),
     ("--enable-prefix-caching", Nothing),
     ("--no-enable-prefix-caching", Nothing),
     ("--enable-prompt-tokens-details", Nothing),
@@ -104,6 +117,11 @@ fn short(written: &str) -> Option<&'static str> {
     match written {
         "-tp" => Some("--tensor-parallel-size"),
         "-dp" => Some("--data-parallel-size"),
+        "-dpn" => Some("--data-parallel-rank"),
+        "-dpl" => Some("--data-parallel-size-local"),
+        "-dpr" => Some("--data-parallel-start-rank"),
+        "-dpa" => Some("--data-parallel-address"),
+        "-dpp" => Some("--data-parallel-rpc-port"),
         "-pp" => Some("--pipeline-parallel-size"),
         _ => None,
     }
@@ -168,9 +186,9 @@ impl Flags {
             "--model" => self.model = Some(value),
             "--served-model-name" => self.names.append(&mut values),
             "--host" => self.host = Some(value),
-            "--port" => {
-                let port = value.parse().map_err(|_| format!("--port is {value:?}: it takes 0 to 65535"))?;
-                self.port = Some(port);
+            "--port" | "--data-parallel-rpc-port" => {
+                let port = value.parse().map_err(|_| format!("{name} is {value:?}: it takes 0 to 65535"))?;
+                *(if name == "--port" { &mut self.port } else { &mut self.head_port }) = Some(port);
             }
             "--block-size" => self.block_size = Some(count()?),
             "--kernel-block-size" => self.kernel_block_size = Some(count()?),
@@ -216,11 +234,15 @@ impl Flags {
                 engines @ 1..=64 => self.engines = Some(engines),
                 _ => return Err(format!("{name} {value}: this server takes at most 64").into()),
             },
-            "--data-parallel-rank" => {
+            "--data-parallel-rank" | "--data-parallel-start-rank" => {
                 let rank =
                     value.parse().map_err(|_| format!("{name} is {value:?}: it takes a rank, from 0"))?;
-                self.engine = Some(rank);
+                *(if name == "--data-parallel-rank" { &mut self.engine } else { &mut self.first_engine }) =
+                    Some(rank);
             }
+            "--data-parallel-size-local" => self.engines_here = Some(count()?),
+            "--data-parallel-address" => self.head_address = Some(value),
+            "--headless" => self.headless = true,
             "--no-enable-prefix-caching" => self.no_prefix_cache = true,
             "--enable-prompt-tokens-details" => self.prompt_details = true,
             "--spoil-a-moved-block" => self.spoil = true,

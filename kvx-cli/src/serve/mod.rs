@@ -4,14 +4,18 @@ mod flags;
 mod models;
 
 use std::io::{IsTerminal as _, Write};
+use std::ops::Range;
 
 use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
 use kvx_paged_llama::http::Recorder;
 use kvx_paged_llama::model::PoolLayout;
-use kvx_paged_llama::server::{self, Options, Started};
+use kvx_paged_llama::server::{self, Options, Others, Started};
 
 use self::flags::{Flags, MEANINGLESS_VARIABLES};
 use crate::{Result, bytes};
+
+/// Where hosts join a head unless it is said: vLLM's port.
+const HEAD_PORT: u16 = 29550;
 
 const USAGE: &str = "\
 Serves a model as `vllm serve` does: OpenAI's interface, and KV cache from and to other servers.
@@ -31,6 +35,9 @@ name that is in the local Hugging Face cache. It is an example on the CPU, not a
   --kv-cache-memory-bytes BYTES    of the KV cache; --num-gpu-blocks-override BLOCKS says it in blocks
   --tensor-parallel-size N         ranks of the model, threads each with a pool of its own: 1, 2, 4 or 8
   --data-parallel-size N           engines, each with a pool of its own; --data-parallel-rank R: only that one of them
+  --data-parallel-size-local N     so many of them here; the others on hosts that join at --data-parallel-address and
+                                   --data-parallel-rpc-port [default: 127.0.0.1, 29550]
+  --headless                       is such a host, of the ranks from --data-parallel-start-rank on
   --kv-cache-dtype TYPE            auto, float32 or bfloat16
   --attention-backend CPU_ATTN     blocks as a vLLM on the CPU has them, to exchange with one
   --no-enable-prefix-caching       requests that begin alike share nothing
@@ -75,7 +82,10 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
             started.blocks,
             bytes::show(started.pool_bytes as u64)
         );
-        eprintln!("kvx: listening on http://{}", started.address);
+        match started.address {
+            Some(address) => eprintln!("kvx: listening on http://{address}"),
+            None => eprintln!("kvx: joined the head, which is asked for what this host computes"),
+        }
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let served = runtime.block_on(async {
@@ -88,6 +98,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
 }
 
 fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
+    let (data_parallel_size, data_parallel_here, others) = placed(&flags)?;
     let model = flags.model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
     let layout = match transfer.environment().kv_cache_layout {
         None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) if flags.cpu_attention => PoolLayout::VllmCpu,
@@ -114,8 +125,9 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         block_size,
         kernel_block_size: flags.kernel_block_size.unwrap_or(block_size),
         ranks: flags.ranks.unwrap_or(1),
-        data_parallel_size: flags.engines.unwrap_or(1),
-        data_parallel_rank: flags.engine,
+        data_parallel_size,
+        data_parallel_here,
+        others,
         model_len: flags.model_len,
         requests: flags.requests.unwrap_or(128),
         step_tokens: flags.step_tokens.unwrap_or(512),
@@ -128,6 +140,39 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         spoil: flags.spoil,
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
     })
+}
+
+/// How many ranks of data parallelism there are, which of them are here, and where the others are.
+fn placed(flags: &Flags) -> Result<(usize, Range<usize>, Others)> {
+    let size = flags.engines.unwrap_or(1);
+    let head = || {
+        let address = flags.head_address.clone().unwrap_or_else(|| "127.0.0.1".into());
+        (address, flags.head_port.unwrap_or(HEAD_PORT))
+    };
+    let several = flags.headless || flags.engines_here.is_some() || flags.first_engine.is_some();
+    match (flags.engine, flags.headless) {
+        (Some(_), _) if several => {
+            Err("--data-parallel-rank is for a server of one rank that clients know: leave it out, or --headless, \
+                 --data-parallel-size-local and --data-parallel-start-rank"
+                .into())
+        }
+        (Some(rank), _) => Ok((size, rank..rank.saturating_add(1), Others::Apart)),
+        (None, true) => {
+            let first = flags.first_engine.unwrap_or(0);
+            let here = flags.engines_here.unwrap_or(size.saturating_sub(first));
+            let (address, port) = head();
+            Ok((size, first..first.saturating_add(here), Others::JoinThere(address, port)))
+        }
+        (None, false) if flags.first_engine.is_some() => {
+            Err("--data-parallel-start-rank is for hosts behind a head: add --headless, or leave it out".into())
+        }
+        (None, false) => {
+            let here = flags.engines_here.unwrap_or(size);
+            let (address, port) = head();
+            let others = if here < size { Others::JoinHere(address, port) } else { Others::Apart };
+            Ok((size, 0..here, others))
+        }
+    }
 }
 
 /// Ready when the program was told to end. Told again, it ends at once.

@@ -106,15 +106,42 @@ impl Host {
         self.running.push(command.stdout(Stdio::null()).spawn().expect("kvx starts"));
     }
 
+    /// A JSON answer, or a text; none if there is no answer of success.
     pub(crate) fn curl(&self, url: &str, body: Option<&Value>) -> Option<Value> {
+        let (status, text) = self.ask(url, body, "x-nothing: more");
+        (status == 200).then(|| serde_json::from_str(&text).unwrap_or(Value::String(text)))
+    }
+
+    /// Status and words of an answer to a request with this header; 0 if there is none.
+    pub(crate) fn ask(&self, url: &str, body: Option<&Value>, header: &str) -> (u16, String) {
         let mut curl = self.command("curl");
-        curl.args(["-s", "--fail-with-body", "--max-time", "25", url]);
+        curl.args(["-s", "--max-time", "25", "-w", "\n%{http_code}", "-H", header, url]);
         if let Some(body) = body {
             curl.args(["-H", "content-type: application/json", "-d", &body.to_string()]);
         }
-        let output = output(&mut curl, LIMIT);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        output.status.success().then(|| serde_json::from_str(&text).unwrap_or(Value::String(text)))
+        let text = String::from_utf8_lossy(&output(&mut curl, LIMIT).stdout).into_owned();
+        let (text, status) = text.rsplit_once('\n').unwrap_or_default();
+        (status.parse().unwrap_or_default(), text.to_owned())
+    }
+
+    /// The tokens of a streamed answer.
+    pub(crate) fn streamed(&self, url: &str, body: &Value, header: &str) -> Value {
+        let mut body = body.clone();
+        body["stream"] = true.into();
+        let (_, text) = self.ask(url, Some(&body), header);
+        let events = text.lines().filter_map(|line| line.strip_prefix("data: {"));
+        let events = events.filter_map(|event| serde_json::from_str::<Value>(&format!("{{{event}")).ok());
+        events
+            .flat_map(|event| event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default())
+            .collect()
+    }
+
+    /// Ends what runs there.
+    pub(crate) fn stop(&mut self) {
+        for mut child in self.running.drain(..) {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 
     pub(crate) fn wait(&self, url: &str) {
@@ -138,10 +165,9 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        for child in self.running.iter_mut().chain([&mut self.keeper]) {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        self.stop();
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
         for log in &self.logs {
             let _ = std::fs::remove_file(log);
         }

@@ -7,6 +7,7 @@ mod demo;
 mod faults;
 mod fleets;
 mod guides;
+mod headless;
 mod hosts;
 mod matrix;
 mod program;

@@ -12,6 +12,8 @@ use super::{Service, chat};
 use crate::engine::{Request, Sampling};
 use crate::kv::{TransferParams, transfer_params};
 
+/// The header by which a router chooses a rank of data parallelism.
+pub(crate) const RANK: &str = "x-data-parallel-rank";
 /// More answers to one request than this are refused.
 const MOST_ANSWERS: usize = 256;
 /// Stops of one request.
@@ -59,8 +61,6 @@ pub(crate) struct Asked {
     include_stop: bool,
     skip_special: bool,
     transfer: Option<TransferParams>,
-    /// The engine that is to answer, counted from 0 here, if the client has chosen one.
-    pub(crate) engine: Option<usize>,
 }
 
 impl Asked {
@@ -160,7 +160,6 @@ impl Asked {
             include_stop: fields.flag("include_stop_str_in_output")?,
             skip_special: fields.flag_or("skip_special_tokens", true)?,
             transfer: fields.get("kv_transfer_params").map(transfer).transpose()?,
-            engine: engine(headers, service.engines.len())?,
         };
         asked.check(service)?;
         Ok(asked)
@@ -257,15 +256,15 @@ impl Asked {
     }
 }
 
-/// The engine that a router has chosen.
-fn engine(headers: &HeaderMap, engines: usize) -> Read<Option<usize>> {
-    let Some(written) = headers.get("x-data-parallel-rank") else { return Ok(None) };
-    let engine = written.to_str().ok().and_then(|written| written.trim().parse().ok());
-    match engine.filter(|engine| *engine < engines) {
-        Some(engine) => Ok(Some(engine)),
+/// The rank that a router has chosen.
+pub(crate) fn rank(headers: &HeaderMap, ranks: usize) -> Read<Option<usize>> {
+    let Some(written) = headers.get(RANK) else { return Ok(None) };
+    let rank = written.to_str().ok().and_then(|written| written.trim().parse().ok());
+    match rank.filter(|rank| *rank < ranks) {
+        Some(rank) => Ok(Some(rank)),
         None => Err(Refusal::bad(format!(
             "X-data-parallel-rank is out of range: it counts the engines of this server from 0, and the last one is {}",
-            engines - 1
+            ranks - 1
         ))),
     }
 }

@@ -4,6 +4,7 @@ mod answers;
 mod asked;
 mod chat;
 mod fields;
+mod hosts;
 mod metrics;
 mod refusal;
 mod stream;
@@ -28,10 +29,14 @@ use tokio::sync::Semaphore;
 use self::answers::Grown;
 use self::asked::Asked;
 use self::fields::Read;
+pub(crate) use self::hosts::{Alike, Hosts, Joining, MEETING, follow};
 pub use self::metrics::Recorder;
 use self::refusal::{Refusal, answer};
 use crate::engine::{Engine, Limits};
 use crate::tokenizer::Tokenizer;
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 
 /// A longer body is refused.
 const LONGEST_BODY: usize = 16 << 20;
@@ -60,8 +65,10 @@ pub struct Service {
     pub recorder: Recorder,
     /// Whoever reads a request has one of these.
     pub readers: Readers,
-    /// Counts the requests that engines answer in turn.
+    /// Counts the requests that ranks answer in turn.
     pub turn: AtomicUsize,
+    /// The ranks that are on other hosts.
+    pub(crate) hosts: Arc<Hosts>,
 }
 
 /// How many requests are read at once: a long text takes seconds.
@@ -86,10 +93,14 @@ impl Service {
         self.engines.iter().all(Engine::is_alive)
     }
 
-    /// The engine that was chosen, counted from 0, or the next one in turn.
-    fn engine(&self, chosen: Option<usize>) -> &Engine {
-        let next = || self.turn.fetch_add(1, Ordering::Relaxed);
-        &self.engines[chosen.unwrap_or_else(next) % self.engines.len()]
+    /// The rank that a request has chosen, counted from 0, or the next one in turn of those that are there.
+    fn rank(&self, headers: &HeaderMap) -> Read<usize> {
+        let ranks = self.hosts.size();
+        if let Some(chosen) = asked::rank(headers, ranks)? {
+            return Ok(chosen);
+        }
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        Ok((0..ranks).map(|more| (turn + more) % ranks).find(|rank| self.hosts.has(*rank)).unwrap_or(0))
     }
 
     /// The name of a model that a request asks for; without one, this server's.
@@ -131,7 +142,7 @@ impl Service {
     }
 }
 
-/// Serves until `stop` is ready, and then as long as clients wait for answers; at most `drain` longer.
+/// Serves clients until `stop` is ready, and then as long as clients wait for answers; at most `drain` longer.
 ///
 /// # Errors
 ///
@@ -159,10 +170,10 @@ pub async fn serve(
     }
 }
 
-fn router(service: Arc<Service>) -> Router {
+pub(crate) fn router(service: Arc<Service>) -> Router {
     Router::new()
-        .route("/v1/completions", post(completions))
-        .route("/v1/chat/completions", post(chat_completions))
+        .route(COMPLETIONS, post(completions))
+        .route(CHAT_COMPLETIONS, post(chat_completions))
         .route("/v1/models", get(models))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
@@ -192,12 +203,17 @@ async fn complete(
     headers: HeaderMap,
     body: Bytes,
 ) -> Read<Response<Body>> {
+    let rank = service.rank(&headers)?;
+    let Some(engine) = service.engines.get(rank) else {
+        let path = if chat { CHAT_COMPLETIONS } else { COMPLETIONS };
+        return service.hosts.ask(rank, path, &headers, body).await;
+    };
     let read = move |service: &Service| Asked::read(service, chat, &headers, &read_json(&headers, &body)?);
     let asked = service.read(read).await?;
     if !service.is_alive() {
         return Err(Refusal::internal("EngineCore encountered an issue; the server's log says which."));
     }
-    let submit = |index| service.engine(asked.engine).submit(asked.request(&service, index));
+    let submit = |index| engine.submit(asked.request(&service, index));
     let mut answers: Vec<_> = (0..asked.answers()).map(submit).collect();
     if asked.stream {
         return Ok(stream::response(service, asked, answers));
@@ -256,5 +272,5 @@ async fn version() -> Response<Body> {
 
 async fn show_metrics(State(service): Shared) -> Response<Body> {
     let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    (kind, service.recorder.to_string()).into_response()
+    (kind, service.hosts.metrics(service.recorder.to_string()).await).into_response()
 }

@@ -11,16 +11,23 @@ import tempfile
 import threading
 import time
 
+import numpy
+
 from servers import (ASK_FOR_PREFILL, LENGTHS, Fleet, Load, Server, Vllm, abort, check, clean_environment, end, ports, prompts, row,
                      still_in_use, through, words_of)
 
 WORK, BUILT, PAGE, CASES = sys.argv[1:5]
+READER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "blocks.py")
 HELD = tempfile.TemporaryDirectory(prefix="kvx-mixed-")
 MODELS = HELD.name
 BLOCKS = 256
 LOAD = 10  # seconds after which kvx gives a load up; 120 unless it is told
 STOPPED = 15  # seconds that a prefill is stopped
+STEPS = ("not met", "prefilled", "idle")  # of requests, when an engine is stopped or killed
 LEASE = 40  # seconds after which a prefill holds nothing any more
+CLOSE = 0.1  # two tokens this near may change places in bfloat16, which has 1/32 between the logits from 4 to 8
+APART = {"float32": 1e-4, "bfloat16": 0.1}  # what two engines may compute apart, in parts of the greatest number
+POSITIONS = 8  # of each answer in bfloat16 that are compared, each after the reference's tokens
 DEFAULTS = dict(arch="llama", layers=3, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=1024, max_positions=2048,
                 dtype="float32", seed=1234, block_size=128, backend="UCX")
 SHAPE = ("arch", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions", "dtype", "seed")
@@ -68,12 +75,16 @@ def of_backend(begin, backend):
     return words_of(PAGE, lines[0])
 
 
+def of_nixl(case):
+    """What NIXL finds its backend by, in whatever process it is."""
+    return {"NIXL_PLUGIN_DIR": BUILT} if case["backend"] == "KVX" else {"UCX_NET_DEVICES": "lo"}
+
+
 def vllm(case, role, number=1):
     words = of_backend("vllm serve MODEL", case["backend"])
     at = words.index("--kv-transfer-config") + 1
     words[at] = json.dumps(json.loads(words[at]) | {"kv_role": role})
-    variables = {"NIXL_PLUGIN_DIR": BUILT} if case["backend"] == "KVX" else {"UCX_NET_DEVICES": "lo"}
-    return Vllm(WORK, words, f"vllm-{number}", case["name"], variables, block=case["block_size"], models=MODELS,
+    return Vllm(WORK, words, f"vllm-{number}", case["name"], of_nixl(case), block=case["block_size"], models=MODELS,
                 logs=case["name"])
 
 
@@ -117,16 +128,33 @@ def computed(server):
     return server.figure(["vllm:prompt_tokens_by_source_total"], '"local_compute"') or 0
 
 
+def margins(reference, prompt, tokens):
+    """What a vLLM answers by itself, and of each token by how much it was ahead of the next one."""
+    # Two tokens may have one text: they are told by their numbers.
+    answer = reference.complete(prompt, tokens, logprobs=2, return_tokens_as_token_ids=True, cache_salt="by itself")[1]
+    choice = answer["choices"][0]
+    told = (sorted(each.values(), reverse=True) for each in choice["logprobs"]["top_logprobs"])
+    return choice["token_ids"], [first - second for first, second, *_ in told]
+
+
+def agree(case, tokens, plain, ahead):
+    """Whether an answer is that of the reference: in float32 token by token, in bfloat16 up to a choice that was too close to call."""
+    if case["dtype"] == "float32" or tokens == plain:
+        return tokens == plain
+    at = next(at for at, (one, other) in enumerate(zip(tokens, plain)) if one != other)
+    return ahead[at] <= CLOSE
+
+
 def edges(case, prefill, decode, reference, what, seed):
     """Prompts around the edges of blocks: tokens, bytes, and what the decode had to compute."""
     equal, before, wanted, most, different = 0, moved(decode), 0, 0, set()
     asked, counted = prompts(seed), computed(decode)
     for prompt in asked:
-        answer, plain = through(prefill, decode, prompt), reference.plain(prompt)
+        answer, (plain, ahead) = through(prefill, decode, prompt), margins(reference, prompt, 20)
         different.add(tuple(plain))
         wanted += blocks(case, len(prompt)) * block_bytes(case)
         if answer:
-            equal += answer["tokens"] == plain
+            equal += agree(case, answer["tokens"], plain, ahead)
             if decode is not reference:
                 usage = answer["usage"]
                 most = max(most, usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
@@ -141,7 +169,7 @@ def edges(case, prefill, decode, reference, what, seed):
     return f"{equal} of {len(asked)}", f"{wanted} bytes in {len(asked)} reads", f"{most:g}"
 
 
-def hits(case, prefill, decode, reference, what, seed):
+def hits(case, way, prefill, decode, reference, what, seed):
     """What both have of a prompt is neither computed nor moved again."""
     size, order = case["block_size"], prompts(seed, [900])[0]
     begin, whole = order[:3 * size + 5 if size < 128 else 2 * size + 5], order[:4 * size + 9 if size < 128 else 3 * size + 9]
@@ -149,15 +177,20 @@ def hits(case, prefill, decode, reference, what, seed):
     before, _ = moved(decode), through(prefill, decode, begin)
     bytes_become(decode, before, blocks(case, len(begin)) * block_bytes(case), f"{what}, the begin of a prompt")
     before, answer = moved(decode), through(prefill, decode, whole)
-    plain = reference.plain(whole)
-    check(answer and answer["tokens"] == plain, f"{what}: after a hit of a prefix the tokens differ")
-    bytes_become(decode, before, (blocks(case, len(whole)) - held) * block_bytes(case), f"{what}, with {held} blocks held")
+    plain, ahead = margins(reference, whole, 20)
+    first = bool(answer) and agree(case, answer["tokens"], plain, ahead)
+    check(first, f"{what}: after a hit of a prefix the tokens differ")
+    read = blocks(case, len(whole)) - held
+    bytes_become(decode, before, read * block_bytes(case), f"{what}, with {held} blocks held")
     cached = answer and answer["params"].get("remote_prefill_cached_tokens")
     check(cached == held * size, f"{what}: the prefill found {cached} tokens of {held * size}")
     # Once more the same: the decode lacks at most the block that is not full.
     before, again = moved(decode), through(prefill, decode, whole)
-    check(again and again["tokens"] == plain, f"{what}: the same prompt again has other tokens")
+    second = bool(again) and agree(case, again["tokens"], plain, ahead)
+    check(second, f"{what}: the same prompt again has other tokens")
     bytes_become(decode, before, block_bytes(case), f"{what}, the same prompt again")
+    row(case["name"], case["backend"], size, f"{way}, {held} blocks held by both, then all", f"{first + second} of 2",
+        f"{read} blocks of {blocks(case, len(whole))}, then 1", "")
 
 
 def spoilt(case, prefill, decode, reference, what, seed):
@@ -168,6 +201,56 @@ def spoilt(case, prefill, decode, reference, what, seed):
     status, answer = decode.complete(one, 20, kv_transfer_params=params)
     bytes_become(decode, before, blocks(case, 300) * block_bytes(case), f"{what}, blocks of another prompt")
     check(status == 200 and answer["choices"][0]["token_ids"] != reference.plain(one), f"{what}: spoilt KV is not noticed")
+
+
+def positions(case, way, prefill, decode, reference, what, seed):
+    """Token by token, each after the reference's own: how often an answer of bfloat16 is the reference's."""
+    equal, count, apart = 0, 0, []
+    for prompt in prompts(seed):
+        plain, ahead = margins(reference, prompt, POSITIONS)
+        for at in range(POSITIONS):
+            answer = through(prefill, decode, prompt + plain[:at], 1)
+            same = bool(answer) and answer["tokens"] == plain[at:at + 1]
+            equal, count = equal + same, count + 1
+            if not same:
+                apart.append(ahead[at])
+    check(max(apart, default=0) <= CLOSE, f"{what}: another token although the first was ahead by {max(apart, default=0):.3f}")
+    check(equal >= 0.9 * count, f"{what}: {equal} of {count} positions are equal")
+    row(case["name"], case["backend"], case["block_size"], f"{way}, each position by itself", f"{equal} of {count} positions",
+        f"where they differ, the first was ahead by {max(apart, default=0):.3f} at most", "")
+
+
+def kv_of(case, server, prompt):
+    """The blocks of a prompt as they lie at a server: bytes by layer and block; and what a decode is told of them."""
+    params = server.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)[1]["kv_transfer_params"]
+    into = os.path.join(MODELS, "blocks.npy")
+    read = subprocess.run([sys.executable, READER, json.dumps(params), case["backend"], into], timeout=200, capture_output=True,
+                          text=True, env=clean_environment() | of_nixl(case))
+    if read.returncode:
+        raise RuntimeError(f"the blocks of {server.name} were not read: {read.stderr[-2000:]}")
+    return numpy.load(into), params
+
+
+def numbers(case, blocks):
+    """Bytes as what they stand for."""
+    return blocks.view("<f4") if case["dtype"] == "float32" else (blocks.view("<u2").astype("<u4") << 16).view("<f4")
+
+
+def laid(case, way, prefill, decode, what, seed):
+    """Blocks are at the decode, byte for byte, what they were at the prefill; and what either computes lies alike."""
+    size = case["block_size"]
+    carried, computed_twice = prompts(seed, [2 * size + 1] * 2)
+    there, params = kv_of(case, prefill, carried)
+    status, answer = decode.complete(carried, 1, kv_transfer_params=params)
+    check(status == 200, f"{what}: {status} {str(answer)[:200]}")
+    here, _ = kv_of(case, decode, carried)
+    # The last token of a prompt is computed wherever it is asked for.
+    equal = check((there[:, :2] == here[:, :2]).all(), f"{what}: blocks are not what they were at the prefill")
+    one, other = (numbers(case, kv_of(case, server, computed_twice)[0][:, :2]) for server in (prefill, decode))
+    apart = abs(one - other).max() / abs(one).max()
+    check(apart <= APART[case["dtype"]], f"{what}: keys and values differ by {apart:.2g} of the greatest")
+    row(case["name"], case["backend"], size, f"{way}, blocks as they lie", "each byte" if equal else "no",
+        f"{there[:, :2].size} bytes compared; computed by each, they differ by {apart:.1g} of the greatest", "")
 
 
 def streamed(server, path, body):
@@ -231,10 +314,14 @@ def pairs(case, servers):
     for seed, (way, prefill, decode) in enumerate(ways(servers)):
         what = f"{case['name']}, {case['backend']}, {way}"
         equal, read, most = edges(case, prefill, decode, theirs, what, 10 + seed)
-        hits(case, prefill, decode, theirs, what, 20 + seed)
-        spoilt(case, prefill, decode, theirs, what, 30 + seed)
-        proxied(case, prefill, decode, theirs, what, seed)
         row(case["name"], case["backend"], case["block_size"], way, equal, read, most)
+        hits(case, way, prefill, decode, theirs, what, 20 + seed)
+        spoilt(case, prefill, decode, theirs, what, 30 + seed)
+        laid(case, way, prefill, decode, what, 35 + seed)
+        if case["dtype"] == "float32":
+            proxied(case, prefill, decode, theirs, what, seed)
+        else:
+            positions(case, way, prefill, decode, theirs, what, 37 + seed)
     metrics(servers, f"{case['name']}, {case['backend']}")
     if case["backend"] == "KVX":
         check("libplugin_KVX.so" in theirs.maps(), f"{case['name']}: KVX is not mapped in vLLM")
@@ -250,43 +337,67 @@ def equal_now(prefill, decode, reference, what, seed):
 
 
 def faults(case, servers):
-    """A prefill that is stopped, and one that is killed and started again, whichever it is."""
-    theirs = servers[0]
-    for turn, (way, prefill, decode) in enumerate(ways(servers)):
-        for fault in ("stopped", "killed"):
-            what, seed = f"{way}, prefill {fault}", 2 * turn + (fault == "killed")
-            load = Load(prefill, decode, 3)
-            time.sleep(3)
-            asked = prompts(40 + seed, LENGTHS[4:8])
-            waiting = [prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)[1] for prompt in asked]
-            prefill.signal(signal.SIGSTOP) if fault == "stopped" else prefill.kill()
-            answers, times = [None] * len(asked), [None] * len(asked)
+    """Each engine stopped and killed at each step, and kvx as a prefill, which a vLLM reads."""
+    for way, prefill, decode in ways(servers):
+        for fault in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in (prefill, decode):
+                for step in STEPS if victim is servers[0] else ("prefilled", ) if victim is prefill else ():
+                    hurt(case, way, servers, prefill, decode, victim, fault, step)
 
-            def ask(at):
-                started = time.time()
-                try:
-                    answers[at] = decode.complete(asked[at], 8, 200, kv_transfer_params=waiting[at]["kv_transfer_params"])
-                except OSError as error:
-                    answers[at] = "no answer", error
-                times[at] = time.time() - started
 
-            # At once, and not for longer than a lease: a vLLM reads blocks of one that has ended, whosever they are by then.
-            asking = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(asked))]
-            [each.start() for each in asking]
-            time.sleep(STOPPED)
-            prefill.signal(signal.SIGCONT) if fault == "stopped" else prefill.start().wait()
-            [each.join() for each in asking]
-            slowest = max(times)
-            time.sleep(3)
-            outcomes = load.end()
-            check(decode.healthy() and prefill.healthy(), f"{what}: both engines live")
-            for prompt, (status, answer) in zip(asked, answers):
-                right = status == 200 and answer["choices"][0]["token_ids"] == theirs.plain(prompt, 8)
-                check(right or status in (500, 503), f"{what}: a wrong answer: {status} {str(answer)[:200]}")
-            check(slowest < 60, f"{what}: an answer after {slowest:.0f} s")
-            then = equal_now(prefill, decode, theirs, what, 50 + seed)
-            row(case["name"], case["backend"], case["block_size"], what, then,
-                f"answers meanwhile {[status for status, _ in answers]}, {slowest:.1f} s; load {outcomes}", "")
+def hurt(case, way, servers, prefill, decode, victim, fault, step):
+    """One engine is stopped or killed at a step of four requests, while others ask; then it goes on, or is started again."""
+    theirs, ours = servers
+    what = f"{way}, {'prefill' if victim is prefill else 'decode'} {'stopped' if fault == signal.SIGSTOP else 'killed'}, {step}"
+    seed = sum(map(ord, what))
+    if step == "not met":
+        # None of the two knows a process that has just begun.
+        ours.stop()
+        ours.start().wait()
+    load = Load(prefill, decode, 3) if step == "prefilled" else None
+    time.sleep(3 if load else 0)
+    asked = [] if step == "idle" else prompts(seed, LENGTHS[4:8])
+    waiting = [prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)[1]["kv_transfer_params"] for prompt in asked]
+    answers, times = [None] * len(asked), [0] * len(asked)
+
+    def ask(at):
+        started = time.time()
+        try:
+            answers[at] = decode.complete(asked[at], 8, 200, kv_transfer_params=waiting[at])
+        except OSError as error:
+            answers[at] = "no answer", error
+        times[at] = time.time() - started
+
+    # At once, and not for longer than a lease: a vLLM reads blocks of one that has ended, whosever they are by then.
+    asking = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(asked))]
+    if victim is decode:
+        [each.start() for each in asking]
+        time.sleep(0.05)
+    victim.signal(fault)
+    if victim is prefill:
+        [each.start() for each in asking]
+    time.sleep(STOPPED)
+    if fault == signal.SIGSTOP:
+        victim.signal(signal.SIGCONT)
+    else:
+        victim.process.wait(10)
+        victim.start().wait()
+    [each.join() for each in asking]
+    if load:
+        time.sleep(3)
+    outcomes = load.end() if load else ""
+    check(decode.healthy() and prefill.healthy(), f"{what}: both engines live")
+    for prompt, (status, answer) in zip(asked, answers):
+        right = status == 200 and answer["choices"][0]["token_ids"] == theirs.plain(prompt, 8)
+        may_go = victim is decode and fault == signal.SIGKILL and status == "no answer"
+        check(right or may_go or status in (500, 503), f"{what}: a wrong answer: {status} {str(answer)[:200]}")
+    slowest = max(times, default=0)
+    check(slowest < 60, f"{what}: an answer after {slowest:.0f} s")
+    then = equal_now(prefill, decode, theirs, what, 50 + seed)
+    used = still_in_use(servers, LEASE + 60)
+    check(used == 0, f"{what}: {used} of a KV cache is still held")
+    row(case["name"], case["backend"], case["block_size"], what, then,
+        f"{[status for status, _ in answers]}, {slowest:.1f} s; load {outcomes}", "")
 
 
 def aborts(case, servers, count=1000):

@@ -1,0 +1,454 @@
+//! Ranks of data parallelism on other hosts, behind the one server that clients know: the head. A host joins it by one
+//! connection and is asked over it by HTTP/2, so that it needs no port of its own, and its loss shows at once.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::ops::Range;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderMap, HeaderValue, Request, Response};
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::asked::RANK;
+use super::fields::Read;
+use super::refusal::Refusal;
+use crate::model::{ModelError, Result};
+
+/// How long a host may take to say who it is, or to answer for its metrics.
+const WORD: Duration = Duration::from_secs(5);
+/// A connection that is silent for as long is asked whether it lives, and has as long to say so.
+const SILENT: Duration = Duration::from_secs(5);
+/// How long a head waits for its hosts, and a host for its head.
+pub(crate) const MEETING: Duration = Duration::from_secs(300);
+/// Between two tries to reach the head.
+const AGAIN: Duration = Duration::from_millis(200);
+/// Bytes of what a host says of itself, and of the answer.
+const LONGEST_WORD: u32 = 64 << 10;
+/// Bytes of a host's metrics.
+const LONGEST_METRICS: usize = 16 << 20;
+/// Connections that have not said yet who they are.
+const UNKNOWN: usize = 16;
+/// Requests that a host is asked at once.
+const REQUESTS: u32 = 4096;
+
+/// What has to be the same at all ranks for one to answer like the other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Alike {
+    pub(crate) model: String,
+    pub(crate) data_parallel_size: usize,
+    pub(crate) model_len: usize,
+    pub(crate) block_size: usize,
+}
+
+/// What a host says of itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Joining {
+    pub(crate) ranks: Range<usize>,
+    pub(crate) alike: Alike,
+}
+
+/// The ranks that are on other hosts.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    alike: Alike,
+    /// Which they are; those before them are here.
+    elsewhere: Range<usize>,
+    joined: Mutex<Vec<Joined>>,
+    news: Notify,
+}
+
+#[derive(Clone, Debug)]
+struct Joined {
+    ranks: Range<usize>,
+    asking: SendRequest<Body>,
+}
+
+impl Hosts {
+    /// These ranks are on other hosts, and those before them here; none has joined yet.
+    pub(crate) fn new(alike: Alike, elsewhere: Range<usize>) -> Self {
+        Hosts { alike, elsewhere, joined: Mutex::default(), news: Notify::new() }
+    }
+
+    /// All ranks, here and on other hosts.
+    pub(crate) fn size(&self) -> usize {
+        self.elsewhere.end
+    }
+
+    fn joined(&self) -> MutexGuard<'_, Vec<Joined>> {
+        let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
+        joined.retain(|host| !host.asking.is_closed());
+        joined
+    }
+
+    /// Whether requests for this rank can be answered.
+    pub(crate) fn has(&self, rank: usize) -> bool {
+        rank < self.elsewhere.start || self.joined().iter().any(|host| host.ranks.contains(&rank))
+    }
+
+    /// Lets hosts join, for ever.
+    pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
+        let places = Arc::new(Semaphore::new(UNKNOWN));
+        loop {
+            let Ok(place) = places.clone().acquire_owned().await else { return };
+            match listener.accept().await {
+                Ok((stream, from)) => {
+                    let hosts = self.clone();
+                    tokio::spawn(async move {
+                        let _place = place;
+                        match timeout(WORD, hosts.admit(stream)).await {
+                            Ok(Ok(ranks)) => tracing::info!("{} have joined from {from}", named(&ranks)),
+                            Ok(Err(why)) => tracing::warn!("a host at {from} has not joined: {why}"),
+                            Err(_) => tracing::warn!("a host at {from} said nothing for {WORD:?}"),
+                        }
+                    });
+                }
+                Err(why) => {
+                    tracing::warn!("hosts cannot join: {why}");
+                    sleep(AGAIN).await;
+                }
+            }
+        }
+    }
+
+    async fn admit(&self, mut stream: TcpStream) -> Result<Range<usize>> {
+        stream.set_nodelay(true).map_err(ModelError::of)?;
+        let joining: Joining = hear(&mut stream).await?;
+        let refused = self.refusal(&joining);
+        say(&mut stream, &refused).await?;
+        if let Some(words) = refused {
+            return Err(ModelError::new(words));
+        }
+        let ranks = joining.ranks;
+        let (asking, connection) = Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .keep_alive_interval(SILENT)
+            .keep_alive_timeout(SILENT)
+            .keep_alive_while_idle(true)
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(ModelError::of)?;
+        let gone = ranks.clone();
+        tokio::spawn(async move {
+            let why = connection.await.err().map_or_else(String::new, |why| format!(": {why}"));
+            tracing::error!("{} have gone{why}; start them again and they join again", named(&gone));
+        });
+        let mut joined = self.joined();
+        // Two may have come at once.
+        if let Some(taken) = taken(&joined, &ranks) {
+            return Err(ModelError::new(taken));
+        }
+        joined.push(Joined { ranks: ranks.clone(), asking });
+        self.news.notify_one();
+        Ok(ranks)
+    }
+
+    /// Why a host cannot join.
+    fn refusal(&self, joining: &Joining) -> Option<String> {
+        let Joining { ranks, alike } = joining;
+        if *alike != self.alike {
+            return Some(format!(
+                "the head has {:?}, and this host {alike:?}: start both with the same",
+                self.alike
+            ));
+        }
+        if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end {
+            return Some(format!(
+                "{} cannot join: {} are on other hosts than the head; see --data-parallel-start-rank and \
+                 --data-parallel-size-local",
+                named(ranks),
+                named(&self.elsewhere)
+            ));
+        }
+        taken(&self.joined(), ranks)
+    }
+
+    /// Ready when all ranks have joined.
+    ///
+    /// # Errors
+    ///
+    /// Some have not, for as long; the words say which.
+    pub(crate) async fn all(&self, within: Duration) -> Result<()> {
+        let missing = || self.elsewhere.clone().filter(|rank| !self.has(*rank)).collect::<Vec<_>>();
+        let all = async {
+            while !missing().is_empty() {
+                self.news.notified().await;
+            }
+        };
+        timeout(within, all).await.map_err(|_| {
+            ModelError::new(format!(
+                "ranks {:?} have not joined for {within:?}: start them with --headless, --data-parallel-start-rank and \
+                 this head's --data-parallel-address",
+                missing()
+            ))
+        })
+    }
+
+    /// Asks the host of a rank, which answers as this server would.
+    pub(crate) async fn ask(
+        &self,
+        rank: usize,
+        path: &str,
+        headers: &HeaderMap,
+        body: Bytes,
+    ) -> Read<Response<Body>> {
+        let gone = || Refusal::internal(format!("rank {rank} has gone; the head's log says when"));
+        let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
+        let Joined { ranks, mut asking } = host.ok_or_else(gone)?;
+        let mut request =
+            Request::post(format!("http://rank-{rank}{path}")).body(Body::from(body)).map_err(|_| gone())?;
+        for (name, value) in headers {
+            let of_connection =
+                ["connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te"];
+            if !of_connection.contains(&name.as_str()) {
+                request.headers_mut().append(name, value.clone());
+            }
+        }
+        // A host counts its own from 0.
+        request.headers_mut().insert(RANK, HeaderValue::from(rank - ranks.start));
+        asking.ready().await.map_err(|_| gone())?;
+        let answer = asking.send_request(request).await.map_err(|why| {
+            tracing::error!("a request to rank {rank} has no answer: {why}");
+            gone()
+        })?;
+        Ok(answer.map(Body::new))
+    }
+
+    /// What this server counts, and the engines on other hosts; those that do not tell are left out.
+    pub(crate) async fn metrics(&self, here: String) -> String {
+        let asked: Vec<_> =
+            self.joined().iter().map(|host| tokio::spawn(told(host.asking.clone()))).collect();
+        let mut texts = vec![here];
+        for each in asked {
+            texts.extend(each.await.ok().flatten());
+        }
+        if texts.len() == 1 { texts.swap_remove(0) } else { merged(&texts) }
+    }
+}
+
+fn named(ranks: &Range<usize>) -> String {
+    format!("ranks {} to {}", ranks.start, ranks.end.saturating_sub(1))
+}
+
+fn taken(joined: &[Joined], ranks: &Range<usize>) -> Option<String> {
+    let taken = joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
+    Some(format!("{} cannot join: {} are there; end that host first", named(ranks), named(&taken.ranks)))
+}
+
+async fn told(mut asking: SendRequest<Body>) -> Option<String> {
+    let request = Request::get("http://rank/metrics").body(Body::empty()).ok()?;
+    let text = async {
+        asking.ready().await.ok()?;
+        let answer = asking.send_request(request).await.ok()?;
+        let body = axum::body::to_bytes(Body::new(answer.into_body()), LONGEST_METRICS).await.ok()?;
+        String::from_utf8(body.to_vec()).ok()
+    };
+    timeout(WORD, text).await.ok().flatten()
+}
+
+/// One text of several of Prometheus's. Of all but the first there is what an engine has counted: the rest has no
+/// label that would tell it apart.
+fn merged(texts: &[String]) -> String {
+    let mut families: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
+    for (at, text) in texts.iter().enumerate() {
+        let mut name = "";
+        for line in text.lines() {
+            let Some(head) = line.strip_prefix("# ") else {
+                if at == 0 || line.contains("engine=\"") {
+                    families.entry(name).or_default().1.push(line);
+                }
+                continue;
+            };
+            name = head.split(' ').nth(1).unwrap_or_default();
+            let heads = &mut families.entry(name).or_default().0;
+            if !heads.contains(&line) {
+                heads.push(line);
+            }
+        }
+    }
+    let lines = families.into_values().filter(|(_, lines)| !lines.is_empty());
+    lines.flat_map(|(heads, lines)| heads.into_iter().chain(lines)).flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later. A head that is lost
+/// is looked for again. `joined` is told the first time.
+///
+/// # Errors
+///
+/// The head refuses, or is not to be reached; the words say what to do.
+pub(crate) async fn follow(
+    head: &(String, u16),
+    joining: &Joining,
+    router: Router,
+    joined: impl FnOnce(),
+    mut stop: Pin<&mut (impl Future<Output = ()> + Send)>,
+    drain: Duration,
+) -> Result<()> {
+    let mut joined = Some(joined);
+    loop {
+        let stream = tokio::select! {
+            stream = join(head, joining) => stream?,
+            () = &mut stop => return Ok(()),
+        };
+        if let Some(joined) = joined.take() {
+            joined();
+        }
+        let mut serving = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+        serving.timer(TokioTimer::new()).keep_alive_interval(SILENT).keep_alive_timeout(SILENT);
+        serving.max_concurrent_streams(REQUESTS);
+        let service = TowerToHyperService::new(router.clone());
+        let mut connection = pin!(serving.serve_connection(TokioIo::new(stream), service));
+        tokio::select! {
+            ended = &mut connection => {
+                let why = ended.err().map_or_else(String::new, |why| format!(": {why}"));
+                tracing::warn!("the head at {}:{} has gone{why}; looking for it", head.0, head.1);
+            }
+            () = &mut stop => {
+                connection.as_mut().graceful_shutdown();
+                // It has ended, or its answers have taken too long.
+                let _ = timeout(drain, connection).await;
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// A connection to the head, which has let this host in.
+async fn join((host, port): &(String, u16), joining: &Joining) -> Result<TcpStream> {
+    let until = Instant::now() + MEETING;
+    let mut stream = loop {
+        let why = match timeout(WORD, TcpStream::connect((host.as_str(), *port))).await {
+            Ok(Ok(stream)) => break stream,
+            Ok(Err(why)) => why.to_string(),
+            Err(_) => "no answer".to_owned(),
+        };
+        if Instant::now() > until {
+            return Err(ModelError::new(format!(
+                "no head at {host}:{port} for {MEETING:?}: {why}; --data-parallel-address and --data-parallel-rpc-port are \
+                 those that the head was started with"
+            )));
+        }
+        sleep(AGAIN).await;
+    };
+    let silent = |_| ModelError::new(format!("{host}:{port} does not answer as a head does: is it one?"));
+    let refused: Option<String> = timeout(WORD, async {
+        stream.set_nodelay(true).map_err(ModelError::of)?;
+        say(&mut stream, joining).await?;
+        hear(&mut stream).await
+    })
+    .await
+    .map_err(silent)??;
+    match refused {
+        Some(words) => Err(ModelError::new(words)),
+        None => Ok(stream),
+    }
+}
+
+async fn say(stream: &mut TcpStream, word: &impl Serialize) -> Result<()> {
+    let word = serde_json::to_vec(word).map_err(ModelError::of)?;
+    let framed = [&(word.len() as u32).to_be_bytes()[..], &word].concat();
+    stream.write_all(&framed).await.map_err(ModelError::of)
+}
+
+async fn hear<T: DeserializeOwned>(stream: &mut TcpStream) -> Result<T> {
+    let len = stream.read_u32().await.map_err(ModelError::of)?;
+    if len > LONGEST_WORD {
+        return Err(ModelError::new(format!(
+            "a word of {len} bytes is none of a host's: another program's port?"
+        )));
+    }
+    let mut word = vec![0; len as usize];
+    stream.read_exact(&mut word).await.map_err(ModelError::of)?;
+    serde_json::from_slice(&word).map_err(ModelError::of)
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::StatusCode;
+
+    use super::*;
+
+    fn alike() -> Alike {
+        Alike { model: "m".into(), data_parallel_size: 4, model_len: 64, block_size: 16 }
+    }
+
+    #[test]
+    fn hosts_of_another_model_or_of_ranks_that_are_here_do_not_join() {
+        let hosts = Hosts::new(alike(), 2..4);
+        let refusal = |ranks, alike| hosts.refusal(&Joining { ranks, alike });
+        assert_eq!(refusal(2..4, alike()), None);
+        for ranks in [1..3, 3..5, 3..3, 7..2] {
+            assert!(
+                refusal(ranks.clone(), alike()).is_some_and(|words| words.contains("ranks 2 to 3")),
+                "{ranks:?}"
+            );
+        }
+        let other = Alike { model: "other".into(), ..alike() };
+        assert!(refusal(2..4, other).is_some_and(|words| words.contains("\"other\"")));
+    }
+
+    #[test]
+    fn metrics_of_all_engines_are_one_text() {
+        let here = "# TYPE a counter\na{engine=\"0\"} 1\n# TYPE b gauge\nb 2\n".to_owned();
+        let there = "# TYPE a counter\na{engine=\"1\"} 3\n# TYPE b gauge\nb 4\n".to_owned();
+        let one = "# TYPE a counter\na{engine=\"0\"} 1\na{engine=\"1\"} 3\n# TYPE b gauge\nb 2\n";
+        assert_eq!(merged(&[here, there]), one);
+    }
+
+    #[tokio::test]
+    async fn strangers_at_the_heads_port_are_bounded_and_let_nobody_in() {
+        let hosts = Arc::new(Hosts::new(alike(), 2..4));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let head = ("127.0.0.1".to_owned(), listener.local_addr().unwrap().port());
+        tokio::spawn(hosts.clone().accept(listener));
+        let mut strangers = Vec::new();
+        for word in
+            [&b"\xff\xff\xff\xff"[..], b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x01", b"GET / HTTP/1.1\r\n\r\n"]
+        {
+            let mut stream = TcpStream::connect((head.0.as_str(), head.1)).await.unwrap();
+            stream.write_all(word).await.unwrap();
+            strangers.push(stream);
+        }
+        // One that is of another size is told why; one that fits is let in.
+        let other = Joining { ranks: 2..4, alike: Alike { data_parallel_size: 5, ..alike() } };
+        assert!(join(&head, &other).await.unwrap_err().to_string().contains("data_parallel_size: 4"));
+        let ours = Joining { ranks: 2..4, alike: alike() };
+        let there = Router::new().route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }));
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let (at, joining) = (head.clone(), ours.clone());
+        let following = tokio::spawn(async move {
+            let stopped = pin!(async {
+                let _ = stopped.await;
+            });
+            follow(&at, &joining, there, || {}, stopped, WORD).await
+        });
+        hosts.all(WORD).await.unwrap();
+        assert!(hosts.has(0) && hosts.has(3));
+        assert!(join(&head, &ours).await.unwrap_err().to_string().contains("are there"));
+        assert_eq!(hosts.metrics(String::new()).await, "x{engine=\"2\"} 1\n");
+        stop.send(()).unwrap();
+        timeout(WORD, following).await.unwrap().unwrap().unwrap();
+        let until = Instant::now() + WORD;
+        while hosts.has(3) && Instant::now() < until {
+            sleep(AGAIN).await;
+        }
+        let refusal = hosts.ask(3, "/", &HeaderMap::new(), Bytes::new()).await.unwrap_err();
+        assert_eq!(
+            (refusal.status, refusal.words.contains("rank 3 has gone")),
+            (StatusCode::INTERNAL_SERVER_ERROR, true)
+        );
+    }
+}

@@ -43,6 +43,7 @@ mod finish;
 mod finished;
 #[doc(hidden)]
 pub mod fuzz;
+mod group;
 mod metrics;
 mod moves;
 mod prefill;
@@ -64,6 +65,7 @@ pub use builder::{Builder, Group};
 pub use connector::Connector;
 pub use decode::{Decode, Fetch, Held, LoadError, Loaded};
 pub use dense::{DenseBlocks, DenseLease, DenseModel, DensePool, DenseView, DenseViewMut};
+pub use group::JoinedRank;
 pub use metrics::describe_metrics;
 pub use prefill::{Lease, Prefill, Released};
 pub use probe::{Probe, probe};

@@ -9,6 +9,7 @@ use std::time::Instant;
 use kvx_core::sync::{Condvar, Mutex};
 use kvx_core::{Agent, Deadline, Error, Kind, Result, Secret};
 use tokio::sync::Notify;
+use tokio::sync::mpsc::UnboundedSender;
 use tracing::Span;
 
 use super::awaited::Awaited;
@@ -16,6 +17,7 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::{Closing, Shutdown};
 use super::connect::Link;
+use super::group::{Gathering, Half};
 use super::metrics::Metrics;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
@@ -26,6 +28,7 @@ use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
     Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, Worker, WorkerRank,
 };
+use crate::wire::group::ToHead;
 
 /// One connector, as its handles and its thread see it.
 pub(super) struct Shared {
@@ -67,13 +70,17 @@ pub(super) struct State {
     deferred: Vec<(WorkerRank, Action, Span)>,
     /// Agents that nobody listens to yet.
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
+    /// Ranks in processes of their own, which join here.
+    pub(super) gathering: Option<Gathering>,
+    /// The engine of this rank, where that is in another process.
+    pub(super) head: Option<UnboundedSender<ToHead>>,
     pub(super) closing: Option<Shutdown>,
     /// The thread ends: whether nothing touches any block any more.
     pub(super) over: Option<Result<()>>,
 }
 
 pub(super) struct RankState {
-    pub(super) worker: Worker,
+    pub(super) worker: Half,
     /// Loads of steps that the engine has not started on this worker yet.
     pending: Vec<ConnectorMeta>,
     /// Kept from one registration to the next.
@@ -98,18 +105,43 @@ pub(super) struct Turn {
 }
 
 impl Shared {
-    pub(super) fn new(
+    /// An engine, which has all workers and a side channel.
+    pub(super) fn of_engine(
         setup: Setup,
         clock: Clock,
         side: SideServer,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
     ) -> Self {
+        let (pp_size, tp_size) = (setup.settings.pp_size, setup.settings.tp_size);
+        let ranks = (0..pp_size).flat_map(|pp| (0..tp_size).map(move |tp| WorkerRank { pp, tp }));
+        Self::new(setup, ranks, clock, Some(side), secret, runtime)
+    }
+
+    /// A rank of an engine that is in another process, which hears what the worker has to tell.
+    pub(super) fn of_rank(
+        setup: Setup,
+        rank: WorkerRank,
+        head: UnboundedSender<ToHead>,
+        secret: Option<Secret>,
+        runtime: tokio::runtime::Handle,
+    ) -> Self {
+        let shared = Self::new(setup, [rank], Clock::new(), None, secret, runtime);
+        shared.state.lock().head = Some(head);
+        shared
+    }
+
+    fn new(
+        setup: Setup,
+        ranks: impl IntoIterator<Item = WorkerRank>,
+        clock: Clock,
+        side: Option<SideServer>,
+        secret: Option<Secret>,
+        runtime: tokio::runtime::Handle,
+    ) -> Self {
         let settings = &setup.settings;
-        let ranks =
-            (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| WorkerRank { pp, tp }));
         let rank = |rank| {
-            let worker = Worker::new(settings.clone(), rank);
+            let worker = Half::Here(Box::new(Worker::new(settings.clone(), rank)));
             let state = RankState {
                 worker,
                 pending: Vec::new(),
@@ -121,7 +153,7 @@ impl Shared {
             };
             (rank, state)
         };
-        let ranks: BTreeMap<_, _> = ranks.map(rank).collect();
+        let ranks: BTreeMap<_, _> = ranks.into_iter().map(rank).collect();
         let state = State {
             scheduler: Scheduler::new(settings.clone()),
             aggregator: OutputAggregator::new(ranks.len()),
@@ -137,12 +169,14 @@ impl Shared {
             last_grant: 0,
             deferred: Vec::new(),
             unheard: Vec::new(),
+            gathering: None,
+            head: None,
             closing: None,
             over: None,
         };
         let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
         let asker = Asker::new(clock, secret, setup.settings.ports);
-        let side = Mutex::new(Some(side));
+        let side = Mutex::new(side);
         let (granting, digesting) = (Mutex::default(), Mutex::default());
         Shared { clock, setup, asker, side, state, granting, digesting, wake_up, news, told, runtime }
     }
@@ -227,6 +261,35 @@ impl Shared {
         }
         drop(guard);
         self.wake_up.notify_one();
+    }
+
+    /// Takes a step of an engine in another process, whose word to begin has been said there.
+    pub(super) fn take_step(&self, rank: WorkerRank, meta: ConnectorMeta) {
+        let now = self.clock.now();
+        let mut state = self.state.lock();
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            held.worker.start_load_kv(now, meta);
+        }
+        drop(state);
+        self.wake_up.notify_one();
+    }
+
+    /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
+    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.is_closing() {
+            return Err(Error::new(Kind::Closed, "the connector was shut down: build another one"));
+        }
+        let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            held.registered = Some(Arc::new(registered));
+            if held.agent.replace((agent.clone(), scratch)).is_none() {
+                state.unheard.push((rank, agent));
+            }
+        }
+        drop(state);
+        self.wake_up.notify_one();
+        Ok(())
     }
 
     /// Begins the load of one request on all workers, without a step.
@@ -329,11 +392,15 @@ impl Shared {
         turn.next = next.and_then(|next| self.clock.moment(next));
         if let Some(closing) = state.closing.as_mut().filter(|closing| !closing.begun) {
             closing.begun = true;
-            let agents = state.ranks.values_mut().filter_map(|held| {
-                held.worker.shutdown();
-                held.agent.as_ref().map(|(agent, _)| agent.clone())
-            });
-            turn.closing = Some(Closing { deadline: closing.deadline, agents: agents.collect() });
+            let (mut agents, mut away) = (Vec::new(), Vec::new());
+            for held in state.ranks.values_mut() {
+                match &mut held.worker {
+                    Half::Here(worker) => worker.shutdown(),
+                    Half::Away(rank) => away.push(rank.shutdown(closing.deadline)),
+                }
+                agents.extend(held.agent.as_ref().map(|(agent, _)| agent.clone()));
+            }
+            turn.closing = Some(Closing { deadline: closing.deadline, agents, away });
         }
         if news {
             self.told.notify_all();
@@ -350,8 +417,8 @@ impl Shared {
     pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
         let now = self.clock.now();
         let mut state = self.state.lock();
-        if let Some(held) = state.ranks.get_mut(&rank) {
-            tell(&mut held.worker, now);
+        if let Some(worker) = state.ranks.get_mut(&rank).and_then(|held| held.worker.here()) {
+            tell(worker, now);
         }
         drop(state);
         self.wake_up.notify_one();
@@ -386,7 +453,15 @@ impl Shared {
 }
 
 impl State {
+    /// Why an engine with ranks in processes of their own can load and publish nothing, if so.
+    pub(super) fn missing(&self) -> Option<String> {
+        self.ranks.values().find_map(|held| held.worker.away()?.missing())
+    }
+
     pub(super) fn check_blocks(&self, blocks: &BlockLists, groups: usize) -> Result<()> {
+        if let Some(why) = self.missing() {
+            return Err(Error::new(Kind::PeerLost, format!("a rank of this engine is not there: {why}")));
+        }
         let Some(pool) = &self.pool else {
             return Err(Error::new(Kind::Invalid, "no caches are registered: call Rank::register first"));
         };
@@ -444,6 +519,11 @@ impl State {
         let outputs =
             self.ranks.values_mut().enumerate().map(|(at, held)| (at, held.worker.get_finished(now)));
         let mut outputs: Vec<_> = outputs.filter(|(_, output)| !output.is_empty()).collect();
+        if let Some(head) = &self.head {
+            let output = outputs.into_iter().map(|(_, output)| ToHead::Output(output));
+            output.for_each(|output| drop(head.send(output))); // an engine that has gone needs to hear nothing
+            return (false, Vec::new());
+        }
         for (_, output) in &mut outputs {
             // A worker may say it of blocks that were taken back meanwhile.
             output.finished_sending.retain(|request| self.scheduler.is_sending(request));

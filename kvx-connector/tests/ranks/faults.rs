@@ -1,0 +1,292 @@
+//! What becomes of an engine whose ranks fail: an outcome in time, never a wrong byte.
+
+use std::time::{Duration, Instant};
+
+use kvx_connector::engine::LoadFailure;
+use kvx_connector::runtime::Released;
+use kvx_core::{Completion, Error, Kind};
+use kvx_testkit::skip;
+
+use crate::fleet::{Fleet, heard, rank};
+use crate::rig::{BLOCK, LIMIT};
+
+pub(crate) const CASES: &[(&str, fn(&str))] = &[
+    ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
+    (
+        "a_rank_that_is_killed_while_it_loads_fails_the_load",
+        a_rank_that_is_killed_while_it_loads_fails_the_load,
+    ),
+    (
+        "a_stopped_rank_costs_the_deadline_and_then_the_engine",
+        a_stopped_rank_costs_the_deadline_and_then_the_engine,
+    ),
+    (
+        "a_rank_that_stands_still_for_a_while_costs_no_more",
+        a_rank_that_stands_still_for_a_while_costs_no_more,
+    ),
+    (
+        "a_reader_notices_reuse_while_the_rank_stands_still",
+        a_reader_notices_reuse_while_the_rank_stands_still,
+    ),
+    ("a_killed_prefill_rank_withholds_what_it_had", a_killed_prefill_rank_withholds_what_it_had),
+    ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
+    ("a_rank_that_the_engine_does_not_have_is_refused", a_rank_that_the_engine_does_not_have_is_refused),
+    ("a_rank_that_never_comes_is_named_at_the_deadline", a_rank_that_never_comes_is_named_at_the_deadline),
+    ("ranks_with_other_blocks_are_refused", ranks_with_other_blocks_are_refused),
+    ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
+    ("ranks_end_when_their_engine_is_gone", ranks_end_when_their_engine_is_gone),
+    ("a_stranger_at_the_socket_is_refused", a_stranger_at_the_socket_is_refused),
+    ("nonsense_at_the_socket_ends_nothing", nonsense_at_the_socket_ends_nothing),
+];
+
+/// Waits until a rank is known to be lost: a load says so.
+fn lost(decode: &Fleet, params: &kvx_connector::params::TransferParams, within: Duration) -> String {
+    let until = Instant::now() + within;
+    for number in 0.. {
+        let error = decode.fetch(&format!("look{number}"), params, &[9], LIMIT).outcome().err();
+        match error.map(|error| error.failure) {
+            Some(LoadFailure::Rank(why) | LoadFailure::Refused(why)) => return why,
+            other => assert!(Instant::now() < until, "no rank is lost: {other:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    unreachable!("it counts without end")
+}
+
+fn ended(whole: Completion<()>) -> Error {
+    whole.wait(LIMIT).unwrap_err()
+}
+
+fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    decode.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
+    let why = lost(&decode, &params, LIMIT);
+    assert!(why.contains("rank pp 0 tp 1") && why.contains("its process has ended"), "{why}");
+    assert!(why.contains(&decode.ranks[1].pid().to_string()), "{why}");
+    // The blocks of the prefill come back with their lease at the latest.
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    prefill.end();
+    // What the killed process had is gone with it: nothing touches a block any more.
+    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+fn a_rank_that_is_killed_while_it_loads_fails_the_load(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    // It stands still, so the load is open when it is killed.
+    decode.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
+    let fetch = decode.fetch("d", &params, &[1], LIMIT);
+    let fetch = fetch.wait(Duration::from_millis(200)).expect_err("a rank stands still");
+    decode.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
+    let error = fetch.outcome().unwrap_err();
+    let LoadFailure::Rank(why) = &error.failure else { panic!("{error:?}") };
+    assert!(why.contains("rank pp 0 tp 0"), "{why}");
+    assert_eq!(error.invalid, [1]);
+    assert!(error.held.is_empty(), "the killed process touches nothing any more");
+    prefill.end();
+    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+fn a_stopped_rank_costs_the_deadline_and_then_the_engine(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
+    let began = Instant::now();
+    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).outcome().unwrap_err();
+    assert_eq!(error.failure, LoadFailure::Deadline);
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(!error.held.is_empty(), "the rank may still write to the block");
+    // Nobody can say what it does when it goes on.
+    assert_eq!(error.held.wait(Duration::from_secs(15)).unwrap(), Released::Lost);
+    let why = lost(&decode, &params, LIMIT);
+    assert!(why.contains("rank pp 0 tp 1") && why.contains("nothing was heard"), "{why}");
+    let error = decode.connector.shutdown(Duration::from_secs(1)).wait(LIMIT).unwrap_err();
+    assert_eq!(error.kind(), Kind::StillShared, "{error}");
+    // It ends when it goes on.
+    decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
+    decode.ranks[1].say("ended").unwrap_or_else(|why| panic!("{why}"));
+    let said = heard(&decode.ranks[1]);
+    assert!(said.contains("given this rank up"), "{said}");
+    prefill.end();
+}
+
+fn a_rank_that_stands_still_for_a_while_costs_no_more(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
+    let fetch = decode.fetch("d", &params, &[1], LIMIT);
+    let fetch = fetch.wait(Duration::from_secs(2)).expect_err("a rank stands still");
+    decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
+    fetch.outcome().unwrap();
+    assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    prefill.end();
+    decode.end();
+}
+
+fn a_reader_notices_reuse_while_the_rank_stands_still(backend: &str) {
+    let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
+    prefill.compute(1, &[5], BLOCK);
+    let (_first, params) = prefill.publish("p1", &[4], BLOCK).unwrap();
+    decode.fetch("d1", &params, &[1], LIMIT).outcome().unwrap();
+    let (lease, params) = prefill.publish("p2", &[5], BLOCK).unwrap();
+    prefill.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
+    // The engine takes the block back, and needs no word of the rank for it.
+    drop(lease);
+    let error = decode.fetch("d2", &params, &[2], Duration::from_secs(3)).outcome().unwrap_err();
+    assert_eq!(error.failure, LoadFailure::Stale);
+    prefill.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
+    prefill.end();
+    decode.end();
+}
+
+fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
+    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    prefill.compute(1, &[5], BLOCK);
+    let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    prefill.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
+    let began = Instant::now();
+    let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
+    assert!(began.elapsed() < LIMIT + Duration::from_secs(1));
+    assert!(!matches!(error.failure, LoadFailure::Rank(_)), "the other engine's rank is lost: {error}");
+    // The other rank keeps them for its lease.
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    let error = prefill.publish("q", &[6], BLOCK).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("a rank of this engine is not there"), "{error}");
+    prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    decode.end();
+}
+
+fn a_rank_that_is_started_twice_ends_the_loads(backend: &str) {
+    let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    let twice = rank(&decode.path, 1, 2, "registers");
+    let said = heard(&twice);
+    assert!(said.contains("rank pp 0 tp 1") && said.contains("start each rank once"), "{said}");
+    let why = lost(&decode, &params, LIMIT);
+    for pid in [twice.pid(), decode.ranks[1].pid()] {
+        assert!(why.contains("rank pp 0 tp 1") && why.contains(&pid.to_string()), "{why}");
+    }
+    prefill.end();
+}
+
+fn a_rank_that_the_engine_does_not_have_is_refused(backend: &str) {
+    let (decode, whole) = Fleet::awaiting("decode", backend, 2, LIMIT);
+    let wrong = rank(&decode.path, 2, 4, "registers");
+    let said = heard(&wrong);
+    assert!(said.contains("rank pp 0 tp 2") && said.contains("built for 1 x 2 workers"), "{said}");
+    let error = ended(whole);
+    assert!(error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"), "{error}");
+}
+
+fn a_rank_that_never_comes_is_named_at_the_deadline(backend: &str) {
+    let mut prefill = Fleet::new("prefill", backend, 1);
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(2));
+    decode.ranks.push(rank(&decode.path, 0, 2, "registers"));
+    assert_eq!(heard(&decode.ranks[0]), "ready");
+    // Until then nothing is loaded, and that is said.
+    let early = decode.fetch("early", &params, &[1], LIMIT).outcome().unwrap_err();
+    assert!(early.to_string().contains("rank pp 0 tp 1 has not joined"), "{early}");
+    let error = ended(whole);
+    assert_eq!(error.kind(), Kind::TimedOut);
+    assert!(
+        error.to_string().contains("rank pp 0 tp 1") && error.to_string().contains("within 2s"),
+        "{error}"
+    );
+    assert!(lost(&decode, &params, LIMIT).contains("rank pp 0 tp 1"));
+    // It comes too late.
+    let late = rank(&decode.path, 1, 2, "registers");
+    let said = heard(&late);
+    assert!(said.contains("rank pp 0 tp 1: it has not joined"), "{said}");
+    prefill.end();
+}
+
+fn ranks_with_other_blocks_are_refused(backend: &str) {
+    let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(3));
+    decode.ranks.push(rank(&decode.path, 0, 2, "registers"));
+    assert_eq!(heard(&decode.ranks[0]), "ready");
+    // The pool of another number of ranks has as many blocks; one that only joins has none, and is named.
+    decode.ranks.push(rank(&decode.path, 1, 2, "joins"));
+    assert_eq!(heard(&decode.ranks[1]), "joined");
+    let error = ended(whole);
+    assert!(
+        error.to_string().contains(&format!("rank pp 0 tp 1 (process {})", decode.ranks[1].pid())),
+        "{error}"
+    );
+}
+
+fn a_rank_that_leaves_is_missed(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    decode.ranks[0].say("leave").unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(heard(&decode.ranks[0]), "Ok(())");
+    let why = lost(&decode, &params, LIMIT);
+    assert!(why.contains("rank pp 0 tp 0") && why.contains("it has left the engine"), "{why}");
+    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.end();
+}
+
+/// The engine is a rank's process here, which is killed.
+fn ranks_end_when_their_engine_is_gone(backend: &str) {
+    let mut decode = Fleet::new("decode", backend, 1);
+    // Without a shutdown, as far as its ranks can tell: the last handle goes, and gives them a second.
+    let Fleet { connector, ranks, .. } = &mut decode;
+    let _ = connector.shutdown(Duration::ZERO).wait(LIMIT);
+    ranks[0].say("ended").unwrap_or_else(|why| panic!("{why}"));
+    let said = heard(&ranks[0]);
+    assert_ne!(said, "it goes on");
+}
+
+fn a_stranger_at_the_socket_is_refused(backend: &str) {
+    use std::io::Read as _;
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::process::CommandExt as _;
+    let (decode, _whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
+    if !rustix::process::geteuid().is_root() {
+        return skip(
+            "a_stranger_at_the_socket_is_refused",
+            "a process of another user is started by root only",
+            "run the tests as root",
+        );
+    }
+    std::fs::set_permissions(&decode.path, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                  sys.stdout.buffer.write(s.recv(4096))";
+    let mut stranger = std::process::Command::new("python3");
+    stranger.args(["-c", script]).arg(&decode.path).uid(65534).stdout(std::process::Stdio::piped());
+    let mut stranger = stranger.spawn().unwrap();
+    kvx_testkit::kill_after(&stranger, LIMIT);
+    let mut said = Vec::new();
+    stranger.stdout.take().unwrap().read_to_end(&mut said).unwrap();
+    stranger.wait().unwrap();
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("runs as user 65534, this one as user 0"), "{said}");
+    // The engine is as it was.
+    let rank = rank(&decode.path, 0, 1, "registers");
+    assert_eq!(heard(&rank), "ready");
+}
+
+fn nonsense_at_the_socket_ends_nothing(backend: &str) {
+    use std::io::{Read as _, Write as _};
+    let (decode, whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
+    for nonsense in [&b"\xff\xff\xff\xff"[..], b"\0\0\0\x01\x09", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"] {
+        let mut socket = std::os::unix::net::UnixStream::connect(&decode.path).unwrap();
+        socket.set_read_timeout(Some(LIMIT)).unwrap();
+        socket.write_all(nonsense).unwrap();
+        let mut said = Vec::new();
+        socket.read_to_end(&mut said).unwrap();
+        assert!(String::from_utf8_lossy(&said).contains("malformed") || !said.is_empty(), "{said:?}");
+    }
+    let rank = rank(&decode.path, 0, 1, "registers");
+    assert_eq!(heard(&rank), "ready");
+    whole.wait(LIMIT).unwrap();
+}

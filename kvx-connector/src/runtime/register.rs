@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
 use super::rank::Registered;
-use super::state::Shared;
+use super::state::{RankState, Shared};
 use super::words::{Published, Scratch, WORDS};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
@@ -22,7 +22,9 @@ impl Shared {
         let pool = PoolBlocks::of(caches.geometry());
         let (agent, others) = {
             let state = self.state.lock();
-            let others = state.ranks.iter().any(|(at, other)| *at != rank && other.registered.is_some());
+            let has_words = |other: &RankState| other.registered.is_some() || other.worker.away().is_some();
+            let others = state.ranks.iter().any(|(at, other)| *at != rank && has_words(other));
+            let others = others && state.published.is_some();
             let Some(held) = state.ranks.get(&rank) else {
                 return invalid(format!("there is no worker pp {} tp {}", rank.pp, rank.tp));
             };

@@ -11,7 +11,7 @@ use std::time::Duration;
 use kvx_core::sync::Mutex;
 use kvx_core::{Agent, Error, Grid, Kind, Memory, Region, Result, random_number};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::digests::Fresh;
@@ -176,6 +176,7 @@ impl CopiedWords {
         let file =
             memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
         let base =
             unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
@@ -188,8 +189,8 @@ impl CopiedWords {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`; the file cannot get
-        // shorter, as the rank seals it before it tells anybody, and both processes touch it by atomics only.
+        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`; the file is
+        // sealed against getting shorter, and both processes touch it by atomics or by copies of kvx only.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.count) }
     }
 

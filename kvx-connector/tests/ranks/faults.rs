@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use kvx_connector::engine::LoadFailure;
 use kvx_connector::runtime::Released;
 use kvx_core::{Completion, Error, Kind};
-use kvx_testkit::skip;
+use kvx_testkit::{Child, skip};
 
-use crate::fleet::{Fleet, heard, rank};
-use crate::rig::{BLOCK, LIMIT};
+use crate::fleet::{Fleet, heard, path, rank, rank_of};
+use crate::rank::VARIABLE;
+use crate::rig::{BLOCK, BLOCKS, LIMIT};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
@@ -32,7 +33,8 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
     ("a_rank_that_the_engine_does_not_have_is_refused", a_rank_that_the_engine_does_not_have_is_refused),
     ("a_rank_that_never_comes_is_named_at_the_deadline", a_rank_that_never_comes_is_named_at_the_deadline),
-    ("ranks_with_other_blocks_are_refused", ranks_with_other_blocks_are_refused),
+    ("a_rank_that_does_not_register_is_named", a_rank_that_does_not_register_is_named),
+    ("a_rank_with_other_blocks_is_refused", a_rank_with_other_blocks_is_refused),
     ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
     ("ranks_end_when_their_engine_is_gone", ranks_end_when_their_engine_is_gone),
     ("a_stranger_at_the_socket_is_refused", a_stranger_at_the_socket_is_refused),
@@ -166,7 +168,7 @@ fn a_rank_that_is_started_twice_ends_the_loads(backend: &str) {
     let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
-    let twice = rank(&decode.path, 1, 2, "registers");
+    let twice = rank(&decode.path, 1, 2);
     let said = heard(&twice);
     assert!(said.contains("rank pp 0 tp 1") && said.contains("start each rank once"), "{said}");
     let why = lost(&decode, &params, LIMIT);
@@ -178,7 +180,7 @@ fn a_rank_that_is_started_twice_ends_the_loads(backend: &str) {
 
 fn a_rank_that_the_engine_does_not_have_is_refused(backend: &str) {
     let (decode, whole) = Fleet::awaiting("decode", backend, 2, LIMIT);
-    let wrong = rank(&decode.path, 2, 4, "registers");
+    let wrong = rank(&decode.path, 2, 4);
     let said = heard(&wrong);
     assert!(said.contains("rank pp 0 tp 2") && said.contains("built for 1 x 2 workers"), "{said}");
     let error = ended(whole);
@@ -190,7 +192,7 @@ fn a_rank_that_never_comes_is_named_at_the_deadline(backend: &str) {
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(2));
-    decode.ranks.push(rank(&decode.path, 0, 2, "registers"));
+    decode.ranks.push(rank(&decode.path, 0, 2));
     assert_eq!(heard(&decode.ranks[0]), "ready");
     // Until then nothing is loaded, and that is said.
     let early = decode.fetch("early", &params, &[1], LIMIT).outcome().unwrap_err();
@@ -198,29 +200,34 @@ fn a_rank_that_never_comes_is_named_at_the_deadline(backend: &str) {
     let error = ended(whole);
     assert_eq!(error.kind(), Kind::TimedOut);
     assert!(
-        error.to_string().contains("rank pp 0 tp 1") && error.to_string().contains("within 2s"),
+        error.to_string().contains("rank pp 0 tp 1") && error.to_string().contains("at the deadline"),
         "{error}"
     );
     assert!(lost(&decode, &params, LIMIT).contains("rank pp 0 tp 1"));
     // It comes too late.
-    let late = rank(&decode.path, 1, 2, "registers");
+    let late = rank(&decode.path, 1, 2);
     let said = heard(&late);
-    assert!(said.contains("rank pp 0 tp 1: it has not joined"), "{said}");
+    assert!(said.contains("rank pp 0 tp 1: it had not joined"), "{said}");
     prefill.end();
 }
 
-fn ranks_with_other_blocks_are_refused(backend: &str) {
+fn a_rank_that_does_not_register_is_named(backend: &str) {
     let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(3));
-    decode.ranks.push(rank(&decode.path, 0, 2, "registers"));
-    assert_eq!(heard(&decode.ranks[0]), "ready");
-    // The pool of another number of ranks has as many blocks; one that only joins has none, and is named.
-    decode.ranks.push(rank(&decode.path, 1, 2, "joins"));
-    assert_eq!(heard(&decode.ranks[1]), "joined");
+    decode.ranks = vec![rank(&decode.path, 0, 2), rank_of(&decode.path, 1, 2, 0)];
+    assert_eq!([heard(&decode.ranks[0]), heard(&decode.ranks[1])], ["ready", "joined"]);
     let error = ended(whole);
-    assert!(
-        error.to_string().contains(&format!("rank pp 0 tp 1 (process {})", decode.ranks[1].pid())),
-        "{error}"
-    );
+    let named = format!("rank pp 0 tp 1 (process {})", decode.ranks[1].pid());
+    assert!(error.kind() == Kind::TimedOut && error.to_string().contains(&named), "{error}");
+}
+
+fn a_rank_with_other_blocks_is_refused(backend: &str) {
+    let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, LIMIT);
+    decode.ranks.push(rank(&decode.path, 0, 2));
+    assert_eq!(heard(&decode.ranks[0]), "ready");
+    let said = heard(&rank_of(&decode.path, 1, 2, BLOCKS / 2));
+    assert!(said.contains("rank pp 0 tp 1 has 32 logical blocks, another rank of this engine 64"), "{said}");
+    let error = ended(whole);
+    assert!(error.to_string().contains("rank pp 0 tp 1"), "{error}");
 }
 
 fn a_rank_that_leaves_is_missed(backend: &str) {
@@ -235,15 +242,22 @@ fn a_rank_that_leaves_is_missed(backend: &str) {
     prefill.end();
 }
 
-/// The engine is a rank's process here, which is killed.
-fn ranks_end_when_their_engine_is_gone(backend: &str) {
-    let mut decode = Fleet::new("decode", backend, 1);
-    // Without a shutdown, as far as its ranks can tell: the last handle goes, and gives them a second.
-    let Fleet { connector, ranks, .. } = &mut decode;
-    let _ = connector.shutdown(Duration::ZERO).wait(LIMIT);
-    ranks[0].say("ended").unwrap_or_else(|why| panic!("{why}"));
-    let said = heard(&ranks[0]);
-    assert_ne!(said, "it goes on");
+/// The engine is in a process of its own here.
+fn ranks_end_when_their_engine_is_gone(_: &str) {
+    let path = path("killed");
+    let mut engine = Child::start_self(VARIABLE, &path.display().to_string()).unwrap();
+    let mut rank = rank(&path, 0, 1);
+    assert_eq!([heard(&engine), heard(&rank)], ["whole", "ready"]);
+    engine.kill().unwrap_or_else(|why| panic!("{why}"));
+    rank.say("ended").unwrap_or_else(|why| panic!("{why}"));
+    let said = heard(&rank);
+    assert!(said.contains("the engine's process is gone"), "{said}");
+    // The socket that it has left behind is replaced.
+    let mut next = Child::start_self(VARIABLE, &path.display().to_string()).unwrap();
+    let rank = crate::fleet::rank(&path, 0, 1);
+    assert_eq!([heard(&next), heard(&rank)], ["whole", "ready"]);
+    next.kill().unwrap_or_else(|why| panic!("{why}"));
+    std::fs::remove_file(path).unwrap();
 }
 
 fn a_stranger_at_the_socket_is_refused(backend: &str) {
@@ -271,7 +285,7 @@ fn a_stranger_at_the_socket_is_refused(backend: &str) {
     let said = String::from_utf8_lossy(&said);
     assert!(said.contains("runs as user 65534, this one as user 0"), "{said}");
     // The engine is as it was.
-    let rank = rank(&decode.path, 0, 1, "registers");
+    let rank = rank(&decode.path, 0, 1);
     assert_eq!(heard(&rank), "ready");
 }
 
@@ -286,7 +300,7 @@ fn nonsense_at_the_socket_ends_nothing(backend: &str) {
         socket.read_to_end(&mut said).unwrap();
         assert!(String::from_utf8_lossy(&said).contains("malformed") || !said.is_empty(), "{said:?}");
     }
-    let rank = rank(&decode.path, 0, 1, "registers");
+    let rank = rank(&decode.path, 0, 1);
     assert_eq!(heard(&rank), "ready");
     whole.wait(LIMIT).unwrap();
 }

@@ -1,6 +1,6 @@
 //! An engine in this process, and its ranks in others.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvx_connector::params::TransferParams;
@@ -9,7 +9,7 @@ use kvx_core::{Completion, Result};
 use kvx_testkit::Child;
 
 use crate::rank::VARIABLE;
-use crate::rig::{LIMIT, builder, lists};
+use crate::rig::{BLOCKS, LIMIT, builder, lists};
 
 /// An engine whose ranks are processes.
 pub(crate) struct Fleet {
@@ -23,11 +23,13 @@ pub(crate) fn extra(backend: &str) -> String {
     format!(r#"{{"backends": ["{backend}"], "kv_lease_duration": 5}}"#)
 }
 
-/// The process of a rank. `how`: `registers`, or only `joins`.
-pub(crate) fn rank(path: &std::path::Path, rank: u32, tp: u32, how: &str) -> Child {
-    let spec = format!("{} {rank} {tp} {how}", path.display());
-    let variables = [(VARIABLE, spec), ("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1".to_owned())];
-    Child::start_self_with(&variables).unwrap()
+/// The process of a rank that registers so many blocks; 0: it only joins.
+pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
+    Child::start_self(VARIABLE, &format!("{} {rank} {tp} {blocks}", path.display())).unwrap()
+}
+
+pub(crate) fn rank(path: &Path, at: u32, tp: u32) -> Child {
+    rank_of(path, at, tp, BLOCKS)
 }
 
 pub(crate) fn heard(rank: &Child) -> String {
@@ -45,7 +47,7 @@ impl Fleet {
     /// An engine of so many ranks, all of which are there.
     pub(crate) fn new(engine: &str, backend: &str, tp: u32) -> Self {
         let (mut fleet, whole) = Fleet::awaiting(engine, backend, tp, LIMIT);
-        fleet.ranks = (0..tp).map(|at| rank(&fleet.path, at, tp, "registers")).collect();
+        fleet.ranks = (0..tp).map(|at| rank(&fleet.path, at, tp)).collect();
         whole.wait(LIMIT).unwrap();
         for rank in &fleet.ranks {
             assert_eq!(heard(rank), "ready");

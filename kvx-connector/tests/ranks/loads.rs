@@ -56,7 +56,7 @@ fn a_rank_may_be_in_the_engines_process(backend: &str) {
     first.register(rig::caches(&own, 2), [Arc::clone(&own)]).unwrap();
     let path = path("decode");
     let whole = connector.group(&path, LIMIT);
-    let mut other = rank(&path, 1, 2, "registers");
+    let mut other = rank(&path, 1, 2);
     whole.wait(LIMIT).unwrap();
     assert_eq!(heard(&other), "ready");
 

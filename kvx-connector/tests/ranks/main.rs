@@ -8,6 +8,7 @@ mod fleet;
 mod loads;
 mod rank;
 /// The pools and their bytes.
+#[allow(dead_code, reason = "ranks take a part of it")]
 #[path = "../runtime/rig.rs"]
 mod rig;
 

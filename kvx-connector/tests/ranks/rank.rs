@@ -1,34 +1,36 @@
-//! The process of a rank: it joins, registers a pool, and does what it is asked in lines.
+//! The process of a rank: it joins, registers a pool, and does what it is asked in lines. Or that of an engine.
 
 use std::io::Write as _;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_connector::engine::WorkerRank;
 use kvx_connector::runtime::Rank;
 
-use crate::rig::{BLOCKS, LIMIT, Part, caches, pool, registry};
+use crate::rig::{LIMIT, Part, builder, caches, pool_of, registry};
 
-/// Says to a process of this program which rank it is: the socket, and of how many which.
+/// Says to a process of this program which rank it is: the socket, of how many which, and with how many blocks.
 pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
 
 /// Joins and serves, until standard input ends.
 pub(crate) fn serve(spec: &str) {
-    let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else { panic!("{spec}") };
-    let (rank, tp): (u32, u32) = (rank.parse().unwrap(), tp.parse().unwrap());
+    let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else { return lead(spec) };
+    let (rank, tp, blocks): (u32, u32, u32) =
+        (rank.parse().unwrap(), tp.parse().unwrap(), blocks.parse().unwrap());
     let joined = match Rank::join(path, WorkerRank { pp: 0, tp: rank }, registry(), LIMIT) {
         Ok(joined) => joined,
         Err(error) => return answer(&error.to_string()),
     };
-    let memory = pool(tp);
-    if blocks == "registers" {
-        match joined.register(caches(&memory, tp), [std::sync::Arc::clone(&memory)]) {
+    let memory = pool_of(tp, blocks.max(1));
+    if blocks > 0 {
+        match joined.register(caches(&memory, tp), [Arc::clone(&memory)]) {
             Ok(()) => answer("ready"),
             Err(error) => return answer(&error.to_string()),
         }
     } else {
         answer("joined");
     }
-    let part = Part { pool: &memory, tp, rank: rank % tp, blocks: BLOCKS };
+    let part = Part { pool: &memory, tp, rank: rank % tp, blocks };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -57,4 +59,12 @@ pub(crate) fn serve(spec: &str) {
 fn answer(line: &str) {
     println!("{line}");
     std::io::stdout().flush().unwrap();
+}
+
+/// An engine of one rank that is to join at this path. It lives until it is killed.
+fn lead(path: &str) {
+    let connector = builder("engine", "{}").build_blocking().unwrap();
+    connector.group(path, LIMIT).wait(LIMIT).unwrap();
+    answer("whole");
+    std::io::stdin().lines().for_each(drop);
 }

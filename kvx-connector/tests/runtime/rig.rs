@@ -88,7 +88,7 @@ pub(crate) fn pool(tp: u32) -> Arc<Memory> {
     pool_of(tp, BLOCKS)
 }
 
-fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
+pub(crate) fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
     let len = LAYERS * u64::from(blocks) * u64::from(HEADS / tp * BLOCK) * CONTENT;
     Arc::new(Memory::pool(len as usize).build().unwrap())
 }

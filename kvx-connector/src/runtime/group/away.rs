@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use kvx_core::{Deadline, Error, Kind, Result};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{self, Receiver, Sender};
 
 use super::super::slot::Slot;
@@ -195,25 +196,24 @@ impl Away {
         }
     }
 
-    /// Sends it a message. One that does not read is lost.
+    /// Sends it a message. One that does not read is lost; who reads from it hears when it has gone.
     pub(super) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
-        let full = self.to.as_ref().is_some_and(|to| to.try_send((message, file)).is_err());
-        if full {
+        let sent = self.to.as_ref().map(|to| to.try_send((message, file)));
+        if let Some(Err(TrySendError::Full(_))) = sent {
             self.lose(&format!("it has not read {BACKLOG} messages"), false);
         }
     }
 
-    /// What the rank has to tell.
-    pub(super) fn hear(&mut self, output: WorkerOutput) {
-        if matches!(self.standing, Standing::Lost { .. }) {
-            return; // reported already, as failed
-        }
-        for request in &output.finished_sending {
-            self.sends.remove(request);
-        }
-        for request in &output.finished_recving {
-            self.loads.remove(request);
-        }
+    /// What the rank has to tell of what it was given: more is nobody's.
+    pub(super) fn hear(&mut self, mut output: WorkerOutput) {
+        let (loads, sends) = (&mut self.loads, &mut self.sends);
+        output.failed_recving.retain(|failed| loads.contains_key(&failed.request));
+        output.lost.retain(|(request, kept)| match kept {
+            Kept::Load => loads.contains_key(request),
+            Kept::Request => sends.contains(request),
+        });
+        output.finished_recving.retain(|request| loads.remove(request).is_some());
+        output.finished_sending.retain(|request| sends.remove(request));
         let said = &mut self.said;
         said.at = output.at;
         said.finished_sending.extend(output.finished_sending);
@@ -233,7 +233,10 @@ impl Away {
             Standing::Joined { pid } | Standing::Registered { pid, .. } => format!(" (process {pid})"),
         };
         let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
-        tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more");
+        match self.ending {
+            Some(_) => tracing::info!(%why, proven, "a rank has ended"),
+            None => tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more"),
+        }
         self.standing = Standing::Lost { why, proven };
         self.to = None;
         self.fail_what_is_open();

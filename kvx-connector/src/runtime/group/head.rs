@@ -48,21 +48,17 @@ impl Drop for Gathering {
 impl Shared {
     pub(in crate::runtime) fn group(self: &Arc<Self>, path: &Path, deadline: Deadline) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
-        let opened = self.await_ranks().and_then(|()| open(path));
-        let listener = match opened {
-            Ok(listener) => listener,
-            Err(error) => {
-                ticket.settle(Err(error));
-                return done;
+        match self.may_gather().and_then(|()| open(path)) {
+            Ok(listener) => {
+                self.await_ranks(Gathering { path: path.to_owned(), ticket: Some(ticket) });
+                self.runtime.spawn(gather(Arc::clone(self), listener, deadline));
             }
-        };
-        self.state.lock().gathering = Some(Gathering { path: path.to_owned(), ticket: Some(ticket) });
-        self.runtime.spawn(gather(Arc::clone(self), listener, deadline));
+            Err(error) => ticket.settle(Err(error)),
+        }
         done
     }
 
-    /// All workers without caches are to join.
-    fn await_ranks(&self) -> Result<()> {
+    fn may_gather(&self) -> Result<()> {
         let refused = |kind, why: &'static str| Err(Error::new(kind, why));
         if self.setup.settings.mode == TransferMode::Push {
             return refused(
@@ -78,24 +74,31 @@ impl Shared {
                  or register all ranks here",
             );
         }
-        // A registration that is under way is waited for.
-        let side = self.side.lock();
-        let mut state = self.state.lock();
-        if side.is_none() || state.is_closing() {
+        let state = self.state.lock();
+        if state.is_closing() {
             return refused(Kind::Closed, "the connector was shut down: build another one");
         }
         if state.gathering.is_some() {
             return refused(Kind::Invalid, "ranks join this connector already: call Connector::group once");
         }
-        let mut missing = state.ranks.iter_mut().filter(|(_, held)| held.registered.is_none()).peekable();
-        if missing.peek().is_none() {
+        if state.ranks.values().all(|held| held.registered.is_some()) {
             return refused(
                 Kind::Invalid,
                 "all workers have registered their caches here: none is left to join",
             );
         }
-        missing.for_each(|(rank, held)| held.worker = Half::Away(Box::new(Away::new(*rank))));
         Ok(())
+    }
+
+    /// All workers without caches are to join.
+    fn await_ranks(&self, gathering: Gathering) {
+        // A registration that is under way is waited for.
+        let _side = self.side.lock();
+        let mut state = self.state.lock();
+        state.gathering = Some(gathering);
+        for (rank, held) in state.ranks.iter_mut().filter(|(_, held)| held.registered.is_none()) {
+            held.worker = Half::Away(Box::new(Away::new(*rank)));
+        }
     }
 
     /// A process takes the place of a rank.
@@ -136,14 +139,17 @@ impl Shared {
     }
 
     /// The deadline has come: who is not there now does not come any more.
-    fn close_the_gathering(&self, after: Duration) {
+    fn close_the_gathering(&self) {
         let mut state = self.state.lock();
         let mut first = None;
         for held in state.ranks.values_mut() {
             if let Half::Away(away) = &mut held.worker
                 && away.missing().is_some()
             {
-                away.lose(&format!("it has not joined and registered its caches within {after:?}"), false);
+                away.lose(
+                    "it had not joined and registered its caches at the deadline of Connector::group",
+                    false,
+                );
                 first = first.or_else(|| away.missing());
             }
         }
@@ -302,7 +308,7 @@ async fn gather(shared: Arc<Shared>, listener: UnixListener, deadline: Deadline)
             return failed.settle();
         }
     };
-    let (after, mut until) = (deadline.left(), Some(until(deadline)));
+    let mut until = Some(until(deadline));
     let unknown = Arc::new(Semaphore::new(UNKNOWN));
     loop {
         let accepted = match until {
@@ -312,7 +318,7 @@ async fn gather(shared: Arc<Shared>, listener: UnixListener, deadline: Deadline)
         match accepted {
             Err(_) => {
                 if until.take().is_some() {
-                    shared.close_the_gathering(after);
+                    shared.close_the_gathering();
                 }
             }
             Ok(Err(_)) => tokio::time::sleep(AGAIN).await,
@@ -437,7 +443,7 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream
         };
         match sent {
             Ok(Ok(())) => {}
-            // Whoever reads from it hears what has become of it.
+            // Who reads from it hears what has become of it.
             Ok(Err(error)) if error.kind() == Kind::PeerLost => break,
             Ok(Err(error)) => shared.lose(rank, error.sentence(), false),
             Err(_) => shared.lose(rank, &format!("it has read nothing for {SILENT:?}"), false),

@@ -141,6 +141,9 @@ impl fmt::Debug for JoinedRank {
 impl Link {
     /// Asks the engine, which answers in time or is lost.
     fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
+        if self.gone.get().is_some() {
+            return Err(self.lost());
+        }
         drop(self.answer.take()); // of a question that was given up
         self.up.send(question).map_err(|_| self.lost())?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {

@@ -55,7 +55,13 @@ pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<S
     let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
     let size = |name: &str| number(field(name)?).ok_or_else(|| unreadable(name));
     let list = |name: &str| field(name)?.as_array().ok_or_else(|| unreadable(name));
-    let config = KvTransferConfig::from_json(&field("config")?.to_string(), &Surroundings::of_process())?;
+    let address = list("address")?;
+    let (host, port) = (address.first().and_then(Value::as_str), address.get(1).and_then(number));
+    let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
+    let host = host.ok_or_else(|| unreadable("address"))?;
+    // TCP binds where the engine's process has it bind.
+    let surroundings = Surroundings::of_process().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host);
+    let config = KvTransferConfig::from_json(&field("config")?.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, text("model")?);
     text("attn_backend_name")?.clone_into(&mut factors.attn_backend_name);
     // All factors by name: they win over those that the fields say.
@@ -76,10 +82,6 @@ pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<S
         .prefill_backoff(size("prefill_backoff")?)
         .any_port();
     let (mut setup, side) = builder.setup()?;
-    let address = list("address")?;
-    let (host, port) = (address.first().and_then(Value::as_str), address.get(1).and_then(number));
-    let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
-    let host = host.ok_or_else(|| unreadable("address"))?.into();
-    setup.settings.address = Address { host, port };
+    setup.settings.address = Address { host: host.into(), port };
     Ok((setup, side.secret))
 }

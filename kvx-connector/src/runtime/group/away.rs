@@ -198,8 +198,11 @@ impl Away {
 
     /// Sends it a message. One that does not read is lost; who reads from it hears when it has gone.
     pub(super) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
-        let sent = self.to.as_ref().map(|to| to.try_send((message, file)));
-        if let Some(Err(TrySendError::Full(_))) = sent {
+        let full = self
+            .to
+            .as_ref()
+            .is_some_and(|to| matches!(to.try_send((message, file)), Err(TrySendError::Full(_))));
+        if full {
             self.lose(&format!("it has not read {BACKLOG} messages"), false);
         }
     }

@@ -58,6 +58,7 @@ mod state;
 mod tests;
 mod thread;
 mod trace;
+mod turn;
 mod words;
 pub(crate) mod zmtp;
 

@@ -13,26 +13,14 @@ use crate::rig::{BLOCK, BLOCKS, LIMIT};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
-    (
-        "a_rank_that_is_killed_while_it_loads_fails_the_load",
-        a_rank_that_is_killed_while_it_loads_fails_the_load,
-    ),
-    (
-        "a_stopped_rank_costs_the_deadline_and_then_the_engine",
-        a_stopped_rank_costs_the_deadline_and_then_the_engine,
-    ),
-    (
-        "a_rank_that_stands_still_for_a_while_costs_no_more",
-        a_rank_that_stands_still_for_a_while_costs_no_more,
-    ),
-    (
-        "a_reader_notices_reuse_while_the_rank_stands_still",
-        a_reader_notices_reuse_while_the_rank_stands_still,
-    ),
+    ("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it),
+    ("a_stopped_rank_costs_its_deadline_and_blocks", a_stopped_rank_costs_its_deadline_and_blocks),
+    ("a_rank_that_stands_still_a_while_costs_no_more", a_rank_that_stands_still_a_while_costs_no_more),
+    ("a_reader_notices_reuse_while_a_rank_is_stopped", a_reader_notices_reuse_while_a_rank_is_stopped),
     ("a_killed_prefill_rank_withholds_what_it_had", a_killed_prefill_rank_withholds_what_it_had),
     ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
-    ("a_rank_that_the_engine_does_not_have_is_refused", a_rank_that_the_engine_does_not_have_is_refused),
-    ("a_rank_that_never_comes_is_named_at_the_deadline", a_rank_that_never_comes_is_named_at_the_deadline),
+    ("a_rank_that_does_not_exist_is_refused", a_rank_that_does_not_exist_is_refused),
+    ("a_rank_that_never_comes_is_named_in_time", a_rank_that_never_comes_is_named_in_time),
     ("a_rank_that_does_not_register_is_named", a_rank_that_does_not_register_is_named),
     ("a_rank_with_other_blocks_is_refused", a_rank_with_other_blocks_is_refused),
     ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
@@ -74,7 +62,7 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
     decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
-fn a_rank_that_is_killed_while_it_loads_fails_the_load(backend: &str) {
+fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
     let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
@@ -92,7 +80,7 @@ fn a_rank_that_is_killed_while_it_loads_fails_the_load(backend: &str) {
     decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
-fn a_stopped_rank_costs_the_deadline_and_then_the_engine(backend: &str) {
+fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
@@ -116,7 +104,7 @@ fn a_stopped_rank_costs_the_deadline_and_then_the_engine(backend: &str) {
     prefill.end();
 }
 
-fn a_rank_that_stands_still_for_a_while_costs_no_more(backend: &str) {
+fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
     let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
@@ -131,7 +119,7 @@ fn a_rank_that_stands_still_for_a_while_costs_no_more(backend: &str) {
     decode.end();
 }
 
-fn a_reader_notices_reuse_while_the_rank_stands_still(backend: &str) {
+fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
     let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (_first, params) = prefill.publish("p1", &[4], BLOCK).unwrap();
@@ -178,7 +166,7 @@ fn a_rank_that_is_started_twice_ends_the_loads(backend: &str) {
     prefill.end();
 }
 
-fn a_rank_that_the_engine_does_not_have_is_refused(backend: &str) {
+fn a_rank_that_does_not_exist_is_refused(backend: &str) {
     let (decode, whole) = Fleet::awaiting("decode", backend, 2, LIMIT);
     let wrong = rank(&decode.path, 2, 4);
     let said = heard(&wrong);
@@ -187,7 +175,7 @@ fn a_rank_that_the_engine_does_not_have_is_refused(backend: &str) {
     assert!(error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"), "{error}");
 }
 
-fn a_rank_that_never_comes_is_named_at_the_deadline(backend: &str) {
+fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     let mut prefill = Fleet::new("prefill", backend, 1);
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();

@@ -122,7 +122,7 @@ impl Shared {
                 self.setup.settings.tp_size
             ),
         };
-        // Two processes for one place: whose blocks it would load is in doubt. With a place that does not exist, all are.
+        // Two processes for one place: whose blocks it would load is in doubt. All are if there is no such place.
         let twice = state.ranks.get(&rank).is_some_and(|held| held.worker.away().is_some());
         for (at, held) in &mut state.ranks {
             if let Half::Away(away) = &mut held.worker

@@ -29,8 +29,8 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// What an engine that has gone leaves to a rank for its end.
 const ALONE: Duration = Duration::from_secs(1);
 
-/// A rank of an engine that is in another process: [`Rank::join`] gives it. When it is dropped it leaves, and the engine
-/// loads nothing any more.
+/// A rank of an engine that is in another process: [`Rank::join`] gives it. When it is dropped it leaves, and the
+/// engine loads nothing any more.
 pub struct JoinedRank {
     connector: Connector,
     rank: WorkerRank,

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvx_connector::engine::{
@@ -198,7 +198,10 @@ impl Values {
     }
 }
 
-/// Decodes, and holds against the bound what that took. The tests run one after the other.
+/// What is allocated is counted for the process: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Decodes, and holds against the bound what that took.
 fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput>) {
     let before = NOW.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
@@ -250,9 +253,9 @@ fn what_is_announced_takes_no_memory() {
     assert!(ConnectorMeta::decode(&longer.encode().unwrap()).is_err());
 }
 
-/// One test: what is allocated is counted for the process.
 #[test]
 fn steps_and_outputs_are_read_as_written_within_a_bound() {
+    let _alone = ALONE.lock().unwrap();
     let mut random = Random::seeded(7);
     for seed in 0..2000 {
         what_was_written_is_read(seed);
@@ -265,6 +268,7 @@ fn steps_and_outputs_are_read_as_written_within_a_bound() {
 
 #[test]
 fn reasons_are_cut_and_steps_beyond_the_bound_are_refused() {
+    let _alone = ALONE.lock().unwrap();
     let why = "é".repeat(3000);
     let failed = FailedLoad { request: "r".into(), failure: LoadFailure::Transfer(why), invalid: vec![] };
     let output = WorkerOutput { failed_recving: vec![failed], ..WorkerOutput::default() };

@@ -17,7 +17,6 @@ impl Shared {
         self.check_block_size(&caches)?;
         // Workers register one after the other: the first one makes what they share.
         let side = self.side.lock();
-        let closed = || Error::new(Kind::Closed, "the connector was shut down: build another one");
         let side = side.as_ref().ok_or_else(closed)?;
         let pool = PoolBlocks::of(caches.geometry());
         let (agent, others) = {
@@ -63,12 +62,10 @@ impl Shared {
         };
         let (registered, metadata) = self.open(rank, agent, caches, memory, words)?;
         let generation = side.publish(rank, &metadata);
-        self.take_up(rank, registered).inspect_err(|_| {
-            side.withdraw(rank);
-        })?;
         // One count of registrations, for the side channel and the scheduler.
-        self.state.lock().scheduler.registered(generation);
-        Ok(())
+        self.take_up(rank, registered, Some(generation)).inspect_err(|_| {
+            side.withdraw(rank);
+        })
     }
 
     /// Blocks of the caches are as the connector was told.
@@ -157,6 +154,10 @@ impl Shared {
             result => ticket.settle(result),
         }
     }
+}
+
+pub(super) fn closed() -> Error {
+    Error::new(Kind::Closed, "the connector was shut down: build another one")
 }
 
 /// Who copies what of these pools lies on devices, each once: a transport opens memory of devices by them.

@@ -21,6 +21,7 @@ use super::group::{Gathering, Half};
 use super::metrics::Metrics;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
+use super::register::closed;
 use super::side::{Asker, SideServer};
 use super::trace::Traces;
 use super::words::{Published, Scratch};
@@ -261,11 +262,21 @@ impl Shared {
         self.wake_up.notify_one();
     }
 
-    /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
-    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered) -> Result<()> {
+    /// Takes caches that are registered into use, as the engine's registration of that number, where this process
+    /// counts them. Errors: `Closed`, and they are given up with their agent.
+    pub(super) fn take_up(
+        &self,
+        rank: WorkerRank,
+        registered: Registered,
+        generation: Option<u64>,
+    ) -> Result<()> {
         let mut state = self.state.lock();
         if state.is_closing() {
-            return Err(Error::new(Kind::Closed, "the connector was shut down: build another one"));
+            // The shutdown has not seen an agent that is new here: it ends with this.
+            return Err(closed());
+        }
+        if let Some(generation) = generation {
+            state.scheduler.registered(generation);
         }
         let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
         if let Some(held) = state.ranks.get_mut(&rank) {

@@ -14,6 +14,7 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{timeout, timeout_at};
 
+use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
 use super::super::words::Published;
@@ -76,7 +77,7 @@ impl Shared {
         }
         let state = self.state.lock();
         if state.is_closing() {
-            return refused(Kind::Closed, "the connector was shut down: build another one");
+            return Err(closed());
         }
         if state.gathering.is_some() {
             return refused(Kind::Invalid, "ranks join this connector already: call Connector::group once");

@@ -99,7 +99,7 @@ impl JoinedRank {
         let words = || Ok(Arc::new(Memory::adopt_file(file.ok_or_else(missing)?, words)?));
         let memory = memory.into_iter().map(Into::into).collect();
         let (registered, metadata) = shared.open(self.rank, None, caches, memory, words)?;
-        shared.take_up(self.rank, registered)?;
+        shared.take_up(self.rank, registered, None)?;
         self.link.ask(ToHead::Registered(metadata.encode())).map(drop)
     }
 

@@ -25,6 +25,8 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_rank_with_other_blocks_is_refused", a_rank_with_other_blocks_is_refused),
     ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
     ("ranks_end_when_their_engine_is_gone", ranks_end_when_their_engine_is_gone),
+    ("a_path_that_is_taken_stays_as_it_is", a_path_that_is_taken_stays_as_it_is),
+    ("what_is_of_one_process_is_refused", what_is_of_one_process_is_refused),
     ("a_stranger_at_the_socket_is_refused", a_stranger_at_the_socket_is_refused),
     ("nonsense_at_the_socket_ends_nothing", nonsense_at_the_socket_ends_nothing),
 ];
@@ -246,6 +248,31 @@ fn ranks_end_when_their_engine_is_gone(_: &str) {
     assert_eq!([heard(&next), heard(&rank)], ["whole", "ready"]);
     next.kill().unwrap_or_else(|why| panic!("{why}"));
     std::fs::remove_file(path).unwrap();
+}
+
+fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
+    let taken = path("taken");
+    std::fs::write(&taken, "somebody's").unwrap();
+    let connector = crate::rig::builder("engine", &crate::fleet::extra(backend)).build_blocking().unwrap();
+    let error = ended(connector.group(&taken, LIMIT));
+    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "somebody's");
+    std::fs::remove_file(&taken).unwrap();
+    let (other, _whole) = Fleet::awaiting("other", backend, 1, LIMIT);
+    let error = ended(connector.group(&other.path, LIMIT));
+    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    // Neither has cost it anything.
+    let _whole = connector.group(&taken, LIMIT);
+    assert_eq!(heard(&rank(&taken, 0, 1)), "ready");
+}
+
+fn what_is_of_one_process_is_refused(backend: &str) {
+    let extra = crate::fleet::extra(backend).replace('{', r#"{"kvx_digest": true, "#);
+    for builder in [crate::rig::builder("engine", &extra), crate::rig::Engine::push_builder("engine", "{}")] {
+        let connector = builder.build_blocking().unwrap();
+        let error = ended(connector.group(path("refused"), LIMIT));
+        assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+    }
 }
 
 fn a_stranger_at_the_socket_is_refused(backend: &str) {

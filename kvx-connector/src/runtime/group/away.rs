@@ -148,11 +148,12 @@ impl Away {
 
     /// It has registered its caches.
     pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
-        match self.standing {
+        match &self.standing {
             Standing::Joined { pid } => {
-                self.standing = Standing::Registered { pid, metadata: Box::new(registered) };
+                self.standing = Standing::Registered { pid: *pid, metadata: Box::new(registered) };
                 Ok(())
             }
+            Standing::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
             _ => Err(Error::new(
                 Kind::Invalid,
                 format!("{} has registered its caches already: a rank does so once", name(self.rank)),

@@ -1,6 +1,8 @@
 //! The engine's end: who joins, and what is heard of them.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,11 +10,15 @@ use std::time::Duration;
 
 use kvx_core::{Completion, Deadline, Error, Kind, Result, Ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with,
+};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
-use tokio::time::{timeout, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout};
 
 use super::super::register::closed;
 use super::super::slot::until;
@@ -28,8 +34,6 @@ use crate::wire::group::{ToHead, ToRank};
 
 /// Processes that have connected and not said yet who they are; others wait.
 const UNKNOWN: usize = 64;
-/// Nobody joins for so long: then one looks again.
-const LONG: Duration = Duration::from_secs(3600);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -52,7 +56,12 @@ impl Shared {
         match self.may_gather().and_then(|()| open(path)) {
             Ok(listener) => {
                 self.await_ranks(Gathering { path: path.to_owned(), ticket: Some(ticket) });
-                self.runtime.spawn(gather(Arc::clone(self), listener, deadline));
+                self.runtime.spawn(gather(Arc::clone(self), listener));
+                let shared = Arc::clone(self);
+                self.runtime.spawn(async move {
+                    sleep_until(until(deadline).into()).await;
+                    shared.close_the_gathering();
+                });
             }
             Err(error) => ticket.settle(Err(error)),
         }
@@ -278,19 +287,18 @@ impl State {
 fn open(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
     let listener = match UnixListener::bind(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-            match std::os::unix::net::UnixStream::connect(path) {
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-                    std::fs::remove_file(path).map_err(failed)?;
-                    UnixListener::bind(path)
-                }
-                _ => {
-                    return Err(Error::new(
-                        Kind::Exhausted,
-                        format!("another engine's ranks join at {}: name a path of its own", path.display()),
-                    ));
-                }
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            if !is_left_behind(path).map_err(failed)? {
+                return Err(Error::new(
+                    Kind::Exhausted,
+                    format!(
+                        "{} is there, and no socket that an engine has left behind: name a path of its own",
+                        path.display()
+                    ),
+                ));
             }
+            std::fs::remove_file(path).map_err(failed)?;
+            UnixListener::bind(path)
         }
         bound => bound,
     };
@@ -299,8 +307,18 @@ fn open(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Whether there is a socket at a path, and nobody listens at it.
+fn is_left_behind(path: &Path) -> io::Result<bool> {
+    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Ok(false);
+    }
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    Ok(connect(&socket, &SocketAddrUnix::new(path)?) == Err(Errno::CONNREFUSED))
+}
+
 /// Lets ranks in until the connector ends.
-async fn gather(shared: Arc<Shared>, listener: UnixListener, deadline: Deadline) {
+async fn gather(shared: Arc<Shared>, listener: UnixListener) {
     let listener = match tokio::net::UnixListener::from_std(listener) {
         Ok(listener) => listener,
         Err(error) => {
@@ -309,21 +327,11 @@ async fn gather(shared: Arc<Shared>, listener: UnixListener, deadline: Deadline)
             return failed.settle();
         }
     };
-    let mut until = Some(until(deadline));
     let unknown = Arc::new(Semaphore::new(UNKNOWN));
     loop {
-        let accepted = match until {
-            Some(until) => timeout_at(until.into(), listener.accept()).await,
-            None => timeout(LONG, listener.accept()).await,
-        };
-        match accepted {
-            Err(_) => {
-                if until.take().is_some() {
-                    shared.close_the_gathering();
-                }
-            }
-            Ok(Err(_)) => tokio::time::sleep(AGAIN).await,
-            Ok(Ok((socket, _))) => {
+        match listener.accept().await {
+            Err(_) => sleep(AGAIN).await,
+            Ok((socket, _)) => {
                 let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
                 let shared = Arc::clone(&shared);
                 tokio::spawn(async move {
@@ -389,7 +397,7 @@ async fn refuse(socket: &UnixStream, why: &str) {
     if let Ok(message) = ToRank::Refused(why.to_owned()).encode() {
         timeout(LAST_WORD, send(socket, &message, None)).await.ok();
     }
-    rustix::net::shutdown(socket, rustix::net::Shutdown::Both).ok(); // it may have gone
+    shutdown(socket, Shutdown::Both).ok(); // it may have gone
 }
 
 /// Speaks with a rank until one of the two ends.
@@ -451,7 +459,7 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream
         }
     }
     if down.is_closed() {
-        rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both).ok(); // it may have gone
+        shutdown(&*socket, Shutdown::Both).ok(); // it may have gone
     }
 }
 

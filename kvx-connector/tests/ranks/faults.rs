@@ -11,11 +11,16 @@ use crate::fleet::{Fleet, heard, path, rank, rank_of};
 use crate::rank::VARIABLE;
 use crate::rig::{BLOCK, BLOCKS, LIMIT};
 
+/// What moves blocks: over each backend.
+pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
+    ("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it),
+    ("a_rank_that_stands_still_a_while_costs_no_more", a_rank_that_stands_still_a_while_costs_no_more),
+    ("a_stopped_prefill_rank_costs_loads_their_deadline", a_stopped_prefill_rank_costs_loads_their_deadline),
+];
+
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
-    ("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it),
     ("a_stopped_rank_costs_its_deadline_and_blocks", a_stopped_rank_costs_its_deadline_and_blocks),
-    ("a_rank_that_stands_still_a_while_costs_no_more", a_rank_that_stands_still_a_while_costs_no_more),
     ("a_reader_notices_reuse_while_a_rank_is_stopped", a_reader_notices_reuse_while_a_rank_is_stopped),
     ("a_killed_prefill_rank_withholds_what_it_had", a_killed_prefill_rank_withholds_what_it_had),
     ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
@@ -117,6 +122,24 @@ fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
     fetch.outcome().unwrap();
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    prefill.end();
+    decode.end();
+}
+
+fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
+    let began = Instant::now();
+    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).outcome().unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
+    prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    prefill.compute(2, &[6], BLOCK);
+    let (_lease, params) = prefill.publish("q", &[6], BLOCK).unwrap();
+    decode.fetch("e", &params, &[1], LIMIT).outcome().unwrap();
+    assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     prefill.end();
     decode.end();
 }

@@ -41,6 +41,6 @@ fn trials() -> Vec<Trial> {
         };
         cases.iter().map(trial).collect()
     };
-    let faults = over("SHM", faults::CASES);
-    [over("SHM", loads::CASES), over("TCP", loads::CASES), faults].into_iter().flatten().collect()
+    let both = |cases| ["SHM", "TCP"].into_iter().flat_map(move |backend| over(backend, cases));
+    both(loads::CASES).chain(both(faults::WITH_LOADS)).chain(over("SHM", faults::CASES)).collect()
 }

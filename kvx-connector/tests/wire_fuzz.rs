@@ -5,6 +5,9 @@
 
 mod golden;
 
+use kvx_connector::engine::{
+    BlockLists, ConnectorMeta, FailedLoad, LoadFailure, SendOrder, Time, WorkerOutput,
+};
 use kvx_connector::wire::fuzz;
 
 const CASES: u64 = 20_000;
@@ -69,6 +72,30 @@ fn handshake_requests() {
     seeds.push([&b"\x92\xc4\x2ckvx_meta_msg"[..], &[7; 32], b"\x01"].concat());
     seeds.push([&b"\x01\x00"[..], &[7; 32]].concat());
     run("request", &seeds, fuzz::handshake_request);
+}
+
+#[test]
+fn messages_of_ranks() {
+    let blocks = BlockLists::single(&[1, 2, 300][..]);
+    let send = SendOrder { request: "r".into(), expires: Time::default(), push: Some(blocks) };
+    let meta = ConnectorMeta { send: vec![send], cancel: vec!["c".into()], ..ConnectorMeta::default() };
+    let failed = FailedLoad { request: "r".into(), failure: LoadFailure::Stale, invalid: vec![7] };
+    let output = WorkerOutput {
+        finished_recving: vec!["r".into()],
+        failed_recving: vec![failed],
+        ..WorkerOutput::default()
+    };
+    let seeds = [
+        [&[4][..], &meta.encode().expect("short")].concat(),
+        [&[3][..], &output.encode().expect("short")].concat(),
+        b"\x00\xa2{}".to_vec(),
+        b"\x00\x92\xa51.0.0\x92\x00\x01".to_vec(),
+        b"\x01\x92\x40\x91\x92\x01\x20".to_vec(),
+        b"\x02\xc4\x03abc".to_vec(),
+        b"\x05\xc0".to_vec(),
+        b"\x05\xcd\x10\x00".to_vec(),
+    ];
+    run("group", &seeds, fuzz::group);
 }
 
 #[test]

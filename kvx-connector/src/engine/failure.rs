@@ -26,6 +26,8 @@ pub enum LoadFailure {
     NotPushed,
     /// The request's deadline came first.
     Deadline,
+    /// A rank of this engine that runs in a process of its own is not there.
+    Rank(String),
 }
 
 impl fmt::Display for LoadFailure {
@@ -44,6 +46,7 @@ impl fmt::Display for LoadFailure {
             LoadFailure::Expiring => f.write_str("the peer is about to free the blocks"),
             LoadFailure::NotPushed => f.write_str("the peer did not send the blocks in time"),
             LoadFailure::Deadline => f.write_str("the request's deadline has come"),
+            LoadFailure::Rank(why) => write!(f, "this engine has lost a rank: {why}"),
         }
     }
 }

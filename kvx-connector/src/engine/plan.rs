@@ -40,8 +40,8 @@ impl PeerLane {
 /// How many logical blocks the KV cache groups of a worker have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolBlocks {
-    groups: BTreeMap<u32, u32>,
-    others: u32,
+    pub(crate) groups: BTreeMap<u32, u32>,
+    pub(crate) others: u32,
 }
 
 impl From<u32> for PoolBlocks {

@@ -91,12 +91,12 @@ pub struct Transferred {
 /// What happened since the last time it was taken.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TransferStats {
-    transfers: Vec<Transferred>,
-    failed_transfers: u64,
-    failed_notifications: u64,
-    failed_receives: u64,
-    expired: u64,
-    after_expiry: u64,
+    pub(crate) transfers: Vec<Transferred>,
+    pub(crate) failed_transfers: u64,
+    pub(crate) failed_notifications: u64,
+    pub(crate) failed_receives: u64,
+    pub(crate) expired: u64,
+    pub(crate) after_expiry: u64,
 }
 
 impl TransferStats {

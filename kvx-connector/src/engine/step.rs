@@ -44,7 +44,7 @@ pub struct RemoteRequest {
 }
 
 /// One load for the workers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ReceiveOrder {
     /// The request.
     pub request: RequestId,
@@ -78,7 +78,7 @@ impl ReceiveOrder {
 }
 
 /// Blocks that a peer may come for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SendOrder {
     /// The request.
     pub request: RequestId,
@@ -89,7 +89,7 @@ pub struct SendOrder {
 }
 
 /// Which requests of a peer are still wanted.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Heartbeat {
     /// The peer.
     pub peer: Arc<RemoteEngine>,
@@ -98,7 +98,7 @@ pub struct Heartbeat {
 }
 
 /// The message of one step.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ConnectorMeta {
     /// The scheduler's clock when it was built: deadlines in it are moved to the worker's.
     pub built_at: Time,
@@ -147,7 +147,7 @@ pub struct FailedLoad {
 }
 
 /// What a worker has to tell after a step.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct WorkerOutput {
     /// The worker's clock.
     pub at: Time,

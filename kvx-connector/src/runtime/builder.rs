@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvx_config::{BufferDevice, KvTransferConfig};
 use kvx_core::{Agent, DeviceAccess, Error, Kind, Options, Registry, Result, Secret};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::connector::Connector;
 use super::rank::Registered;
@@ -35,14 +35,14 @@ pub enum Group {
 /// Says how a connector shall be: [`Connector::builder`].
 #[must_use]
 pub struct Builder {
-    config: KvTransferConfig,
+    pub(super) config: KvTransferConfig,
     registry: Registry,
-    factors: CompatibilityFactors,
-    groups: Vec<Group>,
-    data_parallel: u32,
-    sizes: (u32, u32, u32),
-    block_size: u32,
-    prefill_backoff: u32,
+    pub(super) factors: CompatibilityFactors,
+    pub(super) groups: Vec<Group>,
+    pub(super) data_parallel: u32,
+    pub(super) sizes: (u32, u32, u32),
+    pub(super) block_size: u32,
+    pub(super) prefill_backoff: u32,
     any_port: bool,
 }
 
@@ -130,7 +130,7 @@ impl Builder {
         })
     }
 
-    fn setup(self) -> Result<(Setup, SideSettings)> {
+    pub(super) fn setup(self) -> Result<(Setup, SideSettings)> {
         let invalid = |sentence: &str| Err(Error::new(Kind::Invalid, sentence.to_owned()));
         let (tp_size, pp_size, dcp_size) = self.sizes;
         let most = crate::mapping::MAX_RANKS;
@@ -171,13 +171,14 @@ impl Builder {
             permute: self.config.enable_permute_local_kv(),
             host_buffer: false,
         };
-        let hash = self.factors.hash()?;
+        let (hash, told) = (self.factors.hash()?, self.told()?);
         let (backends, in_nixl) = backends(&self.config, &self.registry)?;
         let setup = Setup {
             options: options(&self.config, None),
             settings,
             mapping,
             hash,
+            told,
             factors: self.factors,
             data_parallel: self.data_parallel,
             config: self.config,
@@ -197,6 +198,8 @@ pub(super) struct Setup {
     pub(super) config: KvTransferConfig,
     pub(super) factors: CompatibilityFactors,
     pub(super) data_parallel: u32,
+    /// All of it for a rank in a process of its own.
+    pub(super) told: Map<String, Value>,
     registry: Registry,
     options: Options,
     backends: Option<Vec<String>>,

@@ -1,12 +1,14 @@
 //! The end of a connector: of its peers' access, its agents, its loads and leases, and its thread.
 
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-use kvx_core::{Agent, Completion, Deadline, Result, Ticket};
+use kvx_core::{Agent, Completion, Deadline, Error, Kind, Result, Ticket};
 
 use super::prefill::Released;
+use super::slot::Slot;
 use super::state::{Shared, State};
 
 /// A shutdown that was asked for.
@@ -20,6 +22,8 @@ pub(super) struct Shutdown {
 pub(super) struct Closing {
     pub(super) deadline: Deadline,
     pub(super) agents: Vec<Agent>,
+    /// The ends of ranks in processes of their own.
+    pub(super) away: Vec<Arc<Slot<Result<()>>>>,
 }
 
 impl Shared {
@@ -64,6 +68,7 @@ impl Shared {
         wakers.extend(state.awaited.end(released));
         let tickets = state.closing.as_mut().map(|closing| std::mem::take(&mut closing.tickets));
         state.over = Some(result.clone());
+        state.gathering = None;
         self.told.notify_all();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
@@ -83,8 +88,15 @@ impl State {
 /// How long what has ended may take to say so.
 const TO_SAY_SO: Duration = Duration::from_millis(100);
 
+fn unheard() -> Error {
+    Error::new(
+        Kind::StillShared,
+        "a rank in a process of its own had not said by the deadline that it has ended: give it more time",
+    )
+}
+
 /// Ends all agents, then the thread.
-pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents }: Closing) {
+pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents, away }: Closing) {
     // A registration that is under way has it for as long as it pins memory.
     let listening = Arc::clone(&shared);
     let stopped = tokio::task::spawn_blocking(move || listening.stop_listening());
@@ -104,6 +116,10 @@ pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents }: Clo
     }
     for end in ends {
         result = result.and(end.await);
+    }
+    for end in away {
+        let ended = tokio::time::timeout(deadline.left(), poll_fn(|context| end.poll(context))).await;
+        result = result.and(ended.unwrap_or_else(|_| Err(unheard())));
     }
     // They have ended with their agents.
     for ending in giving_back {

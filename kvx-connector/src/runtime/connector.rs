@@ -1,6 +1,7 @@
 //! The connector of one engine, by the names of vLLM's `KVConnectorBase_V1`.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -95,6 +96,23 @@ impl Connector {
                 rank.pp, rank.tp
             ),
         ))
+    }
+
+    /// Lets the workers that have not registered their caches here run in processes of their own, each of which joins at
+    /// this path, a Unix socket, by [`Rank::join`]. Peers hear of all of them when the last has registered its caches:
+    /// the completion is `Ok` then, and until then nothing is published or loaded.
+    ///
+    /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are called here, for these
+    /// ranks too. One that ends, or of which nothing is heard for 10 s, ends the loads of the engine: each fails with
+    /// [`LoadFailure::Rank`](crate::engine::LoadFailure::Rank), which names it, and no other begins. So does one that
+    /// is not there at the deadline, one that is started twice, and one that the engine does not have.
+    ///
+    /// # Errors
+    /// `Unsupported` for a NixlPushConnector and with `kvx_digest`; `Invalid` when all workers have their caches, or
+    /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
+    /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
+    pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
+        self.shared().group(path.as_ref(), deadline.into())
     }
 
     /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.

@@ -101,6 +101,9 @@ impl State {
         let mut finished = self.scheduler.request_finished(now, request, ending);
         if wrong && given == Status::Failed && !blocks.is_empty() {
             finished.withheld.get_or_insert(match self.published {
+                _ if self.missing().is_some() => {
+                    "a rank of this engine is not there: Connector::group says which"
+                }
                 None => "no caches are registered: call Rank::register first",
                 Some(_) => "its blocks are not those of the registered caches: a number is beyond them",
             });

@@ -3,7 +3,8 @@
 //! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread of its own, so that
 //! all of that goes on however long a step of the engine takes. An engine with a step loop calls it by the names of
 //! `KVConnectorBase_V1`; one without takes [`Prefill`] and [`Decode`]. Neither needs a runtime of its own: what is a
-//! future here runs under any executor, and can be waited for without one.
+//! future here runs under any executor, and can be waited for without one. Ranks may run in processes of their own:
+//! they join by [`Rank::join`] where [`Connector::group`] lets them in.
 //!
 //! ```no_run
 //! # use kvx_connector::{engine::*, mapping::Caches, params::TransferParams, wire::CompatibilityFactors};
@@ -43,6 +44,7 @@ mod finish;
 mod finished;
 #[doc(hidden)]
 pub mod fuzz;
+mod group;
 mod metrics;
 mod moves;
 mod prefill;
@@ -57,6 +59,7 @@ mod state;
 mod tests;
 mod thread;
 mod trace;
+mod turn;
 mod words;
 pub(crate) mod zmtp;
 
@@ -64,6 +67,7 @@ pub use builder::{Builder, Group};
 pub use connector::Connector;
 pub use decode::{Decode, Fetch, Held, LoadError, Loaded};
 pub use dense::{DenseBlocks, DenseLease, DenseModel, DensePool, DenseView, DenseViewMut};
+pub use group::JoinedRank;
 pub use metrics::describe_metrics;
 pub use prefill::{Lease, Prefill, Released};
 pub use probe::{Probe, probe};

@@ -2,37 +2,37 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
+use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
 use super::rank::Registered;
-use super::state::Shared;
+use super::state::{RankState, Shared};
 use super::words::{Published, Scratch, WORDS};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
+use crate::wire::NixlAgentMetadata;
 
 impl Shared {
     pub(super) fn register(&self, rank: WorkerRank, caches: Caches, memory: Vec<Arc<Memory>>) -> Result<()> {
         let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
-        let (geometry, settings) = (caches.geometry(), &self.setup.settings);
-        let tokens = geometry.block_tokens().saturating_mul(geometry.kernel_per_logical());
-        if tokens != settings.block_size {
-            return invalid(format!(
-                "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
-                 Builder::block_size({tokens})",
-                settings.block_size
-            ));
-        }
+        self.check_block_size(&caches)?;
         // Workers register one after the other: the first one makes what they share.
         let side = self.side.lock();
-        let closed = || Error::new(Kind::Closed, "the connector was shut down: build another one");
         let side = side.as_ref().ok_or_else(closed)?;
-        let pool = PoolBlocks::of(geometry);
+        let pool = PoolBlocks::of(caches.geometry());
         let (agent, others) = {
             let state = self.state.lock();
-            let others = state.ranks.iter().any(|(at, other)| *at != rank && other.registered.is_some());
+            let has_words = |other: &RankState| other.registered.is_some() || other.worker.away().is_some();
+            let others = state.ranks.iter().any(|(at, other)| *at != rank && has_words(other));
+            let others = others && state.published.is_some();
             let Some(held) = state.ranks.get(&rank) else {
                 return invalid(format!("there is no worker pp {} tp {}", rank.pp, rank.tp));
             };
+            if held.worker.away().is_some() {
+                return invalid(format!(
+                    "worker pp {} tp {} is to join from a process of its own (Connector::group): it registers there",
+                    rank.pp, rank.tp
+                ));
+            }
             if held.registered.is_some() {
                 return invalid(format!(
                     "worker pp {} tp {} has registered its caches: give them back first (Rank::give_back)",
@@ -56,6 +56,44 @@ impl Shared {
             let mut state = self.state.lock();
             (state.pool, state.published) = (Some(pool), Some(published));
         }
+        let words = || {
+            let memory = self.state.lock().published.as_ref().map(Published::memory);
+            memory.ok_or_else(|| Error::new(Kind::Closed, "the caches were given back meanwhile"))
+        };
+        let (registered, metadata) = self.open(rank, agent, caches, memory, words)?;
+        let generation = side.publish(rank, &metadata);
+        // One count of registrations, for the side channel and the scheduler.
+        self.take_up(rank, registered, Some(generation)).inspect_err(|_| {
+            side.withdraw(rank);
+        })
+    }
+
+    /// Blocks of the caches are as the connector was told.
+    pub(super) fn check_block_size(&self, caches: &Caches) -> Result<()> {
+        let geometry = caches.geometry();
+        let tokens = geometry.block_tokens().saturating_mul(geometry.kernel_per_logical());
+        if tokens == self.setup.settings.block_size {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Invalid,
+            format!(
+                "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
+                 Builder::block_size({tokens})",
+                self.setup.settings.block_size
+            ),
+        ))
+    }
+
+    /// Registers caches with an agent, and says what peers are told of them. `words`: of their blocks.
+    pub(super) fn open(
+        &self,
+        rank: WorkerRank,
+        agent: Option<(Agent, Arc<Scratch>)>,
+        caches: Caches,
+        memory: Vec<Arc<Memory>>,
+        words: impl FnOnce() -> Result<Arc<Memory>>,
+    ) -> Result<(Registered, NixlAgentMetadata)> {
         let (agent, scratch) = match agent {
             Some(known) => known,
             None => {
@@ -64,33 +102,10 @@ impl Shared {
                 (agent, scratch)
             }
         };
-        let words = |agent: &kvx_core::Agent| {
-            let memory = self.state.lock().published.as_ref().map(Published::memory);
-            let gone = || Error::new(Kind::Closed, "the caches were given back meanwhile");
-            agent.register(WORDS, memory.ok_or_else(gone)?)
-        };
-        let parts = (agent.clone(), Arc::clone(&scratch));
-        let registered = Registered::new(parts, caches, memory, self.digests(), words)?;
+        let words = |agent: &Agent| agent.register(WORDS, words()?);
+        let registered = Registered::new((agent, scratch), caches, memory, self.digests(), words)?;
         let metadata = self.setup.metadata(&registered)?;
-        let generation = side.publish(rank, &metadata);
-        let mut state = self.state.lock();
-        if state.is_closing() {
-            // The shutdown has not seen an agent that is new here: it ends with this.
-            drop(state);
-            side.withdraw(rank);
-            return Err(closed());
-        }
-        // One count of registrations, for the side channel and the scheduler.
-        state.scheduler.registered(generation);
-        if let Some(held) = state.ranks.get_mut(&rank) {
-            held.registered = Some(Arc::new(registered));
-            if held.agent.replace((agent.clone(), scratch)).is_none() {
-                state.unheard.push((rank, agent));
-            }
-        }
-        drop(state);
-        self.wake_up.notify_one();
-        Ok(())
+        Ok((registered, metadata))
     }
 
     pub(super) fn give_back(self: &Arc<Self>, rank: WorkerRank, deadline: Deadline) -> Completion<()> {
@@ -101,9 +116,17 @@ impl Shared {
             self.settle_at_end(ticket);
             return done;
         }
+        if state.ranks.get(&rank).is_some_and(|held| held.worker.away().is_some()) {
+            drop(state);
+            let why = "the caches of a rank in a process of its own are given back there, when it leaves";
+            ticket.settle(Err(Error::new(Kind::Invalid, why)));
+            return done;
+        }
         let mut unused = Some(ticket);
         if let Some(held) = state.ranks.get_mut(&rank) {
-            held.worker.shutdown();
+            if let Some(worker) = held.worker.here() {
+                worker.shutdown();
+            }
             held.links.clear();
             held.giving_back.retain(|(_, earlier)| !earlier.is_finished());
             if let Some(registered) = held.registered.take()
@@ -131,6 +154,10 @@ impl Shared {
             result => ticket.settle(result),
         }
     }
+}
+
+pub(super) fn closed() -> Error {
+    Error::new(Kind::Closed, "the connector was shut down: build another one")
 }
 
 /// Who copies what of these pools lies on devices, each once: a transport opens memory of devices by them.

@@ -9,16 +9,19 @@ use std::time::Instant;
 use kvx_core::sync::{Condvar, Mutex};
 use kvx_core::{Agent, Deadline, Error, Kind, Result, Secret};
 use tokio::sync::Notify;
+use tokio::sync::mpsc::UnboundedSender;
 use tracing::Span;
 
 use super::awaited::Awaited;
 use super::builder::Setup;
 use super::clock::Clock;
-use super::closing::{Closing, Shutdown};
+use super::closing::Shutdown;
 use super::connect::Link;
+use super::group::{Gathering, Half};
 use super::metrics::Metrics;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
+use super::register::closed;
 use super::side::{Asker, SideServer};
 use super::trace::Traces;
 use super::words::{Published, Scratch};
@@ -26,6 +29,7 @@ use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
     Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, Worker, WorkerRank,
 };
+use crate::wire::group::ToHead;
 
 /// One connector, as its handles and its thread see it.
 pub(super) struct Shared {
@@ -56,7 +60,7 @@ pub(super) struct State {
     pub(super) pool: Option<PoolBlocks>,
     pub(super) outcomes: VecDeque<Outcome>,
     pub(super) awaited: Awaited,
-    metrics: Metrics,
+    pub(super) metrics: Metrics,
     pub(super) traces: Traces,
     /// What peers may write into, or no more, for loads that are pushed.
     pub(super) grants: HashMap<RequestId, Grant>,
@@ -64,16 +68,20 @@ pub(super) struct State {
     pub(super) spent: Vec<Arc<Granted>>,
     pub(super) last_grant: u64,
     /// Registrations of loads that some worker has not started yet.
-    deferred: Vec<(WorkerRank, Action, Span)>,
+    pub(super) deferred: Vec<(WorkerRank, Action, Span)>,
     /// Agents that nobody listens to yet.
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
+    /// Ranks in processes of their own, which join here.
+    pub(super) gathering: Option<Gathering>,
+    /// The engine of this rank, where that is in another process.
+    pub(super) head: Option<UnboundedSender<ToHead>>,
     pub(super) closing: Option<Shutdown>,
     /// The thread ends: whether nothing touches any block any more.
     pub(super) over: Option<Result<()>>,
 }
 
 pub(super) struct RankState {
-    pub(super) worker: Worker,
+    pub(super) worker: Half,
     /// Loads of steps that the engine has not started on this worker yet.
     pending: Vec<ConnectorMeta>,
     /// Kept from one registration to the next.
@@ -81,35 +89,49 @@ pub(super) struct RankState {
     pub(super) registered: Option<Arc<Registered>>,
     pub(super) links: HashMap<Connection, Arc<Link>>,
     /// Those that may be cancelled: rung when they are.
-    moves: HashMap<MoveId, Arc<Notify>>,
+    pub(super) moves: HashMap<MoveId, Arc<Notify>>,
     /// Caches on their way back to the engine; a shutdown waits for them.
     pub(super) giving_back: Vec<(Arc<Registered>, tokio::task::JoinHandle<()>)>,
 }
 
-/// What the connector's thread has to do now, and when to look again though nothing happens.
-#[derive(Default)]
-pub(super) struct Turn {
-    pub(super) actions: Vec<(WorkerRank, Action, Span)>,
-    pub(super) unheard: Vec<(WorkerRank, Agent)>,
-    pub(super) spent: Vec<Arc<Granted>>,
-    pub(super) next: Option<Instant>,
-    pub(super) closing: Option<Closing>,
-    pub(super) over: bool,
-}
-
 impl Shared {
-    pub(super) fn new(
+    /// An engine, which has all workers and a side channel.
+    pub(super) fn of_engine(
         setup: Setup,
         clock: Clock,
         side: SideServer,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
     ) -> Self {
+        let (pp_size, tp_size) = (setup.settings.pp_size, setup.settings.tp_size);
+        let ranks = (0..pp_size).flat_map(|pp| (0..tp_size).map(move |tp| WorkerRank { pp, tp }));
+        Self::new(setup, ranks, clock, Some(side), secret, runtime)
+    }
+
+    /// A rank of an engine that is in another process, which hears what the worker has to tell.
+    pub(super) fn of_rank(
+        setup: Setup,
+        rank: WorkerRank,
+        head: UnboundedSender<ToHead>,
+        secret: Option<Secret>,
+        runtime: tokio::runtime::Handle,
+    ) -> Self {
+        let shared = Self::new(setup, [rank], Clock::new(), None, secret, runtime);
+        shared.state.lock().head = Some(head);
+        shared
+    }
+
+    fn new(
+        setup: Setup,
+        ranks: impl IntoIterator<Item = WorkerRank>,
+        clock: Clock,
+        side: Option<SideServer>,
+        secret: Option<Secret>,
+        runtime: tokio::runtime::Handle,
+    ) -> Self {
         let settings = &setup.settings;
-        let ranks =
-            (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| WorkerRank { pp, tp }));
         let rank = |rank| {
-            let worker = Worker::new(settings.clone(), rank);
+            let worker = Half::Here(Box::new(Worker::new(settings.clone(), rank)));
             let state = RankState {
                 worker,
                 pending: Vec::new(),
@@ -121,7 +143,7 @@ impl Shared {
             };
             (rank, state)
         };
-        let ranks: BTreeMap<_, _> = ranks.map(rank).collect();
+        let ranks: BTreeMap<_, _> = ranks.into_iter().map(rank).collect();
         let state = State {
             scheduler: Scheduler::new(settings.clone()),
             aggregator: OutputAggregator::new(ranks.len()),
@@ -137,12 +159,14 @@ impl Shared {
             last_grant: 0,
             deferred: Vec::new(),
             unheard: Vec::new(),
+            gathering: None,
+            head: None,
             closing: None,
             over: None,
         };
         let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
         let asker = Asker::new(clock, secret, setup.settings.ports);
-        let side = Mutex::new(Some(side));
+        let side = Mutex::new(side);
         let (granting, digesting) = (Mutex::default(), Mutex::default());
         Shared { clock, setup, asker, side, state, granting, digesting, wake_up, news, told, runtime }
     }
@@ -151,8 +175,6 @@ impl Shared {
     pub(super) fn digests(&self) -> bool {
         self.setup.config.nixl().kvx_digest
     }
-
-    // The engine's side.
 
     pub(super) fn has_rank(&self, rank: WorkerRank) -> bool {
         self.state.lock().ranks.contains_key(&rank)
@@ -229,6 +251,45 @@ impl Shared {
         self.wake_up.notify_one();
     }
 
+    /// Takes a step of an engine in another process, whose word to begin has been said there.
+    pub(super) fn take_step(&self, rank: WorkerRank, meta: ConnectorMeta) {
+        let now = self.clock.now();
+        let mut state = self.state.lock();
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            held.worker.start_load_kv(now, meta);
+        }
+        drop(state);
+        self.wake_up.notify_one();
+    }
+
+    /// Takes caches that are registered into use, as the engine's registration of that number, where this process
+    /// counts them. Errors: `Closed`, and they are given up with their agent.
+    pub(super) fn take_up(
+        &self,
+        rank: WorkerRank,
+        registered: Registered,
+        generation: Option<u64>,
+    ) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.is_closing() {
+            // The shutdown has not seen an agent that is new here: it ends with this.
+            return Err(closed());
+        }
+        if let Some(generation) = generation {
+            state.scheduler.registered(generation);
+        }
+        let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            held.registered = Some(Arc::new(registered));
+            if held.agent.replace((agent.clone(), scratch)).is_none() {
+                state.unheard.push((rank, agent));
+            }
+        }
+        drop(state);
+        self.wake_up.notify_one();
+        Ok(())
+    }
+
     /// Begins the load of one request on all workers, without a step.
     pub(super) fn begin(&self, request: &RequestId) {
         let now = self.clock.now();
@@ -284,109 +345,18 @@ impl Shared {
         drop(state);
         self.news.notify_waiters();
     }
-
-    // The thread's side.
-
-    /// Everything that is due.
-    pub(super) fn turn(&self) -> Turn {
-        let now = self.clock.now();
-        let mut guard = self.state.lock();
-        let state = &mut *guard;
-        let ready = state.scheduler.take_ready(now, None);
-        state.pass_on(now, ready);
-        let (news, wakers) = state.collect(now);
-        let unheard = std::mem::take(&mut state.unheard);
-        let spent = std::mem::take(&mut state.spent);
-        let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
-        for (rank, held) in &mut state.ranks {
-            while let Some(action) = held.worker.next_action() {
-                match action {
-                    Action::Cancel { id } => {
-                        held.moves.get(&id).into_iter().for_each(|moving| moving.notify_one())
-                    }
-                    Action::Disconnect { connection } => drop(held.links.remove(&connection)),
-                    action => {
-                        if let Action::Read(order) | Action::Write(order) = &action {
-                            held.moves.insert(order.id, Arc::default());
-                        }
-                        let span = state.traces.of(now, &action);
-                        turn.actions.push((*rank, action, span));
-                    }
-                }
-            }
-        }
-        // What is pushed may be written to all workers at once: all of them have to have started it.
-        let mut actions = std::mem::take(&mut state.deferred);
-        actions.append(&mut turn.actions);
-        let early = |(_, action, _): &(WorkerRank, Action, Span)| match action {
-            Action::Register { request, .. } => state.is_pending(request),
-            _ => false,
-        };
-        (state.deferred, turn.actions) = actions.into_iter().partition(early);
-        let line = state.metrics.line(now);
-        let deadlines = state.ranks.values().filter_map(|held| held.worker.next_deadline());
-        let next = deadlines.chain(state.scheduler.next_deadline(now)).chain(line).min();
-        turn.next = next.and_then(|next| self.clock.moment(next));
-        if let Some(closing) = state.closing.as_mut().filter(|closing| !closing.begun) {
-            closing.begun = true;
-            let agents = state.ranks.values_mut().filter_map(|held| {
-                held.worker.shutdown();
-                held.agent.as_ref().map(|(agent, _)| agent.clone())
-            });
-            turn.closing = Some(Closing { deadline: closing.deadline, agents: agents.collect() });
-        }
-        if news {
-            self.told.notify_all();
-        }
-        drop(guard);
-        wakers.into_iter().for_each(Waker::wake);
-        if news {
-            self.news.notify_waiters();
-        }
-        turn
-    }
-
-    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
-    pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
-        let now = self.clock.now();
-        let mut state = self.state.lock();
-        if let Some(held) = state.ranks.get_mut(&rank) {
-            tell(&mut held.worker, now);
-        }
-        drop(state);
-        self.wake_up.notify_one();
-    }
-
-    /// Notes what was set up for a connection, before its worker hears of it.
-    pub(super) fn linked(&self, rank: WorkerRank, connection: Connection, link: Arc<Link>) {
-        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
-            held.links.insert(connection, link);
-        }
-    }
-
-    pub(super) fn link(&self, rank: WorkerRank, connection: Connection) -> Option<Arc<Link>> {
-        self.state.lock().ranks.get(&rank)?.links.get(&connection).cloned()
-    }
-
-    pub(super) fn registered(&self, rank: WorkerRank) -> Option<Arc<Registered>> {
-        self.state.lock().ranks.get(&rank)?.registered.clone()
-    }
-
-    /// What rings when a move is to be cancelled: maybe it has already.
-    pub(super) fn moving(&self, rank: WorkerRank, id: MoveId) -> Arc<Notify> {
-        let state = self.state.lock();
-        state.ranks.get(&rank).and_then(|held| held.moves.get(&id).cloned()).unwrap_or_default()
-    }
-
-    pub(super) fn moved(&self, rank: WorkerRank, id: MoveId) {
-        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
-            held.moves.remove(&id);
-        }
-    }
 }
 
 impl State {
+    /// Why an engine with ranks in processes of their own can load and publish nothing, if so.
+    pub(super) fn missing(&self) -> Option<String> {
+        self.ranks.values().find_map(|held| held.worker.away()?.missing())
+    }
+
     pub(super) fn check_blocks(&self, blocks: &BlockLists, groups: usize) -> Result<()> {
+        if let Some(why) = self.missing() {
+            return Err(Error::new(Kind::PeerLost, format!("a rank of this engine is not there: {why}")));
+        }
         let Some(pool) = &self.pool else {
             return Err(Error::new(Kind::Invalid, "no caches are registered: call Rank::register first"));
         };
@@ -415,12 +385,12 @@ impl State {
     }
 
     /// Whether the engine has not started a load on some worker yet.
-    fn is_pending(&self, request: &RequestId) -> bool {
+    pub(super) fn is_pending(&self, request: &RequestId) -> bool {
         let orders = self.ranks.values().flat_map(|held| &held.pending).flat_map(|meta| &meta.receive);
         orders.into_iter().any(|order| order.request == *request)
     }
 
-    fn pass_on(&mut self, now: Time, meta: ConnectorMeta) {
+    pub(super) fn pass_on(&mut self, now: Time, meta: ConnectorMeta) {
         if meta.is_empty() {
             return;
         }
@@ -440,10 +410,15 @@ impl State {
 
     /// What the workers have to tell goes through the scheduler to whoever waits. Says whether the engine has news, and
     /// who is to be woken.
-    fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
+    pub(super) fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
         let outputs =
             self.ranks.values_mut().enumerate().map(|(at, held)| (at, held.worker.get_finished(now)));
         let mut outputs: Vec<_> = outputs.filter(|(_, output)| !output.is_empty()).collect();
+        if let Some(head) = &self.head {
+            let output = outputs.into_iter().map(|(_, output)| ToHead::Output(output));
+            output.for_each(|output| drop(head.send(output))); // an engine that has gone needs to hear nothing
+            return (false, Vec::new());
+        }
         for (_, output) in &mut outputs {
             // A worker may say it of blocks that were taken back meanwhile.
             output.finished_sending.retain(|request| self.scheduler.is_sending(request));

@@ -27,19 +27,30 @@ const LONG: Duration = Duration::from_secs(3600);
 /// Notifications that are of no use are warned of no more often.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// Begins the thread. The slot gets the connector once its side channel listens.
+/// Begins the thread of an engine. The slot gets the connector once its side channel listens.
 pub(super) fn start(setup: Setup, side: SideSettings) -> Result<Arc<Slot<Result<Connector>>>> {
+    on_its_own(|started| run(setup, side, started))
+}
+
+/// Runs on a thread of its own, with a small runtime. What it is for goes to the slot.
+pub(super) fn on_its_own<T, R>(
+    run: impl FnOnce(Arc<Slot<Result<T>>>) -> R + Send + 'static,
+) -> Result<Arc<Slot<Result<T>>>>
+where
+    T: Send + 'static,
+    R: Future<Output = ()>,
+{
     let started = Slot::new();
     let slot = Arc::clone(&started);
-    let run = move || match tokio::runtime::Builder::new_current_thread()
+    let body = move || match tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .thread_name(THREAD)
         .build()
     {
-        Ok(runtime) => runtime.block_on(run(setup, side, slot)),
+        Ok(runtime) => runtime.block_on(run(slot)),
         Err(error) => slot.set(Err(Error::os("the connector's runtime could not be started", error))),
     };
-    match std::thread::Builder::new().name(THREAD.into()).spawn(run) {
+    match std::thread::Builder::new().name(THREAD.into()).spawn(body) {
         Ok(_) => Ok(started),
         Err(error) => {
             Err(Error::os("the connector's thread could not be started", error).kind_is(Kind::Exhausted))
@@ -55,22 +66,28 @@ async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Conn
     };
     setup.bind_beside_the_side_channel().await;
     setup.settings.address = server.address().clone();
-    let shared = Arc::new(Shared::new(setup, clock, server, side.secret, tokio::runtime::Handle::current()));
+    let runtime = tokio::runtime::Handle::current();
+    let shared = Arc::new(Shared::of_engine(setup, clock, server, side.secret, runtime));
     started.set(Ok(Connector::of(Arc::clone(&shared))));
     drop(started);
+    drive(&shared).await;
+}
+
+/// Does what is due, until the connector has ended.
+pub(super) async fn drive(shared: &Arc<Shared>) {
     loop {
         let turn = shared.turn();
         for spent in turn.spent {
             tokio::spawn(async move { spent.revoked().await });
         }
         for (rank, agent) in turn.unheard {
-            tokio::spawn(listen(Arc::clone(&shared), rank, agent));
+            tokio::spawn(listen(Arc::clone(shared), rank, agent));
         }
         for (rank, action, span) in turn.actions {
-            act(&shared, rank, action, span);
+            act(shared, rank, action, span);
         }
         if let Some(closing) = turn.closing {
-            tokio::spawn(close(Arc::clone(&shared), closing));
+            tokio::spawn(close(Arc::clone(shared), closing));
         }
         if turn.over {
             return;

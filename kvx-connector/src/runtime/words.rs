@@ -1,7 +1,9 @@
 //! The generations of an engine's blocks in registered memory, and a place for those of a peer.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,8 +11,11 @@ use std::time::Duration;
 use kvx_core::sync::Mutex;
 use kvx_core::{Agent, Error, Grid, Kind, Memory, Region, Result, random_number};
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
 use super::digests::Fresh;
-use crate::engine::{BlockLists, BlockReference, Generations, RequestId};
+use crate::engine::{BlockLists, BlockReference, Generations, RequestId, WorkerRank};
 
 /// The name of the region that holds the words: the pool's first, then one for each logical block.
 pub(super) const WORDS: &str = "generations";
@@ -56,6 +61,8 @@ pub(super) struct Published {
     digested: Option<HashMap<(u32, u32), u32>>,
     /// Blocks whose digests are still to be written.
     fresh: Vec<Fresh>,
+    /// The same words once more, for ranks in processes of their own.
+    copies: BTreeMap<WorkerRank, CopiedWords>,
 }
 
 impl Published {
@@ -70,7 +77,15 @@ impl Published {
             readers: HashMap::new(),
             digested: digests.then(HashMap::new),
             fresh: Vec::new(),
+            copies: BTreeMap::new(),
         })
+    }
+
+    /// Words of its own for a rank in a process of its own: it registers this file. They change with these.
+    pub(super) fn share(&mut self, rank: WorkerRank) -> Result<OwnedFd> {
+        let (copy, file) = CopiedWords::of(self.generations.words())?;
+        self.copies.insert(rank, copy);
+        Ok(file)
     }
 
     /// What peers read the words from.
@@ -132,7 +147,64 @@ impl Published {
             last
         });
         let free: Vec<u32> = free.collect();
+        // Before anybody hears that these blocks are free: whatever the ranks' processes do, or do no more.
+        let next = self.generations.reference().stamp + 1;
+        for copy in self.copies.values() {
+            free.iter().for_each(|block| copy.raise(*block, next));
+        }
         self.generations.reuse(free);
+    }
+}
+
+/// Words that another process registers. This one has its own mapping of them, made before that one seals the file
+/// against further writers.
+#[derive(Debug)]
+struct CopiedWords {
+    base: NonNull<AtomicU64>,
+    count: usize,
+}
+
+// SAFETY: it is shared memory that is touched by atomics only.
+unsafe impl Send for CopiedWords {}
+// SAFETY: as above.
+unsafe impl Sync for CopiedWords {}
+
+impl CopiedWords {
+    fn of(words: &[AtomicU64]) -> Result<(Self, OwnedFd)> {
+        let failed = |error| Error::os("the words of a rank's blocks could not be shared with it", error);
+        let len = std::mem::size_of_val(words);
+        let file =
+            memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        ftruncate(&file, len as u64).map_err(failed)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        let base =
+            unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+        let base = NonNull::new(base.map_err(failed)?.cast()).expect("a mapping is somewhere");
+        let copy = CopiedWords { base, count: words.len() };
+        for (at, word) in words.iter().enumerate() {
+            copy.words()[at].store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok((copy, file))
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`; the file is
+        // sealed against getting shorter, and both processes touch it by atomics or by copies of kvx only.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.count) }
+    }
+
+    fn raise(&self, block: u32, stamp: u64) {
+        if let Some(word) = self.words().get(block as usize + 1) {
+            word.store(stamp, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for CopiedWords {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made in `of`, and nobody has a reference into it any more.
+        unsafe { munmap(self.base.as_ptr().cast(), self.count * WORD as usize) }.ok();
     }
 }
 

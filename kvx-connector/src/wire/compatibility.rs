@@ -153,7 +153,7 @@ impl CompatibilityFactors {
     }
 
     /// The factors by name.
-    pub(super) fn map(&self) -> Map<String, Value> {
+    pub(crate) fn map(&self) -> Map<String, Value> {
         let mut factors = Map::new();
         let mut put = |key: &str, value: Value| factors.insert(key.to_owned(), value);
         put("vllm_version", self.vllm_version.as_str().into());

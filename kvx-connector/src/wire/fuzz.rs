@@ -6,6 +6,7 @@ use std::fmt::Debug;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::{Incarnation, Result};
 
+use super::group::{ToHead, ToRank};
 use super::mooncake::{Directory, PullRequest, PullResponse, WorkerRegistration};
 use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
@@ -28,6 +29,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("connector_nixl_blob", nixl_blob),
     ("connector_nixl_notes", nixl_notes),
     ("connector_params", params),
+    ("connector_group", group),
 ];
 
 /// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
@@ -99,6 +101,13 @@ pub fn agent_metadata(bytes: &[u8]) {
 /// A notification.
 pub fn notification(bytes: &[u8]) {
     stable(bytes, Notification::decode, Notification::encode);
+}
+
+/// What an engine and a rank in a process of its own say to each other.
+pub fn group(bytes: &[u8]) {
+    let encoded = "what was read is short enough to be written";
+    stable(bytes, ToRank::decode, |message| message.encode().expect(encoded));
+    stable(bytes, ToHead::decode, |message| message.encode().expect(encoded));
 }
 
 /// The MooncakeConnector's two messages.

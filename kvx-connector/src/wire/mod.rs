@@ -4,6 +4,8 @@
 //!   [`Handshake`] asks, both without a socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`Notification`]s accompany the data.
+//! - [`ConnectorMeta`](crate::engine::ConnectorMeta) and [`WorkerOutput`](crate::engine::WorkerOutput) travel between an
+//!   engine and its ranks that run in processes of their own: the only messages here that no vLLM knows.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
 //! - [`nixl`]: the metadata of NIXL's agents, and long notifications of those with the backend KVX.
 //!
@@ -14,6 +16,7 @@ mod compatibility;
 mod explain;
 #[doc(hidden)]
 pub mod fuzz;
+pub(crate) mod group;
 mod handshake;
 pub mod mooncake;
 mod msgpack;
@@ -21,6 +24,7 @@ pub mod nixl;
 mod notification;
 mod push;
 mod python_json;
+mod step;
 
 pub use compatibility::{CompatibilityFactors, CompatibilityHash, SpeculativeFactors};
 pub use explain::{Difference, explain, explain_by_one};

@@ -88,7 +88,7 @@ pub(crate) fn pool(tp: u32) -> Arc<Memory> {
     pool_of(tp, BLOCKS)
 }
 
-fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
+pub(crate) fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
     let len = LAYERS * u64::from(blocks) * u64::from(HEADS / tp * BLOCK) * CONTENT;
     Arc::new(Memory::pool(len as usize).build().unwrap())
 }
@@ -147,44 +147,71 @@ impl Engine {
         self.ranks.iter().for_each(Rank::start_load_kv);
     }
 
-    /// Where a token of a head of a layer lies, and on which worker.
-    fn place(&self, blocks: &[u32], layer: u64, head: u32, token: u32) -> (usize, usize) {
-        let heads = HEADS / self.tp;
-        let block_len = u64::from(heads * BLOCK) * CONTENT;
-        let block = u64::from(blocks[(token / BLOCK) as usize]);
-        let within = u64::from((head % heads) * BLOCK + token % BLOCK) * CONTENT;
-        let at = (layer * u64::from(self.blocks) + block) * block_len + within;
-        ((head / heads) as usize, at as usize)
-    }
-
-    fn each(tokens: std::ops::Range<u32>) -> impl Iterator<Item = (u64, u32, u32)> {
-        (0..LAYERS).flat_map(move |layer| {
-            let tokens = tokens.clone();
-            (0..HEADS).flat_map(move |head| tokens.clone().map(move |token| (layer, head, token)))
-        })
+    fn parts(&self) -> impl Iterator<Item = Part<'_>> {
+        let Engine { tp, blocks, .. } = *self;
+        self.pools.iter().zip(0..).map(move |(pool, rank)| Part { pool, tp, rank, blocks })
     }
 
     /// Computes tokens of a request into these blocks.
     pub(crate) fn compute(&self, request: u16, blocks: &[u32], tokens: u32) {
-        for (layer, head, token) in Self::each(0..tokens) {
-            let (worker, at) = self.place(blocks, layer, head, token);
-            self.pools[worker].copy_in(at, &content(request, layer, head, token)).unwrap();
-        }
+        self.parts().for_each(|part| part.compute(request, blocks, tokens));
     }
 
     /// Which tokens of these are not those of the request.
     pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
-        let wrong = Self::each(tokens).filter(|(layer, head, token)| {
-            let (worker, at) = self.place(blocks, *layer, *head, *token);
-            let mut bytes = [0; CONTENT as usize];
-            self.pools[worker].copy_out(at, &mut bytes).unwrap();
-            bytes != content(request, *layer, *head, *token)
-        });
-        wrong.count()
+        self.parts().map(|part| part.wrong(request, blocks, tokens.clone())).sum()
     }
 
     pub(crate) fn end(self) {
         self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
+/// What one worker of `tp` has of the caches.
+pub(crate) struct Part<'a> {
+    pub(crate) pool: &'a Memory,
+    pub(crate) tp: u32,
+    pub(crate) rank: u32,
+    pub(crate) blocks: u32,
+}
+
+impl Part<'_> {
+    /// Where each value of these tokens lies, and what it is.
+    fn each(
+        &self,
+        request: u16,
+        blocks: &[u32],
+        tokens: std::ops::Range<u32>,
+    ) -> impl Iterator<Item = (usize, [u8; CONTENT as usize])> {
+        let heads = HEADS / self.tp;
+        let block_len = u64::from(heads * BLOCK) * CONTENT;
+        let (first, count) = (self.rank * heads, u64::from(self.blocks));
+        (0..LAYERS).flat_map(move |layer| {
+            let tokens = tokens.clone();
+            (0..heads).flat_map(move |head| {
+                tokens.clone().map(move |token| {
+                    let block = u64::from(blocks[(token / BLOCK) as usize]);
+                    let within = u64::from(head * BLOCK + token % BLOCK) * CONTENT;
+                    let at = (layer * count + block) * block_len + within;
+                    (at as usize, content(request, layer, first + head, token))
+                })
+            })
+        })
+    }
+
+    pub(crate) fn compute(&self, request: u16, blocks: &[u32], tokens: u32) {
+        for (at, bytes) in self.each(request, blocks, 0..tokens) {
+            self.pool.copy_in(at, &bytes).unwrap();
+        }
+    }
+
+    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+        let wrong = self.each(request, blocks, tokens).filter(|(at, right)| {
+            let mut bytes = [0; CONTENT as usize];
+            self.pool.copy_out(*at, &mut bytes).unwrap();
+            bytes != *right
+        });
+        wrong.count()
     }
 }
 

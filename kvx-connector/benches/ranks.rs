@@ -1,0 +1,104 @@
+//! What a step costs the scheduler's process, by the number of ranks that are processes of their own.
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run says why")]
+
+/// The pools.
+#[allow(dead_code, reason = "only what ranks need")]
+#[path = "../tests/runtime/rig.rs"]
+mod rig;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, criterion_group};
+use kvx_connector::engine::{Allocation, Arrival, RequestId, WorkerRank};
+use kvx_connector::params::TransferParams;
+use kvx_connector::runtime::{Connector, Rank};
+use kvx_testkit::Child;
+
+use crate::rig::{BLOCK, BLOCKS, LIMIT};
+
+/// Says to a process of this program which rank it is, and where it joins.
+const VARIABLE: &str = "KVX_BENCH_RANK";
+/// Loads that a step orders.
+const LOADS: u32 = 8;
+
+/// A load that fails at its handshake, so that nothing but the step is there: from a port where nobody listens.
+fn params() -> TransferParams {
+    let blocks: Vec<u32> = (0..BLOCKS).collect();
+    TransferParams::from_value(&serde_json::json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_engine_id": "nobody",
+        "remote_request_id": "r", "remote_block_ids": [blocks], "remote_host": "127.0.0.1", "remote_port": 1,
+        "tp_size": 16, "remote_num_tokens": BLOCKS * BLOCK,
+    }))
+    .unwrap()
+}
+
+/// One step that orders loads of 64 blocks: until the last rank has been told.
+fn step(connector: &Connector, ranks: &[Rank], params: &TransferParams, number: &mut u64) -> Duration {
+    let blocks: Vec<u32> = (0..BLOCKS).collect();
+    for _ in 0..LOADS {
+        *number += 1;
+        let request: RequestId = format!("request-{number}").into();
+        let tokens = BLOCKS * BLOCK;
+        let arrival =
+            Arrival { request: &request, prompt_tokens: tokens, params: Some(params), deadline: None };
+        connector.on_new_request(arrival).unwrap();
+        let fill = rig::lists(&blocks);
+        let allocation = Allocation { fill, computed: 0, external: tokens };
+        connector.update_state_after_alloc(&request, allocation).unwrap();
+    }
+    let began = Instant::now();
+    connector.step();
+    ranks.iter().for_each(Rank::start_load_kv);
+    let took = began.elapsed();
+    let mut open = LOADS as usize;
+    while open > 0 {
+        assert!(connector.wait(LIMIT), "a load has no outcome");
+        open -= connector.outcomes().len();
+    }
+    took
+}
+
+fn steps(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("a step of 8 loads of 64 blocks");
+    group.sample_size(10).measurement_time(Duration::from_secs(3));
+    for tp in [1, 4, 16] {
+        let connector = rig::builder("engine", "{}").workers(tp, 1).build_blocking().unwrap();
+        let path = std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
+        let whole = connector.group(&path, LIMIT);
+        let spec = |rank: u32| format!("{} {rank} {tp}", path.display());
+        let children: Vec<_> =
+            (0..tp).map(|rank| Child::start_self(VARIABLE, &spec(rank))).collect::<Result<_, _>>().unwrap();
+        whole.wait(LIMIT).unwrap();
+        let ranks: Vec<_> = (0..tp).map(|tp| connector.rank(WorkerRank { pp: 0, tp }).unwrap()).collect();
+        let (params, mut number) = (params(), 0);
+        group.bench_function(format!("{tp} joined ranks"), |bencher| {
+            bencher.iter_custom(|times| {
+                (0..times).map(|_| step(&connector, &ranks, &params, &mut number)).sum::<Duration>()
+            });
+        });
+        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        drop(children);
+    }
+    group.finish();
+}
+
+/// A rank: it joins, and lives until its engine ends.
+fn serve(spec: &str) {
+    let [path, rank, _tp] = spec.split(' ').collect::<Vec<_>>()[..] else { panic!("{spec}") };
+    let rank = WorkerRank { pp: 0, tp: rank.parse().unwrap() };
+    let joined = Rank::join(path, rank, rig::registry(), LIMIT).unwrap();
+    let pool = rig::pool(rig::HEADS);
+    joined.register(rig::caches(&pool, rig::HEADS), [Arc::clone(&pool)]).unwrap();
+    joined.wait(Duration::from_secs(600));
+}
+
+criterion_group!(benches, steps);
+
+fn main() {
+    if let Ok(spec) = std::env::var(VARIABLE) {
+        return serve(&spec);
+    }
+    benches();
+    Criterion::default().configure_from_args().final_summary();
+}

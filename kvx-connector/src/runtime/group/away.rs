@@ -1,0 +1,300 @@
+//! A worker's half as the engine's process sees it: here, or in a process of its own.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use kvx_core::{Deadline, Error, Kind, Result};
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::mpsc::{self, Receiver, Sender};
+
+use super::super::slot::Slot;
+use crate::engine::{
+    Action, BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, Time, Worker, WorkerOutput,
+    WorkerRank,
+};
+use crate::wire::NixlAgentMetadata;
+use crate::wire::group::ToRank;
+
+/// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's half.
+const BACKLOG: usize = 1 << 16;
+
+/// A message to a rank, and the file beside it.
+pub(super) type Down = (ToRank, Option<OwnedFd>);
+
+/// A worker's half.
+pub(in crate::runtime) enum Half {
+    /// In this process.
+    Here(Box<Worker>),
+    /// In one of its own.
+    Away(Box<Away>),
+}
+
+impl Half {
+    /// The half itself, if it is in this process.
+    pub(in crate::runtime) fn here(&mut self) -> Option<&mut Worker> {
+        match self {
+            Half::Here(worker) => Some(worker),
+            Half::Away(_) => None,
+        }
+    }
+
+    pub(in crate::runtime) fn away(&self) -> Option<&Away> {
+        match self {
+            Half::Here(_) => None,
+            Half::Away(away) => Some(away),
+        }
+    }
+
+    pub(in crate::runtime) fn away_mut(&mut self) -> Option<&mut Away> {
+        match self {
+            Half::Here(_) => None,
+            Half::Away(away) => Some(away),
+        }
+    }
+
+    /// Takes the message of a step.
+    pub(in crate::runtime) fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
+        match self {
+            Half::Here(worker) => worker.start_load_kv(now, meta),
+            Half::Away(away) => away.start_load_kv(meta),
+        }
+    }
+
+    /// What there is to tell.
+    pub(in crate::runtime) fn get_finished(&mut self, now: Time) -> WorkerOutput {
+        match self {
+            Half::Here(worker) => worker.get_finished(now),
+            Half::Away(away) => std::mem::take(&mut away.said),
+        }
+    }
+
+    /// What is to be done in this process.
+    pub(in crate::runtime) fn next_action(&mut self) -> Option<Action> {
+        self.here()?.next_action()
+    }
+
+    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
+    pub(in crate::runtime) fn next_deadline(&self) -> Option<Time> {
+        match self {
+            Half::Here(worker) => worker.next_deadline(),
+            Half::Away(_) => None,
+        }
+    }
+}
+
+/// Where a rank is.
+enum Standing {
+    /// Its process has not come yet.
+    Awaited,
+    /// It has, and has not registered its caches.
+    Joined { pid: i32 },
+    /// Its caches are registered.
+    Registered { pid: i32, metadata: Box<NixlAgentMetadata> },
+    /// It is gone, and does not come back. `proven`: its process touches no memory any more.
+    Lost { why: Arc<str>, proven: bool },
+}
+
+/// A rank in a process of its own.
+///
+/// It remembers what the rank has been given, and so has a report of everything, whatever becomes of the rank: what was
+/// open when it was lost has failed.
+pub(in crate::runtime) struct Away {
+    rank: WorkerRank,
+    standing: Standing,
+    to: Option<Sender<Down>>,
+    loads: BTreeMap<RequestId, BlockLists>,
+    sends: BTreeSet<RequestId>,
+    said: WorkerOutput,
+    /// Whoever waits for its end.
+    ending: Option<Arc<Slot<Result<()>>>>,
+}
+
+impl Away {
+    /// One that has not come yet.
+    pub(in crate::runtime) fn new(rank: WorkerRank) -> Self {
+        Away {
+            rank,
+            standing: Standing::Awaited,
+            to: None,
+            loads: BTreeMap::new(),
+            sends: BTreeSet::new(),
+            said: WorkerOutput::default(),
+            ending: None,
+        }
+    }
+
+    /// A process takes the place. Gives what is sent to it.
+    ///
+    /// Errors: the place is taken, or was.
+    pub(super) fn join(&mut self, pid: i32) -> Result<Receiver<Down>> {
+        match &self.standing {
+            Standing::Awaited => {}
+            Standing::Joined { pid: first } | Standing::Registered { pid: first, .. } => {
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!(
+                        "process {pid} joined as {}, which process {first} is already: start each rank once",
+                        name(self.rank)
+                    ),
+                ));
+            }
+            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+        }
+        let (to, down) = mpsc::channel(BACKLOG);
+        (self.standing, self.to) = (Standing::Joined { pid }, Some(to));
+        Ok(down)
+    }
+
+    /// It has registered its caches.
+    pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
+        match &self.standing {
+            Standing::Joined { pid } => {
+                self.standing = Standing::Registered { pid: *pid, metadata: Box::new(registered) };
+                Ok(())
+            }
+            Standing::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
+            _ => Err(Error::new(
+                Kind::Invalid,
+                format!("{} has registered its caches already: a rank does so once", name(self.rank)),
+            )),
+        }
+    }
+
+    /// What peers are told of it.
+    pub(super) fn metadata(&self) -> Option<&NixlAgentMetadata> {
+        match &self.standing {
+            Standing::Registered { metadata, .. } => Some(metadata),
+            _ => None,
+        }
+    }
+
+    /// Why nothing can be loaded or published now, if so.
+    pub(in crate::runtime) fn missing(&self) -> Option<String> {
+        match &self.standing {
+            Standing::Awaited => Some(format!("{} has not joined", name(self.rank))),
+            Standing::Joined { pid } => {
+                let rank = name(self.rank);
+                Some(format!("{rank} (process {pid}) has joined, and not registered its caches"))
+            }
+            Standing::Registered { .. } => None,
+            Standing::Lost { why, .. } => Some(why.to_string()),
+        }
+    }
+
+    fn start_load_kv(&mut self, meta: ConnectorMeta) {
+        for request in &meta.withdrawn {
+            self.sends.remove(request);
+        }
+        self.sends.extend(meta.send.iter().map(|order| order.request.clone()));
+        let awaited = meta.receive.iter().filter(|order| order.awaited);
+        self.loads.extend(awaited.map(|order| (order.request.clone(), order.local.clone())));
+        match self.standing {
+            // Nothing that is reported is ordered before all have come.
+            Standing::Awaited | Standing::Joined { .. } => {}
+            Standing::Registered { .. } => self.send(ToRank::Step(meta), None),
+            Standing::Lost { .. } => self.fail_what_is_open(),
+        }
+    }
+
+    /// Sends it a message. One that does not read is lost; who reads from it hears when it has gone.
+    pub(super) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
+        let full = self
+            .to
+            .as_ref()
+            .is_some_and(|to| matches!(to.try_send((message, file)), Err(TrySendError::Full(_))));
+        if full {
+            self.lose(&format!("it has not read {BACKLOG} messages"), false);
+        }
+    }
+
+    /// What the rank has to tell of what it was given: more is nobody's.
+    pub(super) fn hear(&mut self, mut output: WorkerOutput) {
+        let (loads, sends) = (&mut self.loads, &mut self.sends);
+        output.failed_recving.retain(|failed| loads.contains_key(&failed.request));
+        output.lost.retain(|(request, kept)| match kept {
+            Kept::Load => loads.contains_key(request),
+            Kept::Request => sends.contains(request),
+        });
+        output.finished_recving.retain(|request| loads.remove(request).is_some());
+        output.finished_sending.retain(|request| sends.remove(request));
+        let said = &mut self.said;
+        said.at = output.at;
+        said.finished_sending.extend(output.finished_sending);
+        said.finished_recving.extend(output.finished_recving);
+        said.failed_recving.extend(output.failed_recving);
+        said.lost.extend(output.lost);
+        said.clocks.extend(output.clocks);
+        said.failures.extend(output.failures);
+        said.stats.aggregate(output.stats);
+    }
+
+    /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
+    pub(super) fn lose(&mut self, why: &str, proven: bool) {
+        let process = match &self.standing {
+            Standing::Lost { .. } => return,
+            Standing::Awaited => String::new(),
+            Standing::Joined { pid } | Standing::Registered { pid, .. } => format!(" (process {pid})"),
+        };
+        let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
+        match self.ending {
+            Some(_) => tracing::info!(%why, proven, "a rank has ended"),
+            None => tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more"),
+        }
+        self.standing = Standing::Lost { why, proven };
+        self.to = None;
+        self.fail_what_is_open();
+        if let Some(ending) = self.ending.take() {
+            ending.set(self.gone());
+        }
+    }
+
+    fn fail_what_is_open(&mut self) {
+        let Standing::Lost { why, proven } = &self.standing else { return };
+        let said = &mut self.said;
+        for (request, blocks) in std::mem::take(&mut self.loads) {
+            let mut invalid: Vec<_> = blocks.iter().collect();
+            invalid.sort_unstable();
+            said.lost.extend((!proven).then(|| (request.clone(), Kept::Load)));
+            said.finished_recving.push(request.clone());
+            said.failed_recving.push(FailedLoad {
+                request,
+                failure: LoadFailure::Rank(why.to_string()),
+                invalid,
+            });
+        }
+        for request in std::mem::take(&mut self.sends) {
+            said.lost.extend((!proven).then(|| (request.clone(), Kept::Request)));
+            said.finished_sending.push(request);
+        }
+    }
+
+    /// Asks it to end. What is given hears of it.
+    pub(in crate::runtime) fn shutdown(&mut self, deadline: Deadline) -> Arc<Slot<Result<()>>> {
+        let ending = Slot::new();
+        match self.standing {
+            Standing::Awaited | Standing::Lost { .. } => ending.set(self.gone()),
+            Standing::Joined { .. } | Standing::Registered { .. } => {
+                self.ending = Some(Arc::clone(&ending));
+                self.send(ToRank::End(deadline.left()), None);
+            }
+        }
+        ending
+    }
+
+    /// What is known of the memory of one that is not there.
+    fn gone(&self) -> Result<()> {
+        match &self.standing {
+            Standing::Lost { why, proven: false } => Err(Error::new(
+                Kind::StillShared,
+                format!("nobody knows whether a rank that was lost still touches its memory: {why}"),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A rank in words.
+pub(super) fn name(rank: WorkerRank) -> String {
+    format!("rank pp {} tp {}", rank.pp, rank.tp)
+}

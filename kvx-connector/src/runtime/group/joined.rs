@@ -1,0 +1,286 @@
+//! A rank's end: it joins, registers its memory, and does what the engine orders.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Completion, Deadline, Error, Kind, Memory, Registry, Result};
+use tokio::net::UnixStream;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::{sleep, timeout, timeout_at};
+
+use super::super::connector::Connector;
+use super::super::rank::Rank;
+use super::super::slot::{Slot, until};
+use super::super::state::Shared;
+use super::super::thread::{drive, on_its_own};
+use super::setup::of_told;
+use super::stream::{Incoming, same_user, send};
+use super::{LAST_WORD, PATIENCE, PULSE, SILENT};
+use crate::engine::{PoolBlocks, WorkerRank};
+use crate::mapping::Caches;
+use crate::wire::group::{ToHead, ToRank};
+
+/// An engine that does not listen yet is looked for again after this.
+const AGAIN: Duration = Duration::from_millis(20);
+/// What an engine that has gone leaves to a rank for its end.
+const ALONE: Duration = Duration::from_secs(1);
+
+/// A rank of an engine that is in another process: [`Rank::join`] gives it. When it is dropped it leaves, and the
+/// engine loads nothing any more.
+pub struct JoinedRank {
+    connector: Connector,
+    rank: WorkerRank,
+    link: Arc<Link>,
+}
+
+/// What the handle and the thread share beside the worker.
+struct Link {
+    up: UnboundedSender<ToHead>,
+    /// One question at a time.
+    asking: Mutex<()>,
+    answer: Arc<Slot<Result<Option<OwnedFd>>>>,
+    /// Why the engine is not there any more, if it has not ended this rank itself.
+    gone: OnceLock<Error>,
+}
+
+impl Rank {
+    /// Joins the engine that lets its ranks in at `path` ([`Connector::group`]), as this rank. The engine tells it
+    /// everything that it was built with; `registry` and the environment are this process's own. Blocks until it has a
+    /// place, or the deadline has passed: an engine that does not listen yet is waited for.
+    ///
+    /// # Errors
+    /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is taken, or not of
+    /// this engine; another kvx. `Denied`: the engine is of another user.
+    pub fn join(
+        path: impl AsRef<Path>,
+        rank: WorkerRank,
+        registry: Registry,
+        deadline: impl Into<Deadline>,
+    ) -> Result<JoinedRank> {
+        let (path, deadline) = (path.as_ref().to_owned(), deadline.into());
+        let started = on_its_own(move |started| run(path, rank, registry, deadline, started))?;
+        let limit = deadline.left().saturating_add(LAST_WORD);
+        started.wait(limit.into()).unwrap_or_else(|| {
+            Err(Error::new(Kind::TimedOut, "this process had no time for its thread to join by the deadline"))
+        })
+    }
+}
+
+impl JoinedRank {
+    /// Which one it is.
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// Registers the caches of this rank, once: `memory` holds all their regions, each in one piece of it. Peers may
+    /// load from them when all ranks of the engine have. May block: registering can pin pages, and the engine is asked.
+    ///
+    /// # Errors
+    /// As [`Rank::register`]; `TimedOut` and `PeerLost`: the engine does not answer.
+    pub fn register<M: Into<Arc<Memory>>>(
+        &self,
+        caches: Caches,
+        memory: impl IntoIterator<Item = M>,
+    ) -> Result<()> {
+        let shared = self.connector.shared();
+        shared.check_block_size(&caches)?;
+        let _one_at_a_time = self.link.asking.lock();
+        if shared.registered(self.rank).is_some() {
+            return Err(Error::new(Kind::Invalid, "this rank has registered its caches: it does so once"));
+        }
+        let pool = PoolBlocks::of(caches.geometry());
+        let words = (pool.most() as usize + 1) * super::super::words::WORD as usize;
+        let file = self.link.ask(ToHead::Pool(pool))?;
+        let missing = || Error::new(Kind::Malformed, "the engine has sent no file of words");
+        let words = || Ok(Arc::new(Memory::adopt_file(file.ok_or_else(missing)?, words)?));
+        let memory = memory.into_iter().map(Into::into).collect();
+        let (registered, metadata) = shared.open(self.rank, None, caches, memory, words)?;
+        shared.take_up(self.rank, registered, None)?;
+        self.link.ask(ToHead::Registered(metadata.encode())).map(drop)
+    }
+
+    /// Ends when the engine has ended, or let this rank go. `Ok`: it was the engine's wish, and nothing touches the
+    /// memory any more.
+    ///
+    /// # Errors
+    /// `PeerLost`: the engine's process is gone, or has given this rank up. As [`Connector::shutdown`] otherwise.
+    pub async fn ended(&self) -> Result<()> {
+        self.connector.wake().await;
+        self.end()
+    }
+
+    /// As [`ended`](Self::ended), without a runtime. `None`: not by the deadline.
+    pub fn wait(&self, deadline: impl Into<Deadline>) -> Option<Result<()>> {
+        self.connector.wait(deadline).then(|| self.end())
+    }
+
+    fn end(&self) -> Result<()> {
+        let over = self.connector.shared().state.lock().over.clone();
+        self.link.gone.get().cloned().map_or(Ok(()), Err).and(over.unwrap_or(Ok(())))
+    }
+
+    /// Leaves the engine. `Ok`: nothing touches the memory any more.
+    ///
+    /// # Errors
+    /// As [`Connector::shutdown`].
+    pub fn leave(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        self.connector.shutdown(deadline)
+    }
+}
+
+impl fmt::Debug for JoinedRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JoinedRank(pp {}, tp {})", self.rank.pp, self.rank.tp)
+    }
+}
+
+impl Link {
+    /// Asks the engine, which answers in time or is lost.
+    fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
+        if self.gone.get().is_some() {
+            return Err(self.lost());
+        }
+        drop(self.answer.take()); // of a question that was given up
+        self.up.send(question).map_err(|_| self.lost())?;
+        self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
+            Err(Error::new(Kind::TimedOut, format!("the engine has not answered within {PATIENCE:?}")))
+        })
+    }
+
+    fn lost(&self) -> Error {
+        let ended = || Error::new(Kind::Closed, "this rank has left its engine: join again");
+        self.gone.get().cloned().unwrap_or_else(ended)
+    }
+}
+
+async fn run(
+    path: PathBuf,
+    rank: WorkerRank,
+    registry: Registry,
+    deadline: Deadline,
+    started: Arc<Slot<Result<JoinedRank>>>,
+) {
+    let entered = match timeout_at(until(deadline).into(), enter(&path, rank)).await {
+        Ok(entered) => entered,
+        Err(_) => Err(Error::new(
+            Kind::TimedOut,
+            format!(
+                "no engine let this rank in at {} in time: see that it runs, and calls Connector::group with this path",
+                path.display()
+            ),
+        )),
+    };
+    let set_up =
+        entered.and_then(|(socket, incoming, told)| Ok((socket, incoming, of_told(&told, registry)?)));
+    let (socket, incoming, (mut setup, secret)) = match set_up {
+        Ok(set_up) => set_up,
+        Err(error) => return started.set(Err(error)),
+    };
+    setup.bind_beside_the_side_channel().await;
+    let (up, going_up) = unbounded_channel();
+    let runtime = tokio::runtime::Handle::current();
+    let shared = Arc::new(Shared::of_rank(setup, rank, up.clone(), secret, runtime));
+    let (asking, answer, gone) = (Mutex::default(), Slot::new(), OnceLock::new());
+    let link = Arc::new(Link { up, asking, answer, gone });
+    let connector = Connector::of(Arc::clone(&shared));
+    started.set(Ok(JoinedRank { connector, rank, link: Arc::clone(&link) }));
+    drop(started);
+    let writing = tokio::spawn(pass_up(Arc::clone(&socket), going_up));
+    tokio::spawn(obey(Arc::clone(&shared), rank, Arc::clone(&link), incoming));
+    drive(&shared).await;
+    let result = shared.state.lock().over.clone().unwrap_or(Ok(()));
+    // An engine that has gone needs to hear nothing.
+    link.up.send(ToHead::Ended(result.err().map(|error| error.to_string()))).ok();
+    timeout(LAST_WORD, writing).await.ok();
+}
+
+/// Gets a place, and what the engine was built with.
+async fn enter(path: &Path, rank: WorkerRank) -> Result<(Arc<UnixStream>, Incoming, String)> {
+    let socket = loop {
+        match UnixStream::connect(path).await {
+            Ok(socket) => break Arc::new(socket),
+            Err(error) if is_early(&error) => sleep(AGAIN).await,
+            Err(error) => {
+                return Err(Error::os(format!("this rank cannot join at {}", path.display()), error));
+            }
+        }
+    };
+    same_user(&socket)?;
+    let hello = ToHead::Hello { version: env!("CARGO_PKG_VERSION").to_owned(), rank };
+    send(&socket, &hello.encode()?, None).await.ok(); // why it was refused stands in the answer
+    let mut incoming = Incoming::new(Arc::clone(&socket));
+    match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
+        Some(ToRank::Welcome(told)) => Ok((socket, incoming, told)),
+        Some(ToRank::Refused(why)) => {
+            Err(Error::new(Kind::Denied, format!("the engine lets this rank not in: {why}")))
+        }
+        Some(_) => Err(Error::new(Kind::Malformed, "the engine's first message is no welcome")),
+        None => {
+            Err(Error::new(Kind::PeerLost, "the engine closed the connection before it let this rank in"))
+        }
+    }
+}
+
+/// Whether the engine may not listen yet.
+fn is_early(error: &std::io::Error) -> bool {
+    matches!(
+        error.kind(),
+        std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::WouldBlock
+    )
+}
+
+/// Does what the engine says, until one of the two ends.
+async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incoming: Incoming) {
+    let gone = loop {
+        let message = match incoming.next().await {
+            Ok(Some(bytes)) => ToRank::decode(&bytes),
+            Ok(None) => {
+                let why = "the engine's process is gone, or has given this rank up";
+                break Error::new(Kind::PeerLost, why);
+            }
+            Err(error) => break error,
+        };
+        match message {
+            Ok(ToRank::Step(meta)) => shared.take_step(rank, meta),
+            Ok(ToRank::Words) => link.answer.set(Ok(incoming.take_file())),
+            Ok(ToRank::Taken) => link.answer.set(Ok(None)),
+            Ok(ToRank::Refused(why)) => {
+                let why = Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
+                link.answer.set(Err(why.clone()));
+                break why;
+            }
+            Ok(ToRank::End(within)) => {
+                drop(shared.shutdown(within.into()));
+            }
+            Ok(ToRank::Welcome(_)) => break Error::new(Kind::Malformed, "the engine's welcome came twice"),
+            Err(error) => break error,
+        }
+    };
+    if !shared.is_closed() {
+        tracing::warn!(%gone, "this rank has no engine any more");
+        link.gone.set(gone.clone()).ok();
+    }
+    link.answer.set(Err(gone));
+    drop(shared.shutdown(ALONE.into()));
+}
+
+/// Writes what goes to the engine, the last word with it; and that this rank lives.
+async fn pass_up(socket: Arc<UnixStream>, mut going_up: UnboundedReceiver<ToHead>) {
+    loop {
+        let message = timeout(PULSE, going_up.recv()).await.unwrap_or(Some(ToHead::Alive));
+        let Some(message) = message else { return };
+        let last = matches!(message, ToHead::Ended(_));
+        let sent = match message.encode() {
+            Ok(bytes) => timeout(SILENT, send(&socket, &bytes, None)).await.unwrap_or(Ok(())),
+            Err(error) => Err(error),
+        };
+        if last || sent.is_err() {
+            rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both).ok(); // it may have gone
+            return;
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! Ranks in processes of their own: they join the engine over a Unix socket.
+//!
+//! The engine's process keeps the scheduler's half, the side channel and the words of all blocks; a rank's process has
+//! the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`] is what of it the rest of
+//! the runtime sees.
+
+mod away;
+mod head;
+mod joined;
+mod setup;
+mod stream;
+
+use std::time::Duration;
+
+pub(super) use self::away::Half;
+pub(super) use self::head::Gathering;
+pub use self::joined::JoinedRank;
+
+/// A rank says this often that it lives.
+const PULSE: Duration = Duration::from_secs(1);
+/// One of which nothing was heard for so long is lost.
+const SILENT: Duration = Duration::from_secs(10);
+/// How long a step of joining may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the last word may take on its way.
+const LAST_WORD: Duration = Duration::from_secs(1);

@@ -1,0 +1,87 @@
+//! What a rank in a process of its own has to know of its engine, as JSON.
+
+use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_core::{Error, Kind, Registry, Result, Secret};
+use serde_json::{Map, Value, json};
+
+use super::super::builder::{Builder, Group, Setup};
+use crate::engine::Address;
+use crate::wire::CompatibilityFactors;
+
+impl Builder {
+    /// Everything that was said to it.
+    pub(in crate::runtime) fn told(&self) -> Result<Map<String, Value>> {
+        let groups = self.groups.iter().map(|group| match group {
+            Group::Whole => Value::Null,
+            Group::Window { tokens } => (*tokens).into(),
+        });
+        let (tp, pp, dcp) = self.sizes;
+        let told = json!({
+            "config": self.config.to_json(),
+            "model": self.factors.model,
+            "attn_backend_name": self.factors.attn_backend_name,
+            "factors": self.factors.map(),
+            "groups": groups.collect::<Vec<_>>(),
+            "data_parallel": self.data_parallel,
+            "sizes": [tp, pp, dcp],
+            "block_size": self.block_size,
+            "prefill_backoff": self.prefill_backoff,
+        });
+        match told {
+            Value::Object(told) => Ok(told),
+            _ => Err(unreadable("an object")),
+        }
+    }
+}
+
+impl Setup {
+    /// What a rank is told, the address of the engine's side channel with it.
+    pub(super) fn told(&self, address: &Address) -> String {
+        let mut told = self.told.clone();
+        told.insert("address".to_owned(), json!([&*address.host, address.port]));
+        Value::Object(told).to_string()
+    }
+}
+
+fn unreadable(what: &str) -> Error {
+    Error::new(Kind::Malformed, format!("the engine's word of how it was built lacks {what}"))
+}
+
+/// The setup of a rank, and the secret of its own process.
+pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<Secret>)> {
+    let told: Map<String, Value> = serde_json::from_str(told).map_err(|_| unreadable("JSON"))?;
+    let field = |name: &str| told.get(name).ok_or_else(|| unreadable(name));
+    let text = |name: &str| field(name)?.as_str().ok_or_else(|| unreadable(name));
+    let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+    let size = |name: &str| number(field(name)?).ok_or_else(|| unreadable(name));
+    let list = |name: &str| field(name)?.as_array().ok_or_else(|| unreadable(name));
+    let address = list("address")?;
+    let (host, port) = (address.first().and_then(Value::as_str), address.get(1).and_then(number));
+    let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
+    let host = host.ok_or_else(|| unreadable("address"))?;
+    // TCP binds where the engine's process has it bind.
+    let surroundings = Surroundings::of_process().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host);
+    let config = KvTransferConfig::from_json(&field("config")?.to_string(), &surroundings)?;
+    let mut factors = CompatibilityFactors::from_config(&config, text("model")?);
+    text("attn_backend_name")?.clone_into(&mut factors.attn_backend_name);
+    // All factors by name: they win over those that the fields say.
+    factors.further = field("factors")?.as_object().ok_or_else(|| unreadable("factors"))?.clone();
+    let groups = list("groups")?.iter().map(|group| match group {
+        Value::Null => Ok(Group::Whole),
+        tokens => number(tokens).map(|tokens| Group::Window { tokens }).ok_or_else(|| unreadable("groups")),
+    });
+    let sizes = list("sizes")?.iter().map(number).collect::<Option<Vec<_>>>();
+    let &[tp, pp, dcp] = sizes.as_deref().unwrap_or_default() else { return Err(unreadable("sizes")) };
+    let builder = Builder::new(&config, registry)
+        .model(factors)
+        .groups(groups.collect::<Result<Vec<_>>>()?)
+        .data_parallel_rank(size("data_parallel")?)
+        .workers(tp, pp)
+        .decode_context_parallel(dcp)
+        .block_size(size("block_size")?)
+        .prefill_backoff(size("prefill_backoff")?)
+        .any_port();
+    let (mut setup, side) = builder.setup()?;
+    setup.settings.address = Address { host: host.into(), port };
+    Ok((setup, side.secret))
+}

@@ -1,0 +1,131 @@
+//! A turn of the connector's thread: what is due now, and what it lets the workers hear.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Instant;
+
+use kvx_core::Agent;
+use tokio::sync::Notify;
+use tracing::Span;
+
+use super::closing::Closing;
+use super::connect::Link;
+use super::group::Half;
+use super::push::Granted;
+use super::rank::Registered;
+use super::state::Shared;
+use crate::engine::{Action, Connection, MoveId, Time, Worker, WorkerRank};
+
+/// What the connector's thread has to do now, and when to look again though nothing happens.
+#[derive(Default)]
+pub(super) struct Turn {
+    pub(super) actions: Vec<(WorkerRank, Action, Span)>,
+    pub(super) unheard: Vec<(WorkerRank, Agent)>,
+    pub(super) spent: Vec<Arc<Granted>>,
+    pub(super) next: Option<Instant>,
+    pub(super) closing: Option<Closing>,
+    pub(super) over: bool,
+}
+
+impl Shared {
+    /// Everything that is due.
+    pub(super) fn turn(&self) -> Turn {
+        let now = self.clock.now();
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let ready = state.scheduler.take_ready(now, None);
+        state.pass_on(now, ready);
+        let (news, wakers) = state.collect(now);
+        let unheard = std::mem::take(&mut state.unheard);
+        let spent = std::mem::take(&mut state.spent);
+        let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
+        for (rank, held) in &mut state.ranks {
+            while let Some(action) = held.worker.next_action() {
+                match action {
+                    Action::Cancel { id } => {
+                        held.moves.get(&id).into_iter().for_each(|moving| moving.notify_one())
+                    }
+                    Action::Disconnect { connection } => drop(held.links.remove(&connection)),
+                    action => {
+                        if let Action::Read(order) | Action::Write(order) = &action {
+                            held.moves.insert(order.id, Arc::default());
+                        }
+                        let span = state.traces.of(now, &action);
+                        turn.actions.push((*rank, action, span));
+                    }
+                }
+            }
+        }
+        // What is pushed may be written to all workers at once: all of them have to have started it.
+        let mut actions = std::mem::take(&mut state.deferred);
+        actions.append(&mut turn.actions);
+        let early = |(_, action, _): &(WorkerRank, Action, Span)| match action {
+            Action::Register { request, .. } => state.is_pending(request),
+            _ => false,
+        };
+        (state.deferred, turn.actions) = actions.into_iter().partition(early);
+        let line = state.metrics.line(now);
+        let deadlines = state.ranks.values().filter_map(|held| held.worker.next_deadline());
+        let next = deadlines.chain(state.scheduler.next_deadline(now)).chain(line).min();
+        turn.next = next.and_then(|next| self.clock.moment(next));
+        if let Some(closing) = state.closing.as_mut().filter(|closing| !closing.begun) {
+            closing.begun = true;
+            let (mut agents, mut away) = (Vec::new(), Vec::new());
+            for held in state.ranks.values_mut() {
+                match &mut held.worker {
+                    Half::Here(worker) => worker.shutdown(),
+                    Half::Away(rank) => away.push(rank.shutdown(closing.deadline)),
+                }
+                agents.extend(held.agent.as_ref().map(|(agent, _)| agent.clone()));
+            }
+            turn.closing = Some(Closing { deadline: closing.deadline, agents, away });
+        }
+        if news {
+            self.told.notify_all();
+        }
+        drop(guard);
+        wakers.into_iter().for_each(Waker::wake);
+        if news {
+            self.news.notify_waiters();
+        }
+        turn
+    }
+
+    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
+    pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
+        let now = self.clock.now();
+        let mut state = self.state.lock();
+        if let Some(worker) = state.ranks.get_mut(&rank).and_then(|held| held.worker.here()) {
+            tell(worker, now);
+        }
+        drop(state);
+        self.wake_up.notify_one();
+    }
+
+    /// Notes what was set up for a connection, before its worker hears of it.
+    pub(super) fn linked(&self, rank: WorkerRank, connection: Connection, link: Arc<Link>) {
+        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
+            held.links.insert(connection, link);
+        }
+    }
+
+    pub(super) fn link(&self, rank: WorkerRank, connection: Connection) -> Option<Arc<Link>> {
+        self.state.lock().ranks.get(&rank)?.links.get(&connection).cloned()
+    }
+
+    pub(super) fn registered(&self, rank: WorkerRank) -> Option<Arc<Registered>> {
+        self.state.lock().ranks.get(&rank)?.registered.clone()
+    }
+
+    /// What rings when a move is to be cancelled: maybe it has already.
+    pub(super) fn moving(&self, rank: WorkerRank, id: MoveId) -> Arc<Notify> {
+        let state = self.state.lock();
+        state.ranks.get(&rank).and_then(|held| held.moves.get(&id).cloned()).unwrap_or_default()
+    }
+
+    pub(super) fn moved(&self, rank: WorkerRank, id: MoveId) {
+        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
+            held.moves.remove(&id);
+        }
+    }
+}

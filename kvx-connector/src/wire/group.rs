@@ -1,0 +1,171 @@
+//! What an engine and a rank of it in a process of its own say to each other: a byte that names the message, then its
+//! value.
+
+use std::time::Duration;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::msgpack::{Reader, Writer};
+use super::step::{MAX_STEP, duration, read_duration, read_rank, read_reason, reason, record};
+use crate::engine::{ConnectorMeta, PoolBlocks, WorkerOutput, WorkerRank};
+
+/// The longest message of either side.
+pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
+/// The longest text of a message: the configuration of the engine.
+const MAX_TEXT: usize = 1 << 20;
+/// The most KV cache groups.
+const MAX_GROUPS: usize = 1 << 10;
+
+/// From an engine to a rank.
+#[derive(Debug, PartialEq)]
+pub(crate) enum ToRank {
+    /// The rank has its place: what the engine was built with, as JSON.
+    Welcome(String),
+    /// The rank, or what it has registered, is refused, and the connection ends.
+    Refused(String),
+    /// Beside this comes the file of the words that the rank registers with its caches.
+    Words,
+    /// Peers hear of what was registered, once all ranks have.
+    Taken,
+    /// What the engine orders.
+    Step(ConnectorMeta),
+    /// The engine ends, within this time.
+    End(Duration),
+}
+
+/// From a rank to its engine.
+#[derive(Debug, PartialEq)]
+pub(crate) enum ToHead {
+    /// The first word: which kvx this is, and which rank it wants to be.
+    Hello { version: String, rank: WorkerRank },
+    /// The blocks of the caches that are to be registered.
+    Pool(PoolBlocks),
+    /// They are: the metadata that peers are told.
+    Registered(Vec<u8>),
+    /// What has happened.
+    Output(WorkerOutput),
+    /// It lives.
+    Alive,
+    /// It has ended. Without a reason: nothing touches its memory any more.
+    Ended(Option<String>),
+}
+
+impl ToRank {
+    /// Errors: `Exhausted`, longer than what is read.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        match self {
+            ToRank::Welcome(setup) => message(0, |writer| writer.text(setup)),
+            ToRank::Refused(why) => message(1, |writer| reason(writer, why)),
+            ToRank::Words => message(2, |_| ()),
+            ToRank::Taken => message(3, |_| ()),
+            ToRank::Step(meta) => {
+                let meta = meta.encode()?;
+                message(4, |writer| writer.raw(&meta))
+            }
+            ToRank::End(within) => message(5, |writer| duration(writer, *within)),
+        }
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+        const WHAT: &str = "message of an engine to its rank";
+        let (kind, body) = parts(WHAT, bytes)?;
+        if kind == 4 {
+            return ConnectorMeta::decode(body).map(ToRank::Step);
+        }
+        let mut reader = Reader::new(WHAT, body, MAX_TEXT)?;
+        let message = match kind {
+            0 => ToRank::Welcome(reader.owned_text()?),
+            1 => ToRank::Refused(read_reason(&mut reader)?),
+            2 => ToRank::Words,
+            3 => ToRank::Taken,
+            5 => ToRank::End(read_duration(&mut reader)?),
+            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+impl ToHead {
+    /// Errors: `Exhausted`, longer than what is read.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        match self {
+            ToHead::Hello { version, rank } => message(0, |writer| {
+                writer.array(2);
+                writer.text(version);
+                writer.array(2);
+                writer.unsigned(rank.pp.into());
+                writer.unsigned(rank.tp.into());
+            }),
+            ToHead::Pool(PoolBlocks { groups, others }) => message(1, |writer| {
+                writer.array(2);
+                writer.unsigned((*others).into());
+                writer.array(groups.len());
+                for (group, blocks) in groups {
+                    writer.array(2);
+                    writer.unsigned((*group).into());
+                    writer.unsigned((*blocks).into());
+                }
+            }),
+            ToHead::Registered(metadata) => message(2, |writer| writer.binary(metadata)),
+            ToHead::Output(output) => {
+                let output = output.encode()?;
+                message(3, |writer| writer.raw(&output))
+            }
+            ToHead::Alive => message(4, |_| ()),
+            ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
+        }
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+        const WHAT: &str = "message of a rank to its engine";
+        let (kind, body) = parts(WHAT, bytes)?;
+        if kind == 3 {
+            return WorkerOutput::decode(body).map(ToHead::Output);
+        }
+        let mut reader = Reader::new(WHAT, body, MAX_STEP)?;
+        let message = match kind {
+            0 => {
+                record(&mut reader, 2)?;
+                ToHead::Hello { version: reader.owned_text()?, rank: read_rank(&mut reader)? }
+            }
+            1 => {
+                record(&mut reader, 2)?;
+                let others = reader.unsigned_32()?;
+                let groups = reader
+                    .list(MAX_GROUPS, |reader| reader.pair(Reader::unsigned_32, Reader::unsigned_32))?;
+                ToHead::Pool(PoolBlocks { groups: groups.into_iter().collect(), others })
+            }
+            2 => ToHead::Registered(reader.binary()?.to_vec()),
+            4 => ToHead::Alive,
+            5 => ToHead::Ended(reader.optional(read_reason)?),
+            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+fn message(kind: u8, value: impl FnOnce(&mut Writer)) -> Result<Vec<u8>> {
+    let mut writer = Writer::default();
+    writer.raw(&[kind]);
+    value(&mut writer);
+    let bytes = writer.into_bytes();
+    match bytes.len() <= MAX_MESSAGE {
+        true => Ok(bytes),
+        false => Err(Error::new(
+            Kind::Exhausted,
+            format!(
+                "a message of {} bytes between an engine and its rank: at most {MAX_MESSAGE}",
+                bytes.len()
+            ),
+        )),
+    }
+}
+
+fn parts<'a>(what: &str, bytes: &'a [u8]) -> Result<(u8, &'a [u8])> {
+    match bytes.split_first() {
+        Some((kind, body)) => Ok((*kind, body)),
+        None => Err(Error::new(Kind::Malformed, format!("malformed {what}: it is empty"))),
+    }
+}

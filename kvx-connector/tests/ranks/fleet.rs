@@ -1,0 +1,121 @@
+//! An engine in this process, and its ranks in others.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvx_connector::params::TransferParams;
+use kvx_connector::runtime::{Connector, Decode, Fetch, Lease, Prefill};
+use kvx_core::{Completion, Result};
+use kvx_testkit::Child;
+
+use crate::rank::VARIABLE;
+use crate::rig::{BLOCKS, LIMIT, builder, lists};
+
+/// An engine whose ranks are processes.
+pub(crate) struct Fleet {
+    pub(crate) connector: Connector,
+    pub(crate) ranks: Vec<Child>,
+    pub(crate) path: PathBuf,
+    pub(crate) tp: u32,
+}
+
+pub(crate) fn extra(backend: &str) -> String {
+    format!(r#"{{"backends": ["{backend}"], "kv_lease_duration": 5}}"#)
+}
+
+/// The process of a rank that registers so many blocks; 0: it only joins.
+pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
+    Child::start_self(VARIABLE, &format!("{} {rank} {tp} {blocks}", path.display())).unwrap()
+}
+
+pub(crate) fn rank(path: &Path, at: u32, tp: u32) -> Child {
+    rank_of(path, at, tp, BLOCKS)
+}
+
+pub(crate) fn heard(rank: &Child) -> String {
+    rank.hear(LIMIT).unwrap_or_else(|why| panic!("{why}"))
+}
+
+/// A path for a socket that no other test has.
+pub(crate) fn path(engine: &str) -> PathBuf {
+    static LAST: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let number = LAST.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    std::env::temp_dir().join(format!("kvx-ranks-{}-{engine}-{number}", std::process::id()))
+}
+
+impl Fleet {
+    /// An engine of so many ranks, all of which are there.
+    pub(crate) fn new(engine: &str, backend: &str, tp: u32) -> Self {
+        let (mut fleet, whole) = Fleet::awaiting(engine, backend, tp, LIMIT);
+        fleet.ranks = (0..tp).map(|at| rank(&fleet.path, at, tp)).collect();
+        whole.wait(LIMIT).unwrap();
+        for rank in &fleet.ranks {
+            assert_eq!(heard(rank), "ready");
+        }
+        fleet
+    }
+
+    /// One whose ranks have not come yet.
+    pub(crate) fn awaiting(
+        engine: &str,
+        backend: &str,
+        tp: u32,
+        deadline: Duration,
+    ) -> (Self, Completion<()>) {
+        let connector = builder(engine, &extra(backend)).workers(tp, 1).build_blocking().unwrap();
+        let path = path(engine);
+        let whole = connector.group(&path, deadline);
+        (Fleet { connector, ranks: Vec::new(), path, tp }, whole)
+    }
+
+    fn ask(&mut self, line: &str) -> Vec<String> {
+        let ask = |rank: &mut Child| {
+            rank.say(line).unwrap_or_else(|why| panic!("{why}"));
+            heard(rank)
+        };
+        self.ranks.iter_mut().map(ask).collect()
+    }
+
+    /// Computes tokens of a request into these blocks, on all ranks.
+    pub(crate) fn compute(&mut self, request: u16, blocks: &[u32], tokens: u32) {
+        let done = self.ask(&format!("compute {request} {} {tokens}", joined(blocks)));
+        assert!(done.iter().all(|answer| answer == "done"), "{done:?}");
+    }
+
+    /// Which tokens of these are not those of the request, on all ranks.
+    pub(crate) fn wrong(&mut self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+        let line = format!("wrong {request} {} {} {}", joined(blocks), tokens.start, tokens.end);
+        self.ask(&line).iter().map(|count| count.parse::<usize>().unwrap()).sum()
+    }
+
+    pub(crate) fn publish(
+        &self,
+        request: &str,
+        blocks: &[u32],
+        tokens: u32,
+    ) -> Result<(Lease, TransferParams)> {
+        Prefill::new(&self.connector).publish(request, lists(blocks), tokens)
+    }
+
+    pub(crate) fn fetch(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        blocks: &[u32],
+        by: Duration,
+    ) -> Fetch {
+        Decode::new(&self.connector).fetch(request, params, lists(blocks), by)
+    }
+
+    /// Ends it: its ranks say that nothing touches their memory any more.
+    pub(crate) fn end(mut self) {
+        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        let ended = self.ask("ended");
+        assert!(ended.iter().all(|answer| answer == "ended"), "{ended:?}");
+        assert!(!self.path.exists(), "the socket is left behind");
+    }
+}
+
+fn joined(blocks: &[u32]) -> String {
+    blocks.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}

@@ -1,0 +1,114 @@
+//! What arrives between engines of any number of ranks.
+
+use std::sync::Arc;
+
+use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
+use kvx_connector::runtime::Released;
+
+use crate::fleet::{Fleet, extra, heard, path, rank};
+use crate::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
+
+pub(crate) const CASES: &[(&str, fn(&str))] = &[
+    ("two_ranks_are_read_by_one", two_ranks_are_read_by_one),
+    ("one_rank_is_read_by_two", one_rank_is_read_by_two),
+    ("two_ranks_are_read_by_two", two_ranks_are_read_by_two),
+    ("a_rank_may_be_in_the_engines_process", a_rank_may_be_in_the_engines_process),
+    ("a_step_loop_orders_loads_of_joined_ranks", a_step_loop_orders_loads_of_joined_ranks),
+    ("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed),
+];
+
+fn prompts_arrive(backend: &str, prefill: u32, decode: u32) {
+    let mut prefill = Fleet::new("prefill", backend, prefill);
+    let mut decode = Fleet::new("decode", backend, decode);
+    for (number, tokens) in [(1, 1), (2, BLOCK), (3, 3 * BLOCK + 5), (4, 20 * BLOCK)] {
+        let needed = tokens.div_ceil(BLOCK);
+        let here: Vec<u32> = (0..needed).map(|at| (at * 7 + u32::from(number)) % BLOCKS).collect();
+        let there: Vec<u32> = (0..needed).map(|at| (at * 5 + 3) % BLOCKS).collect();
+        prefill.compute(number, &here, tokens);
+        let (lease, params) = prefill.publish(&format!("p{number}"), &here, tokens).unwrap();
+        let loaded = decode.fetch(&format!("d{number}"), &params, &there, LIMIT).outcome().unwrap();
+        assert_eq!(loaded.tokens, tokens);
+        assert_eq!(decode.wrong(number, &there, 0..tokens), 0, "{tokens} tokens");
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    }
+    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+    prefill.end();
+    decode.end();
+}
+
+fn two_ranks_are_read_by_one(backend: &str) {
+    prompts_arrive(backend, 2, 1);
+}
+
+fn one_rank_is_read_by_two(backend: &str) {
+    prompts_arrive(backend, 1, 2);
+}
+
+fn two_ranks_are_read_by_two(backend: &str) {
+    prompts_arrive(backend, 2, 2);
+}
+
+fn a_rank_may_be_in_the_engines_process(backend: &str) {
+    let mut prefill = Fleet::new("prefill", backend, 2);
+    let connector = rig::builder("decode", &extra(backend)).workers(2, 1).build_blocking().unwrap();
+    let own = rig::pool(2);
+    let first = connector.rank(WorkerRank::default()).unwrap();
+    first.register(rig::caches(&own, 2), [Arc::clone(&own)]).unwrap();
+    let path = path("decode");
+    let whole = connector.group(&path, LIMIT);
+    let mut other = rank(&path, 1, 2);
+    whole.wait(LIMIT).unwrap();
+    assert_eq!(heard(&other), "ready");
+
+    let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
+    prefill.compute(9, &here, tokens);
+    let (_lease, params) = prefill.publish("p", &here, tokens).unwrap();
+    let fetch = kvx_connector::runtime::Decode::new(&connector).fetch("d", &params, lists(&there), LIMIT);
+    fetch.outcome().unwrap();
+    let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
+    assert_eq!(part.wrong(9, &there, 0..tokens), 0);
+    other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(heard(&other), "0");
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.end();
+}
+
+fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5]);
+    prefill.compute(9, &here, tokens);
+    let (_lease, params) = prefill.publish("asked", &here, tokens).unwrap();
+    let given: RequestId = "given".into();
+    let arrival = Arrival { request: &given, prompt_tokens: tokens, params: Some(&params), deadline: None };
+    decode.connector.on_new_request(arrival).unwrap();
+    let matched = decode.connector.get_num_new_matched_tokens(&given, BLOCK);
+    let allocation = Allocation { fill: lists(&there), computed: BLOCK, external: matched.tokens };
+    decode.connector.update_state_after_alloc(&given, allocation).unwrap();
+    decode.connector.step();
+    for tp in 0..decode.tp {
+        assert_eq!(decode.connector.outcomes(), [], "a load is over before all ranks were told");
+        decode.connector.rank(WorkerRank { pp: 0, tp }).unwrap().start_load_kv();
+    }
+    block_on(decode.connector.wake());
+    assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request: given, computed: tokens }]);
+    assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
+    prefill.end();
+    decode.end();
+}
+
+/// The words of all blocks are the engine's, wherever the ranks are.
+fn blocks_that_were_taken_back_are_noticed(backend: &str) {
+    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5, 6], 2 * BLOCK);
+    let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
+    // Another request has the first block: it stays right.
+    let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
+    drop(lease);
+    decode.fetch("d1", &theirs, &[1], LIMIT).outcome().unwrap();
+    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).outcome().unwrap_err();
+    // The completion of `d1` has released the other one meanwhile, or not yet.
+    assert_eq!(error.failure, LoadFailure::Stale);
+    assert!(error.invalid.contains(&2), "{:?}", error.invalid);
+    prefill.end();
+    decode.end();
+}

@@ -1,0 +1,46 @@
+//! Engines whose ranks are processes of their own: what they load over SHM and TCP, and what becomes of it when a rank
+//! is killed, stopped, started twice, or never comes. Every byte says where it belongs.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "what fails here is the test")]
+
+mod faults;
+mod fleet;
+mod loads;
+mod rank;
+/// The pools and their bytes.
+#[allow(dead_code, reason = "ranks take a part of it")]
+#[path = "../runtime/rig.rs"]
+mod rig;
+
+use std::process::ExitCode;
+
+use kvx_testkit::Tier;
+use libtest_mimic::{Arguments, Trial};
+
+fn main() -> ExitCode {
+    if let Ok(spec) = std::env::var(rank::VARIABLE) {
+        rank::serve(&spec);
+        return ExitCode::SUCCESS;
+    }
+    // Processes are more than what is waited for after each edit.
+    let trials = if Tier::Usual.runs() { trials() } else { Vec::new() };
+    let mut arguments = Arguments::from_args();
+    // Outcomes have deadlines, and each trial is several processes.
+    arguments.test_threads.get_or_insert(2);
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+fn trials() -> Vec<Trial> {
+    let over = |backend: &'static str, cases: &[(&'static str, fn(&str))]| -> Vec<Trial> {
+        let trial = |(name, run): &(&'static str, fn(&str))| {
+            let run = *run;
+            Trial::test(format!("{backend}::{name}"), move || {
+                run(backend);
+                Ok(())
+            })
+        };
+        cases.iter().map(trial).collect()
+    };
+    let both = |cases| ["SHM", "TCP"].into_iter().flat_map(move |backend| over(backend, cases));
+    both(loads::CASES).chain(both(faults::WITH_LOADS)).chain(over("SHM", faults::CASES)).collect()
+}

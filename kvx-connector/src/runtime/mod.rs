@@ -43,7 +43,10 @@ mod finish;
 mod finished;
 #[doc(hidden)]
 pub mod fuzz;
+mod half;
+mod listening;
 mod metrics;
+mod mooncake;
 mod moves;
 mod prefill;
 mod probe;

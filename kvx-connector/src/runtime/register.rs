@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use kvx_core::{Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
+use super::half::Half;
+use super::listening::Listening;
 use super::rank::Registered;
 use super::state::Shared;
 use super::words::{Published, Scratch, WORDS};
@@ -11,7 +13,12 @@ use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
 
 impl Shared {
-    pub(super) fn register(&self, rank: WorkerRank, caches: Caches, memory: Vec<Arc<Memory>>) -> Result<()> {
+    pub(super) fn register(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        caches: Caches,
+        memory: Vec<Arc<Memory>>,
+    ) -> Result<()> {
         let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
         let (geometry, settings) = (caches.geometry(), &self.setup.settings);
         let tokens = geometry.block_tokens().saturating_mul(geometry.kernel_per_logical());
@@ -71,18 +78,23 @@ impl Shared {
         };
         let parts = (agent.clone(), Arc::clone(&scratch));
         let registered = Registered::new(parts, caches, memory, self.digests(), words)?;
-        let metadata = self.setup.metadata(&registered)?;
-        let generation = side.publish(rank, &metadata);
+        let (generation, own) = match side {
+            Listening::Nixl(server) => (Some(server.publish(rank, &self.setup.metadata(&registered)?)), None),
+            Listening::Mooncake(_) => (None, Some(self.own_description(rank, &registered)?)),
+        };
         let mut state = self.state.lock();
         if state.is_closing() {
             // The shutdown has not seen an agent that is new here: it ends with this.
             drop(state);
-            side.withdraw(rank);
+            side.withdraw(self, rank);
             return Err(closed());
         }
         // One count of registrations, for the side channel and the scheduler.
-        state.scheduler.registered(generation);
+        generation.into_iter().for_each(|generation| state.scheduler.registered(generation));
         if let Some(held) = state.ranks.get_mut(&rank) {
+            if let (Half::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
+                worker.describe(own);
+            }
             held.registered = Some(Arc::new(registered));
             if held.agent.replace((agent.clone(), scratch)).is_none() {
                 state.unheard.push((rank, agent));
@@ -90,7 +102,10 @@ impl Shared {
         }
         drop(state);
         self.wake_up.notify_one();
-        Ok(())
+        match side {
+            Listening::Nixl(_) => Ok(()),
+            Listening::Mooncake(channels) => channels.publish(self, rank),
+        }
     }
 
     pub(super) fn give_back(self: &Arc<Self>, rank: WorkerRank, deadline: Deadline) -> Completion<()> {
@@ -103,7 +118,7 @@ impl Shared {
         }
         let mut unused = Some(ticket);
         if let Some(held) = state.ranks.get_mut(&rank) {
-            held.worker.shutdown();
+            held.worker.shutdown(self.clock.now());
             held.links.clear();
             held.giving_back.retain(|(_, earlier)| !earlier.is_finished());
             if let Some(registered) = held.registered.take()
@@ -118,7 +133,7 @@ impl Shared {
             ticket.settle(Ok(()));
         }
         if let Some(side) = &*self.side.lock() {
-            side.withdraw(rank);
+            side.withdraw(self, rank);
         }
         self.wake_up.notify_one();
         done

@@ -16,12 +16,16 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::{Closing, Shutdown};
 use super::connect::Link;
+use super::half::Half;
+use super::listening::Listening;
 use super::metrics::Metrics;
+use super::mooncake::Room;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
-use super::side::{Asker, SideServer};
+use super::side::Asker;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
+use crate::engine::mooncake::MooncakeAction;
 use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
     Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, Worker, WorkerRank,
@@ -32,7 +36,10 @@ pub(super) struct Shared {
     pub(super) clock: Clock,
     pub(super) setup: Setup,
     pub(super) asker: Asker,
-    pub(super) side: Mutex<Option<SideServer>>,
+    pub(super) side: Mutex<Option<Listening>>,
+    /// What the workers of a MooncakeConnector have under way.
+    pub(super) mooncake: Room,
+    pub(super) secret: Option<Secret>,
     pub(super) state: Mutex<State>,
     /// Held while something is granted: once for each request.
     pub(super) granting: Mutex<()>,
@@ -73,7 +80,7 @@ pub(super) struct State {
 }
 
 pub(super) struct RankState {
-    pub(super) worker: Worker,
+    pub(super) worker: Half,
     /// Loads of steps that the engine has not started on this worker yet.
     pending: Vec<ConnectorMeta>,
     /// Kept from one registration to the next.
@@ -90,6 +97,7 @@ pub(super) struct RankState {
 #[derive(Default)]
 pub(super) struct Turn {
     pub(super) actions: Vec<(WorkerRank, Action, Span)>,
+    pub(super) mooncake: Vec<(WorkerRank, MooncakeAction)>,
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
     pub(super) spent: Vec<Arc<Granted>>,
     pub(super) next: Option<Instant>,
@@ -101,17 +109,15 @@ impl Shared {
     pub(super) fn new(
         setup: Setup,
         clock: Clock,
-        side: SideServer,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
-    ) -> Self {
+    ) -> Result<Self> {
         let settings = &setup.settings;
         let ranks =
             (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| WorkerRank { pp, tp }));
         let rank = |rank| {
-            let worker = Worker::new(settings.clone(), rank);
             let state = RankState {
-                worker,
+                worker: Half::new(settings, rank)?,
                 pending: Vec::new(),
                 agent: None,
                 registered: None,
@@ -119,9 +125,9 @@ impl Shared {
                 moves: HashMap::new(),
                 giving_back: Vec::new(),
             };
-            (rank, state)
+            Ok((rank, state))
         };
-        let ranks: BTreeMap<_, _> = ranks.map(rank).collect();
+        let ranks: BTreeMap<_, _> = ranks.map(rank).collect::<Result<_>>()?;
         let state = State {
             scheduler: Scheduler::new(settings.clone()),
             aggregator: OutputAggregator::new(ranks.len()),
@@ -131,7 +137,7 @@ impl Shared {
             outcomes: VecDeque::new(),
             awaited: Awaited::default(),
             traces: Traces::default(),
-            metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string()),
+            metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string(), settings),
             grants: HashMap::new(),
             spent: Vec::new(),
             last_grant: 0,
@@ -141,10 +147,24 @@ impl Shared {
             over: None,
         };
         let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
-        let asker = Asker::new(clock, secret, setup.settings.ports);
-        let side = Mutex::new(Some(side));
+        let asker = Asker::new(clock, secret.clone(), setup.settings.ports);
+        let (side, mooncake) = (Mutex::default(), Room::default());
         let (granting, digesting) = (Mutex::default(), Mutex::default());
-        Shared { clock, setup, asker, side, state, granting, digesting, wake_up, news, told, runtime }
+        Ok(Shared {
+            clock,
+            setup,
+            asker,
+            side,
+            mooncake,
+            secret,
+            state,
+            granting,
+            digesting,
+            wake_up,
+            news,
+            told,
+            runtime,
+        })
     }
 
     /// Whether blocks have digests here, and those that are loaded are held against them.
@@ -169,7 +189,14 @@ impl Shared {
             return Err(NotLoaded::Closed);
         }
         let (now, request) = (self.clock.now(), arrival.request);
-        let arrived = state.scheduler.on_new_request(now, arrival).map(|()| await_it(&mut state.awaited));
+        let arrived = match arrival.params.filter(|_| self.setup.settings.mooncake.is_some()) {
+            None => state.scheduler.on_new_request(now, arrival),
+            Some(params) => {
+                let params = params.mooncake().map_err(NotLoaded::Params)?;
+                state.scheduler.on_new_transfer(arrival, &params)
+            }
+        };
+        let arrived = arrived.map(|()| await_it(&mut state.awaited));
         if arrived.is_ok()
             && let Some(params) = arrival.params.filter(|params| params.do_remote_prefill)
         {
@@ -299,18 +326,27 @@ impl Shared {
         let spent = std::mem::take(&mut state.spent);
         let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
         for (rank, held) in &mut state.ranks {
-            while let Some(action) = held.worker.next_action() {
+            while let Some(action) = held.next_action() {
                 match action {
-                    Action::Cancel { id } => {
+                    Asked::Either(Action::Cancel { id }) => {
                         held.moves.get(&id).into_iter().for_each(|moving| moving.notify_one())
                     }
-                    Action::Disconnect { connection } => drop(held.links.remove(&connection)),
-                    action => {
+                    Asked::Either(Action::Disconnect { connection }) => {
+                        held.links.remove(&connection);
+                        self.mooncake.disconnect(*rank, connection);
+                    }
+                    Asked::Either(action) => {
                         if let Action::Read(order) | Action::Write(order) = &action {
                             held.moves.insert(order.id, Arc::default());
                         }
                         let span = state.traces.of(now, &action);
                         turn.actions.push((*rank, action, span));
+                    }
+                    Asked::Mooncake(action) => {
+                        if let MooncakeAction::Write { what, .. } = &action {
+                            held.moves.insert(what.id, Arc::default());
+                        }
+                        turn.mooncake.push((*rank, action));
                     }
                 }
             }
@@ -330,7 +366,7 @@ impl Shared {
         if let Some(closing) = state.closing.as_mut().filter(|closing| !closing.begun) {
             closing.begun = true;
             let agents = state.ranks.values_mut().filter_map(|held| {
-                held.worker.shutdown();
+                held.worker.shutdown(now);
                 held.agent.as_ref().map(|(agent, _)| agent.clone())
             });
             turn.closing = Some(Closing { deadline: closing.deadline, agents: agents.collect() });
@@ -346,8 +382,17 @@ impl Shared {
         turn
     }
 
-    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
+    /// As [`tell_half`](Self::tell_half), for the worker of a NixlConnector.
     pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
+        self.tell_half(rank, |half, now| {
+            if let Half::Nixl(worker) = half {
+                tell(worker, now);
+            }
+        });
+    }
+
+    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
+    pub(super) fn tell_half(&self, rank: WorkerRank, tell: impl FnOnce(&mut Half, Time)) {
         let now = self.clock.now();
         let mut state = self.state.lock();
         if let Some(held) = state.ranks.get_mut(&rank) {
@@ -381,6 +426,25 @@ impl Shared {
     pub(super) fn moved(&self, rank: WorkerRank, id: MoveId) {
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.moves.remove(&id);
+        }
+    }
+}
+
+/// What a worker asks for.
+enum Asked {
+    /// Of the runtime, whatever its protocol.
+    Either(Action),
+    Mooncake(MooncakeAction),
+}
+
+impl RankState {
+    fn next_action(&mut self) -> Option<Asked> {
+        match &mut self.worker {
+            Half::Nixl(worker) => worker.next_action().map(Asked::Either),
+            Half::Mooncake(worker) => worker.next_action().map(|action| match action {
+                MooncakeAction::Engine(action) => Asked::Either(action),
+                action => Asked::Mooncake(action),
+            }),
         }
     }
 }

@@ -11,6 +11,8 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::close;
 use super::connector::Connector;
+use super::listening::Listening;
+use super::mooncake::{self, Listeners};
 use super::side::{SideServer, SideSettings};
 use super::slot::Slot;
 use super::state::Shared;
@@ -47,15 +49,12 @@ pub(super) fn start(setup: Setup, side: SideSettings) -> Result<Arc<Slot<Result<
     }
 }
 
-async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connector>>>) {
+async fn run(setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connector>>>) {
     let clock = Clock::new();
-    let server = match SideServer::bind(&side, setup.hash.clone(), clock).await {
-        Ok(server) => server,
+    let shared = match listening(setup, side, clock).await {
+        Ok(shared) => shared,
         Err(error) => return started.set(Err(error)),
     };
-    setup.bind_beside_the_side_channel().await;
-    setup.settings.address = server.address().clone();
-    let shared = Arc::new(Shared::new(setup, clock, server, side.secret, tokio::runtime::Handle::current()));
     started.set(Ok(Connector::of(Arc::clone(&shared))));
     drop(started);
     loop {
@@ -69,6 +68,9 @@ async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Conn
         for (rank, action, span) in turn.actions {
             act(&shared, rank, action, span);
         }
+        for (rank, action) in turn.mooncake {
+            mooncake::act(&shared, rank, action);
+        }
         if let Some(closing) = turn.closing {
             tokio::spawn(close(Arc::clone(&shared), closing));
         }
@@ -80,6 +82,27 @@ async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Conn
             None => shared.wake_up.notified().await,
         }
     }
+}
+
+/// What everything else works on, once peers can ask.
+async fn listening(mut setup: Setup, side: SideSettings, clock: Clock) -> Result<Arc<Shared>> {
+    let runtime = tokio::runtime::Handle::current();
+    let Some(mooncake) = &setup.settings.mooncake else {
+        let server = SideServer::bind(&side, setup.hash.clone(), clock).await?;
+        setup.bind_beside_the_side_channel().await;
+        setup.settings.address = server.address().clone();
+        let shared = Arc::new(Shared::new(setup, clock, side.secret, runtime)?);
+        *shared.side.lock() = Some(Listening::Nixl(server));
+        return Ok(shared);
+    };
+    let listeners = Listeners::bind(&setup).await?;
+    let address = listeners.address(&mooncake.bootstrap);
+    setup.bind_beside_the_side_channel().await;
+    setup.settings.address = address;
+    let shared = Arc::new(Shared::new(setup, clock, side.secret, runtime)?);
+    let channels = listeners.serve(&shared)?;
+    *shared.side.lock() = Some(Listening::Mooncake(channels));
+    Ok(shared)
 }
 
 /// Begins what a worker asks for; its answer comes by [`Shared::tell_worker`].

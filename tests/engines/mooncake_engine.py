@@ -91,11 +91,13 @@ class Engine:
         return (layer * BLOCKS + block) * BLOCK
 
     def parts(self, prompt, blocks, tokens):
-        """Where each head and token of a prompt lies, and what belongs there."""
+        """Where each head and token of a prompt lies whose last blocks are these, and what belongs there."""
+        first = (-(-tokens // TOKENS) - len(blocks)) * TOKENS
         for layer in range(LAYERS):
             for head in range(HEADS):
-                for token in range(tokens):
-                    at = self.place(layer, blocks[token // TOKENS]) + (head * TOKENS + token % TOKENS) * CONTENT
+                for token in range(first, tokens):
+                    block = blocks[(token - first) // TOKENS]
+                    at = self.place(layer, block) + (head * TOKENS + token % TOKENS) * CONTENT
                     yield at, content(prompt, layer, head, token)
 
     # The decode.

@@ -114,8 +114,8 @@ fn decodes(backend: &str) -> Check {
     ensure(said["statuses"] == json!([3, 0]) && said["wrong"] == 0, || format!("{said}"))?;
     // One that has a prefix gets the rest.
     let params = prefill.prefill("partial", 8, TOKENS)?;
-    let said = python.load(&params, &[6], 1)?;
-    ensure(said["ok"] == json!(["d-1"]), || format!("{said}"))?;
+    let said = python.load(&params, &[6], 8)?;
+    ensure(said["ok"] == json!(["d-1"]) && said["wrong"] == 0, || format!("{said}"))?;
     prefill.all_free(GRACE)
 }
 

@@ -6,7 +6,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 /// The longest head that is read.
-pub(super) const MAX_HEAD: usize = 8 << 10;
+pub(in super::super) const MAX_HEAD: usize = 8 << 10;
 /// Bytes that are read at once.
 const READ: usize = 4 << 10;
 
@@ -27,6 +27,11 @@ pub(super) struct Head {
     body: Option<usize>,
     /// Its own bytes.
     len: usize,
+}
+
+/// How long the head at the front of these bytes is, if it is there whole; `None`: it is none.
+pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
+    Head::parse(bytes).ok().map(|head| head.map(|head| head.len))
 }
 
 fn malformed(why: &str) -> Error {

@@ -28,6 +28,7 @@ pub(super) use self::announce::Announced;
 use self::asking::Question;
 use self::bootstrap::BootstrapServer;
 use self::channel::Askers;
+pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len};
 pub(super) use self::way::{Way, WayPairs};
 use super::builder::Setup;
 use super::half::Half;

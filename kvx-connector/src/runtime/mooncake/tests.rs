@@ -221,10 +221,10 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     register(&decode, 0).unwrap();
     run(async {
         let listed = client::query(prefill.address(), LIMIT).await.unwrap();
-        let at = &listed.engine("p").unwrap().workers[&WorkerRank::default()];
+        let at = &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&WorkerRank::default()];
         let at: SocketAddr = at.strip_prefix("tcp://").unwrap().parse().unwrap();
         let mut question = PullRequest::new("somewhere", 7, 1, 0);
-        question.kvx_engine_id = Some("p".into());
+        question.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
         (question.kv_caches_base_addr, question.block_lens) = (vec![4096], vec![1024]);
         question.kv_block_lens = vec![1024];
         let pulled =
@@ -280,7 +280,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     let granted = own.grant(99).unwrap();
     let mut honest = decode.shared().own_description(rank, &own).unwrap();
     honest.layout_id = 0;
-    honest.kvx_engine_id = Some("p".into());
+    honest.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
     let regions = granted.iter().map(|region| region.metadata().unwrap()).collect();
     honest.kvx_grants = [("r".to_owned(), regions)].into();
     let lies: [(&str, &dyn Fn(&mut PullRequest)); 7] = [
@@ -288,7 +288,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
         ("registered nothing", &|question| question.kv_caches_base_addr[0] = 1 << 40),
         ("bytes", &|question| question.kv_block_lens[0] = 512),
         ("kv_block_lens", &|question| question.kv_block_lens.clear()),
-        ("out of bounds", &|question| question.req_blocks[0].block_ids = vec![vec![0, 4]]),
+        ("lies beyond a grid", &|question| question.req_blocks[0].block_ids = vec![vec![0, 4]]),
         ("twice", &|question| question.req_blocks[0].block_ids = vec![vec![2, 2]]),
         ("malformed", &|question| question.kvx_metadata = Some(b"nonsense".to_vec())),
     ];
@@ -303,8 +303,11 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
         lie(&mut question);
         run(async {
             let listed = client::query(prefill.address(), LIMIT).await.unwrap();
-            let at =
-                listed.engine("p").unwrap().workers[&rank].strip_prefix("tcp://").unwrap().parse().unwrap();
+            let at = listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank]
+                .strip_prefix("tcp://")
+                .unwrap()
+                .parse()
+                .unwrap();
             let answer = dealer(at).await.ask(&question.encode(), LIMIT).await.unwrap();
             let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();
             assert_eq!(answer.err_reqs, Some(vec!["r".to_owned()]), "{word}: {answer:?}");

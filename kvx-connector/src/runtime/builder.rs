@@ -316,7 +316,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents, whose TCP binds here unless it is told otherwise.
+/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine says that it is
+/// where `VLLM_HOST_IP` says.
 fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {
@@ -324,6 +325,11 @@ fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
         if named.is_empty() {
             extra.remove("backends");
         }
+    }
+    if let Some(host) = &config.environment().host_ip
+        && let Value::Object(mooncake) = extra.entry("mooncake").or_insert_with(|| json!({}))
+    {
+        mooncake.entry("host").or_insert_with(|| host.as_str().into());
     }
     if let Some(address) = bind
         && let Value::Object(tcp) = extra.entry("tcp").or_insert_with(|| json!({}))

@@ -484,7 +484,7 @@ impl State {
         orders.into_iter().any(|order| order.request == *request)
     }
 
-    fn pass_on(&mut self, now: Time, meta: ConnectorMeta) {
+    pub(super) fn pass_on(&mut self, now: Time, meta: ConnectorMeta) {
         if meta.is_empty() {
             return;
         }

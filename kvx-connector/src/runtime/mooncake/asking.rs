@@ -1,7 +1,7 @@
 //! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a connection of its own.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::{Error, Kind, Result};
 
@@ -20,8 +20,7 @@ const ANSWER: Limits = Limits { frames: 4, bytes: PullResponse::MAX_LEN };
 pub(super) const BYTES: usize = 64 << 20;
 /// How long a worker may take to greet, and to take a question.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Requests of a decode over `MOONCAKE` are not told apart by grants: how long blocks are held that a plain Mooncake
-/// agent may still write to.
+/// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.
 const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
 
 /// One question that goes to a worker of a prefill.
@@ -161,11 +160,9 @@ impl Shared {
 
     /// The end of a load whose blocks a plain Mooncake agent may write to: it cannot be asked whether it still does.
     pub(in super::super) async fn forget_abroad(&self, rank: WorkerRank, request: &RequestId) {
-        let began = Instant::now();
         tokio::time::sleep(MAY_WRITE_FOR).await;
         tracing::warn!(
             %request,
-            held = ?began.elapsed(),
             "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it writes no more"
         );
         self.tell_mooncake(rank, |worker, now| worker.fence_forgotten(now, request));

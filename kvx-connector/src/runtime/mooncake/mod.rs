@@ -35,7 +35,7 @@ use super::half::Half;
 use super::state::Shared;
 use super::zmtp::{Budget, Router, bare, resolve};
 use crate::engine::mooncake::{Bootstrap, MooncakeAction, MooncakeWorker, PullId};
-use crate::engine::{Action, Address, Connection, Time, WorkerRank};
+use crate::engine::{Address, Connection, Time, WorkerRank};
 
 /// How long the name of this host may take to resolve.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);
@@ -211,11 +211,6 @@ pub(super) fn act(shared: &Arc<Shared>, rank: WorkerRank, action: MooncakeAction
             let cancel = shared.moving(rank, what.id);
             tokio::spawn(Arc::clone(shared).transfer(rank, Op::Write, what, cancel));
         }
-        MooncakeAction::Engine(Action::Fence { request }) => {
-            tokio::spawn(Arc::clone(shared).fence(rank, request));
-        }
-        MooncakeAction::Engine(action) => {
-            unreachable!("done in the turn, or of no MooncakeConnector: {action:?}")
-        }
+        MooncakeAction::Engine(action) => unreachable!("taken in the turn: {action:?}"),
     }
 }

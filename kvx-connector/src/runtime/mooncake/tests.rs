@@ -168,8 +168,9 @@ async fn impostor(answers: Vec<Option<Vec<u8>>>) -> Address {
             match answer {
                 Some(answer) => {
                     let mut sink = [0; 1024];
-                    stream.read(&mut sink).await.ok();
-                    stream.write_all(&answer).await.ok();
+                    if stream.read(&mut sink).await.is_ok_and(|asked| asked > 0) {
+                        stream.write_all(&answer).await.ok();
+                    }
                 }
                 None => silent.push(stream),
             }

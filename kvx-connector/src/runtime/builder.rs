@@ -316,8 +316,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine says that it is
-/// where `VLLM_HOST_IP` says.
+/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine is where
+/// `VLLM_HOST_IP` says.
 fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {

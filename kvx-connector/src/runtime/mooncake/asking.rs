@@ -163,7 +163,7 @@ impl Shared {
         tokio::time::sleep(MAY_WRITE_FOR).await;
         tracing::warn!(
             %request,
-            "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it writes no more"
+            "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it has done"
         );
         self.tell_mooncake(rank, |worker, now| worker.fence_forgotten(now, request));
     }

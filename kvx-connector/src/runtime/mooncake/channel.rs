@@ -79,8 +79,8 @@ impl Drop for Gone<'_> {
 }
 
 impl Shared {
-    /// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill has
-    /// none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
+    /// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill
+    /// has none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
     fn admits(
         &self,
         rank: WorkerRank,

@@ -1,5 +1,5 @@
-//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a length,
-//! both bounded before memory is taken for them.
+//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a
+//! length, both bounded before memory is taken for them.
 
 use kvx_core::{Error, Kind, Result};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

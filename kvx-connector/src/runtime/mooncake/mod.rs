@@ -92,8 +92,8 @@ pub(super) struct Channels {
 
 impl Listeners {
     /// Listens where the configuration says: the bootstrap server on its port, or any free one, and each worker of a
-    /// prefill on a port that is free. Errors: a port that is taken, with the variable to set; a host that is not of this
-    /// machine.
+    /// prefill on a port that is free. Errors: a port that is taken, with the variable to set; a host that is not of
+    /// this machine.
     pub(super) async fn bind(setup: &Setup) -> Result<Self> {
         let settings = &setup.settings;
         let Some(mooncake) = &settings.mooncake else {
@@ -162,8 +162,8 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
             Kind::Exhausted,
             format!(
                 "port {} of {} is taken, so the bootstrap server cannot listen there; another prefill may have it: set \
-                 VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or kv_connector_extra_config.bootstrap_server_address \
-                 to the server of the other",
+                 VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or \
+                 kv_connector_extra_config.bootstrap_server_address to the server of the other",
                 address.port(),
                 address.ip()
             ),

@@ -4,8 +4,8 @@
 //! HMAC-SHA-256 over the nonce and the body. A nonce is good for one registration.
 //!
 //! **Questions and answers.** A kvx decode that asks a kvx prefill sends a frame beside its question: a nonce, and
-//! HMAC-SHA-256 over both. Beside each answer comes one over that nonce and the answer. So nothing recorded passes for an
-//! answer; a question that is sent again asks for what was had already, and what it grants has ended.
+//! HMAC-SHA-256 over both. Beside each answer comes one over that nonce and the answer. So nothing recorded passes for
+//! an answer; a question that is sent again asks for what was had already, and what it grants has ended.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, Kind, Result, Secret};

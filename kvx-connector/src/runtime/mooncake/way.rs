@@ -1,4 +1,4 @@
-//! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for each layout that is told.
+//! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for each layout.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -69,8 +69,8 @@ impl Shared {
             return Err(Error::new(
                 Kind::Incompatible,
                 format!(
-                    "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector tells blocks \
-                     by number, so give both the same block size"
+                    "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
+                     tells blocks by number, so give both the same block size"
                 ),
             ));
         }

@@ -1,4 +1,4 @@
-//! A ROUTER socket: what is said on a connection is its [`Talker`]'s business; a [`Handler`] answers one message at a time.
+//! A ROUTER socket: what is said on a connection is a [`Talker`]'s business; a [`Handler`] answers message by message.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

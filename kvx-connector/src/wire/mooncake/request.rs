@@ -60,8 +60,8 @@ pub struct PullRequest {
     /// The engine that is asked. Only kvx says so, and looks: another engine at the address of a former one refuses at
     /// once.
     pub kvx_engine_id: Option<String>,
-    /// What to write by, for each request of `req_blocks`: regions of the asking worker, as kvx's agents tell them. Their
-    /// end is the end of all writes for that request. Only kvx says so.
+    /// What to write by, for each request of `req_blocks`: regions of the asking worker, as kvx's agents tell them.
+    /// Their end is the end of all writes for that request. Only kvx says so.
     pub kvx_grants: BTreeMap<String, Vec<Vec<u8>>>,
     shape: Shape,
 }

@@ -12,6 +12,7 @@ use super::warning::{Concern, Warning};
 use kvx_core::{Error, Kind, Result};
 
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
+const HOST_IP: &str = "VLLM_HOST_IP";
 pub(super) const PORT: &str = "VLLM_NIXL_SIDE_CHANNEL_PORT";
 const ABORT: &str = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT";
 const BOOTSTRAP_PORT: &str = "VLLM_MOONCAKE_BOOTSTRAP_PORT";
@@ -21,7 +22,7 @@ const LAYOUT: &str = "VLLM_KV_CACHE_LAYOUT";
 
 /// The variables of vLLM that kvx reads.
 pub(super) const VARIABLES: &[&str] =
-    &[HOST, PORT, ABORT, BOOTSTRAP_PORT, MOONCAKE_ABORT, MOONCAKE_TIMEOUT, LAYOUT];
+    &[HOST, PORT, ABORT, HOST_IP, BOOTSTRAP_PORT, MOONCAKE_ABORT, MOONCAKE_TIMEOUT, LAYOUT];
 
 /// What a configuration is read within. A plain value, so that a test or a tool can say any of it.
 ///
@@ -92,6 +93,8 @@ pub struct Environment {
     pub side_channel_port: u16,
     /// `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`, if set.
     pub abort_request_timeout: Option<Duration>,
+    /// `VLLM_HOST_IP`, if set: the address of this host that a MooncakeConnector's peers are told.
+    pub host_ip: Option<String>,
     /// `VLLM_MOONCAKE_BOOTSTRAP_PORT`: 8998.
     pub mooncake_bootstrap_port: u16,
     /// `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: 480 s.
@@ -123,6 +126,7 @@ impl Environment {
                 .read(PORT, port_or_any)?
                 .unwrap_or(compat.defaults().side_channel_port),
             abort_request_timeout: variables.read(ABORT, whole_seconds)?,
+            host_ip: variables.read(HOST_IP, |_, text| Ok(text.to_owned()))?,
             mooncake_bootstrap_port: variables.read(BOOTSTRAP_PORT, port)?.unwrap_or(8998),
             mooncake_abort_request_timeout: variables
                 .read(MOONCAKE_ABORT, whole_seconds)?
@@ -157,6 +161,7 @@ impl Environment {
             (HOST, Some(self.side_channel_host.clone())),
             (PORT, Some(self.side_channel_port.to_string())),
             (ABORT, self.abort_request_timeout.map(seconds)),
+            (HOST_IP, self.host_ip.clone()),
             (BOOTSTRAP_PORT, Some(self.mooncake_bootstrap_port.to_string())),
             (MOONCAKE_ABORT, Some(seconds(self.mooncake_abort_request_timeout))),
             (MOONCAKE_TIMEOUT, Some(seconds(self.mooncake_connector_timeout))),

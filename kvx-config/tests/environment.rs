@@ -46,6 +46,7 @@ fn every_variable_is_read() {
         &[
             ("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7"),
             ("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700"),
+            ("VLLM_HOST_IP", "10.0.0.8"),
             ("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9000"),
             ("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "60"),
             ("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "7.5"),
@@ -54,6 +55,7 @@ fn every_variable_is_read() {
     );
     let environment = config.environment();
     assert_eq!((environment.side_channel_host.as_str(), environment.side_channel_port), ("10.0.0.7", 5700));
+    assert_eq!(environment.host_ip.as_deref(), Some("10.0.0.8"));
     assert_eq!(environment.mooncake_bootstrap_port, 9000);
     assert_eq!(environment.mooncake_abort_request_timeout, Duration::from_secs(60));
     assert_eq!(environment.mooncake_connector_timeout, Duration::from_millis(7500));

@@ -183,7 +183,9 @@ impl Engine {
         }
         let mut surroundings = Surroundings::of_process();
         if spec.port > 0 {
-            surroundings = surroundings.variable("VLLM_NIXL_SIDE_CHANNEL_PORT", spec.port.to_string());
+            for variable in ["VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"] {
+                surroundings = surroundings.variable(variable, spec.port.to_string());
+            }
         }
         let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
         let mut factors = CompatibilityFactors::from_config(&config, "a model of the tests");

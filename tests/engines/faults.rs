@@ -9,7 +9,7 @@ use kvx_testkit::{Check, Failure, Tier, skip};
 use serde_json::{Value, json};
 
 use crate::engine::Spec;
-use crate::fleet::{CUT_OFF, Engine, GRACE, Load, pushing, spec};
+use crate::fleet::{CUT_OFF, Engine, GRACE, Load, MOONCAKE, pushing, spec};
 use crate::{Case, ucx};
 
 /// Of loads that cannot succeed.
@@ -52,6 +52,38 @@ pub(crate) fn cases() -> Vec<Case> {
         ("a_decode_that_is_killed_before_it_is_written_to_costs_a_lease", pushed_decode_killed),
     ];
     for (name, run) in pushes {
+        for backend in ["TCP", "SHM"] {
+            cases.push(Case::new(name, backend, Tier::Usual, run));
+        }
+    }
+    let asks: [(&str, fn(&str) -> Check); 7] = [
+        ("blocks_that_an_asking_decode_has_given_up_are_not_written", |backend| {
+            HAVE_MET.into_iter().try_for_each(|have_met| {
+                given_up(
+                    Two::mooncake(backend)?,
+                    Round { way: Way::Writes, have_met, at_last: AtLast::GoesOn },
+                )
+            })
+        }),
+        ("blocks_that_an_asking_decode_has_given_up_are_not_written_by_one_that_is_killed", |backend| {
+            let round = Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled };
+            given_up(Two::mooncake(backend)?, round)
+        }),
+        ("an_asked_prefill_that_is_killed_fails_its_loads", |backend| {
+            killed_prefill(|| Two::mooncake(backend), Way::Writes)
+        }),
+        ("an_asking_decode_that_is_killed_costs_the_time_limit", |backend| {
+            killed_decode(|| Two::mooncake(backend))
+        }),
+        ("an_asked_prefill_that_restarts_is_not_taken_for_the_old_one", |backend| {
+            [true, false]
+                .into_iter()
+                .try_for_each(|same| restarted_prefill(Two::mooncake_keeping(backend, 60)?, same))
+        }),
+        ("questions_and_transfers_can_be_given_up", |backend| aborted(Two::mooncake(backend)?)),
+        ("transfers_that_nobody_asks_for_come_back", |backend| nobody_comes_to(Two::mooncake(backend)?)),
+    ];
+    for (name, run) in asks {
         for backend in ["TCP", "SHM"] {
             cases.push(Case::new(name, backend, Tier::Usual, run));
         }
@@ -100,6 +132,21 @@ impl Two {
             decode: Engine::start(pushing("decode", backend))?,
             last: 0,
         })
+    }
+
+    /// With the MooncakeConnector.
+    fn mooncake(backend: &str) -> Result<Self, Failure> {
+        Two::mooncake_keeping(backend, 3)
+    }
+
+    /// The same, that keeps what nobody asks for so many seconds.
+    fn mooncake_keeping(backend: &str, seconds: u32) -> Result<Self, Failure> {
+        let variables = vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), seconds.to_string())];
+        let start = |id| {
+            let variables = variables.clone();
+            Engine::start(Spec { variables, ..spec(id, &format!("{MOONCAKE}{backend}")) })
+        };
+        Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
     }
 
     fn published(&mut self) -> Result<Published, Failure> {
@@ -305,28 +352,29 @@ fn given_up(mut two: Two, round: Round) -> Check {
 }
 
 fn prefill_restarted(backend: &str) -> Check {
-    for same in [true, false] {
-        let mut two = Two::new(backend)?;
-        two.works()?;
-        let places = two.spread(CUT_OFF)?;
-        let id = two.prefill.spec.id.clone();
-        let id = if same { id } else { format!("{id}-new") };
-        two.prefill.start_again(&id)?;
-        // Blocks of the same numbers hold something else now.
-        let new = [two.published()?, two.published()?, two.published()?];
-        two.decode.admit(&places.queued.0)?;
-        two.begin(&places.idle, DEADLINE)?;
-        two.decode.fails(&places.idle.0, DEADLINE)?;
-        two.decode.fails(&places.queued.0, CUT_OFF)?;
-        two.decode.ends(&places.reading.0, CUT_OFF, true)?;
-        for published in &new {
-            two.begin(published, CUT_OFF)?;
-            two.decode.arrives(&published.0, TOKENS)?;
-        }
-        two.works()?;
-        two.all_free()?;
+    [true, false].into_iter().try_for_each(|same| restarted_prefill(Two::new(backend)?, same))
+}
+
+/// `same`: under its name.
+fn restarted_prefill(mut two: Two, same: bool) -> Check {
+    two.works()?;
+    let places = two.spread(CUT_OFF)?;
+    let id = two.prefill.spec.id.clone();
+    let id = if same { id } else { format!("{id}-new") };
+    two.prefill.start_again(&id)?;
+    // Blocks of the same numbers hold something else now.
+    let new = [two.published()?, two.published()?, two.published()?];
+    two.decode.admit(&places.queued.0)?;
+    two.begin(&places.idle, DEADLINE)?;
+    two.decode.fails(&places.idle.0, DEADLINE)?;
+    two.decode.fails(&places.queued.0, CUT_OFF)?;
+    two.decode.ends(&places.reading.0, CUT_OFF, true)?;
+    for published in &new {
+        two.begin(published, CUT_OFF)?;
+        two.decode.arrives(&published.0, TOKENS)?;
     }
-    Ok(())
+    two.works()?;
+    two.all_free()
 }
 
 fn decode_killed(backend: &str) -> Check {
@@ -400,7 +448,10 @@ fn decode_restarted(backend: &str) -> Check {
 }
 
 fn aborts(backend: &str) -> Check {
-    let mut two = Two::new(backend)?;
+    aborted(Two::new(backend)?)
+}
+
+fn aborted(mut two: Two) -> Check {
     two.works()?;
     // A lease is taken back before anybody comes, while its load is queued, and while it is under way.
     let [idle, queued, reading] = [two.published()?, two.published()?, two.published()?];
@@ -444,7 +495,10 @@ fn aborts(backend: &str) -> Check {
 }
 
 fn nobody_comes(backend: &str) -> Check {
-    let mut two = Two::new(backend)?;
+    nobody_comes_to(Two::new(backend)?)
+}
+
+fn nobody_comes_to(mut two: Two) -> Check {
     let late = two.published()?;
     two.prefill.all_free(BLOCKS_BACK)?;
     two.begin(&late, DEADLINE)?;

@@ -248,8 +248,17 @@ impl<'a> Load<'a> {
     }
 }
 
-/// An engine over one backend that keeps leases for a short time.
+/// Before a backend's name: with the MooncakeConnector.
+pub(crate) const MOONCAKE: &str = "MooncakeConnector ";
+
+/// An engine over one backend that keeps leases for a short time; with [`MOONCAKE`] in front of the backend's name, one
+/// with that connector.
 pub(crate) fn spec(id: &str, backend: &str) -> Spec {
+    if let Some(backend) = backend.strip_prefix(MOONCAKE) {
+        let config = json!({ "kv_connector": MOONCAKE.trim() });
+        let variables = vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), "3".to_owned())];
+        return Spec { config, variables, extra: json!({}), ..spec(id, backend) };
+    }
     Spec {
         id: format!("{id}-{}", std::process::id()),
         backends: vec![backend.to_owned()],

@@ -4,6 +4,10 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
+/// Where the tests' Mooncake is.
+#[path = "../../kvx-mooncake/tests/adapter/mod.rs"]
+#[allow(dead_code, reason = "each test program uses its part")]
+mod adapter;
 mod dialects;
 mod digests;
 mod engine;
@@ -13,8 +17,10 @@ mod hosts;
 mod log;
 mod matrix;
 mod model;
+mod mooncake_python;
 mod python;
 mod queue;
+mod secrets;
 /// Where the tests' UCX is.
 #[path = "../../kvx-ucx/tests/versions/mod.rs"]
 mod ucx;
@@ -22,7 +28,8 @@ mod ucx;
 #[path = "../../kvx-rixl/tests/wheel/mod.rs"]
 mod wheel;
 
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, ExitCode};
 
 use kvx_testkit::{Check, Tier, skip};
 use libtest_mimic::{Arguments, Trial};
@@ -46,17 +53,30 @@ impl Case {
     }
 }
 
+/// Starts this program again with `KVX_MOONCAKE_LIB` set, unless it is, or there is none.
+fn start_again_with_mooncake() {
+    const VARIABLE: &str = "KVX_MOONCAKE_LIB";
+    let Some(adapter) = adapter::adapter().filter(|_| std::env::var_os(VARIABLE).is_none()) else { return };
+    let mut again = Command::new(std::env::current_exe().expect("the running program has a path"));
+    let again = again.args(std::env::args_os().skip(1)).env(VARIABLE, adapter);
+    panic!("this program cannot be started again: {}", again.exec());
+}
+
 fn main() -> ExitCode {
     if let Ok(spec) = std::env::var(fleet::VARIABLE) {
         engine::serve(&spec);
     }
-    wheel::chosen(); // without a wheel, RIXL is skipped
+    // Without them, MOONCAKE and RIXL are skipped.
+    start_again_with_mooncake();
+    wheel::chosen();
     let cases = matrix::cases()
         .into_iter()
         .chain(faults::cases())
         .chain(dialects::cases())
         .chain(digests::cases())
         .chain(python::cases())
+        .chain(mooncake_python::cases())
+        .chain(secrets::cases())
         .chain(hosts::cases());
     let trials = cases.filter(|case| case.tier.runs()).map(|Case { name, backend, run, .. }| {
         let title = format!("{backend}::{name}");

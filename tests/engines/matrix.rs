@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::Case;
 use crate::engine::Spec;
-use crate::fleet::{CUT_OFF, Engine, Load, ensure, pushing, spec};
+use crate::fleet::{CUT_OFF, Engine, Load, MOONCAKE, ensure, pushing, spec};
 use crate::model::Shape;
 
 const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
@@ -39,6 +39,22 @@ pub(crate) fn cases() -> Vec<Case> {
             let usual = at == 0 || backend == if at % 2 == 0 { "TCP" } else { "SHM" };
             let usual = if at == 8 { backend == "TCP" } else { usual };
             cases.push(Case::new(name, backend, if usual { Tier::Usual } else { Tier::Whole }, run));
+        }
+    }
+    let asks: [(&str, fn(&str) -> Check); 8] = [
+        ("prompts_of_any_length_are_written_to_who_asks", lengths),
+        ("a_cached_prefix_is_not_asked_for", prefixes),
+        ("two_asked_prefills_serve_four_decodes", fleets),
+        ("ranks_that_are_asked_are_divided_and_joined", ranks),
+        ("a_latent_is_written_to_every_rank_that_asks", latents),
+        ("logical_blocks_of_64_tokens_are_asked_for_and_of_16_refused", equal_blocks),
+        ("two_engines_ask_each_other_at_once", both_ways),
+        ("stages_that_are_asked_are_joined", stages),
+    ];
+    for (name, run) in asks {
+        for backend in ["SHM", "TCP", "MOONCAKE"] {
+            let run = move |backend: &str| run(&format!("{MOONCAKE}{backend}"));
+            cases.push(Case::new(name, backend, Tier::Usual, run));
         }
     }
     cases
@@ -205,6 +221,19 @@ fn blocks(backend: &str) -> Check {
         load_all(&mut prefill, &mut decode, &[1, 16, 49, 64, 65, 193])?;
     }
     Ok(())
+}
+
+/// A MooncakeConnector tells blocks by number: those of another size would be others.
+fn equal_blocks(backend: &str) -> Check {
+    let large = Shape { kernel_per_logical: 4, blocks: 16, ..Shape::default() };
+    let (mut prefill, mut decode) = pair(backend, large.clone(), large)?;
+    load_all(&mut prefill, &mut decode, &[1, 16, 49, 64, 65, 193])?;
+    let mut other = Engine::start(spec("other", backend))?;
+    let params = prefill.prefill("other", 7, 49)?;
+    other.decode(&Load::new("other", 7, 49), &params, CUT_OFF)?;
+    let why = other.fails("other", CUT_OFF)?;
+    ensure(why.contains("16 tokens") && why.contains("give both the same block size"), || why)?;
+    other.all_free(CUT_OFF)
 }
 
 fn layouts(backend: &str) -> Check {

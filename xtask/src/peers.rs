@@ -44,12 +44,26 @@ const PEERS: &[PeerSoftware] = &[PeerSoftware {
         DebianPackage { name: "libnuma1", why: "Mooncake's engine needs it" },
         DebianPackage { name: "libpython3.11", why: "the engine in Mooncake's wheel is a Python module" },
     ],
-    wheels: &[Wheel {
-        peer: "mooncake",
-        name: "mooncake-transfer-engine-non-cuda",
-        version: "0.3.13.post1",
-        why: "Mooncake's engine, under kvx-mooncake and beside it",
-    }],
+    wheels: &[
+        Wheel {
+            peer: "mooncake",
+            name: "mooncake-transfer-engine-non-cuda",
+            version: "0.3.13.post1",
+            why: "Mooncake's engine, under kvx-mooncake and beside it",
+        },
+        Wheel {
+            peer: "mooncake",
+            name: "msgspec",
+            version: "0.22.0",
+            why: "questions of a MooncakeConnector as vLLM reads and writes them",
+        },
+        Wheel {
+            peer: "mooncake",
+            name: "pyzmq",
+            version: "27.3.0",
+            why: "ZeroMQ itself at that side channel",
+        },
+    ],
     libraries: &[
         SharedLibrary {
             file: "libkvx_mooncake_adapter.so",

@@ -3,7 +3,7 @@
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use kvx::connector::engine::{self, Allocation, Arrival, METRICS, RequestId, WorkerRank};
+use kvx::connector::engine::{self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank};
 pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome, Status, Then};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 pub use kvx::connector::params::TransferParams;
@@ -21,7 +21,7 @@ pub(crate) fn describe_metrics() {
 
 /// The bounds of the buckets that vLLM gives a histogram of transfers.
 pub(crate) fn buckets(name: &str) -> Option<&'static [f64]> {
-    METRICS.iter().find(|metric| metric.name == name)?.buckets
+    METRICS.iter().chain(&MOONCAKE_METRICS).find(|metric| metric.name == name)?.buckets
 }
 
 /// `kv_transfer_params` of a request; the words say what is wrong with them.

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_testkit::{Tier, output, skip};
+use kvx_testkit::{Tier, skip};
 use serde_json::{Value, json};
 
 use crate::hosts::{Host, Hosts};
-use crate::server::{LIMIT, model};
+use crate::server::model;
 
 /// Commands and rules, by their ids.
 const GUIDES: &str = include_str!("guides.json");
@@ -203,21 +203,37 @@ fn the_guides_permuting_decode_works_as_it_is() {
     pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
 }
 
+/// The guide names no address: a host's own is beside its command, as on several hosts of any guide.
 #[test]
-fn mooncakes_servers_are_refused_in_words_and_its_proxy_starts() {
-    let Some(mut host) = Host::new() else {
-        return skip("guides::mooncake", "no network namespace", CURE);
+fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
+    let Some(mut hosts) = Hosts::new(3) else {
+        return skip("guides::mooncake", "no network namespaces on one switch", CURE);
     };
     let cache = cache("mooncake");
-    for id in ["mooncake.prefill", "mooncake.decode"] {
-        let (arguments, variables) = command(id);
-        let refused = output(&mut host.kvx(&arguments, &variables, &cache), LIMIT);
-        let words = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert_eq!(refused.status.code(), Some(1), "{words}");
-        assert!(words.contains("MooncakeConnector") && words.contains("write NixlConnector"), "{words}");
+    for (at, id) in ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate() {
+        let (arguments, mut variables) = command(id);
+        variables.push(("VLLM_HOST_IP".to_owned(), Hosts::address(at + 1)));
+        let host = &mut hosts.each[at];
+        host.run(host.kvx(&arguments, &variables, &cache));
     }
-    run(&mut host, "mooncake.proxy", &cache);
-    host.wait("http://localhost:8000/healthcheck");
+    let model = "Qwen/Qwen2.5-7B-Instruct";
+    let head = &mut hosts.each[2];
+    let single = ["serve", model, "--port", "8300", "--host", "127.0.0.1"].map(str::to_owned);
+    head.run(head.kvx(&single, &[], &cache));
+    hosts.each[0].wait("http://localhost:8010/health");
+    hosts.each[1].wait("http://localhost:8020/health");
+    let head = &hosts.each[2];
+    head.wait("http://localhost:8300/health");
+    head.wait("http://localhost:8000/ready");
+    for prompt in PROMPTS {
+        let mut ask = ask(prompt);
+        ask["model"] = model.into();
+        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
+        let answer = head.curl("http://localhost:8000/v1/completions", Some(&ask)).expect("an answer");
+        assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
+    }
+    let wrote = hosts.each[0].metric(8010, "vllm:mooncake_bytes_transferred_count", "");
+    assert_eq!(wrote, PROMPTS.len() as f64);
 }
 
 /// Whether a file of the repository has this test, by its place from kvx-connector.

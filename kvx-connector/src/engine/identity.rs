@@ -80,7 +80,7 @@ pub struct Address {
 
 impl Address {
     /// From `host:port`, IPv6 in brackets. `None`: it is none, or the port is 0.
-    pub(super) fn parse(text: &str) -> Option<Self> {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let host = match host.strip_prefix('[') {
             Some(host) => host.strip_suffix(']')?,

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::fields::{self, Fields};
+use super::mooncake::{MooncakeLeg, MooncakeParams};
 use super::remote::{RemoteBlocks, TransferMode};
 use super::{Dialect, ParamsError};
 
@@ -187,6 +188,25 @@ impl TransferParams {
         })
     }
 
+    /// These as the parameters of the MooncakeConnector: their keys of its own are in [`rest`](Self::rest).
+    ///
+    /// # Errors
+    ///
+    /// As [`MooncakeParams::from_value`].
+    pub fn mooncake(&self) -> Result<MooncakeParams, ParamsError> {
+        let mut object = self.rest.clone();
+        object.insert("do_remote_prefill".into(), self.do_remote_prefill.into());
+        object.insert("do_remote_decode".into(), self.do_remote_decode.into());
+        object.extend(self.remote_engine_id.clone().map(|engine| ("remote_engine_id".into(), engine.into())));
+        MooncakeParams::from_value(&Value::Object(object))
+    }
+
+    /// Whether they are those of the MooncakeConnector.
+    fn is_of_mooncake(&self) -> bool {
+        let others = self.remote_block_ids.is_some() || self.remote_request_id.is_some();
+        !others && self.rest.get("transfer_id").is_some_and(|id| !id.is_null())
+    }
+
     /// Whether any key names blocks of another engine.
     pub fn names_remote(&self) -> bool {
         self.remote_block_ids.is_some()
@@ -212,7 +232,9 @@ impl TransferParams {
                  the first",
             ));
         }
-        if self.do_remote_prefill || self.names_remote() {
+        if self.is_of_mooncake() {
+            self.mooncake()?;
+        } else if self.do_remote_prefill || self.names_remote() {
             let remote = self.remote_blocks()?;
             if self.do_remote_prefill && remote.mode == TransferMode::Pull && remote.block_count() == 0 {
                 return Err(ParamsError::new(
@@ -276,6 +298,22 @@ impl TransferParams {
     /// As [`to_object`](Self::to_object).
     pub fn to_value(&self, dialect: Dialect) -> Result<Value, ParamsError> {
         self.to_object(dialect).map(Value::Object)
+    }
+}
+
+impl From<MooncakeParams> for TransferParams {
+    fn from(params: MooncakeParams) -> Self {
+        let mut read = TransferParams { rest: params.rest, ..TransferParams::default() };
+        read.rest.insert("transfer_id".into(), params.transfer_id.as_str().into());
+        match params.leg {
+            MooncakeLeg::Prefill => read.do_remote_decode = true,
+            MooncakeLeg::Decode { remote_engine_id, remote_bootstrap_addr } => {
+                read.do_remote_prefill = true;
+                read.remote_engine_id = Some(remote_engine_id);
+                read.rest.insert("remote_bootstrap_addr".into(), remote_bootstrap_addr.into());
+            }
+        }
+        read
     }
 }
 

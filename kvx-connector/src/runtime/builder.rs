@@ -17,6 +17,8 @@ use crate::nixl::{self, BACKEND as KVX};
 use crate::params::TransferMode;
 use crate::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};
 
+/// The name of the backend that speaks to plain Mooncake agents.
+pub(super) const MOONCAKE: &str = "MOONCAKE";
 /// The name of the backend that speaks to plain NIXL agents.
 pub(super) const RIXL: &str = "RIXL";
 
@@ -142,11 +144,17 @@ impl Builder {
         }
         // Where it listens is known once it does.
         let nowhere = Address { host: "".into(), port: 0 };
-        let mut settings = Settings::from_config(&self.config, self.data_parallel, nowhere)?;
-        if self.config.nixl().kvx_digest && settings.mode == TransferMode::Push {
+        let mut settings = match self.config.connector() {
+            Some(kvx_config::Connector::Mooncake) => {
+                Settings::of_mooncake(&self.config, self.data_parallel, nowhere)?
+            }
+            _ => Settings::from_config(&self.config, self.data_parallel, nowhere)?,
+        };
+        let writes = settings.mode == TransferMode::Push || settings.mooncake.is_some();
+        if self.config.nixl().kvx_digest && writes {
             return Err(Error::new(
                 Kind::Unsupported,
-                "kvx_digest is for NixlConnector, where the decode reads: a NixlPushConnector writes without digests; \
+                "kvx_digest is for NixlConnector, where the decode reads: other connectors write without digests; \
                  take kvx_digest out of kv_connector_extra_config, or write NixlConnector",
             ));
         }
@@ -181,6 +189,7 @@ impl Builder {
             told,
             factors: self.factors,
             data_parallel: self.data_parallel,
+            any_port: self.any_port,
             config: self.config,
             registry: self.registry,
             backends,
@@ -200,6 +209,8 @@ pub(super) struct Setup {
     pub(super) data_parallel: u32,
     /// All of it for a rank in a process of its own.
     pub(super) told: Map<String, Value>,
+    /// Peers are told the port, whatever the environment says of it.
+    pub(super) any_port: bool,
     registry: Registry,
     options: Options,
     backends: Option<Vec<String>>,
@@ -208,10 +219,20 @@ pub(super) struct Setup {
 }
 
 impl Setup {
-    /// Where TCP is not told what to bind, a side channel's host that is an address of this machine is it: peers
-    /// elsewhere reach both or none.
+    /// The name or address of this host that peers are told.
+    pub(super) fn host(&self) -> &str {
+        let environment = self.config.environment();
+        match self.settings.mooncake {
+            None => &environment.side_channel_host,
+            Some(_) => environment.host_ip.as_deref().unwrap_or("127.0.0.1"),
+        }
+    }
+
+    /// Where TCP is not told what to bind, a host that is an address of this machine is it: peers elsewhere reach the
+    /// side channel and the data, or none.
     pub(super) async fn bind_beside_the_side_channel(&mut self) {
-        self.options = options(&self.config, tcp_bind(&self.config).await);
+        let bind = tcp_bind(&self.config, self.host()).await;
+        self.options = options(&self.config, bind);
     }
 
     /// The agent of a worker whose pools lie on these devices, if on any.
@@ -230,7 +251,18 @@ impl Setup {
         }
         let agent = builder.build(&self.registry)?;
         let (worker, backends) = (format!("pp {} tp {}", rank.pp, rank.tp), agent.backends());
-        if backends.contains(&RIXL) {
+        if self.settings.mooncake.is_some() {
+            let vllm = backends.contains(&MOONCAKE);
+            tracing::info!(
+                %worker,
+                ?backends,
+                "{}",
+                match vllm {
+                    true => "vLLM peers are reached by MOONCAKE, kvx peers by any of these",
+                    false => "kvx peers only: for vLLM's, name MOONCAKE in kv_connector_extra_config.backends",
+                }
+            );
+        } else if backends.contains(&RIXL) {
             tracing::info!(%worker, ?backends, "vLLM peers can load from this engine and it from them, by RIXL");
         } else if self.in_nixl {
             tracing::info!(%worker, ?backends, "vLLM peers with the backend KVX can load from this engine");
@@ -287,7 +319,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents, whose TCP binds here unless it is told otherwise.
+/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine is where
+/// `VLLM_HOST_IP` says.
 fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {
@@ -295,6 +328,11 @@ fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
         if named.is_empty() {
             extra.remove("backends");
         }
+    }
+    if let Some(host) = &config.environment().host_ip
+        && let Value::Object(mooncake) = extra.entry("mooncake").or_insert_with(|| json!({}))
+    {
+        mooncake.entry("host").or_insert_with(|| host.as_str().into());
     }
     if let Some(address) = bind
         && let Value::Object(tcp) = extra.entry("tcp").or_insert_with(|| json!({}))

@@ -329,7 +329,7 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
 }
 
 /// A peer whose link is up.
-async fn link(peer: Result<Peer>) -> Result<Peer> {
+pub(super) async fn link(peer: Result<Peer>) -> Result<Peer> {
     let peer = peer?;
     peer.ready(LINK_LIMIT).await?;
     Ok(peer)

@@ -117,14 +117,19 @@ fn begin(
     if !params.do_remote_prefill {
         return refused("they name no remote prefill (do_remote_prefill)".into());
     }
-    if let Err(why) = params.remote_blocks_for(settings.mode) {
-        return refused(why.to_string());
-    }
     let size = settings.block_size;
-    let theirs = params.remote_block_ids.iter().flatten().map(Vec::len).max().unwrap_or(0);
+    let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
+    let theirs = match settings.mooncake {
+        None => params.remote_blocks_for(settings.mode).map(|remote| remote.block_ids),
+        // They name no blocks: what is to be filled is all that the prefill has.
+        Some(_) => params.mooncake().map(|_| whole.iter().map(|(list, _)| list.to_vec()).collect()),
+    };
+    let theirs = match theirs {
+        Ok(theirs) => theirs.iter().map(Vec::len).max().unwrap_or(0),
+        Err(why) => return refused(why.to_string()),
+    };
     let all = u64::try_from(theirs).unwrap_or(u64::MAX).saturating_mul(size.into());
     let held = u32::try_from(params.remote_num_tokens.unwrap_or(all)).unwrap_or(u32::MAX);
-    let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
     let needed = held.div_ceil(size);
     // Windows say nothing of what is there already.
     let given = whole.map_or(needed, |(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));

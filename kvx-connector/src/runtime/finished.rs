@@ -64,6 +64,10 @@ impl Shared {
         // What has been released was taken back then, and its name may be another request's by now.
         let at_once = released.is_none() && state.scheduler.withdraw(request);
         if at_once {
+            // Before the blocks are the engine's: a write that reads them and ends later has failed.
+            let now = self.clock.now();
+            let ready = state.scheduler.take_ready(now, None);
+            state.pass_on(now, ready);
             state.aggregator.forget_sending(request);
             if let Some(published) = &mut state.published {
                 published.release(request);

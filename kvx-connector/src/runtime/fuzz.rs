@@ -1,10 +1,11 @@
 //! What the fuzz target and the bounded fuzz test call: what a socket receives, from anybody.
 
+use super::mooncake::{MAX_HTTP_HEAD, http_head_len};
 use super::zmtp::Budget;
 use super::zmtp::codec::{self, Command, Decoder, Input, Limits};
 
-/// The target, by the name of its corpus.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp)];
+/// The targets, by the names of their corpora.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp), ("connector_http", http)];
 
 const LIMITS: Limits = Limits { frames: 4, bytes: 600 };
 
@@ -41,6 +42,16 @@ pub fn zmtp(bytes: &[u8]) {
                 );
             }
         }
+    }
+}
+
+/// The same bytes as the head of an HTTP message: as long as it is, and no longer, it is read alike.
+pub fn http(bytes: &[u8]) {
+    if let Some(Some(len)) = http_head_len(bytes) {
+        assert!(len <= bytes.len() && len <= MAX_HTTP_HEAD + 3, "{len}");
+        assert_eq!(http_head_len(&bytes[..len]), Some(Some(len)));
+        let shorter = http_head_len(&bytes[..len - 1]);
+        assert_eq!(shorter, if len > MAX_HTTP_HEAD { None } else { Some(None) });
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram};
 
-use crate::engine::{METRICS, Metric, Time, TransferStats};
+use crate::engine::{METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferStats};
 
 /// Blocks that are neither free nor loaded: something may still write to them.
 const HELD: &str = "kvx_held_blocks";
@@ -18,13 +18,13 @@ const EVERY: Duration = Duration::from_secs(10);
 /// Says what the connector's metrics mean to a recorder; call it once after installing one. The bounds of their
 /// buckets, which an exporter is told by its own means, are in [`METRICS`].
 pub fn describe_metrics() {
-    for Metric { name, buckets } in METRICS {
+    for Metric { name, buckets } in METRICS.into_iter().chain(MOONCAKE_METRICS) {
         let unit = match name {
             _ if name.ends_with("_seconds") => Unit::Seconds,
             _ if name.contains("bytes") => Unit::Bytes,
             _ => Unit::Count,
         };
-        let text = "KV transfers of this engine, as vLLM's NixlConnector counts them";
+        let text = "KV transfers of this engine, as vLLM's connector of this kind counts them";
         match buckets {
             Some(_) => describe_histogram!(name, unit, text),
             None => describe_counter!(name, unit, text),
@@ -44,6 +44,8 @@ pub(super) struct Metrics {
     meters: Vec<(&'static str, Meter)>,
     held: Gauge,
     quarantined: Gauge,
+    /// Under the names of a MooncakeConnector.
+    mooncake: bool,
     unsaid: TransferStats,
     /// When that is due.
     due: Time,
@@ -56,14 +58,17 @@ enum Meter {
 
 impl Metrics {
     /// Of the recorder that is installed now.
-    pub(super) fn new(model: &str, engine: &str) -> Self {
+    pub(super) fn new(model: &str, engine: &str, settings: &Settings) -> Self {
         let labels = [("model_name", model.to_owned()), ("engine", engine.to_owned())];
         let meter = |metric: Metric| match metric.buckets {
             Some(_) => Meter::Histogram(metrics::histogram!(metric.name, &labels)),
             None => Meter::Counter(metrics::counter!(metric.name, &labels)),
         };
+        let mooncake = settings.mooncake.is_some();
+        let named: &[Metric] = if mooncake { &MOONCAKE_METRICS } else { &METRICS };
         Metrics {
-            meters: METRICS.into_iter().map(|metric| (metric.name, meter(metric))).collect(),
+            mooncake,
+            meters: named.iter().copied().map(|metric| (metric.name, meter(metric))).collect(),
             held: metrics::gauge!(HELD, &labels),
             quarantined: metrics::gauge!(QUARANTINED, &labels),
             unsaid: TransferStats::default(),
@@ -73,7 +78,11 @@ impl Metrics {
 
     /// Tells the recorder what the workers did since the last time, and keeps it for the log.
     pub(super) fn tell(&mut self, now: Time, stats: &TransferStats) {
-        for (metric, value) in stats.observations() {
+        let observations: Vec<_> = match self.mooncake {
+            true => stats.mooncake_observations().collect(),
+            false => stats.observations().collect(),
+        };
+        for (metric, value) in observations {
             match self.meters.iter().find(|(name, _)| *name == metric.name) {
                 Some((_, Meter::Histogram(histogram))) => histogram.record(value),
                 Some((_, Meter::Counter(counter))) => counter.increment(value as u64),
@@ -189,6 +198,10 @@ mod tests {
         }
     }
 
+    fn settings() -> Settings {
+        Settings::new("e", crate::engine::Address { host: "h".into(), port: 1 })
+    }
+
     fn stats() -> TransferStats {
         let mut stats = TransferStats::default();
         let (time, post) = (Duration::from_millis(20), Duration::from_millis(1));
@@ -202,7 +215,7 @@ mod tests {
         let told = Told::default();
         metrics::with_local_recorder(&told, || {
             describe_metrics();
-            Metrics::new("m", "e").tell(Time::default(), &stats());
+            Metrics::new("m", "e", &settings()).tell(Time::default(), &stats());
         });
         let wanted = [
             ("vllm:nixl_bytes_transferred", 4096.0),
@@ -227,7 +240,7 @@ mod tests {
     #[test]
     fn gauges_show_the_last_that_was_said() {
         let told = Told::default();
-        let metrics = metrics::with_local_recorder(&told, || Metrics::new("m", "e"));
+        let metrics = metrics::with_local_recorder(&told, || Metrics::new("m", "e", &settings()));
         metrics.blocks(4, 0);
         metrics.blocks(1, 3);
         let told = told.take();
@@ -237,7 +250,7 @@ mod tests {
 
     #[test]
     fn the_line_comes_ten_seconds_after_the_first_thing_to_say_and_not_without_one() {
-        let mut metrics = Metrics::new("m", "e");
+        let mut metrics = Metrics::new("m", "e", &settings());
         let at = |seconds| Time::from_origin(Duration::from_secs(seconds));
         assert_eq!(metrics.line(at(5)), None);
         metrics.tell(at(6), &stats());

@@ -45,7 +45,10 @@ mod finished;
 #[doc(hidden)]
 pub mod fuzz;
 mod group;
+mod half;
+mod listening;
 mod metrics;
+mod mooncake;
 mod moves;
 mod prefill;
 mod probe;

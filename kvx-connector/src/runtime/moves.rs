@@ -11,7 +11,8 @@ use tracing::Span;
 
 use super::connect::{Link, LinkedWorker};
 use super::finish::caches_are_gone;
-use super::push::WriteGrant;
+use super::mooncake::WayPairs;
+use super::push::{Learned, WriteGrant};
 use super::rank::Registered;
 use super::state::Shared;
 use super::trace::Phase;
@@ -36,7 +37,7 @@ impl Shared {
     ) {
         let id = order.id;
         let is_gone = |error: &Error| is_gone(op, error);
-        let resolve = |result| self.tell_worker(rank, |worker, now| worker.move_resolved(now, id, result));
+        let resolve = |result| self.tell_half(rank, |half, now| half.move_resolved(now, id, result));
         match self.post(rank, op, order).await {
             Err(error) => {
                 let kind = FailureKind::TransferSetupFailed;
@@ -47,7 +48,7 @@ impl Shared {
                     error: error.to_string(),
                 }));
             }
-            Ok((mut transfer, _grant)) => {
+            Ok((mut transfer, _learned)) => {
                 let result = {
                     let mut cancelled = std::pin::pin!(cancel.notified());
                     let mut over = false;
@@ -78,9 +79,9 @@ impl Shared {
                         resolve(Err(MoveFailure { kind, settled, peer_is_gone, error: error.to_string() }));
                         if !settled {
                             let settled = transfer.settled().await;
-                            self.tell_worker(rank, |worker, now| match settled {
-                                Ok(()) => worker.move_settled(now, id),
-                                Err(_) => worker.move_forgotten(now, id),
+                            self.tell_half(rank, |half, now| match settled {
+                                Ok(()) => half.move_settled(now, id),
+                                Err(_) => half.move_forgotten(now, id),
                             });
                         }
                     }
@@ -90,7 +91,14 @@ impl Shared {
         self.moved(rank, id);
     }
 
-    async fn post(&self, rank: WorkerRank, op: Op, order: Move) -> Result<(Transfer, Option<WriteGrant>)> {
+    /// Posts a move. What its peer granted for it is kept until it has ended.
+    async fn post(&self, rank: WorkerRank, op: Op, order: Move) -> Result<(Transfer, Option<Learned>)> {
+        if let Some(way) = self.mooncake.way(rank, order.connection) {
+            let WayPairs { peer, pairs, learned } = way.pairs(&order)?;
+            let plan = Plan::of(op, pairs)?;
+            let posting = peer.transfer(&plan).deadline(self.deadline(order.deadline));
+            return Ok((posting.post_wait().await?, learned));
+        }
         let link = self.linked_to(rank, order.connection)?;
         let worker = worker(&link, order.part.rank)?;
         let missing = || Error::new(Kind::Invalid, "nothing moves between these workers");
@@ -113,7 +121,7 @@ impl Shared {
         if let Some(bytes) = &order.notification {
             posting = posting.notify(&bytes[..]);
         }
-        Ok((posting.post_wait().await?, grant))
+        Ok((posting.post_wait().await?, grant.map(|grant| grant.learned)))
     }
 
     /// Answers [`Action::ReadGenerations`](crate::engine::Action::ReadGenerations).

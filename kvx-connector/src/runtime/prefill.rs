@@ -6,12 +6,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use kvx_core::{Deadline, Error, Kind, Result};
+use kvx_core::{Deadline, Error, Kind};
 
 use super::connector::Connector;
 use super::slot::Slot;
-use crate::engine::{Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
-use crate::params::{TransferMode, TransferParams};
+use crate::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
+use crate::params::{MooncakeLeg, MooncakeParams, ParamsError, TransferId, TransferMode, TransferParams};
 
 /// What has become of blocks that were kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,11 +50,29 @@ impl<'a> Prefill<'a> {
         request: impl Into<RequestId>,
         blocks: BlockLists,
         tokens: u32,
-    ) -> Result<(Lease, TransferParams)> {
+    ) -> kvx_core::Result<(Lease, TransferParams)> {
+        let asked = match self.0.settings().mooncake {
+            None => TransferParams::ask_prefill(),
+            Some(_) => MooncakeParams::new(TransferId::from_random(random()?), MooncakeLeg::Prefill).into(),
+        };
+        self.publish_as(request, &asked, blocks, tokens)
+    }
+
+    /// As [`publish`](Self::publish), for a request that came with parameters. A MooncakeConnector's decode knows it by
+    /// their `transfer_id`, and may have asked for it before.
+    ///
+    /// # Errors
+    /// As [`publish`](Self::publish); `Invalid` for parameters that ask for no prefill.
+    pub fn publish_as(
+        &self,
+        request: impl Into<RequestId>,
+        asked: &TransferParams,
+        blocks: BlockLists,
+        tokens: u32,
+    ) -> kvx_core::Result<(Lease, TransferParams)> {
         let (connector, request) = (self.0, request.into());
-        let asked = TransferParams::ask_prefill();
         let arrival =
-            Arrival { request: &request, prompt_tokens: tokens, params: Some(&asked), deadline: None };
+            Arrival { request: &request, prompt_tokens: tokens, params: Some(asked), deadline: None };
         let shared = connector.shared();
         let refused = |why: &dyn fmt::Display| {
             if shared.is_closed() {
@@ -74,12 +92,37 @@ impl<'a> Prefill<'a> {
             Finished { params: Some(params), .. } => {
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
             }
+            Finished { delay_free: true, .. } if connector.settings().mooncake.is_some() => {
+                let params = decode_leg(connector, asked, tokens).map_err(|why| refused(&why))?;
+                Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
+            }
             Finished { withheld, .. } => {
                 shared.awaited(|awaited| awaited.forget_release(&request, Kept::Request, &slot));
                 Err(refused(&withheld.unwrap_or("the connector keeps nothing for a decode")))
             }
         }
     }
+}
+
+/// What a decode is to be told of a transfer of a MooncakeConnector, which answers nothing itself.
+fn decode_leg(
+    connector: &Connector,
+    asked: &TransferParams,
+    tokens: u32,
+) -> Result<TransferParams, ParamsError> {
+    let Address { host, port } = connector.address();
+    let host = if host.contains(':') { format!("[{host}]") } else { host.to_string() };
+    let leg = MooncakeLeg::Decode {
+        remote_engine_id: connector.engine_id().as_str().to_owned(),
+        remote_bootstrap_addr: format!("http://{host}:{port}"),
+    };
+    let params = MooncakeParams::new(asked.mooncake()?.transfer_id, leg).into();
+    Ok(TransferParams { remote_num_tokens: Some(tokens.into()), ..params })
+}
+
+fn random() -> kvx_core::Result<[u8; 16]> {
+    let [half, other] = [kvx_core::random_number()?, kvx_core::random_number()?];
+    Ok((u128::from(half) << 64 | u128::from(other)).to_be_bytes())
 }
 
 /// Blocks that a peer may come for: within `kv_lease_duration` of `kv_connector_extra_config` (30 s if not said), which

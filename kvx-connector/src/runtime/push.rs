@@ -33,12 +33,14 @@ pub(super) enum Grant {
     Given(Arc<Granted>),
     /// No more. Kept until the request is over, as another worker may still be about to register it.
     Fenced(Arc<Granted>),
+    /// A Mooncake agent that is no kvx was told where the memory is: nothing ends its writes.
+    Abroad(Arc<Granted>),
 }
 
 impl Grant {
     pub(super) fn granted(&self) -> &Arc<Granted> {
         match self {
-            Grant::Given(granted) | Grant::Fenced(granted) => granted,
+            Grant::Given(granted) | Grant::Fenced(granted) | Grant::Abroad(granted) => granted,
         }
     }
 }
@@ -133,7 +135,7 @@ impl Shared {
             let mut state = self.state.lock();
             match state.grants.get(request) {
                 Some(Grant::Given(granted)) => return Ok(Arc::clone(granted)),
-                Some(Grant::Fenced(_)) => return Err(over()),
+                Some(Grant::Fenced(_) | Grant::Abroad(_)) => return Err(over()),
                 None => {}
             }
             state.last_grant += 1;
@@ -160,17 +162,31 @@ impl Shared {
         Ok(granted)
     }
 
+    /// What one worker of this engine lets peers write into for a request, as its agent tells it. May block.
+    pub(super) fn granted(&self, rank: WorkerRank, request: &RequestId) -> Result<Vec<Vec<u8>>> {
+        let granted = self.grant(request)?;
+        granted.0.get(&rank).into_iter().flatten().map(Region::metadata).collect()
+    }
+
     /// Answers [`Action::Fence`](crate::engine::Action::Fence): ends what was granted for a request, of all workers.
     pub(super) async fn fence(self: Arc<Self>, rank: WorkerRank, request: RequestId) {
         let granted = {
             let mut state = self.state.lock();
-            let before = state.grants.remove(&request);
-            let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
-            state.grants.insert(request.clone(), Grant::Fenced(Arc::clone(&granted)));
-            granted
+            match state.grants.remove(&request) {
+                Some(abroad @ Grant::Abroad(_)) => {
+                    state.grants.insert(request.clone(), abroad);
+                    None
+                }
+                before => {
+                    let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
+                    state.grants.insert(request.clone(), Grant::Fenced(Arc::clone(&granted)));
+                    Some(granted)
+                }
+            }
         };
+        let Some(granted) = granted else { return self.forget_abroad(rank, &request).await };
         match granted.revoked().await {
-            Ok(()) => self.tell_worker(rank, |worker, now| worker.fenced(now, &request)),
+            Ok(()) => self.tell_half(rank, |half, now| half.fenced(now, &request)),
             // Its blocks stay held; a shutdown says what becomes of them.
             Err(error) => {
                 tracing::warn!(%request, %error, "blocks of a push stay held: writes to them cannot be ended")
@@ -193,16 +209,15 @@ async fn send_push(
     Ok(())
 }
 
-/// What a decode has granted to a write, as grids.
-pub(super) struct WriteGrant {
+/// Regions that a decode has granted to a write, until this is dropped.
+pub(super) struct Learned {
     peer: Peer,
-    learned: Vec<PeerRegion>,
-    pub(super) sets: Vec<Option<Grids<PeerRegion>>>,
+    pub(super) regions: Vec<PeerRegion>,
 }
 
-impl WriteGrant {
-    /// For one part of a write. `None`: the decode grants nothing, as one that is no kvx.
-    pub(super) fn of(order: &Move, worker: &LinkedWorker, source: &Source) -> Result<Option<Self>> {
+impl Learned {
+    /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no kvx.
+    pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
         let Part { rank, .. } = order.part;
         let Some(grant) = order.grants.iter().find(|grant| (grant.pp, grant.tp) == (rank.pp, rank.tp)) else {
             return match order.grants.is_empty() {
@@ -213,9 +228,31 @@ impl WriteGrant {
                 )),
             };
         };
-        let peer = worker.peer.clone();
-        let learned = grant.regions.iter().map(|bytes| peer.learn(bytes)).collect::<Result<Vec<_>>>()?;
-        let regions = PeerRegions::granted(&learned)?;
+        let mut learned = Learned { peer: peer.clone(), regions: Vec::with_capacity(grant.regions.len()) };
+        for bytes in &grant.regions {
+            learned.regions.push(peer.learn(bytes)?);
+        }
+        Ok(Some(learned))
+    }
+}
+
+impl Drop for Learned {
+    fn drop(&mut self) {
+        self.regions.iter().for_each(|region| self.peer.forget(region));
+    }
+}
+
+/// What a decode has granted to a write, as grids.
+pub(super) struct WriteGrant {
+    pub(super) learned: Learned,
+    pub(super) sets: Vec<Option<Grids<PeerRegion>>>,
+}
+
+impl WriteGrant {
+    /// For one part of a write. `None`: the decode grants nothing, as one that is no kvx.
+    pub(super) fn of(order: &Move, worker: &LinkedWorker, source: &Source) -> Result<Option<Self>> {
+        let Some(learned) = Learned::of(order, &worker.peer)? else { return Ok(None) };
+        let regions = PeerRegions::granted(&learned.regions)?;
         let grids = |set: usize| -> Result<Option<Grids<PeerRegion>>> {
             let (_, theirs): (Vec<_>, Vec<_>) = source.grids(set).unzip();
             let made = |grids: GridSet<PeerRegion>| Some(Grids(grids));
@@ -226,12 +263,6 @@ impl WriteGrant {
             }
         };
         let sets = (0..source.sets().len()).map(grids).collect::<Result<_>>()?;
-        Ok(Some(WriteGrant { peer, learned, sets }))
-    }
-}
-
-impl Drop for WriteGrant {
-    fn drop(&mut self) {
-        self.learned.iter().for_each(|region| self.peer.forget(region));
+        Ok(Some(WriteGrant { learned, sets }))
     }
 }

@@ -254,16 +254,22 @@ impl PeerRegions {
         grids: impl Iterator<Item = RegionGrid>,
     ) -> Result<GridSet<PeerRegion>> {
         let placed = grids.map(|RegionGrid { region, grid }| {
-            let base = geometry.regions()[region as usize].base;
-            let within = |(address, region): &&(u64, PeerRegion)| base >= *address && base - address < region.len();
-            let (address, region) = self.pools.iter().find(within).ok_or_else(|| {
-                Error::new(
-                    Kind::Malformed,
-                    format!("the peer's handshake names blocks at {base:#x}, where its agent has registered nothing"),
-                )
-            })?;
-            Ok((region.clone(), grid.at(grid.base + (base - address))))
+            let (region, offset) = self.at(geometry.regions()[region as usize].base)?;
+            Ok((region.clone(), grid.at(grid.base + offset)))
         });
         GridSet::of(placed.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The region that an address of the peer lies in, and where in it.
+    pub(super) fn at(&self, base: u64) -> Result<(&PeerRegion, u64)> {
+        let within =
+            |(address, region): &&(u64, PeerRegion)| base >= *address && base - address < region.len();
+        match self.pools.iter().find(within) {
+            Some((address, region)) => Ok((region, base - address)),
+            None => Err(Error::new(
+                Kind::Malformed,
+                format!("the peer names blocks at {base:#x}, where its agent has registered nothing"),
+            )),
+        }
     }
 }

@@ -4,15 +4,20 @@ use std::sync::Arc;
 
 use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
+use super::listening::Listening;
 use super::rank::Registered;
 use super::state::{RankState, Shared};
 use super::words::{Published, Scratch, WORDS};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
-use crate::wire::NixlAgentMetadata;
 
 impl Shared {
-    pub(super) fn register(&self, rank: WorkerRank, caches: Caches, memory: Vec<Arc<Memory>>) -> Result<()> {
+    pub(super) fn register(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        caches: Caches,
+        memory: Vec<Arc<Memory>>,
+    ) -> Result<()> {
         let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
         self.check_block_size(&caches)?;
         // Workers register one after the other: the first one makes what they share.
@@ -60,12 +65,17 @@ impl Shared {
             let memory = self.state.lock().published.as_ref().map(Published::memory);
             memory.ok_or_else(|| Error::new(Kind::Closed, "the caches were given back meanwhile"))
         };
-        let (registered, metadata) = self.open(rank, agent, caches, memory, words)?;
-        let generation = side.publish(rank, &metadata);
+        let registered = self.open(rank, agent, caches, memory, words)?;
+        let (generation, own) = match side {
+            Listening::Nixl(server) => (Some(server.publish(rank, &self.setup.metadata(&registered)?)), None),
+            Listening::Mooncake(_) => (None, Some(self.own_description(rank, &registered)?)),
+        };
         // One count of registrations, for the side channel and the scheduler.
-        self.take_up(rank, registered, Some(generation)).inspect_err(|_| {
-            side.withdraw(rank);
-        })
+        self.take_up(rank, registered, generation, own).inspect_err(|_| side.withdraw(self, rank))?;
+        match side {
+            Listening::Nixl(_) => Ok(()),
+            Listening::Mooncake(channels) => channels.publish(self, rank),
+        }
     }
 
     /// Blocks of the caches are as the connector was told.
@@ -85,7 +95,7 @@ impl Shared {
         ))
     }
 
-    /// Registers caches with an agent, and says what peers are told of them. `words`: of their blocks.
+    /// Registers caches with an agent. `words`: of their blocks.
     pub(super) fn open(
         &self,
         rank: WorkerRank,
@@ -93,7 +103,7 @@ impl Shared {
         caches: Caches,
         memory: Vec<Arc<Memory>>,
         words: impl FnOnce() -> Result<Arc<Memory>>,
-    ) -> Result<(Registered, NixlAgentMetadata)> {
+    ) -> Result<Registered> {
         let (agent, scratch) = match agent {
             Some(known) => known,
             None => {
@@ -103,9 +113,7 @@ impl Shared {
             }
         };
         let words = |agent: &Agent| agent.register(WORDS, words()?);
-        let registered = Registered::new((agent, scratch), caches, memory, self.digests(), words)?;
-        let metadata = self.setup.metadata(&registered)?;
-        Ok((registered, metadata))
+        Registered::new((agent, scratch), caches, memory, self.digests(), words)
     }
 
     pub(super) fn give_back(self: &Arc<Self>, rank: WorkerRank, deadline: Deadline) -> Completion<()> {
@@ -124,9 +132,7 @@ impl Shared {
         }
         let mut unused = Some(ticket);
         if let Some(held) = state.ranks.get_mut(&rank) {
-            if let Some(worker) = held.worker.here() {
-                worker.shutdown();
-            }
+            held.worker.shutdown(self.clock.now());
             held.links.clear();
             held.giving_back.retain(|(_, earlier)| !earlier.is_finished());
             if let Some(registered) = held.registered.take()
@@ -141,7 +147,7 @@ impl Shared {
             ticket.settle(Ok(()));
         }
         if let Some(side) = &*self.side.lock() {
-            side.withdraw(rank);
+            side.withdraw(self, rank);
         }
         self.wake_up.notify_one();
         done

@@ -17,26 +17,34 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::Shutdown;
 use super::connect::Link;
-use super::group::{Gathering, Half};
+use super::group::Gathering;
+use super::half::Half;
+use super::listening::Listening;
 use super::metrics::Metrics;
+use super::mooncake::Room;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
 use super::register::closed;
-use super::side::{Asker, SideServer};
+use super::side::Asker;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
+use crate::engine::mooncake::MooncakeAction;
 use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
     Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, Worker, WorkerRank,
 };
 use crate::wire::group::ToHead;
+use crate::wire::mooncake::PullRequest;
 
 /// One connector, as its handles and its thread see it.
 pub(super) struct Shared {
     pub(super) clock: Clock,
     pub(super) setup: Setup,
     pub(super) asker: Asker,
-    pub(super) side: Mutex<Option<SideServer>>,
+    pub(super) side: Mutex<Option<Listening>>,
+    /// What the workers of a MooncakeConnector have under way.
+    pub(super) mooncake: Room,
+    pub(super) secret: Option<Secret>,
     pub(super) state: Mutex<State>,
     /// Held while something is granted: once for each request.
     pub(super) granting: Mutex<()>,
@@ -95,17 +103,16 @@ pub(super) struct RankState {
 }
 
 impl Shared {
-    /// An engine, which has all workers and a side channel.
+    /// An engine, which has all workers; where peers ask is still to come.
     pub(super) fn of_engine(
         setup: Setup,
         clock: Clock,
-        side: SideServer,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
-    ) -> Self {
+    ) -> Result<Self> {
         let (pp_size, tp_size) = (setup.settings.pp_size, setup.settings.tp_size);
         let ranks = (0..pp_size).flat_map(|pp| (0..tp_size).map(move |tp| WorkerRank { pp, tp }));
-        Self::new(setup, ranks, clock, Some(side), secret, runtime)
+        Self::new(setup, ranks, clock, secret, runtime)
     }
 
     /// A rank of an engine that is in another process, which hears what the worker has to tell.
@@ -115,25 +122,23 @@ impl Shared {
         head: UnboundedSender<ToHead>,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
-    ) -> Self {
-        let shared = Self::new(setup, [rank], Clock::new(), None, secret, runtime);
+    ) -> Result<Self> {
+        let shared = Self::new(setup, [rank], Clock::new(), secret, runtime)?;
         shared.state.lock().head = Some(head);
-        shared
+        Ok(shared)
     }
 
     fn new(
         setup: Setup,
         ranks: impl IntoIterator<Item = WorkerRank>,
         clock: Clock,
-        side: Option<SideServer>,
         secret: Option<Secret>,
         runtime: tokio::runtime::Handle,
-    ) -> Self {
+    ) -> Result<Self> {
         let settings = &setup.settings;
         let rank = |rank| {
-            let worker = Half::Here(Box::new(Worker::new(settings.clone(), rank)));
             let state = RankState {
-                worker,
+                worker: Half::new(settings, rank)?,
                 pending: Vec::new(),
                 agent: None,
                 registered: None,
@@ -141,9 +146,9 @@ impl Shared {
                 moves: HashMap::new(),
                 giving_back: Vec::new(),
             };
-            (rank, state)
+            Ok((rank, state))
         };
-        let ranks: BTreeMap<_, _> = ranks.into_iter().map(rank).collect();
+        let ranks: BTreeMap<_, _> = ranks.into_iter().map(rank).collect::<Result<_>>()?;
         let state = State {
             scheduler: Scheduler::new(settings.clone()),
             aggregator: OutputAggregator::new(ranks.len()),
@@ -153,7 +158,7 @@ impl Shared {
             outcomes: VecDeque::new(),
             awaited: Awaited::default(),
             traces: Traces::default(),
-            metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string()),
+            metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string(), settings),
             grants: HashMap::new(),
             spent: Vec::new(),
             last_grant: 0,
@@ -165,10 +170,24 @@ impl Shared {
             over: None,
         };
         let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
-        let asker = Asker::new(clock, secret, setup.settings.ports);
-        let side = Mutex::new(side);
+        let asker = Asker::new(clock, secret.clone(), setup.settings.ports);
+        let (side, mooncake) = (Mutex::default(), Room::default());
         let (granting, digesting) = (Mutex::default(), Mutex::default());
-        Shared { clock, setup, asker, side, state, granting, digesting, wake_up, news, told, runtime }
+        Ok(Shared {
+            clock,
+            setup,
+            asker,
+            side,
+            mooncake,
+            secret,
+            state,
+            granting,
+            digesting,
+            wake_up,
+            news,
+            told,
+            runtime,
+        })
     }
 
     /// Whether blocks have digests here, and those that are loaded are held against them.
@@ -191,7 +210,14 @@ impl Shared {
             return Err(NotLoaded::Closed);
         }
         let (now, request) = (self.clock.now(), arrival.request);
-        let arrived = state.scheduler.on_new_request(now, arrival).map(|()| await_it(&mut state.awaited));
+        let arrived = match arrival.params.filter(|_| self.setup.settings.mooncake.is_some()) {
+            None => state.scheduler.on_new_request(now, arrival),
+            Some(params) => {
+                let params = params.mooncake().map_err(NotLoaded::Params)?;
+                state.scheduler.on_new_transfer(arrival, &params)
+            }
+        };
+        let arrived = arrived.map(|()| await_it(&mut state.awaited));
         if arrived.is_ok()
             && let Some(params) = arrival.params.filter(|params| params.do_remote_prefill)
         {
@@ -269,6 +295,7 @@ impl Shared {
         rank: WorkerRank,
         registered: Registered,
         generation: Option<u64>,
+        own: Option<PullRequest>,
     ) -> Result<()> {
         let mut state = self.state.lock();
         if state.is_closing() {
@@ -280,6 +307,9 @@ impl Shared {
         }
         let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
         if let Some(held) = state.ranks.get_mut(&rank) {
+            if let (Half::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
+                worker.describe(own);
+            }
             held.registered = Some(Arc::new(registered));
             if held.agent.replace((agent.clone(), scratch)).is_none() {
                 state.unheard.push((rank, agent));

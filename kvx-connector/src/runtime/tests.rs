@@ -25,7 +25,7 @@ fn connector(workers: u32) -> Connector {
     built("NixlConnector", "e", "TCP", workers)
 }
 
-fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connector {
+pub(super) fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connector {
     let json = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
              "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
@@ -40,7 +40,7 @@ fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connecto
     builder.workers(workers, 1).build_blocking().unwrap()
 }
 
-fn register(connector: &Connector, tp: u32) -> kvx_core::Result<super::Rank> {
+pub(super) fn register(connector: &Connector, tp: u32) -> kvx_core::Result<super::Rank> {
     register_pool(connector, tp, &pool())
 }
 

@@ -11,6 +11,8 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::close;
 use super::connector::Connector;
+use super::listening::Listening;
+use super::mooncake::{self, Listeners};
 use super::side::{SideServer, SideSettings};
 use super::slot::Slot;
 use super::state::Shared;
@@ -58,16 +60,12 @@ where
     }
 }
 
-async fn run(mut setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connector>>>) {
+async fn run(setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connector>>>) {
     let clock = Clock::new();
-    let server = match SideServer::bind(&side, setup.hash.clone(), clock).await {
-        Ok(server) => server,
+    let shared = match listening(setup, side, clock).await {
+        Ok(shared) => shared,
         Err(error) => return started.set(Err(error)),
     };
-    setup.bind_beside_the_side_channel().await;
-    setup.settings.address = server.address().clone();
-    let runtime = tokio::runtime::Handle::current();
-    let shared = Arc::new(Shared::of_engine(setup, clock, server, side.secret, runtime));
     started.set(Ok(Connector::of(Arc::clone(&shared))));
     drop(started);
     drive(&shared).await;
@@ -86,6 +84,9 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
         for (rank, action, span) in turn.actions {
             act(shared, rank, action, span);
         }
+        for (rank, action) in turn.mooncake {
+            mooncake::act(shared, rank, action);
+        }
         if let Some(closing) = turn.closing {
             tokio::spawn(close(Arc::clone(shared), closing));
         }
@@ -97,6 +98,27 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
             None => shared.wake_up.notified().await,
         }
     }
+}
+
+/// What everything else works on, once peers can ask.
+async fn listening(mut setup: Setup, side: SideSettings, clock: Clock) -> Result<Arc<Shared>> {
+    let runtime = tokio::runtime::Handle::current();
+    let Some(mooncake) = &setup.settings.mooncake else {
+        let server = SideServer::bind(&side, setup.hash.clone(), clock).await?;
+        setup.bind_beside_the_side_channel().await;
+        setup.settings.address = server.address().clone();
+        let shared = Arc::new(Shared::of_engine(setup, clock, side.secret, runtime)?);
+        *shared.side.lock() = Some(Listening::Nixl(server));
+        return Ok(shared);
+    };
+    let listeners = Listeners::bind(&setup).await?;
+    let address = listeners.address(&mooncake.bootstrap);
+    setup.bind_beside_the_side_channel().await;
+    setup.settings.address = address;
+    let shared = Arc::new(Shared::of_engine(setup, clock, side.secret, runtime)?);
+    let channels = listeners.serve(&shared)?;
+    *shared.side.lock() = Some(Listening::Mooncake(channels));
+    Ok(shared)
 }
 
 /// Begins what a worker asks for; its answer comes by [`Shared::tell_worker`].

@@ -10,16 +10,18 @@ use tracing::Span;
 
 use super::closing::Closing;
 use super::connect::Link;
-use super::group::Half;
+use super::half::Half;
 use super::push::Granted;
 use super::rank::Registered;
-use super::state::Shared;
+use super::state::{RankState, Shared};
+use crate::engine::mooncake::MooncakeAction;
 use crate::engine::{Action, Connection, MoveId, Time, Worker, WorkerRank};
 
 /// What the connector's thread has to do now, and when to look again though nothing happens.
 #[derive(Default)]
 pub(super) struct Turn {
     pub(super) actions: Vec<(WorkerRank, Action, Span)>,
+    pub(super) mooncake: Vec<(WorkerRank, MooncakeAction)>,
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
     pub(super) spent: Vec<Arc<Granted>>,
     pub(super) next: Option<Instant>,
@@ -40,18 +42,27 @@ impl Shared {
         let spent = std::mem::take(&mut state.spent);
         let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
         for (rank, held) in &mut state.ranks {
-            while let Some(action) = held.worker.next_action() {
+            while let Some(action) = held.next_action() {
                 match action {
-                    Action::Cancel { id } => {
+                    Asked::Either(Action::Cancel { id }) => {
                         held.moves.get(&id).into_iter().for_each(|moving| moving.notify_one())
                     }
-                    Action::Disconnect { connection } => drop(held.links.remove(&connection)),
-                    action => {
+                    Asked::Either(Action::Disconnect { connection }) => {
+                        held.links.remove(&connection);
+                        self.mooncake.disconnect(*rank, connection);
+                    }
+                    Asked::Either(action) => {
                         if let Action::Read(order) | Action::Write(order) = &action {
                             held.moves.insert(order.id, Arc::default());
                         }
                         let span = state.traces.of(now, &action);
                         turn.actions.push((*rank, action, span));
+                    }
+                    Asked::Mooncake(action) => {
+                        if let MooncakeAction::Write { what, .. } = &action {
+                            held.moves.insert(what.id, Arc::default());
+                        }
+                        turn.mooncake.push((*rank, action));
                     }
                 }
             }
@@ -73,8 +84,8 @@ impl Shared {
             let (mut agents, mut away) = (Vec::new(), Vec::new());
             for held in state.ranks.values_mut() {
                 match &mut held.worker {
-                    Half::Here(worker) => worker.shutdown(),
                     Half::Away(rank) => away.push(rank.shutdown(closing.deadline)),
+                    here => here.shutdown(now),
                 }
                 agents.extend(held.agent.as_ref().map(|(agent, _)| agent.clone()));
             }
@@ -91,12 +102,21 @@ impl Shared {
         turn
     }
 
-    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
+    /// As [`tell_half`](Self::tell_half), for the worker of a NixlConnector.
     pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
+        self.tell_half(rank, |half, now| {
+            if let Half::Nixl(worker) = half {
+                tell(worker, now);
+            }
+        });
+    }
+
+    /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
+    pub(super) fn tell_half(&self, rank: WorkerRank, tell: impl FnOnce(&mut Half, Time)) {
         let now = self.clock.now();
         let mut state = self.state.lock();
-        if let Some(worker) = state.ranks.get_mut(&rank).and_then(|held| held.worker.here()) {
-            tell(worker, now);
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            tell(&mut held.worker, now);
         }
         drop(state);
         self.wake_up.notify_one();
@@ -126,6 +146,26 @@ impl Shared {
     pub(super) fn moved(&self, rank: WorkerRank, id: MoveId) {
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.moves.remove(&id);
+        }
+    }
+}
+
+/// What a worker asks for.
+enum Asked {
+    /// Of the runtime, whatever its protocol.
+    Either(Action),
+    Mooncake(MooncakeAction),
+}
+
+impl RankState {
+    fn next_action(&mut self) -> Option<Asked> {
+        match &mut self.worker {
+            Half::Nixl(worker) => worker.next_action().map(Asked::Either),
+            Half::Mooncake(worker) => worker.next_action().map(|action| match action {
+                MooncakeAction::Engine(action) => Asked::Either(action),
+                action => Asked::Mooncake(action),
+            }),
+            Half::Away(_) => None,
         }
     }
 }

@@ -258,10 +258,10 @@ impl Asked {
 
 pub(crate) fn asked(actions: &[MooncakeAction]) -> Vec<Asked> {
     let question = |action: &MooncakeAction| match action {
-        MooncakeAction::Ask { pull, address, bytes, .. } => Some(Asked {
+        MooncakeAction::Ask { pull, address, question, .. } => Some(Asked {
             pull: *pull,
             address: address.to_string(),
-            request: PullRequest::decode(bytes).unwrap(),
+            request: PullRequest::decode(&question.encode()).unwrap(),
         }),
         _ => None,
     };

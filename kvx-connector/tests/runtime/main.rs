@@ -4,6 +4,7 @@
 mod digests;
 mod endings;
 mod faces;
+mod mooncake;
 mod pushes;
 mod rig;
 mod settings;

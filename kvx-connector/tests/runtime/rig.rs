@@ -62,9 +62,13 @@ pub(crate) fn builder(engine: &str, extra: &str) -> Builder {
 }
 
 fn built(config: &KvTransferConfig) -> Builder {
+    built_at(config).any_port()
+}
+
+fn built_at(config: &KvTransferConfig) -> Builder {
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS, 4, LAYERS as u32);
-    Connector::builder(config, registry()).model(factors).block_size(BLOCK).any_port()
+    Connector::builder(config, registry()).model(factors).block_size(BLOCK)
 }
 
 /// Caches of one of `tp` workers in a pool that begins there.
@@ -109,6 +113,25 @@ impl Engine {
 
     pub(crate) fn push_builder(engine: &str, extra: &str) -> Builder {
         built(&of_connector("NixlPushConnector", engine, extra, "fail"))
+    }
+
+    /// One with the MooncakeConnector.
+    pub(crate) fn mooncake(engine: &str, extra: &str, tp: u32) -> Self {
+        Self::of(Self::mooncake_builder(engine, extra), tp)
+    }
+
+    pub(crate) fn mooncake_builder(engine: &str, extra: &str) -> Builder {
+        built(&of_connector("MooncakeConnector", engine, extra, "fail"))
+    }
+
+    /// The same in this role, whose bootstrap server has this port.
+    pub(crate) fn mooncake_at(engine: &str, role: &str, extra: &str, port: u16) -> Builder {
+        let json = format!(
+            r#"{{"kv_connector": "MooncakeConnector", "kv_role": "{role}", "engine_id": "{engine}",
+                 "kv_connector_extra_config": {extra}}}"#
+        );
+        let surroundings = Surroundings::default().variable("VLLM_MOONCAKE_BOOTSTRAP_PORT", port.to_string());
+        built_at(&KvTransferConfig::from_json(&json, &surroundings).unwrap())
     }
 
     /// The same, with so many blocks.

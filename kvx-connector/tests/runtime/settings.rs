@@ -167,10 +167,23 @@ fn a_port_that_is_taken_is_an_error_with_the_variable_and_a_free_one() {
 
 #[test]
 fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
-    let json = r#"{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}"#;
-    let other = kvx_config::KvTransferConfig::from_json(json, &kvx_config::Surroundings::default()).unwrap();
-    let error = Connector::builder(&other, registry()).build_blocking().unwrap_err();
-    says(&error, Kind::Unsupported, &["NixlConnector"]);
+    for (connector, extra, words) in [
+        (
+            "MultiConnector",
+            r#"{"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}"#,
+            ["one connector", "NixlConnector"],
+        ),
+        ("MooncakeConnector", r#"{"kv_compat": "0.11"}"#, ["no bootstrap server", "kv_compat"]),
+        ("MooncakeConnector", r#"{"kvx_digest": true}"#, ["kvx_digest", "NixlConnector"]),
+    ] {
+        let json = format!(
+            r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_connector_extra_config": {extra}}}"#
+        );
+        let surroundings = kvx_config::Surroundings::default();
+        let other = kvx_config::KvTransferConfig::from_json(&json, &surroundings).unwrap();
+        let error = Connector::builder(&other, registry()).any_port().build_blocking().unwrap_err();
+        says(&error, Kind::Unsupported, &words);
+    }
     let nothing: [Group; 0] = [];
     let error = builder("engine", "{}").groups(nothing).build_blocking().unwrap_err();
     says(&error, Kind::Invalid, &["KV cache group"]);

@@ -6,6 +6,7 @@ use super::super::action::{Action, Connection, Move};
 use super::super::identity::{Address, RequestId};
 use super::super::time::Time;
 use super::layouts::Target;
+use crate::wire::mooncake::PullRequest;
 
 /// One question to a bootstrap server. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -42,16 +43,18 @@ pub enum MooncakeAction {
         /// It has to have an answer by then.
         deadline: Time,
     },
-    /// Send a message to a worker of a prefill; a second one for the same question goes the same way. Answers, any
-    /// number: [`answered`](super::MooncakeWorker::answered); at the deadline or when the way is gone,
+    /// Ask a worker of a prefill; a second time for the same question ends the first one. Answers, any number:
+    /// [`answered`](super::MooncakeWorker::answered); at the deadline or when the way is gone,
     /// [`unanswered`](super::MooncakeWorker::unanswered).
     Ask {
         /// The question.
         pull: PullId,
         /// `tcp://host:port`, as the bootstrap server tells it.
         address: Arc<str>,
-        /// The message.
-        bytes: Vec<u8>,
+        /// The message. What it grants, and where a plain Mooncake agent finds the memory, the runtime writes in.
+        question: Box<PullRequest>,
+        /// Whether the worker is one of kvx, as far as the bootstrap server knows.
+        is_kvx: bool,
         /// When no answer is waited for any more.
         deadline: Time,
     },

@@ -15,6 +15,7 @@ use crate::wire::mooncake::Directory;
 pub(super) struct Listed {
     pub(super) tp_size: u32,
     pub(super) pp_size: u32,
+    pub(super) is_kvx: bool,
     pub(super) workers: BTreeMap<WorkerRank, Arc<str>>,
     used: Time,
 }
@@ -41,6 +42,11 @@ impl Listings {
         let listed = self.engines.get_mut(engine)?;
         listed.used = now;
         Some(listed)
+    }
+
+    /// Whether the engine is one of kvx, as far as its server has said.
+    pub(super) fn is_kvx(&self, engine: &EngineId) -> bool {
+        self.engines.get(engine).is_some_and(|listed| listed.is_kvx)
     }
 
     /// Waits for the server's answer; says whether it is to be asked.
@@ -89,7 +95,8 @@ impl Listings {
             .map(|(engine, _)| engine.clone())
             .collect();
         gone.iter().for_each(|engine| self.forget(engine));
-        self.engines.insert(peer.engine.clone(), Listed { tp_size, pp_size, workers, used: now });
+        let is_kvx = listed.is_kvx;
+        self.engines.insert(peer.engine.clone(), Listed { tp_size, pp_size, is_kvx, workers, used: now });
         Ok(())
     }
 

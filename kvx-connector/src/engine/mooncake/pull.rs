@@ -199,7 +199,8 @@ impl MooncakeWorker {
         self.last_pull += 1;
         let id = PullId(self.last_pull);
         let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(address);
-        let bytes = self.question(engine, asked.clone(), brings);
+        let question = self.question(engine, asked.clone(), brings);
+        let is_kvx = self.listings.is_kvx(engine);
         let again = (!brings).then_some(asked);
         let (engine, waiting) = (engine.clone(), BTreeSet::new());
         self.pulls.insert(id, Pull { engine, address: Arc::clone(address), waiting, again, deadline });
@@ -207,20 +208,21 @@ impl MooncakeWorker {
         self.actions.push_back(MooncakeAction::Ask {
             pull: id,
             address: Arc::clone(address),
-            bytes,
+            question,
+            is_kvx,
             deadline,
         });
         id
     }
 
-    fn question(&self, engine: &EngineId, req_blocks: Vec<PulledRequest>, brings: bool) -> Vec<u8> {
+    fn question(&self, engine: &EngineId, req_blocks: Vec<PulledRequest>, brings: bool) -> Box<PullRequest> {
         let mut question = self.own.clone();
         if !brings {
             question.forget_layout();
         }
         question.req_blocks = req_blocks;
         question.kvx_engine_id = Some(engine.as_str().to_owned());
-        question.encode()
+        Box::new(question)
     }
 
     /// A worker of a prefill has said something.
@@ -239,7 +241,12 @@ impl MooncakeWorker {
         let settled = response.kvx_settled;
         match response.status {
             PullStatus::LayoutMiss => return self.ask_again(now, pull),
-            PullStatus::Error => return self.all_failed(now, pull, &why, settled),
+            PullStatus::Error => {
+                // Another engine may listen there now: the next request asks the bootstrap server.
+                let engine = asked.engine.clone();
+                self.listings.forget(&engine);
+                return self.all_failed(now, pull, &why, settled);
+            }
             PullStatus::Continue | PullStatus::Finish => {}
         }
         let ok = response.ok_reqs.unwrap_or_default().into_iter().map(|request| (request, true));
@@ -265,8 +272,9 @@ impl MooncakeWorker {
         };
         let (address, engine, deadline) = (Arc::clone(&asked.address), asked.engine.clone(), asked.deadline);
         self.listings.knowing.remove(&address);
-        let bytes = self.question(&engine, again, true);
-        self.actions.push_back(MooncakeAction::Ask { pull, address, bytes, deadline });
+        let question = self.question(&engine, again, true);
+        let is_kvx = self.listings.is_kvx(&engine);
+        self.actions.push_back(MooncakeAction::Ask { pull, address, question, is_kvx, deadline });
     }
 
     /// No answer comes any more.

@@ -79,9 +79,18 @@ impl BootstrapRegister {
         for ((dp, rank), worker) in &self.workers {
             let engine = directory.engines.entry(*dp).or_default();
             engine.engine_id.clone_from(&worker.engine_id);
+            engine.is_kvx = worker.until.is_some();
             engine.workers.insert(*rank, worker.addr.clone());
         }
         directory
+    }
+
+    /// A worker of an engine is no longer there.
+    pub fn forget(&mut self, engine_id: &str, dp_rank: u32, rank: WorkerRank) {
+        let key = (dp_rank, rank);
+        if self.workers.get(&key).is_some_and(|worker| worker.engine_id == engine_id) {
+            self.workers.remove(&key);
+        }
     }
 
     fn forget_dead(&mut self, now: Time) {
@@ -128,6 +137,10 @@ mod tests {
         assert!(error.to_string().contains("in 5 s"), "{error}");
         assert!(register.directory(at(49)).engine("e").is_some());
         assert_eq!(register.directory(at(50)), Directory::default());
+        register.register(at(50), worker("gone", 0, 0, 11, Some(30))).unwrap();
+        register.forget("other", 0, WorkerRank::default());
+        assert!(register.directory(at(50)).engine("gone").is_some_and(|engine| engine.is_kvx));
+        register.forget("gone", 0, WorkerRank::default());
         register.register(at(50), worker("next", 0, 0, 11, Some(u32::MAX))).unwrap();
         assert!(register.directory(at(3649)).engine("next").is_some());
         assert!(register.directory(at(3650)).engine("next").is_none(), "nobody lives for ever");

@@ -18,6 +18,7 @@ use super::action::{AskId, MooncakeAction};
 use super::layouts::{Found, Reader, Target};
 use super::worker::MooncakeWorker;
 use crate::mapping::{Tp, handshake_ranks};
+use crate::wire::PushGrant;
 use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
 
 /// Requests for blocks that wait: a peer cannot make this engine remember more.
@@ -60,6 +61,8 @@ pub(super) struct Serve {
     name: RequestId,
     /// The decode's blocks; none: it lets go.
     blocks: BlockLists,
+    /// What to write into them by, where a kvx decode has said so.
+    grant: Vec<Vec<u8>>,
     connection: Option<Connection>,
     /// Writes that may still read our blocks, and write theirs.
     unsettled: usize,
@@ -73,7 +76,12 @@ impl Serve {
     /// About as many bytes as it keeps.
     fn bytes(&self) -> usize {
         let names = self.theirs.as_str().len() + self.name.as_str().len();
-        size_of::<Self>() + names + self.blocks.len() * size_of::<u32>() + size_of_val(self.blocks.groups())
+        let grant: usize = self.grant.iter().map(|region| size_of::<Vec<u8>>() + region.len()).sum();
+        size_of::<Self>()
+            + names
+            + grant
+            + self.blocks.len() * size_of::<u32>()
+            + size_of_val(self.blocks.groups())
     }
 }
 
@@ -172,8 +180,10 @@ impl MooncakeWorker {
         }
         self.asks.insert(ask, open);
         let asker = Asker { ask, reader, readers, target };
+        let mut grants = request.kvx_grants;
         for wanted in request.req_blocks {
-            self.serve(now, &asker, wanted);
+            let grant = grants.remove(&wanted.request_id).unwrap_or_default();
+            self.serve(now, &asker, wanted, grant);
         }
         Ok(())
     }
@@ -222,7 +232,7 @@ impl MooncakeWorker {
         }
     }
 
-    fn serve(&mut self, now: Time, asker: &Asker, wanted: PulledRequest) {
+    fn serve(&mut self, now: Time, asker: &Asker, wanted: PulledRequest, grant: Vec<Vec<u8>>) {
         self.last_serve += 1;
         let id = ServeId(self.last_serve);
         let serve = Serve {
@@ -230,6 +240,7 @@ impl MooncakeWorker {
             theirs: wanted.request_id.into(),
             name: wanted.transfer_id.into(),
             blocks: BlockLists::new(wanted.block_ids),
+            grant,
             connection: None,
             unsettled: 0,
             writing: None,
@@ -320,6 +331,13 @@ impl MooncakeWorker {
         let groups: Arc<[_]> = groups.into();
         let lists = MoveLists { local: blocks, remote: serve.blocks.clone(), tokens: None };
         let request = transfer.request.clone();
+        let grants: Arc<[PushGrant]> = match (&serve.asker.target, serve.grant.is_empty()) {
+            (Some(target), false) => {
+                let rank = target.rank();
+                [PushGrant { pp: rank.pp, tp: rank.tp, regions: serve.grant.clone() }].into()
+            }
+            _ => [].into(),
+        };
         for lane in &plan.lanes {
             let groups = lane_groups(lane, &groups);
             for part in lane.parts() {
@@ -335,7 +353,7 @@ impl MooncakeWorker {
                     groups: Arc::clone(&groups),
                     lists: lists.clone(),
                     notification: None,
-                    grants: [].into(),
+                    grants: Arc::clone(&grants),
                     deadline: now + self.settings.load_timeout,
                 };
                 let theirs = serve.theirs.clone();

@@ -107,6 +107,12 @@ impl MooncakeWorker {
         self.rank
     }
 
+    /// What it tells of itself from now on: it has registered other memory. Nobody knows that layout yet.
+    pub fn describe(&mut self, own: PullRequest) {
+        self.own = own;
+        self.listings.knowing.clear();
+    }
+
     /// The next thing to do, in order.
     pub fn next_action(&mut self) -> Option<MooncakeAction> {
         self.actions.pop_front()

@@ -1,4 +1,4 @@
-//! A worker's half as the engine's process sees it: here, or in a process of its own.
+//! A worker's half in a process of its own, as the engine's process sees it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -10,8 +10,7 @@ use tokio::sync::mpsc::{self, Receiver, Sender};
 
 use super::super::slot::Slot;
 use crate::engine::{
-    Action, BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, Time, Worker, WorkerOutput,
-    WorkerRank,
+    BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
 };
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::ToRank;
@@ -21,67 +20,6 @@ const BACKLOG: usize = 1 << 16;
 
 /// A message to a rank, and the file beside it.
 pub(super) type Down = (ToRank, Option<OwnedFd>);
-
-/// A worker's half.
-pub(in crate::runtime) enum Half {
-    /// In this process.
-    Here(Box<Worker>),
-    /// In one of its own.
-    Away(Box<Away>),
-}
-
-impl Half {
-    /// The half itself, if it is in this process.
-    pub(in crate::runtime) fn here(&mut self) -> Option<&mut Worker> {
-        match self {
-            Half::Here(worker) => Some(worker),
-            Half::Away(_) => None,
-        }
-    }
-
-    pub(in crate::runtime) fn away(&self) -> Option<&Away> {
-        match self {
-            Half::Here(_) => None,
-            Half::Away(away) => Some(away),
-        }
-    }
-
-    pub(in crate::runtime) fn away_mut(&mut self) -> Option<&mut Away> {
-        match self {
-            Half::Here(_) => None,
-            Half::Away(away) => Some(away),
-        }
-    }
-
-    /// Takes the message of a step.
-    pub(in crate::runtime) fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
-        match self {
-            Half::Here(worker) => worker.start_load_kv(now, meta),
-            Half::Away(away) => away.start_load_kv(meta),
-        }
-    }
-
-    /// What there is to tell.
-    pub(in crate::runtime) fn get_finished(&mut self, now: Time) -> WorkerOutput {
-        match self {
-            Half::Here(worker) => worker.get_finished(now),
-            Half::Away(away) => std::mem::take(&mut away.said),
-        }
-    }
-
-    /// What is to be done in this process.
-    pub(in crate::runtime) fn next_action(&mut self) -> Option<Action> {
-        self.here()?.next_action()
-    }
-
-    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
-    pub(in crate::runtime) fn next_deadline(&self) -> Option<Time> {
-        match self {
-            Half::Here(worker) => worker.next_deadline(),
-            Half::Away(_) => None,
-        }
-    }
-}
 
 /// Where a rank is.
 enum Standing {
@@ -182,7 +120,8 @@ impl Away {
         }
     }
 
-    fn start_load_kv(&mut self, meta: ConnectorMeta) {
+    /// Takes the message of a step.
+    pub(in crate::runtime) fn start_load_kv(&mut self, meta: ConnectorMeta) {
         for request in &meta.withdrawn {
             self.sends.remove(request);
         }
@@ -206,6 +145,11 @@ impl Away {
         if full {
             self.lose(&format!("it has not read {BACKLOG} messages"), false);
         }
+    }
+
+    /// What there is to tell.
+    pub(in crate::runtime) fn take_said(&mut self) -> WorkerOutput {
+        std::mem::take(&mut self.said)
     }
 
     /// What the rank has to tell of what it was given: more is nobody's.

@@ -24,7 +24,9 @@ use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
 use super::super::words::Published;
-use super::away::{Away, Down, Half, name};
+use super::super::half::Half;
+use super::super::listening::Listening;
+use super::away::{Away, Down, name};
 use super::stream::{Incoming, same_user, send};
 use super::{LAST_WORD, PATIENCE, SILENT};
 use crate::engine::{PoolBlocks, WorkerRank};
@@ -77,6 +79,12 @@ impl Shared {
                  NixlPushConnector are of one process",
             );
         }
+        if self.setup.settings.mooncake.is_some() {
+            return refused(
+                Kind::Unsupported,
+                "ranks in processes of their own are for NixlConnector: with a MooncakeConnector register all of them here",
+            );
+        }
         if self.digests() {
             return refused(
                 Kind::Unsupported,
@@ -120,7 +128,7 @@ impl Shared {
                 Err(error) if error.kind() == Kind::Closed => return Err(error),
                 Err(error) => error.sentence().to_owned(),
             },
-            Some(Half::Here(_)) => format!(
+            Some(Half::Nixl(_) | Half::Mooncake(_)) => format!(
                 "process {pid} joined as {}, which the engine's own process is already: start each rank once",
                 name(rank)
             ),
@@ -182,9 +190,9 @@ impl Shared {
     }
 
     /// Peers find it no more. May block.
-    fn withdraw_rank(&self, rank: WorkerRank) {
+    fn withdraw_rank(self: &Arc<Self>, rank: WorkerRank) {
         if let Some(side) = &*self.side.lock() {
-            side.withdraw(rank);
+            side.withdraw(self, rank);
         }
     }
 
@@ -252,7 +260,9 @@ impl Shared {
             return Ok(());
         };
         away.registered(metadata)?;
-        let Some(side) = side.as_ref().filter(|_| state.missing().is_none()) else { return Ok(()) };
+        let Some(Listening::Nixl(side)) = side.as_ref().filter(|_| state.missing().is_none()) else {
+            return Ok(());
+        };
         for (rank, held) in &state.ranks {
             if let Some(metadata) = held.worker.away().and_then(Away::metadata) {
                 let generation = side.publish(*rank, metadata);

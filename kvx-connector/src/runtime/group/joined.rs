@@ -98,8 +98,9 @@ impl JoinedRank {
         let missing = || Error::new(Kind::Malformed, "the engine has sent no file of words");
         let words = || Ok(Arc::new(Memory::adopt_file(file.ok_or_else(missing)?, words)?));
         let memory = memory.into_iter().map(Into::into).collect();
-        let (registered, metadata) = shared.open(self.rank, None, caches, memory, words)?;
-        shared.take_up(self.rank, registered, None)?;
+        let registered = shared.open(self.rank, None, caches, memory, words)?;
+        let metadata = shared.setup.metadata(&registered)?;
+        shared.take_up(self.rank, registered, None, None)?;
         self.link.ask(ToHead::Registered(metadata.encode())).map(drop)
     }
 
@@ -183,7 +184,10 @@ async fn run(
     setup.bind_beside_the_side_channel().await;
     let (up, going_up) = unbounded_channel();
     let runtime = tokio::runtime::Handle::current();
-    let shared = Arc::new(Shared::of_rank(setup, rank, up.clone(), secret, runtime));
+    let shared = match Shared::of_rank(setup, rank, up.clone(), secret, runtime) {
+        Ok(shared) => Arc::new(shared),
+        Err(error) => return started.set(Err(error)),
+    };
     let (asking, answer, gone) = (Mutex::default(), Slot::new(), OnceLock::new());
     let link = Arc::new(Link { up, asking, answer, gone });
     let connector = Connector::of(Arc::clone(&shared));

@@ -1,8 +1,8 @@
 //! Ranks in processes of their own: they join the engine over a Unix socket.
 //!
 //! The engine's process keeps the scheduler's half, the side channel and the words of all blocks; a rank's process has
-//! the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`] is what of it the rest of
-//! the runtime sees.
+//! the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`](super::half::Half) is
+//! what of it the rest of the runtime sees.
 
 mod away;
 mod head;
@@ -12,7 +12,7 @@ mod stream;
 
 use std::time::Duration;
 
-pub(super) use self::away::Half;
+pub(super) use self::away::Away;
 pub(super) use self::head::Gathering;
 pub use self::joined::JoinedRank;
 

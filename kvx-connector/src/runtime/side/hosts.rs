@@ -32,12 +32,12 @@ pub(super) fn written_tcp_bind(config: &KvTransferConfig) -> Option<&str> {
     config.extra().get("tcp")?.get("bind")?.as_str()
 }
 
-/// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at
-/// `VLLM_NIXL_SIDE_CHANNEL_HOST`, if that is an address of this machine. `None`: TCP's own default holds.
-pub(crate) async fn tcp_bind(config: &KvTransferConfig) -> Option<IpAddr> {
+/// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at the host that peers
+/// are told, if that is an address of this machine. `None`: TCP's own default holds.
+pub(crate) async fn tcp_bind(config: &KvTransferConfig, told: &str) -> Option<IpAddr> {
     match written_tcp_bind(config) {
         Some(_) => None,
-        None => own_address(&config.environment().side_channel_host).await,
+        None => own_address(told).await,
     }
 }
 
@@ -53,7 +53,7 @@ mod tests {
 
     fn bound(config: &KvTransferConfig) -> Option<IpAddr> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(tcp_bind(config))
+        runtime.block_on(tcp_bind(config, &config.environment().side_channel_host))
     }
 
     #[test]

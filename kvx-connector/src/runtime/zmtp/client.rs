@@ -63,12 +63,21 @@ impl Client {
     }
 
     async fn exchange(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
-        let frames: &[&[u8]] = match self.kind {
-            // What ends the envelope: a REQ socket adds it and takes it off again.
-            SocketType::Req => &[b"", question],
-            _ => &[question],
-        };
-        self.connection.send(frames, limit).await?;
+        self.send(&[question], limit).await?;
+        self.receive(limit).await
+    }
+
+    /// Sends a question. Errors: `TimedOut`: the other end does not read; `PeerLost`.
+    pub(crate) async fn send(&mut self, question: &[&[u8]], limit: Duration) -> Result<()> {
+        // What ends the envelope: a REQ socket adds it and takes it off again.
+        let envelope: &[&[u8]] = if self.kind == SocketType::Req { &[b""] } else { &[] };
+        self.connection.send(&[envelope, question].concat(), limit).await
+    }
+
+    /// Waits for the next answer; once it has begun, the rest of it comes within `limit`.
+    ///
+    /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
+    pub(crate) async fn receive(&mut self, limit: Duration) -> Result<Message> {
         let closed =
             || Error::new(Kind::PeerLost, "the side channel closed the connection without an answer");
         let mut message = self.connection.receive(limit).await?.ok_or_else(closed)?;

@@ -138,6 +138,15 @@ impl Connection {
         }
     }
 
+    /// Ends when there is something to [`receive`](Self::receive), or an end of it. May be given up at any
+    /// moment: nothing of it is lost.
+    pub(super) async fn readable(&mut self) -> Result<()> {
+        if self.unread.len() == self.at {
+            self.fill().await?;
+        }
+        Ok(())
+    }
+
     /// The next message; pings are answered on the way. `None`: the other end has closed.
     ///
     /// Once a message has begun, the rest has to come within `limit`; for the first byte of it there is no limit here.

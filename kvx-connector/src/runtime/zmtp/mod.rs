@@ -17,4 +17,4 @@ pub(crate) use budget::Budget;
 pub(crate) use client::{Client, bare, resolve};
 pub(crate) use codec::{Limits, SocketType};
 pub(crate) use connection::Message;
-pub(crate) use router::{Handler, Router, RouterLimits};
+pub(crate) use router::{Handler, Router, RouterLimits, Talk, Talker};

@@ -1,4 +1,4 @@
-//! A ROUTER socket that answers: one message of a connection at a time.
+//! A ROUTER socket: what is said on a connection is a [`Talker`]'s business; a [`Handler`] answers message by message.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -12,7 +12,60 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 
 use super::connection::Connection;
-use super::{Budget, Limits, SocketType};
+use super::{Budget, Limits, Message, SocketType};
+
+/// What a ROUTER does with connections.
+pub(crate) trait Talker: Send + Sync + 'static {
+    /// Talks with one peer, until either end has enough: then the connection is closed.
+    fn talk(&self, peer: Talk) -> impl Future<Output = Result<()>> + Send;
+}
+
+/// One connection of a ROUTER.
+#[derive(Debug)]
+pub(crate) struct Talk {
+    connection: Connection,
+    name: Vec<u8>,
+    answers: Arc<Budget>,
+    patience: Duration,
+    heard: Heard,
+}
+
+impl Talk {
+    /// Ends when there is something to receive. May be given up at any moment.
+    pub(crate) async fn readable(&mut self) -> Result<()> {
+        self.connection.readable().await
+    }
+
+    /// The next message; it begins with the frame that names the peer. `None`: the peer has closed.
+    pub(crate) async fn receive(&mut self) -> Result<Option<Message>> {
+        let Some(mut message) = self.connection.receive(self.patience).await? else { return Ok(None) };
+        self.heard.note();
+        message.put_first(self.name.clone());
+        Ok(Some(message))
+    }
+
+    /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read; `Exhausted`.
+    pub(crate) async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F]) -> Result<()> {
+        let mut unread = self.answers.held();
+        unread.take(frames.iter().map(|frame| frame.as_ref().len()).sum())?;
+        self.connection.send(frames, self.patience).await
+    }
+}
+
+/// Answers one message after the other.
+struct Answers<H>(Arc<H>);
+
+impl<H: Handler> Talker for Answers<H> {
+    async fn talk(&self, mut peer: Talk) -> Result<()> {
+        let mut session = H::Session::default();
+        while let Some(message) = peer.receive().await? {
+            let Some(answer) = self.0.answer(&mut session, message.frames()) else { return Ok(()) };
+            drop(message);
+            peer.send(&answer[1..]).await?;
+        }
+        Ok(())
+    }
+}
 
 /// What a ROUTER does with messages.
 pub(crate) trait Handler: Send + Sync + 'static {
@@ -77,6 +130,15 @@ impl Router {
         limits: RouterLimits,
         handler: Arc<impl Handler>,
     ) -> Result<Self> {
+        Router::serve_by(listener, limits, Arc::new(Answers(handler)))
+    }
+
+    /// As [`serve`](Self::serve), where several answers may come for one message, and at any time.
+    pub(crate) fn serve_by(
+        listener: TcpListener,
+        limits: RouterLimits,
+        handler: Arc<impl Talker>,
+    ) -> Result<Self> {
         let local =
             listener.local_addr().map_err(|error| Error::os("a listening socket has no address", error))?;
         let connections = Arc::new(Connections {
@@ -112,7 +174,7 @@ impl Drop for Router {
 async fn accept(
     listener: TcpListener,
     limits: RouterLimits,
-    handler: Arc<impl Handler>,
+    handler: Arc<impl Talker>,
     connections: Arc<Connections>,
 ) {
     let budgets = Budgets { messages: Budget::new(limits.bytes), answers: Budget::new(limits.answers) };
@@ -156,27 +218,38 @@ impl Connections {
         stream: TcpStream,
         from: SocketAddr,
         limits: RouterLimits,
-        handler: &Arc<impl Handler>,
+        handler: &Arc<impl Talker>,
         budgets: &Budgets,
     ) {
         let id = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let heard = Arc::new(AtomicU64::new(self.now()));
         let (handler, budgets) = (Arc::clone(handler), budgets.clone());
-        let (hears, all) = (Arc::clone(&heard), Arc::downgrade(self));
+        let (hears, all) =
+            (Heard { at: Arc::clone(&heard), all: Arc::downgrade(self) }, Arc::downgrade(self));
         // The table is locked until the task is in it: its end finds itself there.
         let mut open = self.open.lock();
         let task = tokio::spawn(async move {
-            let _gone = Gone { id, all: all.clone() };
-            let heard = || {
-                if let Some(all) = all.upgrade() {
-                    hears.store(all.now(), Ordering::Relaxed);
-                }
-            };
-            if let Err(error) = converse(stream, id, limits, &*handler, &budgets, heard).await {
+            let _gone = Gone { id, all };
+            if let Err(error) = converse(stream, id, limits, &*handler, budgets, hears).await {
                 tracing::debug!(%from, %error, "a connection to the side channel ended");
             }
         });
         open.insert(id, Open { heard, task: task.abort_handle() });
+    }
+}
+
+/// Notes when a connection said something.
+#[derive(Debug)]
+struct Heard {
+    at: Arc<AtomicU64>,
+    all: Weak<Connections>,
+}
+
+impl Heard {
+    fn note(&self) {
+        if let Some(all) = self.all.upgrade() {
+            self.at.store(all.now(), Ordering::Relaxed);
+        }
     }
 }
 
@@ -194,31 +267,21 @@ impl Drop for Gone {
     }
 }
 
-async fn converse<H: Handler>(
+async fn converse(
     stream: TcpStream,
-    id: u64,
+    number: u64,
     limits: RouterLimits,
-    handler: &H,
-    budgets: &Budgets,
-    heard: impl Fn(),
+    handler: &impl Talker,
+    budgets: Budgets,
+    heard: Heard,
 ) -> Result<()> {
     let patience = limits.patience;
-    let mut connection =
+    let connection =
         Connection::open(stream, SocketType::Router, limits.message, &budgets.messages, patience).await?;
-    let mut session = H::Session::default();
     // As ZeroMQ names peers that have no name: a zero and a number.
     let name = match connection.identity.is_empty() {
-        true => [&[0], &id.to_be_bytes()[4..]].concat(),
+        true => [&[0], &number.to_be_bytes()[4..]].concat(),
         false => connection.identity.clone(),
     };
-    while let Some(mut message) = connection.receive(patience).await? {
-        heard();
-        message.put_first(name.clone());
-        let Some(answer) = handler.answer(&mut session, message.frames()) else { return Ok(()) };
-        drop(message);
-        let mut unread = budgets.answers.held();
-        unread.take(answer.iter().map(|frame| frame.len()).sum())?;
-        connection.send(&answer[1..], patience).await?;
-    }
-    Ok(())
+    handler.talk(Talk { connection, name, answers: budgets.answers, patience, heard }).await
 }

@@ -35,6 +35,8 @@ pub struct Directory {
 pub struct ListedEngine {
     /// Its name.
     pub engine_id: String,
+    /// It is one of kvx. Only kvx's bootstrap server says so.
+    pub is_kvx: bool,
     /// Where its workers listen.
     pub workers: BTreeMap<WorkerRank, String>,
 }
@@ -91,7 +93,11 @@ impl Directory {
                 let stages = workers.entry(rank.tp.to_string()).or_insert_with(|| Value::Object(Map::new()));
                 stages[rank.pp.to_string()] = addr.as_str().into();
             }
-            body.insert(dp.to_string(), json!({"engine_id": engine.engine_id, "worker_addr": workers}));
+            let mut listed = json!({"engine_id": engine.engine_id, "worker_addr": workers});
+            if engine.is_kvx {
+                listed["kvx"] = true.into();
+            }
+            body.insert(dp.to_string(), listed);
         }
         Value::Object(body).to_string().into_bytes()
     }
@@ -108,6 +114,7 @@ impl Directory {
             let listed = listed.as_object().ok_or_else(|| malformed("it lists what is no object"))?;
             let mut engine = ListedEngine {
                 engine_id: text("engine_id", listed.get("engine_id"))?,
+                is_kvx: listed.get("kvx").and_then(Value::as_bool).unwrap_or(false),
                 workers: BTreeMap::new(),
             };
             let by_tp = listed.get("worker_addr").and_then(Value::as_object);

@@ -1,7 +1,10 @@
 //! What the decode side asks for, and where its memory is.
 
+use std::collections::BTreeMap;
+
 use kvx_core::Result;
 
+use crate::wire::PushGrant;
 use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
 
 const WHAT: &str = "pull request";
@@ -50,9 +53,16 @@ pub struct PullRequest {
     pub remote_pp_size: u32,
     /// The name of the layout; 0: it comes with every request.
     pub layout_id: u64,
+    /// How kvx reaches the asking worker's memory, as its agent tells it. Part of the layout; only kvx says so.
+    pub kvx_metadata: Option<Vec<u8>>,
+    /// Tokens of a logical block of the asking worker. Part of the layout; only kvx says so.
+    pub kvx_block_size: Option<u32>,
     /// The engine that is asked. Only kvx says so, and looks: another engine at the address of a former one refuses at
     /// once.
     pub kvx_engine_id: Option<String>,
+    /// What to write by, for each request of `req_blocks`: regions of the asking worker, as kvx's agents tell them.
+    /// Their end is the end of all writes for that request. Only kvx says so.
+    pub kvx_grants: BTreeMap<String, Vec<Vec<u8>>>,
     shape: Shape,
 }
 
@@ -87,7 +97,10 @@ impl PullRequest {
             registered_row_offsets: Vec::new(),
             remote_pp_size: 1,
             layout_id: 0,
+            kvx_metadata: None,
+            kvx_block_size: None,
             kvx_engine_id: None,
+            kvx_grants: BTreeMap::new(),
             shape: Shape::default(),
         }
     }
@@ -111,12 +124,20 @@ impl PullRequest {
         }
         self.registered_layer_names.clear();
         self.registered_shared_group_ids.clear();
+        self.kvx_metadata = None;
+        self.kvx_block_size = None;
     }
 
     /// What it tells of the asking worker and its layout, and nothing else.
     pub(crate) fn of_worker(&self) -> Self {
-        let (req_blocks, shape) = (Vec::new(), Shape::default());
-        PullRequest { req_blocks, layout_id: 0, kvx_engine_id: None, shape, ..self.clone() }
+        PullRequest {
+            req_blocks: Vec::new(),
+            layout_id: 0,
+            kvx_engine_id: None,
+            kvx_grants: BTreeMap::new(),
+            shape: Shape::default(),
+            ..self.clone()
+        }
     }
 
     /// The message as bytes.
@@ -157,7 +178,10 @@ impl PullRequest {
             registered_row_offsets: fields.optional("registered_row_offsets", indices)?.unwrap_or_default(),
             remote_pp_size: fields.optional("remote_pp_size", Reader::size)?.unwrap_or(1),
             layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
+            kvx_metadata: fields.nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
+            kvx_block_size: fields.nullable("kvx_block_size", Reader::size)?,
             kvx_engine_id: fields.nullable("kvx_engine_id", Reader::owned_text)?,
+            kvx_grants: fields.optional("kvx_grants", grants)?.unwrap_or_default(),
             shape: fields.shape(),
         })
     }
@@ -178,6 +202,13 @@ fn pulled(reader: &mut Reader<'_>) -> Result<Vec<PulledRequest>> {
     Ok(requests)
 }
 
+fn grants(reader: &mut Reader<'_>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+    let regions =
+        |reader: &mut Reader<'_>| reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()));
+    let count = reader.map(PullRequest::MAX_ITEMS)?;
+    (0..count).map(|_| Ok((reader.owned_text()?, regions(reader)?))).collect()
+}
+
 impl Record for PullRequest {
     const KEYS: &'static [&'static str] = &[
         "remote_hostname",
@@ -195,7 +226,10 @@ impl Record for PullRequest {
         "registered_row_offsets",
         "remote_pp_size",
         "layout_id",
+        "kvx_metadata",
+        "kvx_block_size",
         "kvx_engine_id",
+        "kvx_grants",
     ];
 
     fn shape(&self) -> &Shape {
@@ -211,7 +245,10 @@ impl Record for PullRequest {
             "registered_row_offsets" => self.registered_row_offsets.is_empty(),
             "remote_pp_size" => self.remote_pp_size == 1,
             "layout_id" => self.layout_id == 0,
+            "kvx_metadata" => self.kvx_metadata.is_none(),
+            "kvx_block_size" => self.kvx_block_size.is_none(),
             "kvx_engine_id" => self.kvx_engine_id.is_none(),
+            "kvx_grants" => self.kvx_grants.is_empty(),
             _ => false,
         }
     }
@@ -253,7 +290,18 @@ impl Record for PullRequest {
             "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
             "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
             "layout_id" => writer.unsigned(self.layout_id),
+            "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), Writer::binary),
+            "kvx_block_size" => {
+                writer.optional(self.kvx_block_size.as_ref(), |writer, size| writer.unsigned((*size).into()));
+            }
             "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), Writer::text),
+            "kvx_grants" => {
+                writer.map(self.kvx_grants.len());
+                for (request, regions) in &self.kvx_grants {
+                    writer.text(request);
+                    writer.list(regions, |writer, region| writer.binary(region));
+                }
+            }
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -340,8 +340,8 @@ impl World {
                     let delay = self.random.skewed(MILLISECOND..2 * SECOND);
                     self.after(delay, Event::Query(at, query, address.host.to_string()));
                 }
-                MooncakeAction::Ask { pull, address, bytes, deadline } => {
-                    self.ask(at, pull, &address, bytes, deadline);
+                MooncakeAction::Ask { pull, address, question, deadline, .. } => {
+                    self.ask(at, pull, &address, question.encode(), deadline);
                 }
                 MooncakeAction::Hangup { pull } => {
                     if let Some(wire) = self.by_pull.remove(&(at, pull)) {

@@ -1,0 +1,186 @@
+//! The bootstrap server of a prefill instance: its workers say where they listen, and whoever wants their blocks asks.
+//!
+//! vLLM's `POST /register` and `GET /query` over HTTP. What is remembered is decided by
+//! [`BootstrapRegister`]; here are the socket, its bounds, and who may register ([`proof`]).
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Result, Secret};
+use serde_json::json;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::timeout;
+
+use super::super::clock::Clock;
+use super::http::{Exchange, Message};
+use super::proof;
+use crate::engine::WorkerRank;
+use crate::engine::mooncake::BootstrapRegister;
+use crate::wire::mooncake::WorkerRegistration;
+
+/// Connections at a time. For a further one the oldest is closed.
+pub(super) const CONNECTIONS: usize = 256;
+/// How long a request may take to come, from the connection or the answer before it on, and an answer to be read.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A bootstrap server that listens until it is dropped.
+#[derive(Debug)]
+pub(super) struct BootstrapServer {
+    desk: Arc<Desk>,
+    accepting: AbortHandle,
+}
+
+#[derive(Debug)]
+struct Desk {
+    clock: Clock,
+    secret: Option<Secret>,
+    register: Mutex<BootstrapRegister>,
+}
+
+/// What is answered: the status with its reason, further headers, the body.
+struct Answer {
+    status: &'static str,
+    nonce: Option<String>,
+    body: Vec<u8>,
+}
+
+impl BootstrapServer {
+    /// Serves whoever connects, on tasks of the runtime that it is called in.
+    pub(super) fn serve(listener: TcpListener, clock: Clock, secret: Option<Secret>) -> Self {
+        let desk = Arc::new(Desk { clock, secret, register: Mutex::default() });
+        let accepting = tokio::spawn(accept(listener, Arc::clone(&desk))).abort_handle();
+        BootstrapServer { desk, accepting }
+    }
+
+    /// A worker of this process says where it listens.
+    pub(super) fn register(&self, registration: WorkerRegistration) -> Result<()> {
+        self.desk.register.lock().register(self.desk.clock.now(), registration)
+    }
+
+    /// A worker of this process is no longer there.
+    pub(super) fn forget(&self, engine: &str, dp: u32, rank: WorkerRank) {
+        self.desk.register.lock().forget(engine, dp, rank);
+    }
+}
+
+impl Drop for BootstrapServer {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept(listener: TcpListener, desk: Arc<Desk>) {
+    // Dropped with this task, which ends all of them.
+    let mut open = JoinSet::new();
+    let mut order: VecDeque<AbortHandle> = VecDeque::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, from)) => {
+                while open.try_join_next().is_some() {}
+                order.retain(|task| !task.is_finished());
+                if order.len() >= CONNECTIONS
+                    && let Some(oldest) = order.pop_front()
+                {
+                    oldest.abort();
+                }
+                order.push_back(open.spawn(converse(stream, from, Arc::clone(&desk))));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection to the bootstrap server was not accepted");
+                if let Some(oldest) = order.pop_front() {
+                    oldest.abort();
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    }
+}
+
+async fn converse(stream: TcpStream, from: SocketAddr, desk: Arc<Desk>) {
+    let mut exchange = Exchange::new(stream);
+    // Good for one registration on this connection.
+    let mut nonce: Option<String> = None;
+    loop {
+        let (answer, goes_on) = match timeout(PATIENCE, exchange.receive(WorkerRegistration::MAX_LEN)).await {
+            Err(_) | Ok(Ok(None)) => return,
+            Ok(Ok(Some(request))) => (desk.answer(&request, nonce.take()), request.keeps_alive()),
+            Ok(Err(error)) if error.kind() == Kind::PeerLost => return,
+            Ok(Err(error)) => (refusal(&error), false),
+        };
+        nonce.clone_from(&answer.nonce);
+        let start = format!("HTTP/1.1 {}", answer.status);
+        let nonce_line = answer.nonce.map(|nonce| format!("{}: {nonce}", proof::NONCE));
+        let mut headers = vec![if goes_on { "Connection: keep-alive" } else { "Connection: close" }];
+        headers.extend(nonce_line.as_deref());
+        match timeout(PATIENCE, exchange.send(&start, &headers, &answer.body)).await {
+            Ok(Ok(())) if goes_on => {}
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => {
+                return tracing::debug!(%from, %error, "an answer of the bootstrap server was not read");
+            }
+            Err(_) => return tracing::debug!(%from, "an answer of the bootstrap server was not read in time"),
+        }
+    }
+}
+
+/// As vLLM's server words what it refuses.
+fn refusal(error: &Error) -> Answer {
+    let status = match error.kind() {
+        Kind::Exhausted => "413 Content Too Large",
+        Kind::Unsupported => "411 Length Required",
+        Kind::Denied => "401 Unauthorized",
+        Kind::Busy => "503 Service Unavailable",
+        _ => "400 Bad Request",
+    };
+    Answer { status, nonce: None, body: json!({"detail": error.to_string()}).to_string().into_bytes() }
+}
+
+impl Desk {
+    fn answer(&self, request: &Message, nonce: Option<String>) -> Answer {
+        let [method, target, _] = &request.start;
+        let path = target.split('?').next().unwrap_or_default();
+        let ok = |body: Vec<u8>| Answer { status: "200 OK", nonce: None, body };
+        let detail = |status, detail: &str| Answer {
+            status,
+            nonce: None,
+            body: json!({"detail": detail}).to_string().into_bytes(),
+        };
+        match (method.as_str(), path) {
+            ("GET", "/query") => ok(self.register.lock().directory(self.clock.now()).encode()),
+            ("POST", "/register") => match self.registered(request, nonce) {
+                Ok(None) => ok(json!({"status": "ok"}).to_string().into_bytes()),
+                Ok(Some(nonce)) => Answer {
+                    nonce: Some(nonce),
+                    ..detail(
+                        "401 Unauthorized",
+                        "workers of this fleet prove its shared secret: set KVX_SECRET_FILE",
+                    )
+                },
+                Err(error) => {
+                    tracing::warn!(%error, "a registration was refused by the bootstrap server");
+                    refusal(&error)
+                }
+            },
+            (_, "/query" | "/register") => detail("405 Method Not Allowed", "Method Not Allowed"),
+            _ => detail("404 Not Found", "Not Found"),
+        }
+    }
+
+    /// Takes a registration. `Some`: it has to be proven first, by this nonce.
+    fn registered(&self, request: &Message, nonce: Option<String>) -> Result<Option<String>> {
+        if let Some(secret) = &self.secret {
+            let Some(proof) = request.header(&proof::PROOF.to_ascii_lowercase()) else {
+                let fresh = kvx_core::random_key()?;
+                return Ok(Some(fresh.iter().map(|byte| format!("{byte:02x}")).collect()));
+            };
+            proof::check(secret, nonce.as_deref(), &request.body, proof)?;
+        }
+        let registration = WorkerRegistration::decode(&request.body)?;
+        self.register.lock().register(self.clock.now(), registration)?;
+        Ok(None)
+    }
+}

@@ -1,0 +1,162 @@
+//! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. Decodes ask; each question is
+//! answered when its blocks are written, request by request.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Result, Secret};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+
+use super::super::builder::MOONCAKE;
+use super::super::state::Shared;
+use super::super::zmtp::{Limits, Router, RouterLimits, Talk, Talker};
+use super::proof::{self, Nonce};
+use crate::engine::WorkerRank;
+use crate::engine::mooncake::AskId;
+use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus};
+
+/// What decodes may cost a worker. Each load that waits has a connection.
+const LIMITS: RouterLimits = RouterLimits {
+    connections: 4096,
+    message: Limits { frames: 4, bytes: PullRequest::MAX_LEN },
+    bytes: 4 * PullRequest::MAX_LEN,
+    answers: 64 << 20,
+    patience: Duration::from_secs(5),
+};
+/// Answers that wait to be sent on a connection. A decode that does not read them loses it.
+const ANSWERS: usize = 4096;
+
+/// The ways back to decodes that have asked, by connection.
+#[derive(Debug, Default)]
+pub(super) struct Askers(Mutex<HashMap<(WorkerRank, u32), mpsc::Sender<Vec<u8>>>>);
+
+impl Askers {
+    /// Sends an answer. If there is no way back any more, nothing is lost.
+    pub(super) fn answer(&self, rank: WorkerRank, ask: AskId, bytes: Vec<u8>) {
+        let mut askers = self.0.lock();
+        let key = (rank, connection_of(ask));
+        if askers.get(&key).is_some_and(|asker| asker.try_send(bytes).is_err()) {
+            // With it ends the connection.
+            askers.remove(&key);
+        }
+    }
+}
+
+/// A question's name has its connection's number in it: the way back.
+fn connection_of(ask: AskId) -> u32 {
+    (ask.0 >> 32) as u32
+}
+
+/// What is said on the connections of one worker's ROUTER.
+struct Desk {
+    shared: Weak<Shared>,
+    rank: WorkerRank,
+    last: AtomicU32,
+}
+
+/// Serves a worker's side channel until it is dropped.
+pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
+    let desk = Desk { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
+    Router::serve_by(listener, LIMITS, Arc::new(desk))
+}
+
+/// Takes the way back away when its connection ends.
+struct Gone<'a> {
+    desk: &'a Desk,
+    connection: u32,
+}
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        if let Some(shared) = self.desk.shared.upgrade() {
+            shared.mooncake.askers.0.lock().remove(&(self.desk.rank, self.connection));
+        }
+    }
+}
+
+impl Shared {
+    /// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill
+    /// has none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
+    fn admits(
+        &self,
+        rank: WorkerRank,
+        question: &[u8],
+        seal: Option<&[u8]>,
+    ) -> Result<Option<(Secret, Nonce)>> {
+        let denied = |why: &str| Err(Error::new(Kind::Denied, why.to_owned()));
+        match (&self.secret, seal) {
+            (None, None) => Ok(None),
+            (Some(secret), Some(seal)) => {
+                let nonce = proof::open_question(secret, question, seal)?;
+                Ok(Some((secret.clone(), nonce)))
+            }
+            (Some(_), None)
+                if self.registered(rank).is_some_and(|own| own.agent.backends().contains(&MOONCAKE)) =>
+            {
+                Ok(None)
+            }
+            (Some(_), None) => denied(
+                "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
+            ),
+            (None, Some(_)) => denied(
+                "this decode has a shared secret and the prefill has none: give both the same, or neither",
+            ),
+        }
+    }
+}
+
+impl Talker for Desk {
+    async fn talk(&self, mut peer: Talk) -> Result<()> {
+        let connection = self.last.fetch_add(1, Ordering::Relaxed);
+        let _gone = Gone { desk: self, connection };
+        let (way_back, mut answers) = mpsc::channel(ANSWERS);
+        match self.shared.upgrade() {
+            Some(shared) => shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back),
+            None => return Ok(()),
+        };
+        let mut questions = 0_u32;
+        // What the decode's last question was sealed with: so are answers to it.
+        let mut seal = None;
+        loop {
+            tokio::select! {
+                answer = answers.recv() => match (answer, &seal) {
+                    (Some(answer), Some((secret, nonce))) => {
+                        let proof = proof::seal_answer(secret, nonce, &answer);
+                        peer.send(&[answer, proof]).await?;
+                    }
+                    (Some(answer), None) => peer.send(&[answer]).await?,
+                    (None, _) => return Ok(()),
+                },
+                readable = peer.readable() => {
+                    readable?;
+                    let Some(message) = peer.receive().await? else { return Ok(()) };
+                    let Some(shared) = self.shared.upgrade() else { return Ok(()) };
+                    let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
+                    questions = questions.wrapping_add(1);
+                    // The first frame is the DEALER's name; one of vLLM sends one more.
+                    let frame = |at: usize| message.frames().get(at).map(Vec::as_slice);
+                    let question = frame(1).unwrap_or_default();
+                    match shared.admits(self.rank, question, frame(2)) {
+                        Ok(by) => seal = by,
+                        Err(error) => {
+                            tracing::warn!(%error, "a decode's question was refused");
+                            let mut refusal = PullResponse::new(PullStatus::Error);
+                            (refusal.err_msg, refusal.kvx_settled) = (Some(error.to_string()), true);
+                            peer.send(&[refusal.encode()]).await?;
+                            continue;
+                        }
+                    }
+                    shared.tell_mooncake(self.rank, |worker, now| {
+                        if let Err(error) = worker.asked(now, ask, question) {
+                            tracing::warn!(%error, "a decode's question was refused");
+                        }
+                    });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a
+//! length, both bounded before memory is taken for them.
+
+use kvx_core::{Error, Kind, Result};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// The longest head that is read.
+pub(in super::super) const MAX_HEAD: usize = 8 << 10;
+/// Bytes that are read at once.
+const READ: usize = 4 << 10;
+
+/// A request or an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    /// Its first line, in three parts: `GET /query HTTP/1.1`, `HTTP/1.1 200 OK`.
+    pub(super) start: [String; 3],
+    /// Names in lower case.
+    headers: Vec<(String, String)>,
+    pub(super) body: Vec<u8>,
+}
+
+/// The head of a message, and how long its body is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Head {
+    message: Message,
+    body: Option<usize>,
+    /// Its own bytes.
+    len: usize,
+}
+
+/// How long the head at the front of these bytes is, if it is there whole; `None`: it is none.
+pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
+    Head::parse(bytes).ok().map(|head| head.map(|head| head.len))
+}
+
+fn malformed(why: &str) -> Error {
+    Error::new(Kind::Malformed, format!("malformed HTTP: {why}"))
+}
+
+fn broken(error: std::io::Error) -> Error {
+    Error::os("an HTTP connection broke", error).kind_is(Kind::PeerLost)
+}
+
+impl Head {
+    /// Reads a head from the front of these bytes. `None`: there is more to come of it.
+    ///
+    /// Errors: `Malformed`; `Unsupported`: a body in chunks.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Option<Head>> {
+        let Some(end) = bytes.windows(4).take(MAX_HEAD).position(|window| window == b"\r\n\r\n") else {
+            return match bytes.len() < MAX_HEAD {
+                true => Ok(None),
+                false => Err(malformed(&format!("a head of more than {MAX_HEAD} bytes"))),
+            };
+        };
+        let text = std::str::from_utf8(&bytes[..end]).map_err(|_| malformed("a head that is no text"))?;
+        let mut lines = text.split("\r\n");
+        let mut words = lines.next().unwrap_or_default().splitn(3, ' ').map(str::to_owned);
+        let start = [(); 3].map(|()| words.next().unwrap_or_default());
+        if start[0].is_empty()
+            || start[1].is_empty()
+            || !(start[0].starts_with("HTTP/1.") || start[2].starts_with("HTTP/1."))
+        {
+            return Err(malformed("the first line is none of HTTP/1"));
+        }
+        let header = |line: &str| {
+            let (name, value) = line.split_once(':').ok_or_else(|| malformed("a header without a colon"))?;
+            Ok((name.to_ascii_lowercase(), value.trim().to_owned()))
+        };
+        let headers = lines.map(header).collect::<Result<Vec<_>>>()?;
+        let message = Message { start, headers, body: Vec::new() };
+        if message.header("transfer-encoding").is_some() {
+            return Err(Error::new(Kind::Unsupported, "an HTTP body in chunks: send its length"));
+        }
+        let lengths = || message.headers.iter().filter(|(name, _)| name == "content-length");
+        let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let body = match (lengths().next(), lengths().count()) {
+            (None, _) => None,
+            (Some((_, length)), 1) if digits(length) => {
+                Some(length.parse().map_err(|_| malformed("a content-length beyond all numbers"))?)
+            }
+            _ => return Err(malformed("content-length is no number, or comes twice")),
+        };
+        Ok(Some(Head { message, body, len: end + 4 }))
+    }
+}
+
+impl Message {
+    /// A header, by its name in lower case.
+    pub(super) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+    }
+
+    /// Whether the other end goes on with this connection.
+    pub(super) fn keeps_alive(&self) -> bool {
+        let asked = self.header("connection").unwrap_or_default();
+        match self.start.iter().any(|word| word == "HTTP/1.0") {
+            true => asked.eq_ignore_ascii_case("keep-alive"),
+            false => !asked.eq_ignore_ascii_case("close"),
+        }
+    }
+}
+
+/// A connection that messages come on, one after the other.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    stream: TcpStream,
+    unread: Vec<u8>,
+}
+
+impl Exchange {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Exchange { stream, unread: Vec::new() }
+    }
+
+    /// The next message, with a body of at most `most` bytes. `None`: the other end has closed before it. Without a
+    /// length, an answer ends with the connection, and a request has no body.
+    ///
+    /// Errors: `Exhausted`: a longer body; `Malformed`, `Unsupported`, `PeerLost`.
+    pub(super) async fn receive(&mut self, most: usize) -> Result<Option<Message>> {
+        let head = loop {
+            if let Some(head) = Head::parse(&self.unread)? {
+                break head;
+            }
+            if self.fill().await? == 0 {
+                return if self.unread.is_empty() {
+                    Ok(None)
+                } else {
+                    Err(malformed("it ends within a head"))
+                };
+            }
+        };
+        let Head { mut message, body, len } = head;
+        self.unread.drain(..len);
+        let too_long = || Error::new(Kind::Exhausted, format!("an HTTP body of more than {most} bytes"));
+        let is_answer = message.start[0].starts_with("HTTP/");
+        match body {
+            Some(length) if length > most => return Err(too_long()),
+            Some(length) => {
+                while self.unread.len() < length {
+                    if self.fill().await? == 0 {
+                        return Err(Error::new(Kind::PeerLost, "an HTTP connection ended within a body"));
+                    }
+                }
+                message.body = self.unread.drain(..length).collect();
+            }
+            None if is_answer => {
+                while self.fill().await? > 0 {
+                    if self.unread.len() > most {
+                        return Err(too_long());
+                    }
+                }
+                message.body = std::mem::take(&mut self.unread);
+            }
+            None => {}
+        }
+        Ok(Some(message))
+    }
+
+    async fn fill(&mut self) -> Result<usize> {
+        self.unread.reserve(READ);
+        self.stream.read_buf(&mut self.unread).await.map_err(broken)
+    }
+
+    /// Sends a message: `start` is its first line, each of `headers` a line without its end.
+    pub(super) async fn send(&mut self, start: &str, headers: &[&str], body: &[u8]) -> Result<()> {
+        let mut out =
+            format!("{start}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n", body.len());
+        for header in headers {
+            out.push_str(header);
+            out.push_str("\r\n");
+        }
+        out.push_str("\r\n");
+        let mut out = out.into_bytes();
+        out.extend_from_slice(body);
+        self.stream.write_all(&out).await.map_err(broken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> Result<Option<Head>> {
+        Head::parse(text.as_bytes())
+    }
+
+    #[test]
+    fn heads_of_requests_and_answers_are_read() {
+        let text =
+            "POST /register HTTP/1.1\r\nHost: a:1\r\ncontent-LENGTH: 12\r\nConnection: close\r\n\r\n{\"a\"";
+        let head = parsed(text).unwrap().unwrap();
+        assert_eq!((head.body, head.len), (Some(12), text.len() - 4));
+        assert_eq!(head.message.start, ["POST", "/register", "HTTP/1.1"]);
+        assert_eq!((head.message.header("host"), head.message.keeps_alive()), (Some("a:1"), false));
+        let head = parsed("HTTP/1.1 404 Not Found\r\n\r\n").unwrap().unwrap();
+        assert_eq!(
+            (head.message.start, head.body),
+            (["HTTP/1.1", "404", "Not Found"].map(String::from), None)
+        );
+        for part in 0..text.len() - 5 {
+            assert_eq!(parsed(&text[..part]).unwrap(), None, "{part}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_head_is_refused_and_nothing_grows_without_bound() {
+        for bad in [
+            "GET /\r\n\r\n",
+            "\r\n\r\n",
+            "hello there general\r\n\r\n",
+            "GET / HTTP/1.1\r\nno colon\r\n\r\n",
+            "GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            "GET / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+            "GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        ] {
+            assert_eq!(parsed(bad).unwrap_err().kind(), Kind::Malformed, "{bad:?}");
+        }
+        let chunked = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
+        assert_eq!(parsed(chunked).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(Head::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Head::parse(&[0xff; 100]).unwrap(), None);
+    }
+}

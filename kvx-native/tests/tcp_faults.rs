@@ -16,7 +16,7 @@ const BIG: usize = 32 << 20;
 fn relayed(relay: &Relay) -> Pair {
     // One bulk lane, so that a stall is in the middle of a payload for sure.
     let reader = agent_with("reader", r#"{"tcp": {"connections": 1}}"#, None);
-    Pair::of(agent_with("owner", &relay.options(), None), reader, BIG)
+    Pair::of(agent_with("owner", &relay.options(""), None), reader, BIG)
 }
 
 fn everything(pair: &Pair, read: bool) -> Plan {
@@ -79,7 +79,7 @@ fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
 fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
     for read in [true, false] {
         let relay = Relay::new();
-        let owner = agent_with("owner", &relay.options(), None);
+        let owner = agent_with("owner", &relay.options(""), None);
         let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), BIG);
         relay.stall_answers(0);
         relay.stall_requests(1_000_000);

@@ -58,9 +58,11 @@ impl Relay {
         relay
     }
 
-    /// Options for the owner behind it.
-    pub(crate) fn options(&self) -> String {
-        format!(r#"{{"tcp": {{"ports": {}, "advertise": "127.0.0.1:{}"}}}}"#, self.target, self.listen)
+    /// Options for the owner behind it, with others of the table.
+    pub(crate) fn options(&self, others: &str) -> String {
+        let (target, listen) = (self.target, self.listen);
+        let others = if others.is_empty() { String::new() } else { format!(", {others}") };
+        format!(r#"{{"tcp": {{"ports": {target}, "advertise": "127.0.0.1:{listen}"{others}}}}}"#)
     }
 
     /// Where the owner itself listens.

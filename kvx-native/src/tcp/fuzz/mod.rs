@@ -3,6 +3,7 @@
 //! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says what the peer sends,
 //! in how large pieces, and what else happens meanwhile.
 
+pub mod by_hand;
 pub(crate) mod frames;
 pub(crate) mod handshake;
 pub(crate) mod initiator;

@@ -141,24 +141,12 @@ impl Opener {
 
 #[cfg(test)]
 mod tests {
-    use super::super::noise;
+    use super::super::fuzz::seals;
     use super::*;
-
-    /// Both ends after a handshake.
-    pub(crate) fn ends() -> (Seals, Seals) {
-        let mut initiator = noise::initiator(&[1; 32], &[]).unwrap();
-        let mut owner = noise::responder(&[1; 32], &[]).unwrap();
-        let (mut first, mut second) = (Vec::new(), Vec::new());
-        noise::write(&mut initiator, &[], &mut first).unwrap();
-        noise::read(&mut owner, &first).unwrap();
-        noise::write(&mut owner, &[], &mut second).unwrap();
-        noise::read(&mut initiator, &second).unwrap();
-        (Seals::of(&mut initiator), Seals::of(&mut owner))
-    }
 
     #[test]
     fn messages_are_opened_in_their_order_and_in_their_direction_only() {
-        let (mut ours, mut theirs) = ends();
+        let (mut ours, mut theirs) = seals();
         let mut seal = |text: &[u8]| {
             let mut sealed = Vec::new();
             ours.sealer.seal(text, &mut sealed);
@@ -170,15 +158,14 @@ mod tests {
         theirs.opener.open(&mut again).unwrap();
         assert_eq!(again[..5], *b"first");
         theirs.opener.open(&mut second.clone()).unwrap();
-        // Each is an end for the connection: what comes behind it is not opened either.
-        let (_, mut theirs) = (0, theirs);
+        // Each of these is an end for the connection: what comes behind it is not opened either.
         assert_eq!(theirs.opener.open(&mut second.clone()).unwrap_err().kind(), Kind::Malformed, "repeated");
         assert!(theirs.opener.open(&mut third.clone()).is_err());
     }
 
     #[test]
     fn what_was_taken_back_is_not_missed() {
-        let (mut ours, mut theirs) = ends();
+        let (mut ours, mut theirs) = seals();
         let mut sealed = Vec::new();
         ours.sealer.seal(b"never sent", &mut sealed);
         ours.sealer.take_back();
@@ -189,7 +176,7 @@ mod tests {
 
     #[test]
     fn keys_change_at_both_ends_at_once() {
-        let (mut ours, mut theirs) = ends();
+        let (mut ours, mut theirs) = seals();
         let mut first = Vec::new();
         for number in 0..=ONE_KEY {
             let mut sealed = Vec::new();

@@ -51,8 +51,8 @@ impl Factory for Tcp {
         let devices = host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
-                "TCP listens on {}: give the fleet a shared secret, and keep strangers off that network, because what \
-                 follows the handshake is not encrypted",
+                "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are sealed between hosts \
+                 (\"tcp.seal\"); without one keep strangers off that network",
                 config.bind
             )
         });

@@ -16,9 +16,9 @@ fn registry(_: &str) -> Registry {
 const FOREIGN: Suite =
     Suite { label: "SHM-foreign", near: Backing::Owned, far: Backing::Owned, ..Suite::over("SHM") };
 
-/// TCP as it is beyond this host.
-const SEALED: Suite =
-    Suite { label: "TCP-sealed", options: r#"{"tcp": {"seal": "all"}}"#, ..Suite::over("TCP") };
+/// What TCP does beyond this host.
+const SEAL: &str = r#"{"tcp": {"seal": "all"}}"#;
+const SEALED: Suite = Suite { label: "TCP-sealed", options: SEAL, ..Suite::over("TCP") };
 
 /// The one device of this process.
 fn device() -> kvx_core::Result<Arc<dyn Device>> {
@@ -45,6 +45,7 @@ fn main() -> ExitCode {
         Suite { tier: Tier::Fast, ..Suite::over("TCP") },
         SEALED,
         on_device("TCP", "TCP-device", Device, Device),
+        Suite { options: SEAL, tier: Tier::Whole, ..on_device("TCP", "TCP-sealed-device", Device, Device) },
         on_device("TCP", "TCP-from-device", Pool, Device),
         on_device("TCP", "TCP-to-device", Device, Owned),
     ];

@@ -97,9 +97,9 @@ impl Chunk {
         while copy.len() < end {
             let piece = self.pieces[self.at];
             let now = piece.iov_len.min(end - copy.len());
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read, and
-            // that others may write to; `copy` is a vector of the connection's, which no region overlaps, with room for
-            // `now` bytes more, and they are there when its length says so.
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read,
+            // and that others may write to; `copy` is a vector of the connection's, which no region overlaps, with
+            // room for `now` bytes more, and they are there when its length says so.
             unsafe {
                 let to = copy.as_mut_ptr().add(copy.len());
                 copy_shared(piece.iov_base.cast_const().cast(), to, now);

@@ -26,7 +26,8 @@
 //!                                        <-   ALIVE
 //! ```
 //!
-//! The first four are messages of Noise: see `auth`; what follows may be sealed, and is longer then: see `seal`.
+//! The first four carry messages of Noise (`auth`); what follows them may be sealed, and is longer then (`seal`).
+//!
 //! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
 //! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
 //! come from or go to. The ids of a lane's requests increase, and each request is answered by one END. A sender that

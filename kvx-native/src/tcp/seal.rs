@@ -14,7 +14,7 @@ use super::noise::{AesGcm, TAG};
 
 /// Payload of a record: with its tag it is 16 KiB.
 pub(super) const RECORD: usize = (16 << 10) - TAG;
-/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below what AES-GCM's bounds allow.
+/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the bounds of AES-GCM.
 const ONE_KEY: u64 = 1 << 20;
 
 /// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes counts.

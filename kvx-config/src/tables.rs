@@ -25,7 +25,7 @@ pub const OPTION_TABLES: &[OptionTable] = &[
     OptionTable {
         name: "tcp",
         aliases: &[],
-        keys: &["advertise", "bind", "connections", "max_connections", "ports"],
+        keys: &["advertise", "bind", "connections", "max_connections", "ports", "seal"],
     },
     OptionTable { name: "shm", aliases: &[], keys: &["foreign_memory"] },
     OptionTable { name: "ucx", aliases: &[], keys: &["net_devices", "set", "tls"] },

@@ -5,6 +5,9 @@ use crate::shm;
 #[cfg(feature = "tcp")]
 use crate::tcp;
 
+#[cfg(feature = "tcp")]
+pub use crate::tcp::fuzz::by_hand;
+
 use kvx_core::wire::Reader;
 
 use crate::described::{Described, MAX_GRIDS, MAX_INDICES};

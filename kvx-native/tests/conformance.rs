@@ -16,6 +16,10 @@ fn registry(_: &str) -> Registry {
 const FOREIGN: Suite =
     Suite { label: "SHM-foreign", near: Backing::Owned, far: Backing::Owned, ..Suite::over("SHM") };
 
+/// What TCP does beyond this host.
+const SEAL: &str = r#"{"tcp": {"seal": "all"}}"#;
+const SEALED: Suite = Suite { label: "TCP-sealed", options: SEAL, ..Suite::over("TCP") };
+
 /// The one device of this process.
 fn device() -> kvx_core::Result<Arc<dyn Device>> {
     static DEVICE: OnceLock<Arc<TestDevice>> = OnceLock::new();
@@ -39,7 +43,9 @@ fn main() -> ExitCode {
         on_device("SHM", "SHM-from-device", Pool, Device),
         on_device("SHM", "SHM-to-device", Device, Pool),
         Suite { tier: Tier::Fast, ..Suite::over("TCP") },
+        SEALED,
         on_device("TCP", "TCP-device", Device, Device),
+        Suite { options: SEAL, tier: Tier::Whole, ..on_device("TCP", "TCP-sealed-device", Device, Device) },
         on_device("TCP", "TCP-from-device", Pool, Device),
         on_device("TCP", "TCP-to-device", Device, Owned),
     ];

@@ -6,8 +6,8 @@ mod tcp_pair;
 
 use kvx_core::{Grid, Memory, MemoryKind, Plan};
 use kvx_testkit::TestDevice;
-use tcp_pair::raw::{READ, Raw, blocks, frame, fresh, key_of};
-use tcp_pair::{CUT_OFF, Pair, agent, pattern};
+use tcp_pair::raw::{BARE, READ, Raw, blocks, frame, fresh, key_of};
+use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 
 /// More lanes than there are bounce buffers, and more bytes on each than the sockets hold.
 const STUCK: u8 = 40;
@@ -16,7 +16,7 @@ const LEN: usize = 64 << 20;
 #[test]
 fn peers_that_do_not_read_keep_no_bounce_buffers_from_others() {
     let device = TestDevice::new(MemoryKind::Cuda);
-    let (owner, reader) = (agent("owner"), agent("reader"));
+    let (owner, reader) = (agent_with("owner", BARE, None), agent("reader"));
     let memory = device.allocate(LEN);
     let bytes = pattern(LEN, 3);
     memory.copy_in(0, &bytes).unwrap();

@@ -12,11 +12,19 @@ use tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry, shuffled};
 
 const BIG: usize = 32 << 20;
 
-/// A pair with a middleman, and a plan that moves everything.
+/// Ways in which bytes of memory go out: straight from there, or sealed in a copy.
+const SEALS: [&str; 2] = ["control", "all"];
+
+/// A pair with a middleman.
 fn relayed(relay: &Relay) -> Pair {
+    sealed(relay, SEALS[0])
+}
+
+/// The same, sealed like this.
+fn sealed(relay: &Relay, seal: &str) -> Pair {
     // One bulk lane, so that a stall is in the middle of a payload for sure.
     let reader = agent_with("reader", r#"{"tcp": {"connections": 1}}"#, None);
-    Pair::of(agent_with("owner", &relay.options(), None), reader, BIG)
+    Pair::of(agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), None), reader, BIG)
 }
 
 fn everything(pair: &Pair, read: bool) -> Plan {
@@ -31,55 +39,59 @@ fn impatient(name: &str, timeout: Duration) -> Agent {
 
 #[test]
 fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
-    let relay = Relay::new();
-    let pair = relayed(&relay);
-    // In the middle of a payload.
-    relay.stall_answers(3_000_001);
-    let transfer = pair.peer.post(&everything(&pair, true)).unwrap();
-    let settled = transfer.settled();
-    relay.wait_until_stuck();
-    transfer.cancel();
-    settled.wait(CUT_OFF).unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
-    pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
-    relay.go_on();
-    // Whatever was on its way has passed when later work on the same lanes has.
-    for _ in 0..20 {
-        let grid = Grid::packed(1 << 20, 32);
-        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+    for seal in SEALS {
+        let relay = Relay::new();
+        let pair = sealed(&relay, seal);
+        // In the middle of a payload.
+        relay.stall_answers(3_000_001);
+        let transfer = pair.peer.post(&everything(&pair, true)).unwrap();
+        let settled = transfer.settled();
+        relay.wait_until_stuck();
+        transfer.cancel();
+        settled.wait(CUT_OFF).unwrap();
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+        pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
+        relay.go_on();
+        // Whatever was on its way has passed when later work on the same lanes has.
+        for _ in 0..20 {
+            let grid = Grid::packed(1 << 20, 32);
+            pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+        }
+        assert!(Pair::all(&pair.ours)[1 << 20..].iter().all(|byte| *byte == 0x5a));
     }
-    assert!(Pair::all(&pair.ours)[1 << 20..].iter().all(|byte| *byte == 0x5a));
 }
 
 #[test]
 fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
-    let relay = Relay::new();
-    let pair = relayed(&relay);
-    pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
-    relay.stall_requests(3_000_001);
-    let transfer = pair.peer.post(&everything(&pair, false)).unwrap();
-    let settled = transfer.settled();
-    relay.wait_until_stuck();
-    transfer.cancel();
-    settled.wait(CUT_OFF).unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
-    // What comes later into this memory is nobody's business.
-    pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
-    relay.go_on();
-    let grid = Grid::packed(1 << 20, 32);
-    for _ in 0..20 {
-        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+    for seal in SEALS {
+        let relay = Relay::new();
+        let pair = sealed(&relay, seal);
+        pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
+        relay.stall_requests(3_000_001);
+        let transfer = pair.peer.post(&everything(&pair, false)).unwrap();
+        let settled = transfer.settled();
+        relay.wait_until_stuck();
+        transfer.cancel();
+        settled.wait(CUT_OFF).unwrap();
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+        // What comes later into this memory is nobody's business.
+        pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
+        relay.go_on();
+        let grid = Grid::packed(1 << 20, 32);
+        for _ in 0..20 {
+            pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+        }
+        let later = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [0x5a; 64]);
+        assert!(!later(&Pair::all(&pair.theirs)));
+        assert!(!relay.recorded().iter().any(|sent| later(sent)), "not even on the wire");
     }
-    let later = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [0x5a; 64]);
-    assert!(!later(&Pair::all(&pair.theirs)));
-    assert!(!relay.recorded().iter().any(|sent| later(sent)), "not even on the wire");
 }
 
 #[test]
 fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
     for read in [true, false] {
         let relay = Relay::new();
-        let owner = agent_with("owner", &relay.options(), None);
+        let owner = agent_with("owner", &relay.options(""), None);
         let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), BIG);
         relay.stall_answers(0);
         relay.stall_requests(1_000_000);
@@ -151,9 +163,9 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
 
 #[test]
 fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
-    for read in [true, false] {
+    for (read, seal) in [true, false].into_iter().flat_map(|read| SEALS.map(|seal| (read, seal))) {
         let relay = Relay::new();
-        let pair = relayed(&relay);
+        let pair = sealed(&relay, seal);
         pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
         if read {
             relay.stall_answers(2_000_001)

@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::sync::mpsc::channel;
 
 use kvx_core::wire::Writer;
-use kvx_core::{Grid, Kind, RegionKey};
+use kvx_core::{Agent, Grid, Invitation, Kind, RegionKey};
 use tcp_pair::raw::*;
 use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 
@@ -18,6 +18,20 @@ const WRONG_KEY: u8 = 1;
 const UNREGISTERED: u8 = 2;
 const OUT_OF_BOUNDS: u8 = 4;
 const CANCELLED: u8 = 6;
+
+/// An agent that seals nothing, so that its peer may say frames by hand.
+fn bare(name: &str) -> Agent {
+    agent_with(name, BARE, None)
+}
+
+fn bare_builder(name: &str) -> kvx_core::Builder {
+    Agent::builder(name).options(kvx_core::Options::parse(BARE).unwrap())
+}
+
+/// A reader with a bare owner.
+fn bare_pair(len: usize) -> Pair {
+    Pair::of(bare("owner"), agent("reader"), len)
+}
 
 #[test]
 fn garbage_costs_a_connection() {
@@ -33,8 +47,8 @@ fn garbage_costs_a_connection() {
 
 #[test]
 fn lengths_beyond_their_bound_cost_a_connection() {
-    let pair = Pair::new(4096);
-    for kind in [HELLO, PROOF, REFUSE, READ, DATA, NOTIFY, 0, 200] {
+    let pair = bare_pair(4096);
+    for kind in [HELLO, CONFIRM, REFUSE, READ, DATA, NOTIFY, 0, 200] {
         let mut raw = Raw::connect(address_of(&pair.owner));
         let mut header = vec![kind, 0, 0, 0];
         header.put_u32(u32::MAX);
@@ -60,12 +74,12 @@ fn a_slow_handshake_ends_after_its_time_and_disturbs_nobody() {
     let pair = Pair::new(4096);
     let mut silent = Raw::connect(address_of(&pair.owner));
     let mut half = Raw::connect(address_of(&pair.owner));
-    half.send(&hello(false, 0)[..20]);
-    let mut challenged = Raw::connect(address_of(&pair.owner));
-    challenged.send(&hello(false, 0));
-    assert_eq!(challenged.frame().unwrap().0, CHALLENGE);
+    half.send(&hello(&invitation_of(&pair.owner))[..20]);
+    let mut welcomed = Raw::connect(address_of(&pair.owner));
+    welcomed.send(&hello(&invitation_of(&pair.owner)));
+    assert_eq!(welcomed.frame().unwrap().0, WELCOME);
     pair.still_works();
-    for raw in [&mut silent, &mut half, &mut challenged] {
+    for raw in [&mut silent, &mut half, &mut welcomed] {
         assert!(raw.is_closed());
     }
     pair.still_works();
@@ -80,7 +94,7 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
     let _crowd: Vec<_> = (0..600)
         .map(|_| {
             let mut raw = Raw::connect(address_of(&pair.owner));
-            raw.send(&hello(false, 0)[..10]);
+            raw.send(&hello(&invitation_of(&pair.owner))[..10]);
             raw
         })
         .collect();
@@ -103,83 +117,80 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
 }
 
 #[test]
-fn a_stranger_without_the_secret_learns_and_touches_nothing() {
-    let secret = Some(3);
-    let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
-    // Without a secret.
-    let mut raw = Raw::connect(address_of(&pair.owner));
-    raw.send(&hello(false, 0));
-    assert_eq!(raw.frame().unwrap().0, REFUSE);
-    assert!(raw.is_closed());
-    // With a made-up proof.
-    let mut raw = Raw::connect(address_of(&pair.owner));
-    raw.send(&hello(true, 0));
-    let (kind, _, challenge) = raw.frame().unwrap();
-    assert_eq!(kind, CHALLENGE);
-    assert!(!challenge.windows(5).any(|word| word == b"owner"));
-    let mut proof = vec![0];
-    proof.put_identity(pair.reader.identity());
-    proof.put(&[3; 32]);
-    raw.send(&frame(PROOF, 0, &proof));
-    let (kind, _, refusal) = raw.frame().unwrap();
-    assert_eq!(kind, REFUSE);
-    assert!(!refusal.windows(5).any(|word| word == b"owner@"));
-    assert!(raw.is_closed());
-    // Straight to business.
-    let (region, key) = key_of(&pair.owner, "kv");
-    let mut raw = Raw::connect(address_of(&pair.owner));
-    raw.send(&frame(READ, 1, &blocks(region, key, 64, 64, &[0])));
-    assert!(raw.is_closed());
-    pair.still_works();
+fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
+    for secret in [None, Some(3)] {
+        let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
+        let mut strangers =
+            vec![hello(&Invitation::from_bytes([9; 32])), frame(HELLO, 0, b"kvx-tcp\n\x03\0\x03\0?")];
+        if secret.is_some() {
+            strangers.push(hello(&invitation_of(&pair.owner))); // who has the metadata and no secret
+        }
+        let mut answers = Vec::new();
+        for stranger in strangers {
+            let mut raw = Raw::connect(address_of(&pair.owner));
+            raw.send(&stranger);
+            let (kind, _, answer) = raw.frame().unwrap();
+            assert_eq!(kind, REFUSE);
+            answers.push(answer);
+            raw.send(&frame(NOTIFY, 1, b"done"));
+            assert!(raw.is_closed());
+        }
+        let life = pair.owner.identity().incarnation.0;
+        assert!(answers.iter().all(|one| *one == answers[0]));
+        assert!(!answers[0].windows(5).any(|word| word == b"owner"));
+        assert!(!answers[0].windows(16).any(|word| word == life));
+        // Straight to business.
+        let (region, key) = key_of(&pair.owner, "kv");
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&frame(READ, 1, &blocks(region, key, 64, 64, &[0])));
+        assert!(raw.is_closed());
+        assert!(pair.owner.try_notification().is_none());
+        pair.still_works();
+    }
 }
 
 #[test]
-fn a_stranger_without_the_invitation_learns_no_name_and_invents_no_sender() {
-    let pair = Pair::new(4096);
-    let name = |bytes: &[u8]| bytes.windows(5).any(|word| word == b"owner");
-    let life = pair.owner.identity().incarnation.0;
-    let tells = |bytes: &[u8]| name(bytes) || bytes.windows(16).any(|word| word == life);
-    for said in [vec![0], vec![1], b"\x00\x08\0\0\0invented".to_vec()] {
+fn an_owner_says_nothing_that_a_guess_of_the_key_could_be_tried_at() {
+    let pair = Pair::of(agent_with("owner", "{}", Some(3)), agent_with("reader", "{}", Some(3)), 4096);
+    // Whatever is said without the key: the answer is the same to all, and made of no key at all.
+    let mut first = None;
+    for seed in 0..20 {
         let mut raw = Raw::connect(address_of(&pair.owner));
-        raw.send(&hello(false, 0));
-        let (kind, _, challenge) = raw.frame().unwrap();
-        assert!(kind == CHALLENGE && !tells(&challenge));
-        raw.send(&frame(PROOF, 0, &[&said[..], &[9; 16], &[3; 32]].concat()));
-        let (kind, _, refusal) = raw.frame().unwrap();
-        assert!(kind == REFUSE && !tells(&refusal));
-        raw.send(&frame(NOTIFY, 1, b"done"));
-        assert!(raw.is_closed());
+        raw.send(&hello(&Invitation::from_bytes([seed; 32])));
+        let answer = raw.frame().unwrap();
+        assert_eq!(*first.get_or_insert_with(|| answer.clone()), answer);
     }
-    assert!(pair.owner.try_notification().is_none());
-    pair.still_works();
+    // Who only connects hears nothing before it has spoken.
+    let mut silent = Raw::connect(address_of(&pair.owner));
+    assert!(silent.frame().is_none());
 }
 
 #[test]
 fn a_recorded_session_cannot_be_played_again() {
-    let secret = Some(3);
-    let relay = tcp_pair::relay::Relay::new();
-    let owner = agent_with("owner", &relay.options(), secret);
-    let pair = Pair::of(owner, agent_with("reader", "{}", secret), 4096);
-    pair.ours.copy_in(0, &[0xaa; 4096]).unwrap();
-    let plan = pair.write(Grid::packed(4096, 1), vec![0], vec![0]);
-    pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
-    assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0xaa));
-    pair.theirs.copy_in(0, &[0; 4096]).unwrap();
-    for recorded in relay.recorded() {
-        let mut raw = Raw::connect(relay.target());
-        raw.send(&recorded);
-        let first = raw.frame().map(|(kind, ..)| kind);
-        assert_eq!(first, Some(CHALLENGE));
-        assert_eq!(raw.frame().map(|(kind, ..)| kind), Some(REFUSE));
-        assert!(raw.is_closed());
+    for (secret, seal) in [(Some(3), "all"), (Some(3), "none"), (None, "control")] {
+        let relay = tcp_pair::relay::Relay::new();
+        let owner = agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), secret);
+        let pair = Pair::of(owner, agent_with("reader", BARE, secret), 4096);
+        pair.ours.copy_in(0, &[0xaa; 4096]).unwrap();
+        let plan = pair.write(Grid::packed(4096, 1), vec![0], vec![0]);
+        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0xaa));
+        pair.theirs.copy_in(0, &[0; 4096]).unwrap();
+        for recorded in relay.recorded() {
+            let mut raw = Raw::connect(relay.target());
+            raw.send(&recorded);
+            // It has the key, or a record of who has: it is answered what it cannot read.
+            assert_eq!(raw.frame().map(|(kind, ..)| kind), Some(WELCOME));
+            assert!(raw.frame().is_none());
+        }
+        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "nothing was written again");
+        pair.still_works();
     }
-    assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "nothing was written again");
-    pair.still_works();
 }
 
 #[test]
 fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let wrong = RegionKey([0; 16]);
     let mut raw = Raw::lane(&pair.owner);
@@ -215,7 +226,7 @@ fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
 
 #[test]
 fn frames_out_of_order_cost_a_connection() {
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let good = blocks(region, key, 64, 64, &[0]);
     let bad: Vec<Vec<u8>> = vec![
@@ -225,7 +236,7 @@ fn frames_out_of_order_cost_a_connection() {
         frame(DATA, 9, &[]),                                         // nothing
         frame(END, 9, &[]),                                          // an owner's word
         frame(ACK, 9, &[]),                                          // the same
-        frame(HELLO, 0, &hello(false, 0)[16..]),                     // again
+        hello(&invitation_of(&pair.owner)),                          // again
         frame(READ, 9, &good[..good.len() - 1]),                     // too short
         frame(READ, 9, &[&good[..], &[0]].concat()),                 // too long
         frame(READ, 9, &blocks(region, key, 64, 64, &[64])),         // beyond its own grid
@@ -244,7 +255,7 @@ fn frames_out_of_order_cost_a_connection() {
 
 #[test]
 fn mutated_requests_never_reach_beyond_the_region() {
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let stream = [
         frame(READ, 1, &blocks(region, key, 64, 64, &[1, 2, 3])),
@@ -287,7 +298,7 @@ fn mutated_requests_never_reach_beyond_the_region() {
 
 #[test]
 fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
-    let pair = Pair::new(1 << 20);
+    let pair = bare_pair(1 << 20);
     let (region, key) = key_of(&pair.owner, "kv");
     let request = blocks(region, key, 1 << 20, 1, &[0]);
     let reads: Vec<u8> = (0..100_000).flat_map(|id| frame(READ, id, &request)).collect();
@@ -315,7 +326,7 @@ fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
 #[test]
 fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
     const LANES: usize = 60;
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let mut part = vec![READ, 0, 0, 0];
     part.put_u32(2 << 20);
     part.put_u64(1);
@@ -370,7 +381,7 @@ fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
 
 #[test]
 fn a_cancel_overtakes_the_payload_and_even_the_request() {
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let link = fresh();
     let (mut small, mut bulk) = (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
@@ -410,7 +421,7 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
 
 #[test]
 fn a_lane_that_comes_twice_costs_the_second_connection() {
-    let pair = Pair::new(4096);
+    let pair = bare_pair(4096);
     let link = fresh();
     let mut first = Raw::lane_of(&pair.owner, link, 1);
     assert!(Raw::lane_of(&pair.owner, link, 1).is_closed());
@@ -420,8 +431,7 @@ fn a_lane_that_comes_twice_costs_the_second_connection() {
 
 #[test]
 fn too_many_notifications_at_once_cost_a_connection() {
-    let owner =
-        kvx_core::Agent::builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     let mut raw = Raw::lane(&pair.owner);
     for id in 0..1000 {
@@ -434,8 +444,7 @@ fn too_many_notifications_at_once_cost_a_connection() {
 #[test]
 fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
     const LANES: usize = 80;
-    let owner =
-        kvx_core::Agent::builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     // Each lane parks as much as its window allows: 1 MiB.
     let notice = vec![7; 64 << 10];
@@ -476,17 +485,17 @@ fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair)
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
-    let keys = keys_of(&advertising);
+    let invitation = invitation_of(&advertising);
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let lanes = (0..3).map(|_| {
                 let mut lane = Raw::of(listener.accept().unwrap().0);
-                lane.welcome(&keys);
+                lane.welcome(&invitation);
                 lane
             });
             owner(lanes.collect());
         });
-        reader(&Pair::of(advertising, agent("reader"), 256 << 10))
+        reader(&Pair::of(advertising, bare("reader"), 256 << 10))
     })
 }
 
@@ -561,7 +570,11 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
             std::thread::yield_now();
         }
         lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));
-        let (kind, id, _) = lanes[0].frame().unwrap();
+        // It asks whether we live, if that took long.
+        let (kind, id) = std::iter::from_fn(|| lanes[0].frame())
+            .map(|(kind, id, _)| (kind, id))
+            .find(|(kind, _)| *kind != PING)
+            .unwrap();
         assert_eq!(kind, READ);
         lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
         assert!(lanes.iter_mut().all(Raw::is_closed));

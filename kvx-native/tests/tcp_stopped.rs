@@ -11,8 +11,8 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use child::{Line, Other};
-use kvx_core::{Agent, Grid, Kind, Memory, Peer, Plan, Result};
-use tcp_pair::raw::{Raw, keys_of};
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Result};
+use tcp_pair::raw::{BARE, Raw, invitation_of};
 use tcp_pair::{CUT_OFF, agent_with, registry};
 
 /// How long the children let a peer be silent.
@@ -24,7 +24,9 @@ const HELD: Duration = Duration::from_secs(30);
 #[test]
 fn a_child_plays_its_role() {
     let Some((role, mut line)) = child::role() else { return };
-    let own = Agent::builder(&role).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
+    let options = Options::parse(options).unwrap();
+    let own = Agent::builder(&role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
     if role == "owns" {
         let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
         line.say(&own.metadata().unwrap());
@@ -107,12 +109,12 @@ fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
     other.say(&owner.metadata().unwrap());
     let accept = || Raw::of(listener.accept().unwrap().0);
     let mut small = accept();
-    let keys = keys_of(&owner);
-    assert_eq!(small.welcome(&keys), 0);
+    let invitation = invitation_of(&owner);
+    assert_eq!(small.welcome(&invitation), 0);
     let mut bulk = [accept(), accept()];
-    bulk[0].welcome(&keys);
+    bulk[0].welcome(&invitation);
     // All that its last lane waits for is the answer.
-    bulk[1].welcome_when(&keys, || other.stop());
+    bulk[1].welcome_when(&invitation, || other.stop());
     pass(&owner, PATIENCE * 2);
     other.go_on();
     assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");

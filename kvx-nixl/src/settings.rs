@@ -7,13 +7,14 @@ use std::time::Duration;
 use kvx::{Error, Kind, Options, Result, nearest};
 
 /// Parameters and their variables.
-const KNOWN: [(&str, &str); 6] = [
+const KNOWN: [(&str, &str); 7] = [
     ("backends", "KVX_BACKENDS"),
     ("deadline", "KVX_DEADLINE"),
     ("secret_file", "KVX_SECRET_FILE"),
     ("tcp.bind", "KVX_TCP_BIND"),
     ("tcp.advertise", "KVX_TCP_ADVERTISE"),
     ("tcp.ports", "KVX_TCP_PORTS"),
+    ("tcp.seal", "KVX_TCP_SEAL"),
 ];
 /// Where vLLM's connector listens: it passes no parameters, and TCP listens there too.
 const SIDE_CHANNEL: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
@@ -82,6 +83,10 @@ impl Settings {
         if let Some((ports, by)) = told("tcp.ports") {
             more.push(format!("tcp.ports {ports} ({by})"));
             options.set("tcp", "ports", ports);
+        }
+        if let Some((seal, by)) = told("tcp.seal") {
+            more.push(format!("tcp.seal {seal} ({by})"));
+            options.set("tcp", "seal", seal);
         }
         if let Some((addresses, by)) = told("tcp.advertise") {
             more.push(format!("tcp.advertise {addresses} ({by})"));

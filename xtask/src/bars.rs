@@ -89,6 +89,7 @@ pub(crate) const RUNS: &[Run] = &[
     bench("TCP 4K", "--backend TCP --block 4K --count 8192"),
     bench("TCP 64K", "--backend TCP --block 64K --count 1024"),
     bench("TCP 1M", "--backend TCP --block 1M --count 64"),
+    bench("TCP sealed", r#"--backend TCP --block 64K --count 1024 --options {"tcp":{"seal":"all"}}"#),
     bench("100,000", "--backend SHM,TCP --block 4K --count 100000"),
     bench("idle", "--backend SHM,TCP --idle 10"),
     bench("readers", "--backend TCP --readers 64 --seconds 4"),
@@ -235,6 +236,8 @@ pub(crate) const BARS: &[Bar] = &[
     ratio("TCP write 4K x8192, of sockets", "TCP 4K", "op=write", 0.7),
     ratio("TCP write 64K x1024, of sockets", "TCP 64K", "op=write", 0.9),
     ratio("TCP write 1M x64, of sockets", "TCP 1M", "op=write", 0.9),
+    ratio("TCP sealed read 64K x1024, of sealed sockets", "TCP sealed", "op=read", 0.8),
+    ratio("TCP sealed write 64K x1024, of sealed sockets", "TCP sealed", "op=write", 0.8),
     Bar {
         what: "TCP one 4K read by wait, times a bare request and reply",
         run: "TCP one",

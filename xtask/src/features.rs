@@ -19,7 +19,7 @@ const RUNTIMES: &[&str] = &["async-executor", "async-std", "compio", "glommio", 
 const PORTABLE: &str = "--cfg kvx_portable -D warnings";
 
 /// The facade with this feature alone stays under this number of crates, itself included.
-const SMALL: (&str, usize) = ("tcp", 40);
+const SMALL: (&str, usize) = ("tcp", 60);
 
 /// What authors of routers take of the connector: at most this number of crates, itself included, and no async runtime.
 const PARAMS: (&str, &str, usize) = ("kvx-connector", "params", 25);

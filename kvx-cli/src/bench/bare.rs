@@ -10,6 +10,8 @@ use super::limit::{self, BareConnection, List};
 use super::points::{Op, Point, Shape};
 use super::pools::{Pool, PoolLocation, Pools};
 use super::rounds::Round;
+use super::sealed::Sealing;
+use super::session::DataLanes;
 use super::target::{Ask, Target};
 use crate::Result;
 
@@ -42,14 +44,14 @@ enum LimitWay {
 pub(crate) type MappedPool = Option<u64>;
 
 impl Limit {
-    /// Those of a point: what each part of the way does at best. None for a backend that has none. `connections`: how
-    /// many kvx uses for its data over TCP.
+    /// Those of a point: what each part of the way does at best. None for a backend that has none. `data`: how kvx's
+    /// data goes over TCP.
     pub(crate) fn all(
         point: &Point,
         pools: &Pools,
         target: &mut Target,
         mapped: &mut MappedPool,
-        connections: usize,
+        data: DataLanes,
     ) -> Result<Vec<Self>> {
         let by_driver = DeviceLimit::all(point)?.into_iter();
         let mut limits: Vec<_> = by_driver
@@ -57,7 +59,7 @@ impl Limit {
             .collect();
         let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
         if let Some(point) = between_hosts {
-            limits.extend(Limit::of(&point, pools, target, mapped, connections)?);
+            limits.extend(Limit::of(&point, pools, target, mapped, data)?);
         }
         Ok(limits)
     }
@@ -72,7 +74,7 @@ impl Limit {
         pools: &Pools,
         target: &mut Target,
         mapped: &mut MappedPool,
-        connections: usize,
+        data: DataLanes,
     ) -> Result<Option<Self>> {
         let Point { op, shape, memory, .. } = *point;
         let (ours, theirs) = (memory.ours(), memory.theirs());
@@ -89,8 +91,9 @@ impl Limit {
             }
             ("SHM", Op::Write) => (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? }),
             ("TCP", _) => {
-                let lanes = connect(point, pools.get(ours)?.address(), target, connections)?;
-                ("sockets", LimitWay::Lanes { lanes, sends: op == Op::Write })
+                let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
+                let name = if data.sealed { "sealed sockets" } else { "sockets" };
+                (name, LimitWay::Lanes { lanes, sends: op == Op::Write })
             }
             _ => return Ok(None),
         };
@@ -139,18 +142,20 @@ pub(crate) fn connect(
     point: &Point,
     base: u64,
     target: &mut Target,
-    connections: usize,
+    data: DataLanes,
 ) -> Result<Vec<BareConnection>> {
     let Point { op, shape, memory, .. } = *point;
-    let lanes = connections.min(shape.count as usize);
+    let DataLanes { count, sealed } = data;
+    let lanes = count.min(shape.count as usize);
     let blocks = match op {
         Op::Read => shape.to(),
         Op::Write => shape.from(),
     };
-    let ours = (0..lanes)
-        .map(|lane| share(TcpStream::connect(target.address())?, base, shape, &blocks, (lane, lanes)));
+    let ours = (0..lanes).map(|lane| {
+        share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))
+    });
     let ours = ours.collect::<Result<Vec<_>>>()?;
-    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes })?;
+    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes, sealed })?;
     Ok(ours)
 }
 
@@ -175,10 +180,11 @@ pub(crate) unsafe fn once(
     }
 }
 
-/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many.
+/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many. `memory`: where the
+/// blocks begin, and whether they go sealed.
 pub(crate) fn share(
     socket: TcpStream,
-    base: u64,
+    memory: (u64, bool),
     shape: Shape,
     blocks: &[u32],
     of: (usize, usize),
@@ -190,7 +196,15 @@ pub(crate) fn share(
         let list = &blocks[content::part(shape, transfer)];
         list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
     });
-    Ok(BareConnection { socket, base, length: shape.block as usize, lists: lists.collect(), next: 0 })
+    let (base, sealing) = (memory.0, memory.1.then(Sealing::new));
+    Ok(BareConnection {
+        socket,
+        base,
+        length: shape.block as usize,
+        lists: lists.collect(),
+        next: 0,
+        sealing,
+    })
 }
 
 /// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.

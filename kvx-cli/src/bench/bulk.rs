@@ -15,7 +15,7 @@ use super::initiator::{Initiator, Plans, block_on};
 use super::points::{Backing, Op, Pattern, Point, Shape, Wait};
 use super::pools::{Pool, Sizes};
 use super::rounds::quantile;
-use super::session::Session;
+use super::session::{DataLanes, Session};
 use super::{Arguments, PATIENCE, content, limit};
 use crate::{Result, bytes};
 
@@ -170,8 +170,9 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
         Point { backend: "TCP", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block }
     };
-    let mut stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.connections)?;
-    let mut request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, 1)?;
+    let one = DataLanes { count: 1, ..session.data };
+    let mut stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.data)?;
+    let mut request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, one)?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
         alone.extend(timed(budget, 1, |_| limit::ask(&mut request, false, 1))?.each);

@@ -6,6 +6,8 @@ use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
+use super::sealed::{Cursor, Sealing};
+
 /// The most vectors in one call: the kernel's own limit.
 const VECTORS: usize = 1024;
 /// The most bytes in one call on a socket.
@@ -77,11 +79,31 @@ pub(crate) struct BareConnection {
     pub(crate) length: usize,
     pub(crate) lists: Vec<Vec<u32>>,
     pub(crate) next: usize,
+    /// If payload is sealed.
+    pub(crate) sealing: Option<Sealing>,
 }
 
 impl BareConnection {
     /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
     fn all(&mut self, send: bool) -> Result<bool> {
+        let went = match &mut self.sealing {
+            None => self.all_bare(send)?,
+            Some(sealing) => {
+                let blocks = &self.lists[self.next];
+                let cursor = Cursor { base: self.base, length: self.length, blocks, within: 0 };
+                match send {
+                    // SAFETY: the blocks lie in memory that outlives the lane.
+                    true => unsafe { sealing.send(&mut self.socket, cursor) }.map(|()| true)?,
+                    // SAFETY: as above, and nobody holds references into that memory.
+                    false => unsafe { sealing.receive(&mut self.socket, cursor) }?,
+                }
+            }
+        };
+        self.next = (self.next + usize::from(went)) % self.lists.len();
+        Ok(went)
+    }
+
+    fn all_bare(&mut self, send: bool) -> Result<bool> {
         let blocks = &self.lists[self.next];
         let mut vectors = Vec::with_capacity(VECTORS);
         let (mut at, mut within) = (0, 0); // block of the list, byte of the block
@@ -115,7 +137,6 @@ impl BareConnection {
             }
             (at, within) = (at + within / self.length, within % self.length);
         }
-        self.next = (self.next + 1) % self.lists.len();
         Ok(true)
     }
 

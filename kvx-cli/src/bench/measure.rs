@@ -34,8 +34,8 @@ pub(crate) fn point(
     prepare(session, point)?;
     measured.verified &= moves_right(session, point, &mut plans)?;
 
-    let Session { target, pools, mapped, connections, .. } = session;
-    let limits = Limit::all(point, pools, target, mapped, *connections);
+    let Session { target, pools, mapped, data, .. } = session;
+    let limits = Limit::all(point, pools, target, mapped, *data);
     let mut limits = limits.unwrap_or_else(|why| {
         eprintln!("no limit beside {point}: {why}");
         Vec::new()

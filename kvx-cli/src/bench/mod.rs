@@ -24,6 +24,7 @@ mod pools;
 mod progress;
 mod readers;
 mod rounds;
+mod sealed;
 mod session;
 mod target;
 

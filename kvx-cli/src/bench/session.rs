@@ -13,6 +13,15 @@ use crate::Result;
 /// Bulk connections of a TCP link, unless the option `tcp.connections` says otherwise.
 const TCP_CONNECTIONS: u64 = 2;
 
+/// How kvx's data goes over TCP.
+#[derive(Clone, Copy)]
+pub(crate) struct DataLanes {
+    /// Over how many connections.
+    pub(crate) count: usize,
+    /// Whether payload is sealed.
+    pub(crate) sealed: bool,
+}
+
 /// A target, and an initiator for each backend.
 pub(crate) struct Session {
     pub(crate) target: Target,
@@ -20,8 +29,7 @@ pub(crate) struct Session {
     pub(crate) initiators: Vec<(&'static str, Initiator)>,
     /// The target's pool, once the limit has mapped it.
     pub(crate) mapped: MappedPool,
-    /// How many connections kvx uses for data over TCP.
-    pub(crate) connections: usize,
+    pub(crate) data: DataLanes,
 }
 
 impl Session {
@@ -44,8 +52,11 @@ impl Session {
         };
         let initiators = backends.iter().map(connect).collect::<Result<_>>()?;
         let options: serde_json::Value = serde_json::from_str(options)?;
-        let connections = options["tcp"]["connections"].as_u64().unwrap_or(TCP_CONNECTIONS) as usize;
-        Ok(Session { target, pools, initiators, mapped: None, connections })
+        let data = DataLanes {
+            count: options["tcp"]["connections"].as_u64().unwrap_or(TCP_CONNECTIONS) as usize,
+            sealed: options["tcp"]["seal"] == "all",
+        };
+        Ok(Session { target, pools, initiators, mapped: None, data })
     }
 
     pub(crate) fn initiator(&self, backend: &str) -> Result<&Initiator> {

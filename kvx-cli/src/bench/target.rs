@@ -55,7 +55,7 @@ pub(crate) enum Ask {
     /// Compare the first lists of the destination with what belongs there.
     Check { memory: Pool, shape: Shape, lists: u32 },
     /// Accept so many bare connections, and serve the blocks over them until they close.
-    Lanes { op: Op, memory: Pool, shape: Shape, lanes: usize },
+    Lanes { op: Op, memory: Pool, shape: Shape, lanes: usize, sealed: bool },
     /// Pull lists out of that place: from which transfer on, and how many.
     Pull { memory: Pool, shape: Shape, from: PoolLocation, first: u64, times: u64 },
 }
@@ -110,7 +110,9 @@ impl Served {
             Ask::Fill { memory, bytes } => content::fill(self.pools.get(memory)?, bytes)?,
             Ask::Wipe { memory, bytes } => content::wipe(self.pools.get(memory)?, bytes)?,
             Ask::Check { memory, shape, lists } => content::check(self.pools.get(memory)?, shape, lists)?,
-            Ask::Lanes { op, memory, shape, lanes } => self.lanes(op, memory, shape, lanes)?,
+            Ask::Lanes { op, memory, shape, lanes, sealed } => {
+                self.lanes(op, memory, shape, (lanes, sealed))?
+            }
             Ask::Pull { memory, shape, from, first, times } => {
                 return self.pull(memory, shape, from, first..first + times);
             }
@@ -118,7 +120,7 @@ impl Served {
         Ok(0.0)
     }
 
-    fn lanes(&self, op: Op, memory: Pool, shape: Shape, lanes: usize) -> Result<()> {
+    fn lanes(&self, op: Op, memory: Pool, shape: Shape, (lanes, sealed): (usize, bool)) -> Result<()> {
         let base = self.pools.get(memory)?.address();
         let blocks = match op {
             Op::Read => shape.from(),
@@ -127,7 +129,7 @@ impl Served {
         for lane in 0..lanes {
             // The initiator has connected already.
             let (socket, _) = self.listener.accept()?;
-            let mut lane = share(socket, base, shape, &blocks, (lane, lanes))?;
+            let mut lane = share(socket, (base, sealed), shape, &blocks, (lane, lanes))?;
             // It ends with the connection, or with this process, whose memory lives as long.
             std::thread::spawn(move || lane.serve(op == Op::Read));
         }

@@ -1,18 +1,22 @@
 //! What comes in and what goes out on a connection: headers and small frames by way of buffers, payload straight
-//! between the socket and where it belongs.
+//! between the socket and where it belongs, unless it is sealed.
 
 use kvx_core::Result;
 use kvx_core::fork::Private;
 
 use super::chunk::{Bin, Chunk};
 use super::conn::{Role, Scope};
-use super::frames::{HEADER, Header};
+use super::frames::{Frame, HEADER, Header, MAX_DATA};
+use super::noise::TAG;
+use super::seal::{Opener, RECORD, Seal, Sealer};
 use super::socket;
 
-/// Bytes read at a time when nothing is known of what comes.
-const BUFFER: usize = 16 << 10;
-/// Bytes read behind a bulk payload: an END and the next header, no more, because they are copied.
-const BEHIND_BULK: usize = 4 * HEADER;
+/// Bytes read at a time when nothing is known of what comes: not less than a sealed record.
+const BUFFER: usize = RECORD + TAG;
+/// The same while sealed payload comes.
+const BUFFER_OF_RECORDS: usize = 4 * BUFFER;
+/// Bytes read behind a bulk payload: an END and the next header, sealed, and no more, because they are copied.
+const BEHIND_BULK: usize = 2 * (HEADER + TAG);
 /// The most that grows at a time while the body of a frame comes in.
 const GROWTH: usize = 64 << 10;
 
@@ -35,6 +39,11 @@ pub(super) struct Input {
     pub(super) chunk: Chunk,
     /// There is no place for it now: a device has to copy first.
     pub(super) stalled: bool,
+    /// Opens what is sealed, and whether that is payload, too.
+    opener: Option<Opener>,
+    opens_payload: bool,
+    /// Bytes at the front of the buffer that were a record's; its tag follows.
+    opened: usize,
 }
 
 impl Input {
@@ -47,7 +56,16 @@ impl Input {
             state: ReadState::Header,
             chunk: Chunk::default(),
             stalled: false,
+            opener: None,
+            opens_payload: false,
+            opened: 0,
         }
+    }
+
+    /// From here on the other end seals.
+    pub(super) fn open_from_here(&mut self, opener: Opener, seal: Seal) {
+        self.opener = (seal > Seal::None).then_some(opener);
+        self.opens_payload = seal == Seal::All;
     }
 
     /// Reads what is there, as far as there is a place for it. Says how many bytes came, and how many were wanted.
@@ -61,6 +79,7 @@ impl Input {
             self.buffer = vec![0; BUFFER].into();
         }
         if let ReadState::Body(header) = self.state
+            && self.opener.is_none()
             && header.len - self.body.len() > BUFFER
         {
             let (old, want) = (self.body.len(), (header.len - self.body.len()).min(GROWTH));
@@ -73,7 +92,9 @@ impl Input {
         }
         pieces.clear();
         let (mut behind, mut want) = (BUFFER, 0);
-        if let ReadState::Data { left } = self.state {
+        if self.opens_payload {
+            behind = self.room_for_records();
+        } else if let ReadState::Data { left } = self.state {
             pieces.extend_from_slice(self.chunk.pieces());
             want = self.chunk.left();
             behind = match (want == left, small) {
@@ -101,23 +122,66 @@ impl Input {
         Ok((got, want + behind))
     }
 
-    /// Puts buffered bytes into the chunk, as many as fit. Says whether there were any.
-    pub(super) fn drain_into_chunk(&mut self, left: usize) -> bool {
-        if self.start == self.end {
-            return false;
+    /// How much is read at a time on a lane whose payload is sealed. The buffer grows when much payload comes.
+    fn room_for_records(&mut self) -> usize {
+        let much = matches!(self.state, ReadState::Data { left } if left > BUFFER);
+        if much && self.buffer.len() < BUFFER_OF_RECORDS {
+            let mut buffer = vec![0; BUFFER_OF_RECORDS];
+            buffer[..self.end].copy_from_slice(&self.buffer[..self.end]);
+            self.buffer = buffer.into();
         }
-        let count = self.chunk.copy_in(&self.buffer[self.start..self.end]);
+        self.buffer.len()
+    }
+
+    /// Puts buffered bytes into the chunk, as many as fit. Says whether there were any. Errors: a record that is not
+    /// what was sealed.
+    pub(super) fn drain_into_chunk(&mut self, left: usize) -> Result<bool> {
+        if self.opens_payload && self.opened == 0 && !self.open_record(left)? {
+            return Ok(false);
+        }
+        let there = if self.opens_payload { self.opened } else { self.buffered() };
+        if there == 0 {
+            return Ok(false);
+        }
+        let count = self.chunk.copy_in(&self.buffer[self.start..self.start + there]);
         self.start += count;
+        if self.opens_payload {
+            self.opened -= count;
+            self.start += if self.opened == 0 { TAG } else { 0 };
+        }
         self.state = ReadState::Data { left: left - count };
-        true
+        Ok(true)
+    }
+
+    /// Opens the next record of the payload, of which `left` bytes are in no record that was opened, if it is there.
+    fn open_record(&mut self, left: usize) -> Result<bool> {
+        let len = left.min(RECORD);
+        let is_there = self.buffered() >= len + TAG;
+        if is_there && let Some(opener) = &mut self.opener {
+            opener.open(&mut self.buffer[self.start..self.start + len + TAG])?;
+            self.opened = len;
+        }
+        Ok(is_there)
+    }
+
+    fn buffered(&self) -> usize {
+        self.end - self.start
     }
 
     pub(super) fn has_backlog(&self) -> bool {
         match self.state {
-            ReadState::Header => self.end - self.start >= HEADER,
-            ReadState::Data { .. } => self.end > self.start, // left over when it was stalled
+            ReadState::Header => self.buffered() >= self.header_len(),
+            // Left over when it was stalled.
+            ReadState::Data { left } if self.opens_payload => {
+                self.opened > 0 || self.buffered() >= left.min(RECORD) + TAG
+            }
+            ReadState::Data { .. } => self.buffered() > 0,
             ReadState::Body(_) => false,
         }
+    }
+
+    fn header_len(&self) -> usize {
+        HEADER + if self.opener.is_some() { TAG } else { 0 }
     }
 
     /// Whether payload is coming in.
@@ -131,16 +195,47 @@ impl Input {
         self.stalled = false;
     }
 
+    /// The next header, when it is there. Errors: one that is malformed, or not what was sealed.
     pub(super) fn header(&mut self) -> Result<Option<Header>> {
-        let Some(bytes) = self.buffer[self.start..self.end].first_chunk::<HEADER>() else { return Ok(None) };
-        let header = Header::decode(bytes)?;
-        self.start += HEADER;
+        let len = self.header_len();
+        if self.buffered() < len {
+            return Ok(None);
+        }
+        let bytes = &mut self.buffer[self.start..self.start + len];
+        if let Some(opener) = &mut self.opener {
+            opener.open(bytes)?;
+        }
+        let Some(header) = bytes.first_chunk::<HEADER>() else { return Ok(None) };
+        let header = Header::decode(header)?;
+        self.start += len;
         Ok(Some(header))
     }
 
-    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else gathered.
-    pub(super) fn body(&mut self, len: usize) -> Option<&[u8]> {
-        let buffered = self.end - self.start;
+    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else gathered. Errors: one
+    /// that is not what was sealed.
+    pub(super) fn body(&mut self, len: usize) -> Result<Option<&[u8]>> {
+        let Some(opener) = &mut self.opener else { return Ok(self.bare_body(len)) };
+        if len == 0 {
+            return Ok(Some(&[]));
+        }
+        while self.body.len() < len {
+            let next = (len - self.body.len()).min(RECORD);
+            let (from, to) = (self.start, self.start + next);
+            if self.end < to + TAG {
+                return Ok(None);
+            }
+            opener.open(&mut self.buffer[from..to + TAG])?;
+            self.start = to + TAG;
+            if next == len {
+                return Ok(Some(&self.buffer[from..to]));
+            }
+            self.body.extend_from_slice(&self.buffer[from..to]);
+        }
+        Ok(Some(&self.body))
+    }
+
+    fn bare_body(&mut self, len: usize) -> Option<&[u8]> {
+        let buffered = self.buffered();
         if len <= BUFFER {
             let body = self.buffer.get(self.start..self.start + len).filter(|_| buffered >= len)?;
             self.start += len;
@@ -152,9 +247,9 @@ impl Input {
         (self.body.len() == len).then_some(&*self.body)
     }
 
-    /// Bytes of an unfinished frame.
+    /// Bytes of an unfinished frame, and of a buffer that has grown.
     pub(super) fn held(&self) -> usize {
-        self.body.capacity()
+        self.body.capacity() + self.buffer.len().saturating_sub(BUFFER)
     }
 
     pub(super) fn body_end(&mut self) {
@@ -187,16 +282,39 @@ pub(super) struct Output {
     tail_at: usize,
     /// Whole frames without payload; they go before the next payload.
     pub(super) control: Vec<u8>,
+    /// Seals all of it, and whether that is payload, too. Then `chunk` is sealed payload in `spilled`.
+    sealer: Option<Sealer>,
+    seals_payload: bool,
+    /// Frames that are about to be sealed.
+    bare: Vec<u8>,
 }
 
+/// The most payload of a frame that is sealed with it: it is copied, and stays in the cache until it is sent.
+const MAX_SEALED: usize = 16 * RECORD;
+
 impl Output {
+    /// What was said so far goes out as it is; what comes is sealed.
+    pub(super) fn seal_from_here(&mut self, sealer: Sealer, seal: Seal) {
+        debug_assert!(self.at_boundary(), "the other end has answered what was said before");
+        self.begin();
+        self.sealer = (seal > Seal::None).then_some(sealer);
+        self.seals_payload = seal == Seal::All;
+    }
+
+    /// The most payload of the next frame.
+    pub(super) fn most_payload(&self, piece: usize) -> usize {
+        piece.min(if self.seals_payload { MAX_SEALED } else { MAX_DATA })
+    }
+
     pub(super) fn at_boundary(&self) -> bool {
         self.head_at == self.head.len() && self.chunk.left() == 0 && self.tail_at == self.tail.len()
     }
 
     /// Bytes that wait for the peer to take them.
     pub(super) fn held(&self) -> usize {
-        self.head.capacity() + self.spilled.capacity() + self.tail.capacity() + self.control.capacity()
+        let frames =
+            self.head.capacity() + self.tail.capacity() + self.control.capacity() + self.bare.capacity();
+        frames + self.spilled.capacity()
     }
 
     /// Where a DATA frame writes its header.
@@ -214,30 +332,69 @@ impl Output {
         self.chunk.left() > 0
     }
 
-    /// Zeros in place of the rest of the payload, and nothing behind it: another frame says why.
+    /// Zeros in place of the rest of the payload (as it was sealed, if it was: that is a copy), and nothing behind it:
+    /// another frame says why.
     pub(super) fn abort(&mut self) {
         debug_assert!(self.in_payload());
-        self.chunk.zero();
+        if !self.seals_payload {
+            self.chunk.zero();
+        }
+        if !self.tail.is_empty()
+            && let Some(sealer) = &mut self.sealer
+        {
+            sealer.take_back(); // it goes behind the payload, of which some is left
+        }
         self.tail.clear();
         self.tail_at = 0;
     }
 
     /// The rest of the payload goes out from a copy: its source may change.
     pub(super) fn spill(&mut self) {
-        self.chunk.copy_out(&mut self.spilled);
+        if !self.seals_payload {
+            self.chunk.copy_out(&mut self.spilled);
+        }
     }
 
     pub(super) fn next(&mut self, role: &mut Role, scope: &mut Scope) {
+        self.begin();
+        if let Some(lane) = role.up_mut() {
+            lane.next_frame(self, scope);
+        }
+        if self.sealer.is_some() {
+            self.seal();
+        }
+        if !self.seals_payload || self.chunk.left() == 0 {
+            self.spilled = Vec::new();
+        }
+    }
+
+    /// All has gone out: what has come up meanwhile goes next.
+    fn begin(&mut self) {
         self.head.clear();
         self.tail.clear();
         (self.head_at, self.tail_at) = (0, 0);
-        self.spilled = Vec::new();
         if self.head.capacity() > KEPT {
             self.head = Vec::new();
         }
         std::mem::swap(&mut self.head, &mut self.control);
-        if let Some(lane) = role.up_mut() {
-            lane.next_frame(self, scope);
+    }
+
+    /// Seals what goes next, in the order in which it goes.
+    fn seal(&mut self) {
+        let Some(sealer) = &mut self.sealer else { return };
+        seal_frames(sealer, &mut self.head, &mut self.bare);
+        if self.seals_payload && self.chunk.left() > 0 {
+            self.spilled.clear();
+            while self.chunk.left() > 0 {
+                let len = self.chunk.left().min(RECORD);
+                self.chunk.take(len, &mut self.spilled);
+                sealer.seal_end(len, &mut self.spilled);
+            }
+            self.chunk.replace(&mut self.spilled);
+        }
+        seal_frames(sealer, &mut self.tail, &mut self.bare);
+        if self.bare.capacity() > KEPT {
+            self.bare = Vec::new();
         }
     }
 
@@ -266,4 +423,23 @@ impl Output {
         self.chunk.advance(payload);
         self.tail_at += count - payload;
     }
+}
+
+/// Seals whole frames; the last one may be the header of a payload. `bare` is a buffer.
+fn seal_frames(sealer: &mut Sealer, frames: &mut Vec<u8>, bare: &mut Vec<u8>) {
+    if frames.is_empty() {
+        return;
+    }
+    std::mem::swap(frames, bare);
+    frames.clear();
+    let mut left = &bare[..];
+    while let Some((head, rest)) = left.split_first_chunk::<HEADER>() {
+        sealer.seal(head, frames);
+        let header = Header::decode(head).expect("it is our own");
+        let len = if header.frame == Frame::Data { 0 } else { header.len };
+        let (body, rest) = rest.split_at(len);
+        sealer.seal(body, frames);
+        left = rest;
+    }
+    bare.clear();
 }

@@ -90,21 +90,37 @@ impl Chunk {
         total
     }
 
+    /// Appends a copy of the next `len` bytes to `copy`; not more than are left.
+    pub(super) fn take(&mut self, len: usize, copy: &mut Vec<u8>) {
+        let end = copy.len() + len;
+        copy.reserve(len);
+        while copy.len() < end {
+            let piece = self.pieces[self.at];
+            let now = piece.iov_len.min(end - copy.len());
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read,
+            // and that others may write to; `copy` is a vector of the connection's, which no region overlaps, with
+            // room for `now` bytes more, and they are there when its length says so.
+            unsafe {
+                let to = copy.as_mut_ptr().add(copy.len());
+                copy_shared(piece.iov_base.cast_const().cast(), to, now);
+                copy.set_len(copy.len() + now);
+            }
+            self.advance(now);
+        }
+    }
+
     /// Makes what is left come from a copy of it, which is `copy` from now on.
     pub(super) fn copy_out(&mut self, copy: &mut Vec<u8>) {
         copy.clear();
         copy.reserve_exact(self.left);
-        for piece in &self.pieces[self.at..] {
-            let from = copy.len();
-            copy.resize(from + piece.iov_len, 0);
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read,
-            // and that others may write to; `copy` is a vector of the connection's, which no region overlaps.
-            unsafe {
-                copy_shared(piece.iov_base.cast_const().cast(), copy.as_mut_ptr().add(from), piece.iov_len);
-            }
-        }
+        self.take(self.left, copy);
+        self.replace(copy);
+    }
+
+    /// From here on it is these bytes.
+    pub(super) fn replace(&mut self, bytes: &mut [u8]) {
         self.clear();
-        self.push(copy.as_mut_ptr(), copy.len());
+        self.push(bytes.as_mut_ptr(), bytes.len());
     }
 
     /// Makes what is left go into `bin` instead, whose content does not matter.

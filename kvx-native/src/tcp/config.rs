@@ -7,6 +7,7 @@
 //! | `ports` | a free one | `7000` or `7000-7010`: the first free port is taken |
 //! | `connections` | 2 | bulk lanes of a link that this agent opens; a small lane comes on top |
 //! | `max_connections` | 12288 | connections of peers that are served at a time: enough for 4,096 peers |
+//! | `seal` | see there | `all`, `control` (all but payload) or `none`: the stricter wish of both ends counts |
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;
@@ -14,6 +15,7 @@ use std::ops::RangeInclusive;
 use kvx_core::{Error, Kind, Options, Result};
 
 use super::address::MAX_ADDRESSES;
+use super::seal::Seal;
 
 /// Bulk lanes of a link, unless `tcp.connections` says otherwise.
 const CONNECTIONS: u64 = 2;
@@ -30,13 +32,15 @@ pub(super) struct Config {
     pub(super) ports: Option<RangeInclusive<u16>>,
     pub(super) connections: usize,
     pub(super) max_connections: usize,
+    /// `None`: as it comes with the peer.
+    pub(super) seal: Option<Seal>,
 }
 
 impl Config {
     /// Reads the table. Errors: `Invalid`, naming the option.
     pub(super) fn read(options: &Options) -> Result<Self> {
-        let table =
-            options.table("tcp", &["bind", "advertise", "ports", "connections", "max_connections"])?;
+        let known = ["bind", "advertise", "ports", "connections", "max_connections", "seal"];
+        let table = options.table("tcp", &known)?;
         let bind = match table.text("bind")? {
             None => IpAddr::from([127, 0, 0, 1]),
             Some(text) => resolve("bind", text)?.ip(),
@@ -71,8 +75,27 @@ impl Config {
             connections: table.number("connections", 1..=64)?.unwrap_or(CONNECTIONS) as usize,
             max_connections: table.number("max_connections", 2..=1 << 20)?.unwrap_or(MAX_CONNECTIONS)
                 as usize,
+            seal: table.text("seal")?.map(parse_seal).transpose()?,
         })
     }
+
+    /// What is sealed at least on a connection with `peer`. Without the option: all of it beyond this host if the fleet
+    /// has a secret, else what is not payload. Without a secret who has the metadata is let in, and it often travels by
+    /// the same network: sealed payload would be slower, and seldom safer.
+    pub(super) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
+        let is_near = peer.to_canonical().is_loopback();
+        self.seal.unwrap_or(if have_secret && !is_near { Seal::All } else { Seal::Control })
+    }
+}
+
+fn parse_seal(text: &str) -> Result<Seal> {
+    let found = Seal::NAMED.into_iter().find(|(name, _)| *name == text);
+    found.map(|(_, seal)| seal).ok_or_else(|| {
+        Error::new(
+            Kind::Invalid,
+            format!("option \"tcp.seal\" is {text:?}; write \"all\", \"control\" or \"none\""),
+        )
+    })
 }
 
 /// `7000`, or `7000-7010`.
@@ -154,6 +177,24 @@ mod tests {
         {
             let error = read(&format!(r#"{{"tcp": {bad}}}"#)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_sealed_is_named_or_comes_with_the_peer() {
+        let (near, far): (IpAddr, IpAddr) = ("::ffff:127.0.0.1".parse().unwrap(), [10, 0, 0, 5].into());
+        let config = read("{}").unwrap();
+        let wishes = [(near, true), (near, false), (far, false), (far, true)]
+            .map(|(peer, have_secret)| config.wish_toward(peer, have_secret));
+        assert_eq!(wishes, [Seal::Control, Seal::Control, Seal::Control, Seal::All]);
+        for (name, seal) in Seal::NAMED {
+            let config = read(&format!(r#"{{"tcp": {{"seal": "{name}"}}}}"#)).unwrap();
+            assert_eq!((config.wish_toward(near, true), config.wish_toward(far, true)), (seal, seal));
+        }
+        for bad in [r#""All""#, r#""payload""#, "true", "1", "[]"] {
+            let error = read(&format!(r#"{{"tcp": {{"seal": {bad}}}}}"#)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.sentence().contains("tcp.seal"), "{error}");
         }
     }
 

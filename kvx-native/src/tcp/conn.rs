@@ -14,6 +14,7 @@ use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
 use super::held::Held;
+use super::seal::{Seal, Seals};
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;
@@ -41,7 +42,7 @@ unsafe impl Send for Scope {}
 #[derive(Debug)]
 pub(super) enum Effect {
     /// A lane is up.
-    Welcome { link: LinkId, lane: u8 },
+    Welcome { link: LinkId, lane: u8, seal: Seal },
     /// Another incarnation answered.
     Restarted { link: LinkId },
     /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
@@ -98,12 +99,10 @@ impl Role {
             Role::Greeting { link, lane, handshake } => {
                 match handshake.frame(header, body, &mut output.control)? {
                     None => Ok(Change::Stay),
-                    Some(Verdict::Welcome) => {
-                        scope.effects.push(Effect::Welcome { link: *link, lane: *lane });
-                        Ok(Change::Become {
-                            role: Role::Requests(Box::new(RequestLane::new(key, *link, *lane))),
-                            lane: *lane,
-                        })
+                    Some(Verdict::Welcome(seals)) => {
+                        scope.effects.push(Effect::Welcome { link: *link, lane: *lane, seal: seals.0 });
+                        let role = Role::Requests(Box::new(RequestLane::new(key, *link, *lane)));
+                        Ok(Change::Become { role, lane: *lane, seals })
                     }
                     Some(Verdict::Restarted) => {
                         scope.effects.push(Effect::Restarted { link: *link });
@@ -113,10 +112,10 @@ impl Role {
             }
             Role::Greeted(handshake) => match handshake.frame(header, body, &mut output.control)? {
                 Step::More => Ok(Change::Stay),
-                Step::Welcome { who, link, lane } => {
+                Step::Entered { who, link, lane, seals } => {
                     scope.effects.push(Effect::Entered { key });
                     let served = ServedLane::new(key, who, link, lane);
-                    Ok(Change::Become { role: Role::Served(Box::new(served)), lane })
+                    Ok(Change::Become { role: Role::Served(Box::new(served)), lane, seals })
                 }
                 Step::Mistaken => {
                     tracing::debug!("a peer looks for another agent, or another life of this one");
@@ -198,6 +197,7 @@ enum Change {
     Become {
         role: Role,
         lane: u8,
+        seals: (Seal, Box<Seals>),
     },
     /// To be closed when the output has gone.
     Close,
@@ -405,7 +405,7 @@ impl Conn {
                     };
                 }
                 ReadState::Body(header) => {
-                    let Some(body) = self.input.body(header.len) else { return Ok(()) };
+                    let Some(body) = self.input.body(header.len)? else { return Ok(()) };
                     let change = self.role.frame(header, body, &mut self.output, key, scope)?;
                     self.input.body_end();
                     self.change(change);
@@ -427,7 +427,7 @@ impl Conn {
                             return Ok(());
                         }
                     }
-                    if !input.drain_into_chunk(left) {
+                    if !input.drain_into_chunk(left)? {
                         return Ok(());
                     }
                 }
@@ -439,10 +439,12 @@ impl Conn {
         match change {
             Change::Stay => {}
             Change::Close => self.closing = true,
-            Change::Become { role, lane } => {
+            Change::Become { role, lane, seals: (seal, seals) } => {
                 self.deadline = None;
                 self.small = lane == 0;
                 self.role = role;
+                self.input.open_from_here(seals.opener, seal);
+                self.output.seal_from_here(seals.sealer, seal);
             }
         }
     }

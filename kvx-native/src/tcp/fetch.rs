@@ -10,7 +10,7 @@ use super::buffers::{Input, Output};
 use super::chunk::Chunk;
 use super::conn::{Effect, LaneEnd, Scope};
 use super::ending::{Concern, Ending};
-use super::frames::{Frame, Header, MAX_DATA, put_bare, put_frame, read_end};
+use super::frames::{Frame, Header, put_bare, put_frame, read_end};
 use super::memory::TcpRegion;
 use super::payload::{Blocks, Sink, Source};
 use super::staging::Staged;
@@ -428,8 +428,9 @@ impl LaneEnd for RequestLane {
         else {
             return;
         };
+        let max = output.most_payload(scope.piece);
         output.chunk.clear();
-        source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
+        source.gather(&mut output.chunk, max);
         let len = output.chunk.left();
         *left -= len as u64;
         Header { frame: Frame::Data, len, id: *id }.encode(output.head());

@@ -7,10 +7,11 @@
 //! kind: u8 | zero: u8 | zero: u16 | len: u32 | id: u64
 //!
 //! initiator                                   owner
-//! HELLO     versions, lane, nonce        ->
-//!                                        <-   CHALLENGE  version, nonce, proof        (or REFUSE)
-//! PROOF     who I am, proof              ->
-//!                                        <-   ANSWER     welcome or not, proof
+//! HELLO     versions; what I want sealed ->
+//!                                        <-   WELCOME    version; what is sealed      (or MISTAKEN, or REFUSE)
+//! CONFIRM   who I am, link and lane      ->
+//!                                        <-   ENTERED
+//! (from here on it is sealed as agreed)
 //! READ id   described blocks             ->
 //!                                        <-   DATA id …  (any number, together the blocks in their order)
 //!                                        <-   END id     (empty: done; else a refusal)
@@ -24,6 +25,8 @@
 //! PING                                   ->
 //!                                        <-   ALIVE
 //! ```
+//!
+//! The first four carry messages of Noise (`auth`); what follows them may be sealed, and is longer then (`seal`).
 //!
 //! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
 //! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
@@ -52,10 +55,11 @@ pub(super) const MAX_DATA: usize = 1 << 20;
 #[repr(u8)]
 pub(super) enum Frame {
     Hello = 1,
-    Challenge = 2,
-    Proof = 3,
-    Answer = 4,
-    Refuse = 5,
+    Welcome = 2,
+    Confirm = 3,
+    Entered = 4,
+    Mistaken = 5,
+    Refuse = 6,
     Read = 16,
     Write = 17,
     Data = 18,
@@ -69,11 +73,12 @@ pub(super) enum Frame {
 }
 
 impl Frame {
-    const ALL: [Frame; 15] = [
+    const ALL: [Frame; 16] = [
         Frame::Hello,
-        Frame::Challenge,
-        Frame::Proof,
-        Frame::Answer,
+        Frame::Welcome,
+        Frame::Confirm,
+        Frame::Entered,
+        Frame::Mistaken,
         Frame::Refuse,
         Frame::Read,
         Frame::Write,
@@ -129,6 +134,9 @@ impl Header {
         if len > frame.max_len() {
             let max = frame.max_len();
             return Err(reader.malformed(format_args!("{frame:?} of {len} bytes, at most {max} are allowed")));
+        }
+        if frame.is_greeting() && id != 0 {
+            return Err(reader.malformed(format_args!("{frame:?} with a number")));
         }
         if frame == Frame::Data && len == 0 {
             return Err(reader.malformed("Data without bytes"));
@@ -186,7 +194,7 @@ pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
 }
 
 /// Versions of this protocol that this build speaks.
-pub(super) const VERSIONS: Versions = Versions { min: 2, max: 2 };
+pub(super) const VERSIONS: Versions = Versions { min: 3, max: 3 };
 
 /// A range of versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -214,60 +222,46 @@ const MAGIC: [u8; 8] = *b"kvx-tcp\n";
 
 /// The first message of a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(super) struct Hello<'a> {
     pub(super) versions: Versions,
-    /// Whether the sender has a shared secret.
-    pub(super) secret: bool,
-    /// What the lanes of one link have in common, and nobody else knows.
-    pub(super) link: [u8; 16],
-    /// 0: the small lane; then the bulk lanes.
-    pub(super) lane: u8,
-    pub(super) nonce: [u8; 32],
+    /// The first message of Noise by invitation and secret.
+    pub(super) invited: &'a [u8],
+    /// The first message of Noise by the secret alone; empty without one.
+    pub(super) mistaken: &'a [u8],
 }
 
-impl Hello {
-    pub(super) fn encode(&self) -> Vec<u8> {
+impl<'a> Hello<'a> {
+    /// What stands before the messages of Noise, which vouch for it.
+    pub(super) fn head(versions: Versions) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
-        out.put_u16(self.versions.min);
-        out.put_u16(self.versions.max);
-        out.put_u8(self.secret.into());
-        out.put_u8(self.lane);
-        out.put(&self.link);
-        out.put(&self.nonce);
+        out.put_u16(versions.min);
+        out.put_u16(versions.max);
         out
     }
 
-    /// Reads one. A later version may say more after these fields.
-    pub(super) fn decode(body: &[u8]) -> Result<Self> {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Self::head(self.versions);
+        out.put_block(self.invited);
+        out.put_block(self.mistaken);
+        out
+    }
+
+    /// The versions of its sender: all that every version says in the same way.
+    pub(super) fn versions(body: &[u8]) -> Result<(Versions, Reader<'_>)> {
         let mut reader = Reader::new("Hello", body);
         if reader.array()? != MAGIC {
             return Err(reader.malformed("this is not kvx"));
         }
-        let versions = Versions { min: reader.u16()?, max: reader.u16()? };
-        let (secret, lane) = (reader.u8()? != 0, reader.u8()?);
-        Ok(Hello { versions, secret, lane, link: reader.array()?, nonce: reader.array()? })
-    }
-}
-
-/// The owner's first message.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Challenge {
-    pub(super) version: u16,
-    pub(super) secret: bool,
-    pub(super) nonce: [u8; 32],
-}
-
-impl Challenge {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        out.put_u16(self.version);
-        out.put_u8(self.secret.into());
-        out.put(&self.nonce);
-        out
+        Ok((Versions { min: reader.u16()?, max: reader.u16()? }, reader))
     }
 
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
-        Ok(Challenge { version: reader.u16()?, secret: reader.u8()? != 0, nonce: reader.array()? })
+    /// Reads one of our version.
+    pub(super) fn decode(body: &'a [u8]) -> Result<Self> {
+        let (versions, mut reader) = Self::versions(body)?;
+        let hello =
+            Hello { versions, invited: reader.block(MAX_GREETING)?, mistaken: reader.block(MAX_GREETING)? };
+        reader.end()?;
+        Ok(hello)
     }
 }
 
@@ -276,13 +270,9 @@ pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
     put_frame(out, Frame::Refuse, 0, |out| Refusal::from(error).encode(out));
 }
 
-/// What a REFUSE says.
+/// What a REFUSE says: nothing that is proven.
 pub(super) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
-        // That it is another incarnation is told by proofs, not by refusals.
-        Ok(Err(error)) if error.kind() == Kind::PeerRestarted => {
-            Error::new(Kind::PeerLost, error.sentence().to_owned())
-        }
         Ok(Err(error)) => error,
         Ok(Ok(())) => Error::new(Kind::Denied, "the peer refused the connection without a reason"),
         Err(error) => error,
@@ -296,7 +286,8 @@ mod tests {
     #[test]
     fn headers_travel_as_they_are() {
         for frame in Frame::ALL {
-            let header = Header { frame, len: usize::from(frame == Frame::Data), id: 0x1122_3344_5566_7788 };
+            let id = if frame.is_greeting() { 0 } else { 0x1122_3344_5566_7788 };
+            let header = Header { frame, len: usize::from(frame == Frame::Data), id };
             let mut bytes = Vec::new();
             header.encode(&mut bytes);
             assert_eq!(Header::decode(&bytes.try_into().unwrap()).unwrap(), header);
@@ -350,9 +341,7 @@ mod tests {
 
     #[test]
     fn mutated_bodies_are_errors_or_bounded_messages() {
-        let hello =
-            Hello { versions: VERSIONS, secret: true, link: [1; 16], lane: 3, nonce: [2; 32] }.encode();
-        let challenge = Challenge { version: 1, secret: true, nonce: [3; 32] }.encode();
+        let hello = Hello { versions: VERSIONS, invited: &[1; 49], mistaken: &[2; 48] }.encode();
         let mut end = Vec::new();
         put_end(&mut end, 1, Err(&Error::new(Kind::Revoked, "region #3 wäs revoked")));
         end.drain(..HEADER);
@@ -362,7 +351,7 @@ mod tests {
             (state >> 33) as usize % below
         };
         for _ in 0..20_000 {
-            for good in [&hello, &challenge, &end] {
+            for good in [&hello, &end] {
                 let mut body = good.clone();
                 for _ in 0..1 + draw(4) {
                     let at = draw(body.len());
@@ -373,7 +362,6 @@ mod tests {
                     }
                 }
                 Hello::decode(&body).ok();
-                Challenge::decode(&mut Reader::new("Challenge", &body)).ok();
                 if let Ok(Err(error)) = read_end(&body) {
                     assert!(error.sentence().len() <= Refusal::MAX_BYTES);
                     assert!(!error.sentence().contains(char::is_control));

@@ -11,6 +11,7 @@ use super::conn::{Conn, Role};
 use super::error;
 use super::peers::OpenedLink;
 use super::progress::{HANDSHAKE, Machine};
+use super::seal::Seal;
 use super::socket;
 use super::transport::Shared;
 
@@ -19,13 +20,13 @@ const GREETED_AGAIN: u8 = 20;
 
 impl Machine {
     /// A lane is up: the small one opens the others, the last one makes the link.
-    pub(super) fn welcome(&mut self, link: LinkId, lane: u8, now: Instant, out: &mut Outbox) {
+    pub(super) fn welcome(&mut self, (link, lane): (LinkId, u8), seal: Seal, now: Instant, out: &mut Outbox) {
         let Some(peer) = self.peers.get_mut(&link) else { return };
         peer.lanes_up += 1;
         peer.heard(now);
         if peer.is_up() {
             let (address, bulk) = (peer.addresses[peer.address], peer.lanes.len() - 1);
-            peer.standing.set(format!("TCP to {address}: a small lane and {bulk} bulk lanes"));
+            peer.standing.set(format!("TCP to {address}: a small lane and {bulk} bulk lanes; {seal}"));
             out.link(link, LinkState::Up);
             self.eager.push(link);
         } else if lane == 0 {
@@ -116,8 +117,8 @@ pub(super) fn greet(
     shared: &Shared,
 ) -> Result<()> {
     socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-    let (keys, own, which) = (peer.keys.clone(), shared.agent.clone(), (peer.nonce, lane));
-    let handshake = InitiatorHandshake::start(keys, own, which, &mut conn.output.control)?;
+    let (own, which, wish) = (shared.agent.clone(), (peer.nonce, lane), shared.wish_toward(conn.peer));
+    let handshake = InitiatorHandshake::start(&peer.keys, own, which, wish, &mut conn.output.control)?;
     conn.role = Role::Greeting { link, lane, handshake: Box::new(handshake) };
     Ok(())
 }

@@ -39,7 +39,7 @@ impl Machine {
                         tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
                         continue;
                     }
-                    self.admit(Conn::new(socket, peer, self.handshake(), now + HANDSHAKE), now);
+                    self.admit(Conn::new(socket, peer, self.handshake(peer), now + HANDSHAKE), now);
                 }
                 Err(Errno::AGAIN) => {
                     self.accepting = false;
@@ -58,15 +58,16 @@ impl Machine {
         ACCEPTS
     }
 
-    fn handshake(&self) -> Role {
-        let max = self.scope.shared.config.max_connections;
+    fn handshake(&self, peer: SocketAddr) -> Role {
+        let shared = &self.scope.shared;
+        let max = shared.config.max_connections;
         let full = (self.served >= max).then(|| {
             Error::new(
                 Kind::Exhausted,
                 format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
             )
         });
-        Role::Greeted(Box::new(OwnerHandshake::new(self.scope.shared.keys.clone(), full)))
+        Role::Greeted(Box::new(OwnerHandshake::new(shared.keys.clone(), shared.wish_toward(peer), full)))
     }
 
     fn admit(&mut self, conn: Conn, now: Instant) {

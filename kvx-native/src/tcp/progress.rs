@@ -258,7 +258,7 @@ impl Machine {
         let mut effects = std::mem::take(&mut self.scope.effects);
         for effect in effects.drain(..) {
             match effect {
-                Effect::Welcome { link, lane } => self.welcome(link, lane, now, out),
+                Effect::Welcome { link, lane, seal } => self.welcome((link, lane), seal, now, out),
                 Effect::Restarted { link } => {
                     let Some(peer) = self.peers.get(&link) else { continue };
                     let why = Error::new(

@@ -1,5 +1,6 @@
 //! The backend, opened: a listener, a machine, and its thread.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,7 @@ use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
 use super::peers::OpenedLink;
 use super::progress::{Command, Machine};
+use super::seal::Seal;
 use super::staging::DeviceStages;
 
 /// TCP: the embedded transport between hosts, with nothing to install.
@@ -49,8 +51,8 @@ impl Factory for Tcp {
         let devices = host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
-                "TCP listens on {}: give the fleet a shared secret, and keep strangers off that network, because what \
-                 follows the handshake is not encrypted",
+                "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are sealed between hosts \
+                 (\"tcp.seal\"); without one keep strangers off that network",
                 config.bind
             )
         });
@@ -97,6 +99,13 @@ pub(super) struct Shared {
     pub(super) regions: Regions,
     pub(super) stages: DeviceStages,
     pub(super) ending: Arc<Ending>,
+}
+
+impl Shared {
+    /// What this end wants sealed at least on a connection with whoever is there.
+    pub(super) fn wish_toward(&self, peer: SocketAddr) -> Seal {
+        self.config.wish_toward(peer.ip(), self.secret.is_some())
+    }
 }
 
 /// What links and regions hold: the way to the machine.

@@ -4,17 +4,20 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_backend::control::proof::Keys;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Agent, Identity, Incarnation, Metadata, RegionId, RegionKey};
+use kvx_core::{Agent, Identity, Incarnation, Invitation, Metadata, RegionId, RegionKey};
+use kvx_native::fuzz::by_hand::{Initiator, Owner};
 
 use super::CUT_OFF;
 
 pub(crate) const HELLO: u8 = 1;
-pub(crate) const CHALLENGE: u8 = 2;
-pub(crate) const PROOF: u8 = 3;
-pub(crate) const ANSWER: u8 = 4;
-pub(crate) const REFUSE: u8 = 5;
+pub(crate) const WELCOME: u8 = 2;
+pub(crate) const CONFIRM: u8 = 3;
+pub(crate) const ENTERED: u8 = 4;
+pub(crate) const REFUSE: u8 = 6;
+
+/// A handshake goes on by hand, and nothing is sealed after it: agents must want that, too.
+pub(crate) const BARE: &str = r#"{"tcp": {"seal": "none"}}"#;
 pub(crate) const READ: u8 = 16;
 pub(crate) const WRITE: u8 = 17;
 pub(crate) const DATA: u8 = 18;
@@ -35,40 +38,20 @@ pub(crate) fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-pub(crate) fn hello(secret: bool, lane: u8) -> Vec<u8> {
-    hello_of(fresh(), secret, lane)
+/// The hello of somebody who has this invitation and no secret.
+pub(crate) fn hello(invitation: &Invitation) -> Vec<u8> {
+    initiator(invitation, fresh(), 1).1
 }
 
-fn hello_of(link: [u8; 16], secret: bool, lane: u8) -> Vec<u8> {
-    let mut body = b"kvx-tcp\n".to_vec();
-    body.put_u16(2);
-    body.put_u16(2);
-    body.put_u8(secret.into());
-    body.put_u8(lane);
-    body.put(&link);
-    body.put(&[7; 32]);
-    frame(HELLO, 0, &body)
+fn initiator(invitation: &Invitation, link: [u8; 16], lane: u8) -> (Initiator, Vec<u8>) {
+    let who = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
+    Initiator::new(invitation, None, who, (link, lane)).unwrap()
 }
 
-/// What proves to an agent without a secret, and from it.
-pub(crate) fn keys_of(agent: &Agent) -> Keys {
+/// What an agent's metadata invites by.
+pub(crate) fn invitation_of(agent: &Agent) -> Invitation {
     let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
-    Keys::new(&metadata.invited.unwrap().by, None)
-}
-
-/// What was said in a handshake, as its proofs take it in.
-#[derive(Default)]
-struct Said(Vec<u8>);
-
-impl Said {
-    fn add(&mut self, message: &[u8]) -> &mut Self {
-        self.0.put_block(message);
-        self
-    }
-
-    fn proof(&self, keys: &Keys, label: &str) -> [u8; 32] {
-        keys.both(label, &[&self.0]).proof()
-    }
+    metadata.invited.unwrap().by
 }
 
 /// The nonce of a link.
@@ -132,50 +115,46 @@ impl Raw {
         Raw(stream)
     }
 
-    /// A lane to an agent without a secret, through the handshake.
+    /// A lane to an agent without a secret and seals, through the handshake.
     pub(crate) fn lane(agent: &Agent) -> Self {
         Self::lane_of(agent, fresh(), 1)
     }
 
     /// One of several lanes of a link.
     pub(crate) fn lane_of(agent: &Agent, link: [u8; 16], lane: u8) -> Self {
-        let (mut raw, keys, mut said) = (Self::connect(address_of(agent)), keys_of(agent), Said::default());
-        let hello = hello_of(link, false, lane);
+        let mut raw = Self::connect(address_of(agent));
+        let (mut initiator, hello) = initiator(&invitation_of(agent), link, lane);
         raw.send(&hello);
-        let (kind, _, challenge) = raw.frame().unwrap();
-        assert_eq!(kind, CHALLENGE);
-        let mut body = vec![0];
-        body.put_identity(&Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) });
-        said.add(&hello[16..]).add(&challenge[..challenge.len() - 32]).add(&body);
-        body.put(&said.proof(&keys, "kvx tcp 2: the initiator enters"));
-        raw.send(&frame(PROOF, 0, &body));
-        assert_eq!(raw.frame().unwrap().0, ANSWER);
-        raw
+        loop {
+            let (answer, entered) = initiator.take(&raw.whole_frame().expect("an answer")).unwrap();
+            if entered.is_some() {
+                return raw;
+            }
+            raw.send(&answer);
+        }
     }
 
-    /// The owner's part of a handshake without a secret, as whoever is expected. Says which lane it is.
-    pub(crate) fn welcome(&mut self, keys: &Keys) -> u8 {
-        self.welcome_when(keys, || {})
+    /// The owner's part of a handshake without a secret, as whoever invited by this. Says which lane it is.
+    pub(crate) fn welcome(&mut self, invitation: &Invitation) -> u8 {
+        self.welcome_when(invitation, || {})
     }
 
     /// The same; calls `asked` before its last word, which answers what has come by then.
-    pub(crate) fn welcome_when(&mut self, keys: &Keys, asked: impl FnOnce()) -> u8 {
-        let (kind, _, hello) = self.frame().unwrap();
-        assert_eq!(kind, HELLO);
-        let (mut challenge, mut said) = (Vec::new(), Said::default());
-        challenge.put_u16(2);
-        challenge.put_u8(0);
-        challenge.put(&[1; 32]);
-        said.add(&hello).add(&challenge);
-        challenge.put(&said.proof(keys, "kvx tcp 2: the owner challenges"));
-        self.send(&frame(CHALLENGE, 0, &challenge));
-        let (kind, _, proof) = self.frame().unwrap();
-        assert_eq!(kind, PROOF);
-        said.add(&proof[..proof.len() - 32]).add(&[0]);
-        let answer = [&[0][..], &said.proof(keys, "kvx tcp 2: the owner welcomes")].concat();
-        asked();
-        self.send(&frame(ANSWER, 0, &answer));
-        hello[13]
+    pub(crate) fn welcome_when(&mut self, invitation: &Invitation, asked: impl FnOnce()) -> u8 {
+        let mut owner = Owner::new(invitation, None);
+        loop {
+            let (answer, entered) = owner.take(&self.whole_frame().expect("a word")).unwrap();
+            if let Some(lane) = entered {
+                asked();
+                self.send(&answer);
+                return lane;
+            }
+            self.send(&answer);
+        }
+    }
+
+    fn whole_frame(&mut self) -> Option<Vec<u8>> {
+        self.frame().map(|(kind, id, body)| frame(kind, id, &body))
     }
 
     /// The id of the next frame, if it has come and is of this kind. It stays where it is.

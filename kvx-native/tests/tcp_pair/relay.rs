@@ -1,4 +1,4 @@
-//! A middleman between two agents, who records, stalls and cuts.
+//! A middleman between two agents, who records, alters, stalls and cuts.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,6 +12,13 @@ pub(crate) struct Relay {
     state: Arc<State>,
 }
 
+/// Where a byte is altered: in which direction, and how many bytes pass before it.
+#[derive(Clone, Copy)]
+pub(crate) struct Alteration {
+    pub(crate) to_owner: bool,
+    pub(crate) at: usize,
+}
+
 #[derive(Default)]
 struct State {
     inner: Mutex<Inner>,
@@ -22,6 +29,10 @@ struct State {
 struct Inner {
     /// What initiators sent, by connection.
     recorded: Vec<Vec<u8>>,
+    /// What came back.
+    answered: Vec<Vec<u8>>,
+    /// The byte to alter on the next connection.
+    alteration: Option<Alteration>,
     streams: Vec<TcpStream>,
     /// Nothing from the owner passes after so many bytes.
     to_initiator: Option<u64>,
@@ -42,25 +53,30 @@ impl Relay {
                 else {
                     return;
                 };
-                let number = {
+                let (number, alteration) = {
                     let mut inner = state.inner.lock().unwrap();
                     inner.recorded.push(Vec::new());
+                    inner.answered.push(Vec::new());
                     inner.streams.push(initiator.try_clone().unwrap());
                     inner.streams.push(owner.try_clone().unwrap());
-                    inner.recorded.len() - 1
+                    (inner.recorded.len() - 1, inner.alteration.take())
                 };
+                let meant = |to_owner| alteration.filter(|alteration| alteration.to_owner == to_owner);
+                let (there_at, back_at) = (meant(true), meant(false));
                 let (from, to) = (initiator.try_clone().unwrap(), owner.try_clone().unwrap());
                 let (there, back) = (Arc::clone(&state), Arc::clone(&state));
-                std::thread::spawn(move || there.pass(from, to, Some(number)));
-                std::thread::spawn(move || back.pass(owner, initiator, None));
+                std::thread::spawn(move || there.pass(from, to, (number, true), there_at));
+                std::thread::spawn(move || back.pass(owner, initiator, (number, false), back_at));
             }
         });
         relay
     }
 
-    /// Options for the owner behind it.
-    pub(crate) fn options(&self) -> String {
-        format!(r#"{{"tcp": {{"ports": {}, "advertise": "127.0.0.1:{}"}}}}"#, self.target, self.listen)
+    /// Options for the owner behind it, with others of the table.
+    pub(crate) fn options(&self, others: &str) -> String {
+        let (target, listen) = (self.target, self.listen);
+        let others = if others.is_empty() { String::new() } else { format!(", {others}") };
+        format!(r#"{{"tcp": {{"ports": {target}, "advertise": "127.0.0.1:{listen}"{others}}}}}"#)
     }
 
     /// Where the owner itself listens.
@@ -71,6 +87,16 @@ impl Relay {
     /// What the initiators have sent, by connection.
     pub(crate) fn recorded(&self) -> Vec<Vec<u8>> {
         self.state.inner.lock().unwrap().recorded.clone()
+    }
+
+    /// What came back to them.
+    pub(crate) fn answered(&self) -> Vec<Vec<u8>> {
+        self.state.inner.lock().unwrap().answered.clone()
+    }
+
+    /// Alters a byte on the next connection.
+    pub(crate) fn alter(&self, alteration: Alteration) {
+        self.state.inner.lock().unwrap().alteration = Some(alteration);
     }
 
     /// Lets so many bytes pass to the initiator, and no more.
@@ -116,18 +142,31 @@ impl Drop for Relay {
 }
 
 impl State {
-    fn pass(&self, mut from: TcpStream, mut to: TcpStream, record: Option<usize>) {
+    fn pass(
+        &self,
+        mut from: TcpStream,
+        mut to: TcpStream,
+        (number, to_owner): (usize, bool),
+        alteration: Option<Alteration>,
+    ) {
         let mut buffer = vec![0; 64 << 10];
         while let Ok(count) = from.read(&mut buffer) {
-            let mut left = &buffer[..count];
             if count == 0 {
                 break;
             }
-            if let Some(number) = record {
-                self.inner.lock().unwrap().recorded[number].extend_from_slice(left);
+            {
+                let mut inner = self.inner.lock().unwrap();
+                let Inner { recorded, answered, .. } = &mut *inner;
+                let record = if to_owner { &mut recorded[number] } else { &mut answered[number] };
+                let at = alteration.and_then(|alteration| alteration.at.checked_sub(record.len()));
+                if let Some(byte) = at.and_then(|at| buffer[..count].get_mut(at)) {
+                    *byte ^= 0x40;
+                }
+                record.extend_from_slice(&buffer[..count]);
             }
+            let mut left = &buffer[..count];
             while !left.is_empty() {
-                let now = self.allowed(record.is_some(), left.len());
+                let now = self.allowed(to_owner, left.len());
                 if to.write_all(&left[..now]).is_err() {
                     break;
                 }

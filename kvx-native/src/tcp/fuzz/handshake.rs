@@ -1,4 +1,4 @@
-//! The handshake of a lane, between whose ends somebody alters what is said.
+//! The handshake of a lane, and the first words after it, between whose ends somebody alters what is said.
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::{Invitation, Result, Secret};
@@ -6,8 +6,12 @@ use kvx_core::{Invitation, Result, Secret};
 use super::who;
 use crate::tcp::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
 use crate::tcp::frames::{HEADER, Header};
+use crate::tcp::seal::{Seal, Seals};
 
-/// The first byte says what both have; then come the changes.
+/// Of a handshake, and two words in each direction.
+const MESSAGES: u8 = 8;
+
+/// The first byte says what both have, and want; then come the changes.
 pub(crate) fn handshake(bytes: &[u8]) {
     let Some((flags, changes)) = bytes.split_first() else { return };
     let keys = |bits: u8| {
@@ -15,35 +19,44 @@ pub(crate) fn handshake(bytes: &[u8]) {
         Keys::new(&Invitation::from_bytes([bits & 1; 32]), secret.as_ref())
     };
     let same = flags & 3 == flags >> 2 & 3;
+    let wish = |bits: u8| Seal::NAMED[usize::from(bits % 3)].1;
+    let wishes = (wish(flags >> 4 & 3), wish(flags >> 6));
     let mut conversation = Conversation { changes, number: 0, altered: false };
     let mut said = Vec::new();
-    let mut initiator = InitiatorHandshake::start(keys(flags & 3), who(3), ([8; 16], 1), &mut said)
-        .expect("there are random numbers");
-    let mut owner = OwnerHandshake::new(keys(flags >> 2 & 3), None);
-    let mut welcomed = false;
-    // Four messages, and a last word.
-    for _ in 0..3 {
+    let mut initiator =
+        InitiatorHandshake::start(&keys(flags & 3), who(3), ([8; 16], 1), wishes.0, &mut said)
+            .expect("there are random numbers");
+    let mut owner = OwnerHandshake::new(keys(flags >> 2 & 3), wishes.1, None);
+    let mut entered = None;
+    // Four messages.
+    for _ in 0..2 {
         let mut answer = Vec::new();
         match conversation.pass(&said, |header, body| owner.frame(header, body, &mut answer)) {
-            Some(Ok(Step::Welcome { who: initiator, link: [8, ..], lane: 1 })) => {
-                assert!(same && !conversation.altered && initiator == who(3), "a stranger is let in");
-                welcomed = true;
+            Some(Ok(Step::Entered { who: initiator, link, lane, seals })) => {
+                assert!(same && !conversation.altered, "a stranger is let in");
+                assert!(initiator == who(3) && (link, lane) == ([8; 16], 1), "it says another than it is");
+                assert!(seals.0 == wishes.0.max(wishes.1), "somebody has a say in what is sealed");
+                entered = Some(seals.1);
             }
-            Some(Ok(Step::Welcome { .. })) => panic!("it says another than it is"),
-            // Only who has the secret is told; a changed proof of the invitation makes an initiator ask for that, too.
-            Some(Ok(Step::Mistaken)) => assert!(flags & 10 == 10 && (!same || conversation.altered)),
-            Some(Ok(Step::More)) => assert!(!welcomed),
+            // Only who has the secret is told, and only of what was said as it came.
+            Some(Ok(Step::Mistaken)) => assert!(flags & 10 == 10 && !same && !conversation.altered),
+            Some(Ok(Step::More)) => assert!(same && !conversation.altered, "a stranger is answered"),
             Some(Err(_)) => assert!(conversation.altered || !same),
             None => {}
         }
         said.clear();
         match conversation.pass(&answer, |header, body| initiator.frame(header, body, &mut said)) {
-            Some(Ok(Some(Verdict::Welcome))) => {
-                assert!(welcomed && !conversation.altered, "whoever answers is believed");
+            Some(Ok(Some(Verdict::Welcome((seal, mut ours))))) => {
+                assert!(!conversation.altered && seal == wishes.0.max(wishes.1));
+                let mut theirs = entered.expect("whoever answers is believed");
+                conversation.seals(&mut ours, &mut theirs);
+                conversation.seals(&mut theirs, &mut ours);
                 return;
             }
             Some(Ok(Some(Verdict::Restarted))) => {
                 assert!(!same || conversation.altered, "who was invited to is not believed");
+                // With a secret, nobody without it can say so.
+                assert!(flags & 2 == 0 || !conversation.altered);
                 return;
             }
             Some(Ok(None)) => {}
@@ -83,8 +96,23 @@ impl Conversation<'_> {
         last
     }
 
+    /// One end seals what the other one opens.
+    fn seals(&mut self, from: &mut Seals, to: &mut Seals) {
+        for word in [&b"a header of 16 by"[..], b"and a body"] {
+            let mut sealed = Vec::new();
+            from.sealer.seal(word, &mut sealed);
+            let mut came = self.alter(&sealed);
+            let is_whole = to.opener.open(&mut came).is_ok();
+            assert_eq!(is_whole, came.len() == sealed.len() && came.starts_with(word));
+            assert!(is_whole || self.altered, "nobody altered it");
+            if !is_whole {
+                return; // and the connection ends
+            }
+        }
+    }
+
     fn alter(&mut self, body: &[u8]) -> Vec<u8> {
-        let altered = kvx_backend::fuzz::alter(self.changes, (self.number, 4), body);
+        let altered = kvx_backend::fuzz::alter(self.changes, (self.number, MESSAGES), body);
         self.number += 1;
         self.altered |= altered != body;
         altered

@@ -19,6 +19,7 @@ use crate::tcp::fetch::RequestLane;
 use crate::tcp::frames::Frame;
 use crate::tcp::link::TcpRemote;
 use crate::tcp::peers::OpenedLink;
+use crate::tcp::seal::Seal;
 
 const LINK: LinkId = LinkId(1);
 /// Transfers at a time, each with memory of its own: three of the small lane, and one that is more than it takes.
@@ -52,7 +53,11 @@ impl LocalRegion for Local {
 
 /// Runs a script.
 pub(crate) fn initiator(bytes: &[u8]) {
-    let mut lanes = Lanes::new(|key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
+    Seal::NAMED.into_iter().for_each(|(_, seal)| run(bytes, seal));
+}
+
+fn run(bytes: &[u8], seal: Seal) {
+    let mut lanes = Lanes::new(seal, |key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
     let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
     let who = (who(3), keys, [8; 16]);
     let addresses = vec![([127, 0, 0, 1], 1).into()];

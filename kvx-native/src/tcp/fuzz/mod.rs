@@ -1,8 +1,9 @@
 //! What the fuzz targets of TCP call.
 //!
 //! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says what the peer sends,
-//! in how large pieces, and what else happens meanwhile.
+//! in how large pieces, and what else happens meanwhile. Each script is run for each way to seal.
 
+pub mod by_hand;
 pub(crate) mod frames;
 pub(crate) mod handshake;
 pub(crate) mod initiator;
@@ -27,9 +28,11 @@ use super::chunk::Bin;
 use super::config::Config;
 use super::conn::{Conn, Role, Scope};
 use super::ending::Ending;
-use super::frames::{HEADER, Header, MAX_DATA};
+use super::frames::{Frame, HEADER, Header, MAX_DATA};
 use super::held::Held;
 use super::memory::Regions;
+use super::noise::{self, TAG};
+use super::seal::{RECORD, Seal, Seals};
 use super::staging::DeviceStages;
 use super::transport::Shared;
 
@@ -66,17 +69,20 @@ struct Lanes {
 struct Far {
     socket: UnixStream,
     unsent: Vec<u8>,
-    /// What has come from the lane and makes no whole header yet, and the payload that is left of its frame.
+    /// What has come from the lane and makes no whole header or record yet, the bytes that are left of its frame, and
+    /// whether they are sealed.
     begun: Vec<u8>,
     left: usize,
+    is_sealed: bool,
+    seals: Option<(Seal, Seals)>,
     reads: bool,
     /// It sends nothing more when all is sent.
     ends: bool,
 }
 
 impl Lanes {
-    /// Lanes of these roles, by number.
-    fn new(role: impl Fn(usize, u8) -> Role) -> Self {
+    /// Lanes of these roles, by number, that are sealed in this way.
+    fn new(seal: Seal, role: impl Fn(usize, u8) -> Role) -> Self {
         let inbox = Arc::new(Inbox::default());
         let shared = Shared {
             config: Config::read(&Options::new()).expect("there is a default for every option"),
@@ -107,12 +113,17 @@ impl Lanes {
             let mut conn =
                 Conn::new(near, ([127, 0, 0, 1], 1).into(), role(number, number as u8), Instant::now());
             conn.small = number == 0;
+            let (ours, theirs) = seals();
+            conn.input.open_from_here(ours.opener, seal);
+            conn.output.seal_from_here(ours.sealer, seal);
             conns.insert(conn);
             fars.push(Far {
                 socket,
                 unsent: Vec::new(),
                 begun: Vec::new(),
                 left: 0,
+                is_sealed: false,
+                seals: (seal > Seal::None).then_some((seal, theirs)),
                 reads: true,
                 ends: false,
             });
@@ -179,27 +190,53 @@ impl Far {
             };
             let mut bytes = &buffer[..count];
             while !bytes.is_empty() {
-                let payload = self.left.min(bytes.len());
-                self.left -= payload;
-                bytes = &bytes[payload..];
-                let wanted = if self.left == 0 { HEADER - self.begun.len() } else { 0 };
-                let (head, rest) = bytes.split_at(wanted.min(bytes.len()));
-                self.begun.extend_from_slice(head);
+                if self.left > 0 && !self.is_sealed {
+                    let payload = self.left.min(bytes.len());
+                    self.left -= payload;
+                    bytes = &bytes[payload..];
+                    continue;
+                }
+                let len = if self.left == 0 { HEADER } else { self.left.min(RECORD) };
+                let wanted = len + if self.seals.is_some() { TAG } else { 0 };
+                let (piece, rest) = bytes.split_at((wanted - self.begun.len()).min(bytes.len()));
+                self.begun.extend_from_slice(piece);
                 bytes = rest;
-                if let Ok(header) = <&[u8; HEADER]>::try_from(&*self.begun) {
-                    let header = Header::decode(header).expect("a lane says what its peer understands");
-                    self.left = header.len;
-                    self.begun.clear();
-                    heard(header);
+                if self.begun.len() == wanted {
+                    self.whole(len, heard);
                 }
             }
         }
     }
 
+    /// A header or a record has come.
+    fn whole(&mut self, len: usize, heard: &mut impl FnMut(Header)) {
+        let mut came = std::mem::take(&mut self.begun);
+        if let Some((_, seals)) = &mut self.seals {
+            seals.opener.open(&mut came).expect("a lane says what it has sealed, in its order");
+        }
+        if self.left > 0 {
+            self.left -= len;
+            return;
+        }
+        let header = came.first_chunk().expect("it is as long");
+        let header = Header::decode(header).expect("a lane says what its peer understands");
+        self.left = header.len;
+        self.is_sealed = self.seals.as_ref().is_some_and(|(seal, _)| seals_body(*seal, header.frame as u8));
+        heard(header);
+    }
+
     /// A frame of this kind, be there one or not.
     fn frame(&mut self, kind: u8, id: u64, body: &[u8]) {
         let len = body.len() as u32;
-        self.send(&[&[kind, 0, 0, 0][..], &len.to_le_bytes(), &id.to_le_bytes(), body].concat());
+        let head = [&[kind, 0, 0, 0][..], &len.to_le_bytes(), &id.to_le_bytes()].concat();
+        let Some((seal, seals)) = &mut self.seals else { return self.send(&[&head, body].concat()) };
+        let mut sealed = Vec::new();
+        seals.sealer.seal(&head, &mut sealed);
+        match seals_body(*seal, kind) {
+            true => seals.sealer.seal(body, &mut sealed),
+            false => sealed.extend_from_slice(body),
+        }
+        self.send(&sealed);
     }
 
     fn send(&mut self, bytes: &[u8]) {
@@ -207,6 +244,24 @@ impl Far {
             self.unsent.extend_from_slice(bytes);
         }
     }
+}
+
+/// Whether what follows a header is sealed.
+fn seals_body(seal: Seal, kind: u8) -> bool {
+    seal == Seal::All || kind != Frame::Data as u8
+}
+
+/// Both ends of a lane, after a handshake.
+pub(super) fn seals() -> (Seals, Seals) {
+    let mut initiator = noise::initiator(&[1; 32], &[]).expect("there are random numbers");
+    let mut owner = noise::responder(&[1; 32], &[]).expect("the same pattern");
+    let mut said = Vec::new();
+    noise::write(&mut initiator, &[], &mut said).expect("its turn");
+    noise::read(&mut owner, &said).expect("the same key");
+    said.clear();
+    noise::write(&mut owner, &[], &mut said).expect("its turn");
+    noise::read(&mut initiator, &said).expect("the same key");
+    (Seals::of(&mut initiator), Seals::of(&mut owner))
 }
 
 /// What happens next.

@@ -12,6 +12,7 @@ use super::{LANES, Lanes, Step, Watched, next, who};
 use crate::tcp::conn::{Conn, Effect, Role};
 use crate::tcp::frames::{Frame, Header};
 use crate::tcp::memory::Served;
+use crate::tcp::seal::Seal;
 use crate::tcp::serve::ServedLane;
 
 /// Of the link whose lanes they are.
@@ -22,7 +23,12 @@ const REGIONS: u64 = 3;
 
 /// Runs a script.
 pub(crate) fn owner(bytes: &[u8]) {
-    let mut lanes = Lanes::new(|key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane))));
+    Seal::NAMED.into_iter().for_each(|(_, seal)| run(bytes, seal));
+}
+
+fn run(bytes: &[u8], seal: Seal) {
+    let mut lanes =
+        Lanes::new(seal, |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane))));
     let mut regions: Vec<(Arc<Served>, Watched)> = (1..=REGIONS)
         .map(|number| {
             let watched = Watched::new(number as usize * LEN);

@@ -16,7 +16,7 @@ use crate::tcp::buffers::{Input, Output};
 use crate::tcp::chunk::Chunk;
 use crate::tcp::conn::{Effect, LaneEnd, Scope};
 use crate::tcp::ending::{Concern, Ending};
-use crate::tcp::frames::{Frame, Header, MAX_DATA, put_bare, put_end};
+use crate::tcp::frames::{Frame, Header, put_bare, put_end};
 use crate::tcp::memory::Served;
 use crate::tcp::payload::{Blocks, Sink, Source};
 use crate::tcp::staging::Staged;
@@ -304,8 +304,9 @@ impl LaneEnd for ServedLane {
             }
             self.go_on(reading, output, scope);
         };
+        let max = output.most_payload(scope.piece);
         output.chunk.clear();
-        reading.source.gather(&mut output.chunk, scope.piece.min(MAX_DATA));
+        reading.source.gather(&mut output.chunk, max);
         let len = output.chunk.left();
         Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
         if reading.source.left() == 0 {

@@ -1,0 +1,78 @@
+//! The two ends of a handshake in the hands of a test, which then says frames as they are: nothing is sealed.
+
+use kvx_backend::control::proof::Keys;
+use kvx_core::{Identity, Invitation, Result, Secret};
+
+use crate::tcp::auth::{InitiatorHandshake, OwnerHandshake, Sealed, Step, Verdict};
+use crate::tcp::frames::{HEADER, Header};
+use crate::tcp::seal::Seal;
+
+/// What an end answers to a frame, and which lane it is when the handshake is done.
+pub type Answer = Result<(Vec<u8>, Option<u8>)>;
+
+/// An end that opens a lane.
+pub struct Initiator {
+    handshake: InitiatorHandshake,
+    lane: u8,
+}
+
+impl Initiator {
+    /// Begins; also gives the first frame.
+    pub fn new(
+        invitation: &Invitation,
+        secret: Option<&Secret>,
+        who: Identity,
+        (link, lane): ([u8; 16], u8),
+    ) -> Result<(Self, Vec<u8>)> {
+        let (keys, mut hello) = (Keys::new(invitation, secret), Vec::new());
+        let handshake = InitiatorHandshake::start(&keys, who, (link, lane), Seal::None, &mut hello)?;
+        Ok((Initiator { handshake, lane }, hello))
+    }
+
+    /// Takes a whole frame.
+    pub fn take(&mut self, frame: &[u8]) -> Answer {
+        let (header, body) = parts(frame)?;
+        let mut answer = Vec::new();
+        match self.handshake.frame(header, body, &mut answer)? {
+            None => Ok((answer, None)),
+            Some(Verdict::Welcome(sealed)) => {
+                check(&sealed);
+                Ok((answer, Some(self.lane)))
+            }
+            Some(Verdict::Restarted) => panic!("the owner does not know the invitation"),
+        }
+    }
+}
+
+/// An end that is asked.
+pub struct Owner(OwnerHandshake);
+
+impl Owner {
+    /// An owner that invited by this.
+    pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
+        Owner(OwnerHandshake::new(Keys::new(invitation, secret), Seal::None, None))
+    }
+
+    /// Takes a whole frame.
+    pub fn take(&mut self, frame: &[u8]) -> Answer {
+        let (header, body) = parts(frame)?;
+        let mut answer = Vec::new();
+        match self.0.frame(header, body, &mut answer)? {
+            Step::More => Ok((answer, None)),
+            Step::Entered { lane, seals, .. } => {
+                check(&seals);
+                Ok((answer, Some(lane)))
+            }
+            Step::Mistaken => panic!("the initiator has another invitation"),
+        }
+    }
+}
+
+fn parts(frame: &[u8]) -> Result<(Header, &[u8])> {
+    let (head, body) = frame.split_first_chunk::<HEADER>().expect("it is a whole frame");
+    Ok((Header::decode(head)?, body))
+}
+
+fn check((seal, _): &Sealed) {
+    assert_eq!(*seal, Seal::None, "set \"tcp.seal\" to \"none\" at the agent");
+}

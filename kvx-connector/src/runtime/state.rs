@@ -28,10 +28,9 @@ use super::register::closed;
 use super::side::Asker;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
-use crate::engine::mooncake::MooncakeAction;
 use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
-    Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, Worker, WorkerRank,
+    Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, WorkerRank,
 };
 use crate::wire::group::ToHead;
 use crate::wire::mooncake::PullRequest;

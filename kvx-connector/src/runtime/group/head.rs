@@ -20,12 +20,12 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{sleep, sleep_until, timeout};
 
+use super::super::half::Half;
+use super::super::listening::Listening;
 use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
 use super::super::words::Published;
-use super::super::half::Half;
-use super::super::listening::Listening;
 use super::away::{Away, Down, name};
 use super::stream::{Incoming, same_user, send};
 use super::{LAST_WORD, PATIENCE, SILENT};

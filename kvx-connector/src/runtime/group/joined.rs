@@ -279,10 +279,11 @@ async fn pass_up(socket: Arc<UnixStream>, mut going_up: UnboundedReceiver<ToHead
         let Some(message) = message else { return };
         let last = matches!(message, ToHead::Ended(_));
         let sent = match message.encode() {
-            Ok(bytes) => timeout(SILENT, send(&socket, &bytes, None)).await.unwrap_or(Ok(())),
-            Err(error) => Err(error),
+            // What was cut short cannot be followed by anything else.
+            Ok(bytes) => timeout(SILENT, send(&socket, &bytes, None)).await.is_ok_and(|sent| sent.is_ok()),
+            Err(_) => false,
         };
-        if last || sent.is_err() {
+        if last || !sent {
             rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both).ok(); // it may have gone
             return;
         }

@@ -98,9 +98,9 @@ impl Connector {
         ))
     }
 
-    /// Lets the workers that have not registered their caches here run in processes of their own, each of which joins at
-    /// this path, a Unix socket, by [`Rank::join`]. Peers hear of all of them when the last has registered its caches:
-    /// the completion is `Ok` then, and until then nothing is published or loaded.
+    /// Lets the workers that have not registered their caches here run in processes of their own, each of which joins
+    /// at this path, a Unix socket, by [`Rank::join`]. Peers hear of all of them when the last has registered its
+    /// caches: the completion is `Ok` then, and until then nothing is published or loaded.
     ///
     /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are called here, for these
     /// ranks too. One that ends, or of which nothing is heard for 10 s, ends the loads of the engine: each fails with

@@ -4,8 +4,8 @@
 //!   [`Handshake`] asks, both without a socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`Notification`]s accompany the data.
-//! - [`ConnectorMeta`](crate::engine::ConnectorMeta) and [`WorkerOutput`](crate::engine::WorkerOutput) travel between an
-//!   engine and its ranks that run in processes of their own: the only messages here that no vLLM knows.
+//! - [`ConnectorMeta`](crate::engine::ConnectorMeta) and [`WorkerOutput`](crate::engine::WorkerOutput) travel between
+//!   an engine and its ranks that run in processes of their own: the only messages here that no vLLM knows.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
 //! - [`nixl`]: the metadata of NIXL's agents, and long notifications of those with the backend KVX.
 //!

@@ -5,36 +5,25 @@ use std::time::Instant;
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 
-use crate::rig::{BLOCK, Engine, LIMIT, block_on, lists};
+use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
 
 /// Loads a prompt from an engine of so many workers into one of so many.
-fn moves_a_prompt(backend: &str, (from, to): (u32, u32)) {
+fn moves_prompts(backend: &str, (from, to): (u32, u32)) {
     let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
     let (prefill, decode) = (Engine::new("prefill", &extra, from), Engine::new("decode", &extra, to));
-    let (here, there) = ([3, 9, 4], [7, 1, 30]);
-    let tokens = 2 * BLOCK + 5;
-    prefill.compute(1, &here, tokens);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
-    let loaded = block_on(Decode::new(&decode.connector).fetch("d", &params, lists(&there), LIMIT));
-    let loaded = loaded.unwrap_or_else(|error| panic!("{backend} {from} to {to}: {error}"));
-    assert_eq!(loaded, Loaded { tokens });
-    assert_eq!(decode.wrong(1, &there, 0..tokens), 0, "{backend} {from} to {to}");
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
-    decode.end();
-    prefill.end();
+    prompts_arrive(prefill, decode, "d", &format!("{backend} {from} to {to}"));
 }
 
 #[test]
 fn a_prompt_is_published_here_and_fetched_there() {
-    moves_a_prompt("SHM", (1, 1));
-    moves_a_prompt("TCP", (1, 1));
+    moves_prompts("SHM", (1, 1));
+    moves_prompts("TCP", (1, 1));
 }
 
 #[test]
 fn heads_find_their_workers_whatever_the_numbers_of_them() {
     for sizes in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)] {
-        moves_a_prompt("SHM", sizes);
+        moves_prompts("SHM", sizes);
     }
 }
 

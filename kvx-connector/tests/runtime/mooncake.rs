@@ -11,27 +11,13 @@ use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::Kind;
 use serde_json::json;
 
-use crate::rig::{BLOCK, Engine, LIMIT, block_on, lists};
+use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
 
 fn pull(backend: &str, (from, to): (u32, u32)) {
     let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
-    let prefill = Engine::mooncake("prefill", &extra, from);
-    let decode = Engine::mooncake("decode", &extra, to);
-    let (here, there) = ([3, 9, 4], [7, 1, 30]);
-    let tokens = 2 * BLOCK + 5;
-    for round in 0..3 {
-        prefill.compute(round, &here, tokens);
-        let name = format!("r{round}");
-        let (lease, params) = Prefill::new(&prefill.connector).publish(&*name, lists(&here), tokens).unwrap();
-        let loaded = block_on(Decode::new(&decode.connector).fetch(&*name, &params, lists(&there), LIMIT));
-        let loaded = loaded.unwrap_or_else(|error| panic!("{backend} {from} to {to}: {error}"));
-        assert_eq!(loaded, Loaded { tokens });
-        assert_eq!(decode.wrong(round, &there, 0..tokens), 0, "{backend} {from} to {to}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-    }
-    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
-    decode.end();
-    prefill.end();
+    let (prefill, decode) =
+        (Engine::mooncake("prefill", &extra, from), Engine::mooncake("decode", &extra, to));
+    prompts_arrive(prefill, decode, "d", &format!("{backend} {from} to {to}"));
 }
 
 #[test]

@@ -6,27 +6,14 @@ use kvx_connector::engine::{Allocation, Arrival, Ending, Kept, LoadFailure, Outc
 use kvx_connector::params::{TransferMode, TransferParams};
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 
-use crate::rig::{BLOCK, Engine, LIMIT, block_on, lists};
+use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
 
 fn push(backend: &str, (from, to): (u32, u32)) {
     let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
     let (prefill, decode) = (Engine::pushing("prefill", &extra, from), Engine::pushing("decode", &extra, to));
-    let (here, there) = ([3, 9, 4], [7, 1, 30]);
-    let tokens = 2 * BLOCK + 5;
-    for round in 0..3 {
-        prefill.compute(round, &here, tokens);
-        let name = format!("r{round}");
-        let (lease, params) = Prefill::new(&prefill.connector).publish(&*name, lists(&here), tokens).unwrap();
-        assert_eq!(params.transfer_mode, Some(TransferMode::Push));
-        let loaded = block_on(Decode::new(&decode.connector).fetch(&*name, &params, lists(&there), LIMIT));
-        let loaded = loaded.unwrap_or_else(|error| panic!("{backend} {from} to {to}: {error}"));
-        assert_eq!(loaded, Loaded { tokens });
-        assert_eq!(decode.wrong(round, &there, 0..tokens), 0, "{backend} {from} to {to}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-    }
-    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
-    decode.end();
-    prefill.end();
+    // Who pushes finds a registration by the name of its own request.
+    let params = prompts_arrive(prefill, decode, "r", &format!("{backend} {from} to {to}"));
+    assert_eq!(params.transfer_mode, Some(TransferMode::Push));
 }
 
 #[test]

@@ -7,7 +7,8 @@ use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_connector::Dialect;
 use kvx_connector::engine::{BlockLists, WorkerRank};
 use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx_connector::runtime::{Builder, Connector, Rank};
+use kvx_connector::params::TransferParams;
+use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Rank, Released};
 use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
 
@@ -251,4 +252,32 @@ pub(crate) fn lists(blocks: &[u32]) -> BlockLists {
 /// Runs a future on this thread: no runtime is needed.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     kvx_testkit::run(future)
+}
+
+/// Three prompts are published at the one engine and fetched by the other, which calls them so; then both end. Gives
+/// what the last decode was told.
+pub(crate) fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> TransferParams {
+    let (here, there) = ([3, 9, 4], [7, 1, 30]);
+    let tokens = 2 * BLOCK + 5;
+    let round = |round| {
+        prefill.compute(round, &here, tokens);
+        let name = format!("r{round}");
+        let (lease, params) = Prefill::new(&prefill.connector).publish(&*name, lists(&here), tokens).unwrap();
+        let loaded = block_on(Decode::new(&decode.connector).fetch(
+            format!("{called}{round}"),
+            &params,
+            lists(&there),
+            LIMIT,
+        ));
+        let loaded = loaded.unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(loaded, Loaded { tokens });
+        assert_eq!(decode.wrong(round, &there, 0..tokens), 0, "{what}");
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        params
+    };
+    let params = [0, 1, 2].map(round).into_iter().next_back().unwrap();
+    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+    decode.end();
+    prefill.end();
+    params
 }

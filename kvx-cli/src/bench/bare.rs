@@ -1,6 +1,7 @@
 //! The limit beside a backend's figures: which one it is, and its rounds.
 
 use std::net::TcpStream;
+use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use super::ANSWER_PATIENCE;
@@ -10,7 +11,7 @@ use super::limit::{self, BareConnection, List};
 use super::points::{Op, Point, Shape};
 use super::pools::{Pool, PoolLocation, Pools};
 use super::rounds::Round;
-use super::sealed::Sealing;
+use super::sealed;
 use super::session::DataLanes;
 use super::target::{Ask, Target};
 use crate::Result;
@@ -83,7 +84,7 @@ impl Limit {
             ("SHM", Op::Read) => {
                 let from = target.place(theirs)?;
                 if let (Some(file), None) = (from.file, &mapped) {
-                    *mapped = Some(limit::map(from.process, file, from.len)?);
+                    *mapped = Some(map(from.process, file, from.len)?);
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(ours)?.address();
@@ -180,6 +181,15 @@ pub(crate) unsafe fn once(
     }
 }
 
+/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
+pub(crate) fn map(process: u32, file: i32, len: usize) -> std::io::Result<u64> {
+    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
+    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+    if base == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(base as u64) }
+}
+
 /// One end of a bare connection, with its share of each list: `of` is which lane, and of how many. `memory`: where the
 /// blocks begin, and whether they go sealed.
 pub(crate) fn share(
@@ -196,15 +206,9 @@ pub(crate) fn share(
         let list = &blocks[content::part(shape, transfer)];
         list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
     });
-    let (base, sealing) = (memory.0, memory.1.then(Sealing::new));
-    Ok(BareConnection {
-        socket,
-        base,
-        length: shape.block as usize,
-        lists: lists.collect(),
-        next: 0,
-        sealing,
-    })
+    let (base, length) = (memory.0, shape.block as usize);
+    let mover = memory.1.then(|| sealed::mover(base, length));
+    Ok(BareConnection { socket, base, length, lists: lists.collect(), next: 0, mover })
 }
 
 /// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.

@@ -6,8 +6,6 @@ use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
-use super::sealed::{Cursor, Sealing};
-
 /// The most vectors in one call: the kernel's own limit.
 const VECTORS: usize = 1024;
 /// The most bytes in one call on a socket.
@@ -19,15 +17,6 @@ pub(crate) struct List<'a> {
     pub(crate) length: usize,
     pub(crate) from: &'a [u32],
     pub(crate) to: &'a [u32],
-}
-
-/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
-pub(crate) fn map(process: u32, file: i32, len: usize) -> Result<u64> {
-    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
-    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
-    if base == libc::MAP_FAILED { Err(Error::last_os_error()) } else { Ok(base as u64) }
 }
 
 /// Copies within this process.
@@ -71,6 +60,9 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
     Ok(())
 }
 
+/// Sends the blocks of a list, or receives them, otherwise than as they are. False: as [`BareConnection`]'s own way.
+pub(crate) type Mover = Box<dyn FnMut(&mut TcpStream, &[u32], bool) -> Result<bool> + Send>;
+
 /// One end of a connection, and the blocks that go over it: one list each time, in turn.
 pub(crate) struct BareConnection {
     pub(crate) socket: TcpStream,
@@ -79,32 +71,17 @@ pub(crate) struct BareConnection {
     pub(crate) length: usize,
     pub(crate) lists: Vec<Vec<u32>>,
     pub(crate) next: usize,
-    /// If payload is sealed.
-    pub(crate) sealing: Option<Sealing>,
+    pub(crate) mover: Option<Mover>,
 }
 
 impl BareConnection {
     /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
     fn all(&mut self, send: bool) -> Result<bool> {
-        let went = match &mut self.sealing {
-            None => self.all_bare(send)?,
-            Some(sealing) => {
-                let blocks = &self.lists[self.next];
-                let cursor = Cursor { base: self.base, length: self.length, blocks, within: 0 };
-                match send {
-                    // SAFETY: the blocks lie in memory that outlives the lane.
-                    true => unsafe { sealing.send(&mut self.socket, cursor) }.map(|()| true)?,
-                    // SAFETY: as above, and nobody holds references into that memory.
-                    false => unsafe { sealing.receive(&mut self.socket, cursor) }?,
-                }
-            }
-        };
-        self.next = (self.next + usize::from(went)) % self.lists.len();
-        Ok(went)
-    }
-
-    fn all_bare(&mut self, send: bool) -> Result<bool> {
         let blocks = &self.lists[self.next];
+        self.next = (self.next + 1) % self.lists.len();
+        if let Some(mover) = &mut self.mover {
+            return mover(&mut self.socket, blocks, send);
+        }
         let mut vectors = Vec::with_capacity(VECTORS);
         let (mut at, mut within) = (0, 0); // block of the list, byte of the block
         while at < blocks.len() {

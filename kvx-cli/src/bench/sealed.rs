@@ -6,6 +6,8 @@ use std::net::TcpStream;
 use aes_gcm::aead::AeadInOut as _;
 use aes_gcm::{Aes256Gcm, KeyInit as _};
 
+use super::limit::Mover;
+
 /// Bytes before a frame's payload.
 const HEADER: usize = 16;
 /// Bytes behind each sealed piece.
@@ -15,8 +17,22 @@ const RECORD: usize = (16 << 10) - TAG;
 /// Payload of a frame.
 const FRAME: usize = 16 * RECORD;
 
+/// Moves blocks of `length` bytes, of memory at `base` that outlives the lane and that nobody holds references into.
+pub(crate) fn mover(base: u64, length: usize) -> Mover {
+    let mut sealing = Sealing::new();
+    Box::new(move |socket, blocks, send| {
+        let cursor = Cursor { base, length, blocks, within: 0 };
+        match send {
+            // SAFETY: whoever made the connection says so of its memory.
+            true => unsafe { sealing.send(socket, cursor) }.map(|()| true),
+            // SAFETY: as above.
+            false => unsafe { sealing.receive(socket, cursor) },
+        }
+    })
+}
+
 /// One end's cipher, the number of its next piece, and a frame.
-pub(crate) struct Sealing {
+struct Sealing {
     cipher: Box<Aes256Gcm>,
     number: u64,
     frame: Vec<u8>,
@@ -24,7 +40,7 @@ pub(crate) struct Sealing {
 
 impl Sealing {
     /// Both ends have the same key, which nobody is to be kept from.
-    pub(crate) fn new() -> Self {
+    fn new() -> Self {
         Sealing { cipher: Box::new(Aes256Gcm::new(&[7; 32].into())), number: 0, frame: Vec::new() }
     }
 
@@ -55,7 +71,7 @@ impl Sealing {
     ///
     /// # Safety
     /// They lie in memory that can be read.
-    pub(crate) unsafe fn send(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<()> {
+    unsafe fn send(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<()> {
         while blocks.left() > 0 {
             self.frame.clear();
             self.frame.resize(HEADER, 1);
@@ -82,7 +98,7 @@ impl Sealing {
     ///
     /// # Safety
     /// They lie in memory that can be written, and nobody holds references into it.
-    pub(crate) unsafe fn receive(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<bool> {
+    unsafe fn receive(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<bool> {
         let mut is_first = true;
         while blocks.left() > 0 {
             let payload = blocks.left().min(FRAME);
@@ -113,10 +129,10 @@ impl Sealing {
 }
 
 /// The bytes of blocks, in order.
-pub(crate) struct Cursor<'a> {
-    pub(crate) base: u64,
-    pub(crate) length: usize,
-    pub(crate) blocks: &'a [u32],
+struct Cursor<'a> {
+    base: u64,
+    length: usize,
+    blocks: &'a [u32],
     /// How many bytes of the first block were passed.
     pub(crate) within: usize,
 }

@@ -11,9 +11,8 @@ use clap::Args;
 use kvx::{Options, Registry};
 use serde::{Deserialize, Serialize};
 
-use super::bare::{once, share};
+use super::bare::{map, once, share};
 use super::content::{self, Blocks};
-use super::limit;
 use super::points::{Op, Shape};
 use super::pools::{Pool, PoolLocation, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
@@ -140,7 +139,7 @@ impl Served {
         let memory = self.pools.get(memory)?;
         let blocks = Blocks::of(shape);
         let mapped = match (from.file, self.mapped) {
-            (Some(file), None) => Some(limit::map(from.process, file, from.len)?),
+            (Some(file), None) => Some(map(from.process, file, from.len)?),
             (Some(_), mapped) => mapped,
             (None, _) => None,
         };

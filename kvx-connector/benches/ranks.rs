@@ -33,7 +33,7 @@ fn params() -> TransferParams {
     .unwrap()
 }
 
-/// One step that orders loads of 64 blocks: until the last rank has been told.
+/// One step that orders loads of 64 blocks: until what it orders is on its way to the last rank.
 fn step(connector: &Connector, ranks: &[Rank], params: &TransferParams, number: &mut u64) -> Duration {
     let blocks: Vec<u32> = (0..BLOCKS).collect();
     for _ in 0..LOADS {
@@ -66,7 +66,7 @@ fn steps(criterion: &mut Criterion) {
         let connector = rig::builder("engine", "{}").workers(tp, 1).build_blocking().unwrap();
         let path = std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
         let whole = connector.group(&path, LIMIT);
-        let spec = |rank: u32| format!("{} {rank} {tp}", path.display());
+        let spec = |rank: u32| format!("{} {rank}", path.display());
         let children: Vec<_> =
             (0..tp).map(|rank| Child::start_self(VARIABLE, &spec(rank))).collect::<Result<_, _>>().unwrap();
         whole.wait(LIMIT).unwrap();
@@ -85,7 +85,7 @@ fn steps(criterion: &mut Criterion) {
 
 /// A rank: it joins, and lives until its engine ends.
 fn serve(spec: &str) {
-    let [path, rank, _tp] = spec.split(' ').collect::<Vec<_>>()[..] else { panic!("{spec}") };
+    let [path, rank] = spec.split(' ').collect::<Vec<_>>()[..] else { panic!("{spec}") };
     let rank = WorkerRank { pp: 0, tp: rank.parse().unwrap() };
     let joined = Rank::join(path, rank, rig::registry(), LIMIT).unwrap();
     let pool = rig::pool(rig::HEADS);

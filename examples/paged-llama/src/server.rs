@@ -100,7 +100,7 @@ pub struct Started {
     pub pool_bytes: usize,
 }
 
-/// Whence requests come.
+/// Where requests come from.
 enum Source {
     Clients(TcpListener),
     Head((String, u16)),

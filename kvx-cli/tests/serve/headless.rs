@@ -28,7 +28,7 @@ fn tokens(host: &Host, url: &str, body: &Value) -> Value {
 
 /// What the second rank answers.
 fn second_rank(host: &Host, body: &Value) -> (u16, String) {
-    host.ask(&format!("{HEAD}{COMPLETIONS}"), Some(body), SECOND)
+    host.ask(&format!("{HEAD}{COMPLETIONS}"), Some(body), Some(SECOND))
 }
 
 /// Answered requests of a rank, as the head tells them.

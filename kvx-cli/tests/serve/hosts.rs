@@ -108,14 +108,17 @@ impl Host {
 
     /// A JSON answer, or a text; none if there is no answer of success.
     pub(crate) fn curl(&self, url: &str, body: Option<&Value>) -> Option<Value> {
-        let (status, text) = self.ask(url, body, "x-nothing: more");
+        let (status, text) = self.ask(url, body, None);
         (status == 200).then(|| serde_json::from_str(&text).unwrap_or(Value::String(text)))
     }
 
-    /// Status and words of an answer to a request with this header; 0 if there is none.
-    pub(crate) fn ask(&self, url: &str, body: Option<&Value>, header: &str) -> (u16, String) {
+    /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the usual ones.
+    pub(crate) fn ask(&self, url: &str, body: Option<&Value>, header: Option<&str>) -> (u16, String) {
         let mut curl = self.command("curl");
-        curl.args(["-s", "--max-time", "25", "-w", "\n%{http_code}", "-H", header, url]);
+        curl.args(["-s", "--max-time", "25", "-w", "\n%{http_code}", url]);
+        if let Some(header) = header {
+            curl.args(["-H", header]);
+        }
         if let Some(body) = body {
             curl.args(["-H", "content-type: application/json", "-d", &body.to_string()]);
         }
@@ -128,7 +131,7 @@ impl Host {
     pub(crate) fn streamed(&self, url: &str, body: &Value, header: &str) -> Value {
         let mut body = body.clone();
         body["stream"] = true.into();
-        let (_, text) = self.ask(url, Some(&body), header);
+        let (_, text) = self.ask(url, Some(&body), Some(header));
         let events = text.lines().filter_map(|line| line.strip_prefix("data: {"));
         let events = events.filter_map(|event| serde_json::from_str::<Value>(&format!("{{{event}")).ok());
         events

@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvx_core::{Agent, Completion, Deadline, Error, Kind, Result, Ticket};
 
 use super::prefill::Released;
+use super::register::closed;
 use super::slot::Slot;
 use super::state::{Shared, State};
 
@@ -68,9 +69,12 @@ impl Shared {
         wakers.extend(state.awaited.end(released));
         let tickets = state.closing.as_mut().map(|closing| std::mem::take(&mut closing.tickets));
         state.over = Some(result.clone());
-        state.gathering = None;
+        let gathering = state.gathering.take();
         self.told.notify_all();
         drop(state);
+        if let Some(gathering) = gathering {
+            gathering.end(closed());
+        }
         wakers.into_iter().for_each(Waker::wake);
         tickets.into_iter().flatten().for_each(|ticket| ticket.settle(result.clone()));
         self.news.notify_waiters();
@@ -118,7 +122,8 @@ pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents, away 
         result = result.and(end.await);
     }
     for end in away {
-        let ended = tokio::time::timeout(deadline.left(), poll_fn(|context| end.poll(context))).await;
+        let limit = deadline.left().max(TO_SAY_SO);
+        let ended = tokio::time::timeout(limit, poll_fn(|context| end.poll(context))).await;
         result = result.and(ended.unwrap_or_else(|_| Err(unheard())));
     }
     // They have ended with their agents.

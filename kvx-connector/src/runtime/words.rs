@@ -81,11 +81,12 @@ impl Published {
         })
     }
 
-    /// Words of its own for a rank in a process of its own: it registers this file. They change with these.
-    pub(super) fn share(&mut self, rank: WorkerRank) -> Result<OwnedFd> {
-        let (copy, file) = CopiedWords::of(self.generations.words())?;
+    /// Words of its own for a rank in a process of its own, which registers their file. They change with these.
+    pub(super) fn share(&mut self, rank: WorkerRank, copy: CopiedWords) {
+        for (word, copied) in self.generations.words().iter().zip(copy.words()) {
+            copied.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
         self.copies.insert(rank, copy);
-        Ok(file)
     }
 
     /// What peers read the words from.
@@ -159,7 +160,7 @@ impl Published {
 /// Words that another process registers. This one has its own mapping of them, made before that one seals the file
 /// against further writers.
 #[derive(Debug)]
-struct CopiedWords {
+pub(super) struct CopiedWords {
     base: NonNull<AtomicU64>,
     count: usize,
 }
@@ -170,9 +171,11 @@ unsafe impl Send for CopiedWords {}
 unsafe impl Sync for CopiedWords {}
 
 impl CopiedWords {
-    fn of(words: &[AtomicU64]) -> Result<(Self, OwnedFd)> {
+    /// For a pool of so many logical blocks; and the file that they are in.
+    pub(super) fn new(blocks: u32) -> Result<(Self, OwnedFd)> {
         let failed = |error| Error::os("the words of a rank's blocks could not be shared with it", error);
-        let len = std::mem::size_of_val(words);
+        let count = blocks as usize + 1;
+        let len = count * WORD as usize;
         let file =
             memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
@@ -181,11 +184,7 @@ impl CopiedWords {
         let base =
             unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
         let base = NonNull::new(base.map_err(failed)?.cast()).expect("a mapping is somewhere");
-        let copy = CopiedWords { base, count: words.len() };
-        for (at, word) in words.iter().enumerate() {
-            copy.words()[at].store(word.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        Ok((copy, file))
+        Ok((CopiedWords { base, count }, file))
     }
 
     fn words(&self) -> &[AtomicU64] {
@@ -203,7 +202,7 @@ impl CopiedWords {
 
 impl Drop for CopiedWords {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made in `of`, and nobody has a reference into it any more.
+        // SAFETY: the mapping was made in `new`, and nobody has a reference into it any more.
         unsafe { munmap(self.base.as_ptr().cast(), self.count * WORD as usize) }.ok();
     }
 }

@@ -6,15 +6,15 @@ use std::time::Duration;
 use kvx_core::{Error, Kind, Result};
 
 use super::msgpack::{Reader, Writer};
-use super::step::{MAX_STEP, duration, read_duration, read_rank, read_reason, reason, record};
+use super::step::{MAX_GROUPS, MAX_STEP, duration, read_duration, read_rank, read_reason, reason, record};
 use crate::engine::{ConnectorMeta, PoolBlocks, WorkerOutput, WorkerRank};
 
 /// The longest message of either side.
 pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
 /// The longest text of a message: the configuration of the engine.
 const MAX_TEXT: usize = 1 << 20;
-/// The most KV cache groups.
-const MAX_GROUPS: usize = 1 << 10;
+/// The most blocks of a pool: eight bytes are kept of each.
+const MAX_BLOCKS: u32 = 1 << 24;
 
 /// From an engine to a rank.
 #[derive(Debug, PartialEq)]
@@ -93,9 +93,7 @@ impl ToHead {
             ToHead::Hello { version, rank } => message(0, |writer| {
                 writer.array(2);
                 writer.text(version);
-                writer.array(2);
-                writer.unsigned(rank.pp.into());
-                writer.unsigned(rank.tp.into());
+                super::step::rank(writer, rank);
             }),
             ToHead::Pool(PoolBlocks { groups, others }) => message(1, |writer| {
                 writer.array(2);
@@ -134,7 +132,12 @@ impl ToHead {
                 let others = reader.unsigned_32()?;
                 let groups = reader
                     .list(MAX_GROUPS, |reader| reader.pair(Reader::unsigned_32, Reader::unsigned_32))?;
-                ToHead::Pool(PoolBlocks { groups: groups.into_iter().collect(), others })
+                let pool = PoolBlocks { groups: groups.into_iter().collect(), others };
+                if pool.most() > MAX_BLOCKS {
+                    let most = pool.most();
+                    return Err(reader.malformed(format_args!("{most} blocks, of at most {MAX_BLOCKS}")));
+                }
+                ToHead::Pool(pool)
             }
             2 => ToHead::Registered(reader.binary()?.to_vec()),
             4 => ToHead::Alive,

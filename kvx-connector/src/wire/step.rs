@@ -21,7 +21,7 @@ const MAX_ORDERS: usize = 1 << 16;
 /// The most names in a list.
 const MAX_NAMES: usize = 1 << 20;
 /// The most KV cache groups.
-const MAX_GROUPS: usize = 1 << 10;
+pub(super) const MAX_GROUPS: usize = 1 << 10;
 /// The longest reason: what is longer is cut where it is written.
 const MAX_REASON: usize = 4 << 10;
 
@@ -382,11 +382,7 @@ fn transfer_failure(writer: &mut Writer, failure: &TransferFailure) {
     }
     writer.optional(failure.engine.as_ref(), |writer, engine| writer.text(engine.as_str()));
     writer.optional(failure.address.as_ref(), address);
-    writer.optional(failure.rank.as_ref(), |writer, rank| {
-        writer.array(2);
-        writer.unsigned(rank.pp.into());
-        writer.unsigned(rank.tp.into());
-    });
+    writer.optional(failure.rank.as_ref(), rank);
     writer.list(&failure.blocks, |writer, count| writer.unsigned(*count as u64));
     reason(writer, &failure.error);
 }
@@ -409,25 +405,36 @@ fn read_transfer_failure(reader: &mut Reader<'_>) -> Result<TransferFailure> {
     })
 }
 
+pub(super) fn rank(writer: &mut Writer, rank: &WorkerRank) {
+    writer.array(2);
+    writer.unsigned(rank.pp.into());
+    writer.unsigned(rank.tp.into());
+}
+
 pub(super) fn read_rank(reader: &mut Reader<'_>) -> Result<WorkerRank> {
     let (pp, tp) = reader.pair(Reader::unsigned_32, Reader::unsigned_32)?;
     Ok(WorkerRank { pp, tp })
 }
 
 fn stats(writer: &mut Writer, stats: &TransferStats) {
+    let TransferStats {
+        transfers,
+        failed_transfers,
+        failed_notifications,
+        failed_receives,
+        expired,
+        after_expiry,
+    } = stats;
     writer.array(6);
-    writer.list(&stats.transfers, |writer, transfer| {
+    writer.list(transfers, |writer, transfer| {
         writer.array(4);
         duration(writer, transfer.time);
         duration(writer, transfer.post);
         writer.unsigned(transfer.bytes);
         writer.unsigned(transfer.descriptors);
     });
-    let TransferStats {
-        failed_transfers, failed_notifications, failed_receives, expired, after_expiry, ..
-    } = *stats;
     for count in [failed_transfers, failed_notifications, failed_receives, expired, after_expiry] {
-        writer.unsigned(count.min(u32::MAX.into()));
+        writer.unsigned((*count).min(u32::MAX.into()));
     }
 }
 

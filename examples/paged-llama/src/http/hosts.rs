@@ -16,6 +16,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore};
@@ -44,13 +45,26 @@ const UNKNOWN: usize = 16;
 const REQUESTS: u32 = 4096;
 
 /// What has to be the same at all ranks for one to answer like the other.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Alike {
     pub(crate) model: String,
     pub(crate) data_parallel_size: usize,
     pub(crate) model_len: usize,
     pub(crate) block_size: usize,
+}
+
+impl Alike {
+    /// What a host has that is not as here, if anything is.
+    fn different(&self, host: &Alike) -> Option<String> {
+        let (here, host) = (json!(self), json!(host));
+        let fields = here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
+        let told = |(name, value): (&String, &Value)| {
+            format!("{name} is {value} at the head and {} at this host", host[name.as_str()])
+        };
+        let told: Vec<_> = fields.map(told).collect();
+        (!told.is_empty()).then(|| told.join(", "))
+    }
 }
 
 /// What a host says of itself.
@@ -141,17 +155,19 @@ impl Hosts {
             .handshake(TokioIo::new(stream))
             .await
             .map_err(ModelError::of)?;
+        {
+            let mut joined = self.joined();
+            // Two may have come at once: the second one finds its connection closed, and asks again.
+            if let Some(taken) = taken(&joined, &ranks) {
+                return Err(ModelError::new(taken));
+            }
+            joined.push(Joined { ranks: ranks.clone(), asking });
+        }
         let gone = ranks.clone();
         tokio::spawn(async move {
             let why = connection.await.err().map_or_else(String::new, |why| format!(": {why}"));
             tracing::error!("{} have gone{why}; start them again and they join again", named(&gone));
         });
-        let mut joined = self.joined();
-        // Two may have come at once.
-        if let Some(taken) = taken(&joined, &ranks) {
-            return Err(ModelError::new(taken));
-        }
-        joined.push(Joined { ranks: ranks.clone(), asking });
         self.news.notify_one();
         Ok(ranks)
     }
@@ -159,11 +175,8 @@ impl Hosts {
     /// Why a host cannot join.
     fn refusal(&self, joining: &Joining) -> Option<String> {
         let Joining { ranks, alike } = joining;
-        if *alike != self.alike {
-            return Some(format!(
-                "the head has {:?}, and this host {alike:?}: start both with the same",
-                self.alike
-            ));
+        if let Some(different) = self.alike.different(alike) {
+            return Some(format!("{different}: start both with the same"));
         }
         if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end {
             return Some(format!(
@@ -197,7 +210,8 @@ impl Hosts {
         })
     }
 
-    /// Asks the host of a rank, which answers as this server would.
+    /// Asks the host of a rank, which answers as this server would. An answer takes as long as it takes; that of a host
+    /// that is lost ends when its connection does, twice [`SILENT`] later at most.
     pub(crate) async fn ask(
         &self,
         rank: usize,
@@ -424,7 +438,13 @@ mod tests {
         }
         // One that is of another size is told why; one that fits is let in.
         let other = Joining { ranks: 2..4, alike: Alike { data_parallel_size: 5, ..alike() } };
-        assert!(join(&head, &other).await.unwrap_err().to_string().contains("data_parallel_size: 4"));
+        assert!(
+            join(&head, &other)
+                .await
+                .unwrap_err()
+                .to_string()
+                .contains("data_parallel_size is 4 at the head")
+        );
         let ours = Joining { ranks: 2..4, alike: alike() };
         let there = Router::new().route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }));
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();

@@ -174,10 +174,14 @@ impl Away {
     }
 
     /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
-    pub(super) fn lose(&mut self, why: &str, proven: bool) {
+    pub(super) fn lose(&mut self, why: &str, mut proven: bool) {
         let process = match &self.standing {
             Standing::Lost { .. } => return,
-            Standing::Awaited => String::new(),
+            Standing::Awaited => {
+                // There was no process.
+                proven = true;
+                String::new()
+            }
             Standing::Joined { pid } | Standing::Registered { pid, .. } => format!(" (process {pid})"),
         };
         let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();

@@ -25,7 +25,7 @@ use super::super::listening::Listening;
 use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
-use super::super::words::Published;
+use super::super::words::{CopiedWords, Published};
 use super::away::{Away, Down, name};
 use super::stream::{Incoming, same_user, send};
 use super::{LAST_WORD, PATIENCE, SILENT};
@@ -46,6 +46,15 @@ pub(in crate::runtime) struct Gathering {
     ticket: Option<Ticket>,
 }
 
+impl Gathering {
+    /// Nobody joins any more.
+    pub(in crate::runtime) fn end(mut self, why: Error) {
+        if let Some(ticket) = self.ticket.take() {
+            ticket.settle(Err(why));
+        }
+    }
+}
+
 impl Drop for Gathering {
     fn drop(&mut self) {
         std::fs::remove_file(&self.path).ok(); // a socket that is left behind is replaced
@@ -57,7 +66,11 @@ impl Shared {
         let (done, ticket) = Completion::with_ticket();
         match self.may_gather().and_then(|()| open(path)) {
             Ok(listener) => {
-                self.await_ranks(Gathering { path: path.to_owned(), ticket: Some(ticket) });
+                let gathering = Gathering { path: path.to_owned(), ticket: Some(ticket) };
+                if let Err((gathering, error)) = self.await_ranks(gathering) {
+                    gathering.end(error);
+                    return done;
+                }
                 self.runtime.spawn(gather(Arc::clone(self), listener));
                 let shared = Arc::clone(self);
                 self.runtime.spawn(async move {
@@ -92,31 +105,26 @@ impl Shared {
                  or register all ranks here",
             );
         }
-        let state = self.state.lock();
-        if state.is_closing() {
-            return Err(closed());
-        }
-        if state.gathering.is_some() {
-            return refused(Kind::Invalid, "ranks join this connector already: call Connector::group once");
-        }
-        if state.ranks.values().all(|held| held.registered.is_some()) {
-            return refused(
-                Kind::Invalid,
-                "all workers have registered their caches here: none is left to join",
-            );
-        }
-        Ok(())
+        self.state.lock().may_gather()
     }
 
-    /// All workers without caches are to join.
-    fn await_ranks(&self, gathering: Gathering) {
+    /// All workers without caches are to join. Errors: meanwhile nobody may any more; the gathering comes back.
+    fn await_ranks(&self, gathering: Gathering) -> Result<(), (Gathering, Error)> {
         // A registration that is under way is waited for.
         let _side = self.side.lock();
         let mut state = self.state.lock();
+        if let Err(error) = state.may_gather() {
+            return Err((gathering, error));
+        }
         state.gathering = Some(gathering);
+        if state.ranks.values().all(|held| held.registered.is_none()) {
+            // Caches that were given back say nothing of those that come.
+            (state.pool, state.published) = (None, None);
+        }
         for (rank, held) in state.ranks.iter_mut().filter(|(_, held)| held.registered.is_none()) {
             held.worker = Half::Away(Box::new(Away::new(*rank)));
         }
+        Ok(())
     }
 
     /// A process takes the place of a rank.
@@ -231,7 +239,15 @@ impl Shared {
 
     /// The words that a rank registers beside its caches.
     fn share_words(&self, rank: WorkerRank, blocks: PoolBlocks) -> Result<OwnedFd> {
+        // Made before the lock is held: they may be large.
+        let first = self.state.lock().published.is_none();
+        let fresh = first.then(|| Published::new(blocks.most(), false)).transpose()?;
+        let (copy, file) = CopiedWords::new(blocks.most())?;
         let mut state = self.state.lock();
+        let away = state.ranks.get(&rank).and_then(|held| held.worker.away());
+        if away.is_some_and(|away| away.metadata().is_some()) {
+            return Err(Error::new(Kind::Malformed, "a message out of turn"));
+        }
         let known = state.pool.as_ref().map(PoolBlocks::most);
         if let Some(known) = known.filter(|known| *known != blocks.most()) {
             return Err(Error::new(
@@ -244,23 +260,23 @@ impl Shared {
             ));
         }
         if state.published.is_none() {
-            state.published = Some(Published::new(blocks.most(), false)?);
-            state.pool = Some(blocks);
+            (state.published, state.pool) = (fresh, Some(blocks));
         }
-        state.published.as_mut().expect("made above").share(rank)
+        state.published.as_mut().ok_or_else(closed)?.share(rank, copy);
+        Ok(file)
     }
 
     /// A rank has registered its caches: with the last, peers hear of all.
     fn take_registration(&self, rank: WorkerRank, metadata: &[u8]) -> Result<()> {
         let metadata = NixlAgentMetadata::decode(metadata, self.setup.settings.dialect)?;
-        let side = self.side.lock();
+        let listening = self.side.lock();
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else {
             return Ok(());
         };
         away.registered(metadata)?;
-        let Some(Listening::Nixl(side)) = side.as_ref().filter(|_| state.missing().is_none()) else {
+        let Some(Listening::Nixl(side)) = listening.as_ref().filter(|_| state.missing().is_none()) else {
             return Ok(());
         };
         for (rank, held) in &state.ranks {
@@ -270,8 +286,9 @@ impl Shared {
             }
         }
         let whole = state.gathered(Ok(()));
-        drop(guard);
+        drop((guard, listening));
         whole.settle();
+        self.wake_up.notify_one();
         Ok(())
     }
 }
@@ -288,6 +305,20 @@ impl Gathered {
 }
 
 impl State {
+    fn may_gather(&self) -> Result<()> {
+        let refused = |why: &'static str| Err(Error::new(Kind::Invalid, why));
+        if self.is_closing() {
+            return Err(closed());
+        }
+        if self.gathering.is_some() {
+            return refused("ranks join this connector already: call Connector::group once");
+        }
+        if self.ranks.values().all(|held| held.registered.is_some()) {
+            return refused("all workers have registered their caches here: none is left to join");
+        }
+        Ok(())
+    }
+
     fn gathered(&mut self, result: Result<()>) -> Gathered {
         Gathered(self.gathering.as_mut().and_then(|gathering| gathering.ticket.take()), result)
     }
@@ -417,17 +448,22 @@ async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Inco
     let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, Arc::clone(&socket), down));
     let (why, proven) = loop {
         let message = match timeout(SILENT, incoming.next()).await {
-            Err(_) => break (format!("nothing was heard of it for {SILENT:?}"), false),
-            Ok(Ok(Some(bytes))) => ToHead::decode(&bytes),
-            Ok(Ok(None)) => {
-                let gone = tokio::task::spawn_blocking(move || process.as_ref().is_some_and(is_gone)).await;
-                let gone = gone.unwrap_or(false);
+            // A child of it may hold the socket open.
+            Err(_) => {
                 break (
-                    if gone { "its process has ended" } else { "it has closed the connection" }.into(),
-                    gone,
+                    format!("nothing was heard of it for {SILENT:?}"),
+                    has_ended(process, Duration::ZERO).await,
                 );
             }
-            Ok(Err(error)) => break (error.to_string(), false),
+            Ok(Ok(Some(bytes))) => ToHead::decode(&bytes),
+            Ok(Ok(None)) => {
+                let ended = has_ended(process, LAST_WORD).await;
+                break (
+                    if ended { "its process has ended" } else { "it has closed the connection" }.into(),
+                    ended,
+                );
+            }
+            Ok(Err(error)) => break (error.to_string(), has_ended(process, LAST_WORD).await),
         };
         let heard = match message {
             Ok(ToHead::Ended(None)) => break ("it has left the engine".to_owned(), true),
@@ -443,7 +479,7 @@ async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Inco
             Err(error) => Err(error),
         };
         if let Err(error) = heard {
-            refuse(&socket, error.sentence()).await;
+            shared.tell_rank(rank, ToRank::Refused(error.sentence().to_owned()), None);
             break (error.sentence().to_owned(), false);
         }
     };
@@ -464,8 +500,15 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream
             Ok(Ok(())) => {}
             // Who reads from it hears what has become of it.
             Ok(Err(error)) if error.kind() == Kind::PeerLost => break,
-            Ok(Err(error)) => shared.lose(rank, error.sentence(), false),
-            Err(_) => shared.lose(rank, &format!("it has read nothing for {SILENT:?}"), false),
+            Ok(Err(error)) => {
+                shared.lose(rank, error.sentence(), false);
+                break;
+            }
+            // What was cut short cannot be followed by anything else.
+            Err(_) => {
+                shared.lose(rank, &format!("it has read nothing for {SILENT:?}"), false);
+                break;
+            }
         }
     }
     if down.is_closed() {
@@ -473,8 +516,10 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream
     }
 }
 
-/// Whether a process has ended, or does so at once: one that was killed closes its sockets first. Blocks.
-fn is_gone(process: &OwnedFd) -> bool {
-    let limit = Timespec::try_from(LAST_WORD).expect("a limit is no age of the world");
-    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)) == Ok(1)
+/// Whether a process has ended, or does so within this time: one that was killed closes its sockets first.
+async fn has_ended(process: Option<OwnedFd>, within: Duration) -> bool {
+    let Some(process) = process else { return false };
+    let limit = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
+    let asking = move || poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) == Ok(1);
+    tokio::task::spawn_blocking(asking).await.unwrap_or(false)
 }

@@ -140,7 +140,7 @@ impl fmt::Debug for JoinedRank {
 }
 
 impl Link {
-    /// Asks the engine, which answers in time or is lost.
+    /// Asks the engine. One that does not answer in time is lost: an answer that came later would be taken for another's.
     fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
         if self.gone.get().is_some() {
             return Err(self.lost());
@@ -148,7 +148,12 @@ impl Link {
         drop(self.answer.take()); // of a question that was given up
         self.up.send(question).map_err(|_| self.lost())?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
-            Err(Error::new(Kind::TimedOut, format!("the engine has not answered within {PATIENCE:?}")))
+            let late = Error::new(
+                Kind::TimedOut,
+                format!("the engine has not answered within {PATIENCE:?}: join again"),
+            );
+            self.gone.set(late.clone()).ok();
+            Err(late)
         })
     }
 
@@ -181,8 +186,10 @@ async fn run(
         Ok(set_up) => set_up,
         Err(error) => return started.set(Err(error)),
     };
-    setup.bind_beside_the_side_channel().await;
+    // From here on it says that it lives: a name may take long to resolve.
     let (up, going_up) = unbounded_channel();
+    let writing = tokio::spawn(pass_up(Arc::clone(&socket), going_up));
+    setup.bind_beside_the_side_channel().await;
     let runtime = tokio::runtime::Handle::current();
     let shared = match Shared::of_rank(setup, rank, up.clone(), secret, runtime) {
         Ok(shared) => Arc::new(shared),
@@ -193,7 +200,6 @@ async fn run(
     let connector = Connector::of(Arc::clone(&shared));
     started.set(Ok(JoinedRank { connector, rank, link: Arc::clone(&link) }));
     drop(started);
-    let writing = tokio::spawn(pass_up(Arc::clone(&socket), going_up));
     tokio::spawn(obey(Arc::clone(&shared), rank, Arc::clone(&link), incoming));
     drive(&shared).await;
     let result = shared.state.lock().over.clone().unwrap_or(Ok(()));
@@ -253,13 +259,9 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
             Ok(ToRank::Words) => link.answer.set(Ok(incoming.take_file())),
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::Refused(why)) => {
-                let why = Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
-                link.answer.set(Err(why.clone()));
-                break why;
+                break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
             }
-            Ok(ToRank::End(within)) => {
-                drop(shared.shutdown(within.into()));
-            }
+            Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
             Ok(ToRank::Welcome(_)) => break Error::new(Kind::Malformed, "the engine's welcome came twice"),
             Err(error) => break error,
         }

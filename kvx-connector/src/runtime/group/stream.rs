@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use kvx_core::{Error, Kind, Result};
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
@@ -109,7 +110,8 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], files: &mut VecDeque<OwnedFd
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags)?;
+    let got =
+        retry_on_intr(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags))?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(came) = message {
             files.extend(came.take(1usize.saturating_sub(files.len())));
@@ -150,5 +152,5 @@ fn put(socket: BorrowedFd<'_>, pieces: &[IoSlice<'_>], file: Option<BorrowedFd<'
         control.push(SendAncillaryMessage::ScmRights(files));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    Ok(rustix::net::sendmsg(socket, pieces, &mut control, flags)?)
+    Ok(retry_on_intr(|| rustix::net::sendmsg(socket, pieces, &mut control, flags))?)
 }

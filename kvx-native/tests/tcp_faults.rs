@@ -37,6 +37,25 @@ fn impatient(name: &str, timeout: Duration) -> Agent {
     Agent::builder(name).peer_timeout(timeout).build(&registry()).unwrap()
 }
 
+/// Gives up a transfer in the middle of its payload: it settles at once.
+fn cancel_in_the_middle(relay: &Relay, pair: &Pair, read: bool) {
+    let transfer = pair.peer.post(&everything(pair, read)).unwrap();
+    let settled = transfer.settled();
+    relay.wait_until_stuck();
+    transfer.cancel();
+    settled.wait(CUT_OFF).unwrap();
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+}
+
+/// Whatever was on its way has passed when later work on the same lanes has.
+fn let_late_bytes_pass(relay: &Relay, pair: &Pair) {
+    relay.go_on();
+    let grid = Grid::packed(1 << 20, 32);
+    for _ in 0..20 {
+        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+    }
+}
+
 #[test]
 fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
     for seal in SEALS {
@@ -44,19 +63,9 @@ fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
         let pair = sealed(&relay, seal);
         // In the middle of a payload.
         relay.stall_answers(3_000_001);
-        let transfer = pair.peer.post(&everything(&pair, true)).unwrap();
-        let settled = transfer.settled();
-        relay.wait_until_stuck();
-        transfer.cancel();
-        settled.wait(CUT_OFF).unwrap();
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+        cancel_in_the_middle(&relay, &pair, true);
         pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
-        relay.go_on();
-        // Whatever was on its way has passed when later work on the same lanes has.
-        for _ in 0..20 {
-            let grid = Grid::packed(1 << 20, 32);
-            pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
-        }
+        let_late_bytes_pass(&relay, &pair);
         assert!(Pair::all(&pair.ours)[1 << 20..].iter().all(|byte| *byte == 0x5a));
     }
 }
@@ -68,19 +77,10 @@ fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
         let pair = sealed(&relay, seal);
         pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
         relay.stall_requests(3_000_001);
-        let transfer = pair.peer.post(&everything(&pair, false)).unwrap();
-        let settled = transfer.settled();
-        relay.wait_until_stuck();
-        transfer.cancel();
-        settled.wait(CUT_OFF).unwrap();
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+        cancel_in_the_middle(&relay, &pair, false);
         // What comes later into this memory is nobody's business.
         pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
-        relay.go_on();
-        let grid = Grid::packed(1 << 20, 32);
-        for _ in 0..20 {
-            pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
-        }
+        let_late_bytes_pass(&relay, &pair);
         let later = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [0x5a; 64]);
         assert!(!later(&Pair::all(&pair.theirs)));
         assert!(!relay.recorded().iter().any(|sent| later(sent)), "not even on the wire");

@@ -1,14 +1,11 @@
 //! Engines with the fleet's secret, with another one, and without.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use kvx_testkit::{Check, Failure, Tier};
 
 use crate::Case;
 use crate::fleet::{CUT_OFF, Engine, Load, MOONCAKE, ensure, spec};
-
-const DEADLINE: Duration = Duration::from_secs(3);
 
 pub(crate) fn cases() -> Vec<Case> {
     let run = |backend: &str| strangers(&format!("{MOONCAKE}{backend}"));
@@ -36,7 +33,7 @@ fn strangers(backend: &str) -> Check {
     let mut decode = start("decode", Some(&ours))?;
     let loads = |prefill: &mut Engine, decode: &mut Engine, request: &str| {
         let params = prefill.prefill(request, 7, 33)?;
-        decode.decode(&Load::new(request, 7, 33), &params, DEADLINE)
+        decode.decode(&Load::new(request, 7, 33), &params, CUT_OFF)
     };
     loads(&mut prefill, &mut decode, "friend")?;
     decode.arrives("friend", 33)?;
@@ -45,14 +42,14 @@ fn strangers(backend: &str) -> Check {
     {
         let mut stranger = start(name, secret)?;
         loads(&mut prefill, &mut stranger, name)?;
-        let why = stranger.fails(name, DEADLINE)?;
+        let why = stranger.fails(name, CUT_OFF)?;
         ensure(why.contains(word) && why.contains("KVX_SECRET_FILE"), || format!("{name}: {why}"))?;
         prefill.abort(name)?;
         stranger.all_free(CUT_OFF)?;
     }
     // A prefill without the secret is not believed.
     loads(&mut open, &mut decode, "believed")?;
-    let why = decode.fails("believed", DEADLINE)?;
+    let why = decode.fails("believed", CUT_OFF)?;
     ensure(why.contains("KVX_SECRET_FILE"), || why)?;
     open.abort("believed")?;
     loads(&mut prefill, &mut decode, "again")?;

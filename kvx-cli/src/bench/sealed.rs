@@ -134,7 +134,7 @@ struct Cursor<'a> {
     length: usize,
     blocks: &'a [u32],
     /// How many bytes of the first block were passed.
-    pub(crate) within: usize,
+    within: usize,
 }
 
 impl Cursor<'_> {

@@ -93,7 +93,8 @@ impl Shared {
 
     /// Posts a move. What its peer granted for it is kept until it has ended.
     async fn post(&self, rank: WorkerRank, op: Op, order: Move) -> Result<(Transfer, Option<Learned>)> {
-        if let Some(way) = self.mooncake.way(rank, order.connection) {
+        let mooncake = self.setup.settings.mooncake.is_some();
+        if let Some(way) = mooncake.then(|| self.mooncake.way(rank, order.connection)).flatten() {
             let WayPairs { peer, pairs, learned } = way.pairs(&order)?;
             let plan = Plan::of(op, pairs)?;
             let posting = peer.transfer(&plan).deadline(self.deadline(order.deadline));

@@ -173,18 +173,21 @@ impl Shared {
         let granted = {
             let mut state = self.state.lock();
             match state.grants.remove(&request) {
-                Some(abroad @ Grant::Abroad(_)) => {
-                    state.grants.insert(request.clone(), abroad);
-                    None
+                Some(Grant::Abroad(told)) => {
+                    state.grants.insert(request.clone(), Grant::Abroad(Arc::clone(&told)));
+                    Err(told)
                 }
                 before => {
                     let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
                     state.grants.insert(request.clone(), Grant::Fenced(Arc::clone(&granted)));
-                    Some(granted)
+                    Ok(granted)
                 }
             }
         };
-        let Some(granted) = granted else { return self.forget_abroad(rank, &request).await };
+        let granted = match granted {
+            Ok(granted) => granted,
+            Err(told) => return self.lose_after_a_while(rank, &request, &told).await,
+        };
         match granted.revoked().await {
             Ok(()) => self.tell_half(rank, |half, now| half.fenced(now, &request)),
             // Its blocks stay held; a shutdown says what becomes of them.

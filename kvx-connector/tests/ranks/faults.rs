@@ -26,6 +26,7 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
     ("a_rank_that_does_not_exist_is_refused", a_rank_that_does_not_exist_is_refused),
     ("a_rank_that_never_comes_is_named_in_time", a_rank_that_never_comes_is_named_in_time),
+    ("a_shutdown_before_all_have_come_says_so", a_shutdown_before_all_have_come_says_so),
     ("a_rank_that_does_not_register_is_named", a_rank_that_does_not_register_is_named),
     ("a_rank_with_other_blocks_is_refused", a_rank_with_other_blocks_is_refused),
     ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
@@ -198,6 +199,15 @@ fn a_rank_that_does_not_exist_is_refused(backend: &str) {
     assert!(said.contains("rank pp 0 tp 2") && said.contains("built for 1 x 2 workers"), "{said}");
     let error = ended(whole);
     assert!(error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"), "{error}");
+}
+
+fn a_shutdown_before_all_have_come_says_so(backend: &str) {
+    let (decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(60));
+    // There was no process that could touch anything.
+    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    let error = ended(whole);
+    assert_eq!(error.kind(), Kind::Closed, "{error}");
+    assert!(!decode.path.exists(), "the socket goes with the connector");
 }
 
 fn a_rank_that_never_comes_is_named_in_time(backend: &str) {

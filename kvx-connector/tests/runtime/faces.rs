@@ -5,25 +5,18 @@ use std::time::Instant;
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 
-use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
-
-/// Loads a prompt from an engine of so many workers into one of so many.
-fn moves_prompts(backend: &str, (from, to): (u32, u32)) {
-    let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
-    let (prefill, decode) = (Engine::new("prefill", &extra, from), Engine::new("decode", &extra, to));
-    prompts_arrive(prefill, decode, "d", &format!("{backend} {from} to {to}"));
-}
+use crate::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
 #[test]
 fn a_prompt_is_published_here_and_fetched_there() {
-    moves_prompts("SHM", (1, 1));
-    moves_prompts("TCP", (1, 1));
+    moves_prompts(Engine::new, "d", "SHM", (1, 1));
+    moves_prompts(Engine::new, "d", "TCP", (1, 1));
 }
 
 #[test]
 fn heads_find_their_workers_whatever_the_numbers_of_them() {
-    for sizes in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)] {
-        moves_prompts("SHM", sizes);
+    for sizes in SIZES {
+        moves_prompts(Engine::new, "d", "SHM", sizes);
     }
 }
 

@@ -11,25 +11,18 @@ use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::Kind;
 use serde_json::json;
 
-use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
-
-fn pull(backend: &str, (from, to): (u32, u32)) {
-    let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
-    let (prefill, decode) =
-        (Engine::mooncake("prefill", &extra, from), Engine::mooncake("decode", &extra, to));
-    prompts_arrive(prefill, decode, "d", &format!("{backend} {from} to {to}"));
-}
+use crate::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
 #[test]
 fn a_prompt_is_written_to_the_decode_that_asks() {
-    pull("SHM", (1, 1));
-    pull("TCP", (1, 1));
+    moves_prompts(Engine::mooncake, "d", "SHM", (1, 1));
+    moves_prompts(Engine::mooncake, "d", "TCP", (1, 1));
 }
 
 #[test]
 fn heads_are_written_to_their_workers_whatever_the_numbers_of_them() {
-    for sizes in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)] {
-        pull("TCP", sizes);
+    for sizes in SIZES {
+        moves_prompts(Engine::mooncake, "d", "TCP", sizes);
     }
 }
 

@@ -6,13 +6,11 @@ use kvx_connector::engine::{Allocation, Arrival, Ending, Kept, LoadFailure, Outc
 use kvx_connector::params::{TransferMode, TransferParams};
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 
-use crate::rig::{BLOCK, Engine, LIMIT, lists, prompts_arrive};
+use crate::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
-fn push(backend: &str, (from, to): (u32, u32)) {
-    let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
-    let (prefill, decode) = (Engine::pushing("prefill", &extra, from), Engine::pushing("decode", &extra, to));
+fn push(backend: &str, sizes: (u32, u32)) {
     // Who pushes finds a registration by the name of its own request.
-    let params = prompts_arrive(prefill, decode, "r", &format!("{backend} {from} to {to}"));
+    let params = moves_prompts(Engine::pushing, "r", backend, sizes);
     assert_eq!(params.transfer_mode, Some(TransferMode::Push));
 }
 
@@ -24,7 +22,7 @@ fn a_prompt_is_written_to_the_decode() {
 
 #[test]
 fn heads_are_written_to_their_workers_whatever_the_numbers_of_them() {
-    for sizes in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)] {
+    for sizes in SIZES {
         push("TCP", sizes);
     }
 }

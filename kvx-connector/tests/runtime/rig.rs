@@ -254,9 +254,24 @@ pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     kvx_testkit::run(future)
 }
 
+/// Numbers of workers of two engines.
+pub(crate) const SIZES: [(u32, u32); 5] = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)];
+
+/// Prompts go from an engine of so many workers to one of so many, over this backend.
+pub(crate) fn moves_prompts(
+    start: fn(&str, &str, u32) -> Engine,
+    called: &str,
+    backend: &str,
+    (from, to): (u32, u32),
+) -> TransferParams {
+    let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
+    let (prefill, decode) = (start("prefill", &extra, from), start("decode", &extra, to));
+    prompts_arrive(prefill, decode, called, &format!("{backend} {from} to {to}"))
+}
+
 /// Three prompts are published at the one engine and fetched by the other, which calls them so; then both end. Gives
 /// what the last decode was told.
-pub(crate) fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> TransferParams {
+fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> TransferParams {
     let (here, there) = ([3, 9, 4], [7, 1, 30]);
     let tokens = 2 * BLOCK + 5;
     let round = |round| {

@@ -1,11 +1,12 @@
 //! The handshake of a lane: who may come, who comes, and what is sealed. Pure: bytes in, bytes out.
 //!
 //! It is Noise (`noise` says which) by a key of 256 bits that both ends make of the owner's invitation and of the
-//! secret, if there is one. The initiator's first message proves that it has the key; before that an owner computes
-//! nothing with it and tells nothing but one answer that is always the same. The owner's message proves the same, and
-//! that it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An initiator with a secret says
-//! hello a second time in its first message, by the secret alone: an owner that finds only this one right is not whom
-//! the metadata invited to, proves that it has the secret all the same, and the initiator knows that it has restarted.
+//! secret, if there is one. The initiator's first message proves that its sender had the key; before that an owner
+//! computes no Diffie-Hellman, and tells one answer that is always the same, or which versions it speaks. The owner's
+//! message proves the same, and that it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An
+//! initiator with a secret says hello a second time in its first message, by the secret alone: an owner that finds only
+//! this one right is not whom the metadata invited to, proves that it has the secret all the same, and the initiator
+//! knows that it has restarted.
 
 use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, other_secret, stranger};
@@ -160,7 +161,9 @@ fn refused(body: &[u8], have_secret: bool) -> Result<Verdict> {
         (Kind::PeerRestarted, true) => Err(one_sided("this agent")),
         (Kind::Denied, false) => Err(one_sided("the peer")),
         (Kind::Denied, true) => Err(other_secret()),
-        _ => Err(error),
+        (Kind::Incompatible, _) => Err(error),
+        // No owner says anything else to a stranger.
+        _ => Err(not_the_peer()),
     }
 }
 
@@ -222,11 +225,10 @@ impl OwnerHandshake {
     }
 
     fn hello(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
-        let heard = Hello::versions(body).map(|(versions, _)| versions);
-        if let Ok(versions) = heard
-            && VERSIONS.common(versions).is_none()
+        if let Ok((theirs, _)) = Hello::versions(body)
+            && VERSIONS.common(theirs).is_none()
         {
-            let error = no_version(VERSIONS, versions);
+            let error = no_version(VERSIONS, theirs);
             put_refuse(out, &error);
             return Err(error);
         }

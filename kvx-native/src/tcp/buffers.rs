@@ -6,7 +6,7 @@ use kvx_core::fork::Private;
 
 use super::chunk::{Bin, Chunk};
 use super::conn::{Role, Scope};
-use super::frames::{Frame, HEADER, Header, MAX_DATA};
+use super::frames::{HEADER, Header, MAX_DATA};
 use super::noise::TAG;
 use super::seal::{Opener, RECORD, Seal, Sealer};
 use super::socket;
@@ -335,14 +335,18 @@ impl Output {
     /// Zeros in place of the rest of the payload (as it was sealed, if it was: that is a copy), and nothing behind it:
     /// another frame says why.
     pub(super) fn abort(&mut self) {
-        debug_assert!(self.in_payload());
+        if !self.in_payload() {
+            return; // a tail that may have left stays: its number is used
+        }
         if !self.seals_payload {
             self.chunk.zero();
         }
         if !self.tail.is_empty()
             && let Some(sealer) = &mut self.sealer
         {
-            sealer.take_back(); // it goes behind the payload, of which some is left
+            // It goes behind the payload, of which some is left; and an END without a body is one message.
+            debug_assert_eq!(self.tail.len(), HEADER + TAG);
+            sealer.take_back();
         }
         self.tail.clear();
         self.tail_at = 0;
@@ -360,9 +364,7 @@ impl Output {
         if let Some(lane) = role.up_mut() {
             lane.next_frame(self, scope);
         }
-        if self.sealer.is_some() {
-            self.seal();
-        }
+        self.seal();
         if !self.seals_payload || self.chunk.left() == 0 {
             self.spilled = Vec::new();
         }
@@ -384,7 +386,9 @@ impl Output {
         let Some(sealer) = &mut self.sealer else { return };
         seal_frames(sealer, &mut self.head, &mut self.bare);
         if self.seals_payload && self.chunk.left() > 0 {
+            let payload = self.chunk.left();
             self.spilled.clear();
+            self.spilled.reserve_exact(payload + payload.div_ceil(RECORD) * TAG);
             while self.chunk.left() > 0 {
                 let len = self.chunk.left().min(RECORD);
                 self.chunk.take(len, &mut self.spilled);
@@ -435,9 +439,7 @@ fn seal_frames(sealer: &mut Sealer, frames: &mut Vec<u8>, bare: &mut Vec<u8>) {
     let mut left = &bare[..];
     while let Some((head, rest)) = left.split_first_chunk::<HEADER>() {
         sealer.seal(head, frames);
-        let header = Header::decode(head).expect("it is our own");
-        let len = if header.frame == Frame::Data { 0 } else { header.len };
-        let (body, rest) = rest.split_at(len);
+        let (body, rest) = rest.split_at(Header::body_len_of_own(head));
         sealer.seal(body, frames);
         left = rest;
     }

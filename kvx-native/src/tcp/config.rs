@@ -7,7 +7,7 @@
 //! | `ports` | a free one | `7000` or `7000-7010`: the first free port is taken |
 //! | `connections` | 2 | bulk lanes of a link that this agent opens; a small lane comes on top |
 //! | `max_connections` | 12288 | connections of peers that are served at a time: enough for 4,096 peers |
-//! | `seal` | see there | `all`, `control` (all but payload) or `none`: the stricter wish of both ends counts |
+//! | `seal` | `all` toward other hosts with a secret, else `control` | `all`, `control` (all but payload) or `none`: the stricter wish of both ends counts |
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;

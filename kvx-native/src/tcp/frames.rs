@@ -26,12 +26,14 @@
 //!                                        <-   ALIVE
 //! ```
 //!
-//! The first four carry messages of Noise (`auth`); what follows them may be sealed, and is longer then (`seal`).
+//! HELLO, WELCOME and MISTAKEN carry messages of Noise (`auth`), CONFIRM and ENTERED the first that are sealed by its
+//! keys. What follows may be sealed, too, and is longer then (`seal`). REFUSE proves nothing.
 //!
 //! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
 //! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
 //! come from or go to. The ids of a lane's requests increase, and each request is answered by one END. A sender that
-//! must stop in the middle of a DATA frame fills it with zeros: what follows (STOP or END) says that they do not count.
+//! must stop in the middle of a DATA frame fills it with zeros, or, if payload is sealed, with what it had sealed
+//! before: what follows (STOP or END) says that it does not count.
 //!
 //! CANCEL overtakes the DATA of its write, and may overtake the request: what the owner has not done by then, it does
 //! not do any more. An initiator that has cancelled a write begins nothing else on the link before its END, so that a
@@ -58,8 +60,9 @@ pub(super) enum Frame {
     Welcome = 2,
     Confirm = 3,
     Entered = 4,
-    Mistaken = 5,
-    Refuse = 6,
+    /// As in every version, like `Hello`: by it versions that differ say so.
+    Refuse = 5,
+    Mistaken = 6,
     Read = 16,
     Write = 17,
     Data = 18,
@@ -78,8 +81,8 @@ impl Frame {
         Frame::Welcome,
         Frame::Confirm,
         Frame::Entered,
-        Frame::Mistaken,
         Frame::Refuse,
+        Frame::Mistaken,
         Frame::Read,
         Frame::Write,
         Frame::Data,
@@ -142,6 +145,12 @@ impl Header {
             return Err(reader.malformed("Data without bytes"));
         }
         Ok(Header { frame, len, id })
+    }
+
+    /// Bytes that follow a header of ours where frames lie without payload.
+    pub(super) fn body_len_of_own(head: &[u8; HEADER]) -> usize {
+        let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
+        if head[0] == Frame::Data as u8 { 0 } else { len as usize }
     }
 
     /// Writes it.
@@ -282,6 +291,11 @@ pub(super) fn read_refuse(body: &[u8]) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_every_version_understands_keeps_its_number() {
+        assert_eq!((Frame::Hello as u8, Frame::Refuse as u8), (1, 5));
+    }
 
     #[test]
     fn headers_travel_as_they_are() {

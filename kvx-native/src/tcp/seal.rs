@@ -68,6 +68,7 @@ pub(super) struct Seals {
 impl Seals {
     /// Of a handshake that is done.
     pub(super) fn of(noise: &mut HandshakeState) -> Self {
+        debug_assert!(noise.is_handshake_finished(), "its keys are not made by both ends yet");
         let is_initiator = noise.is_initiator();
         let (to_owner, to_initiator) = noise.dangerously_get_raw_split();
         let (ours, theirs) = if is_initiator { (to_owner, to_initiator) } else { (to_initiator, to_owner) };

@@ -14,7 +14,7 @@ pub(crate) const HELLO: u8 = 1;
 pub(crate) const WELCOME: u8 = 2;
 pub(crate) const CONFIRM: u8 = 3;
 pub(crate) const ENTERED: u8 = 4;
-pub(crate) const REFUSE: u8 = 6;
+pub(crate) const REFUSE: u8 = 5;
 
 /// A handshake goes on by hand, and nothing is sealed after it: agents must want that, too.
 pub(crate) const BARE: &str = r#"{"tcp": {"seal": "none"}}"#;

@@ -227,8 +227,13 @@ impl MooncakeWorker {
 
     /// A worker of a prefill has said something.
     pub fn answered(&mut self, now: Time, pull: PullId, bytes: &[u8]) {
+        self.answered_with(now, pull, PullResponse::decode(bytes));
+    }
+
+    /// The same, by what its bytes were read as: they may be long, and a lock be held for this.
+    pub fn answered_with(&mut self, now: Time, pull: PullId, answer: kvx_core::Result<PullResponse>) {
         let Some(asked) = self.pulls.get(&pull) else { return };
-        let response = match PullResponse::decode(bytes) {
+        let response = match answer {
             Ok(response) => response,
             Err(error) => {
                 return self.unanswered(now, pull, Unanswered { delivered: true, error: error.to_string() });
@@ -376,12 +381,14 @@ impl MooncakeWorker {
         }
     }
 
-    /// It will never be proven that no peer writes into the blocks of a request.
-    pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) {
-        if self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing) {
+    /// It will never be proven that no peer writes into the blocks of a request. Whether a load waited for that.
+    pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) -> bool {
+        let is_fencing = self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing);
+        if is_fencing {
             self.output.lost.push((request.clone(), Kept::Load));
             self.finish(now, request);
         }
+        is_fencing
     }
 
     /// Reports a load, and forgets it.

@@ -141,7 +141,15 @@ impl MooncakeWorker {
     ///
     /// What it says cannot be used. It hears so; here it is worth a line in the log.
     pub fn asked(&mut self, now: Time, ask: AskId, bytes: &[u8]) -> Result<()> {
-        let result = PullRequest::decode(bytes).and_then(|request| self.checked(request));
+        self.asked_for(now, ask, PullRequest::decode(bytes))
+    }
+
+    /// The same, by what its bytes were read as: they may be long, and a lock be held for this.
+    ///
+    /// # Errors
+    /// As [`asked`](Self::asked).
+    pub fn asked_for(&mut self, now: Time, ask: AskId, question: Result<PullRequest>) -> Result<()> {
+        let result = question.and_then(|request| self.checked(request));
         let (request, readers) = match result {
             Ok(checked) => checked,
             Err(error) => {

@@ -140,7 +140,7 @@ impl fmt::Debug for JoinedRank {
 }
 
 impl Link {
-    /// Asks the engine. One that does not answer in time is lost: an answer that came later would be taken for another's.
+    /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
     fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
         if self.gone.get().is_some() {
             return Err(self.lost());

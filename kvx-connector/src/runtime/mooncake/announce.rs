@@ -78,8 +78,9 @@ async fn announce(shared: Arc<Shared>, own: Option<Weak<BootstrapServer>>, regis
             },
             None => {
                 let address = &shared.setup.settings.address;
-                client::register(address, &registration, shared.secret.as_ref(), mooncake.connect_timeout)
-                    .await
+                // One that hangs leaves time for others before it is taken for dead.
+                let limit = mooncake.connect_timeout.min(TTL / 3);
+                client::register(address, &registration, shared.secret.as_ref(), limit).await
             }
         };
         let wait = match said {

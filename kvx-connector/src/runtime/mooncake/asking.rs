@@ -1,18 +1,19 @@
 //! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a connection of its own.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Error, Kind, Result};
 
 use super::super::builder::MOONCAKE;
-use super::super::push::Grant;
+use super::super::push::{Grant, Granted};
 use super::super::state::Shared;
 use super::super::zmtp::{Client, Limits, SocketType, resolve};
 use super::{client, proof};
 use crate::engine::mooncake::{PullId, QueryId, Unanswered};
 use crate::engine::{Address, RequestId, Time, WorkerRank};
-use crate::wire::mooncake::{PullRequest, PullResponse};
+use crate::wire::mooncake::{PullRequest, PullResponse, PulledRequest};
 
 /// An answer, and what a later version may add.
 const ANSWER: Limits = Limits { frames: 4, bytes: PullResponse::MAX_LEN };
@@ -22,6 +23,11 @@ pub(super) const BYTES: usize = 64 << 20;
 const LIMIT: Duration = Duration::from_secs(10);
 /// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.
 const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
+
+/// Whether a question asks for blocks, and not for the end of a request alone.
+fn wants(wanted: &PulledRequest) -> bool {
+    !wanted.block_ids.iter().all(Vec::is_empty)
+}
 
 /// One question that goes to a worker of a prefill.
 pub(super) struct Question {
@@ -89,7 +95,9 @@ impl Shared {
             if let Some((secret, (nonce, _))) = &sealed {
                 proof::check_answer(secret, nonce, answer, seal)?;
             }
-            self.tell_mooncake(rank, |worker, now| worker.answered(now, pull, answer));
+            // Read before the lock, as it may be long.
+            let answer = PullResponse::decode(answer);
+            self.tell_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
         }
     }
 
@@ -105,26 +113,44 @@ impl Shared {
         mut message: Box<PullRequest>,
         is_kvx: bool,
     ) -> Result<Vec<u8>> {
-        let wanted = message.req_blocks.iter().filter(|wanted| !wanted.block_ids.iter().all(Vec::is_empty));
-        let wanted: Vec<RequestId> = wanted.map(|wanted| wanted.request_id.as_str().into()).collect();
-        if !is_kvx {
-            self.tell_abroad(rank, &mut message, &wanted)?;
-        } else if !wanted.is_empty() {
+        let asked = message.req_blocks.len();
+        if is_kvx {
+            let wanted = message.req_blocks.iter().filter(|wanted| wants(wanted));
+            let wanted: Vec<RequestId> = wanted.map(|wanted| wanted.request_id.as_str().into()).collect();
             let shared = Arc::clone(self);
             // Registering memory may take long.
-            let granted = self.runtime.spawn_blocking(move || {
-                let grants = wanted
-                    .iter()
-                    .map(|request| Ok((request.as_str().to_owned(), shared.granted(rank, request)?)));
-                grants.collect::<Result<_>>()
-            });
+            let granting = self.runtime.spawn_blocking(move || shared.granted_of(rank, wanted));
             let gone = |_| Error::new(Kind::Closed, "the connector ends");
-            message.kvx_grants = granted.await.map_err(gone)??;
+            let grants = granting.await.map_err(gone)??;
+            message.req_blocks.retain(|wanted| !wants(wanted) || grants.contains_key(&wanted.request_id));
+            message.kvx_grants = grants;
+        } else {
+            self.tell_abroad(rank, &mut message)?;
+        }
+        if asked > 0 && message.req_blocks.is_empty() {
+            return Err(Error::new(
+                Kind::Revoked,
+                "the requests were given up: nothing is to be written for them",
+            ));
         }
         Ok(message.encode())
     }
 
-    fn tell_abroad(&self, rank: WorkerRank, message: &mut PullRequest, wanted: &[RequestId]) -> Result<()> {
+    /// What a worker grants for requests; those that were given up meanwhile are left out. May block.
+    fn granted_of(&self, rank: WorkerRank, wanted: Vec<RequestId>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+        let mut grants = BTreeMap::new();
+        for request in wanted {
+            match self.granted(rank, &request) {
+                Ok(regions) => drop(grants.insert(request.as_str().to_owned(), regions)),
+                Err(error) if error.kind() == Kind::Revoked => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(grants)
+    }
+
+    /// Tells a plain Mooncake agent where to write, for those requests that were not given up.
+    fn tell_abroad(&self, rank: WorkerRank, message: &mut PullRequest) -> Result<()> {
         let own = self.registered(rank).ok_or_else(super::super::finish::caches_are_gone)?;
         let name = own.agent.foreign_metadata(MOONCAKE).map_err(|error| {
             let why = format!(
@@ -142,29 +168,44 @@ impl Shared {
         })?;
         (message.remote_hostname, message.remote_port) = (at.host.to_string(), at.port);
         message.kvx_metadata = None;
-        let mut state = self.state.lock();
-        for request in wanted {
-            let before = state.grants.remove(request);
-            let granted = before.as_ref().map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
-            if !state.scheduler.is_loading(request) || matches!(before, Some(Grant::Fenced(_))) {
-                before.into_iter().for_each(|before| drop(state.grants.insert(request.clone(), before)));
-                return Err(Error::new(
-                    Kind::Revoked,
-                    "the request was given up: nothing is to be written for it",
-                ));
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        message.req_blocks.retain(|wanted| {
+            if !wants(wanted) {
+                return true;
             }
-            state.grants.insert(request.clone(), Grant::Abroad(granted));
-        }
+            let request = RequestId::from(wanted.request_id.as_str());
+            let before = state.grants.get(&request);
+            if !state.scheduler.is_loading(&request) || matches!(before, Some(Grant::Fenced(_))) {
+                return false;
+            }
+            let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
+            state.grants.insert(request, Grant::Abroad(granted));
+            true
+        });
         Ok(())
     }
 
     /// The end of a load whose blocks a plain Mooncake agent may write to: it cannot be asked whether it still does.
-    pub(in super::super) async fn forget_abroad(&self, rank: WorkerRank, request: &RequestId) {
+    pub(in super::super) async fn lose_after_a_while(
+        &self,
+        rank: WorkerRank,
+        request: &RequestId,
+        told: &Arc<Granted>,
+    ) {
         tokio::time::sleep(MAY_WRITE_FOR).await;
-        tracing::warn!(
-            %request,
-            "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it has done"
-        );
-        self.tell_mooncake(rank, |worker, now| worker.fence_forgotten(now, request));
+        // A later load may have this name.
+        let is_same = |grant: &Grant| matches!(grant, Grant::Abroad(granted) if Arc::ptr_eq(granted, told));
+        if !self.state.lock().grants.get(request).is_some_and(is_same) {
+            return;
+        }
+        let mut lost = false;
+        self.tell_mooncake(rank, |worker, now| lost = worker.fence_forgotten(now, request));
+        if lost {
+            tracing::warn!(
+                %request,
+                "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it has done"
+            );
+        }
     }
 }

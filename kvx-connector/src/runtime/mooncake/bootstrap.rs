@@ -150,7 +150,10 @@ impl Desk {
             body: json!({"detail": detail}).to_string().into_bytes(),
         };
         match (method.as_str(), path) {
-            ("GET", "/query") => ok(self.register.lock().directory(self.clock.now()).encode()),
+            ("GET", "/query") => {
+                let listed = self.register.lock().directory(self.clock.now());
+                ok(listed.encode())
+            }
             ("POST", "/register") => match self.registered(request, nonce) {
                 Ok(None) => ok(json!({"status": "ok"}).to_string().into_bytes()),
                 Ok(Some(nonce)) => Answer {

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 
 use super::super::builder::MOONCAKE;
 use super::super::state::Shared;
-use super::super::zmtp::{Limits, Router, RouterLimits, Talk, Talker};
+use super::super::zmtp::{Limits, Received, Router, RouterLimits, Talk, Talker};
 use super::proof::{self, Nonce};
 use crate::engine::WorkerRank;
 use crate::engine::mooncake::AskId;
@@ -37,12 +37,17 @@ pub(super) struct Askers(Mutex<HashMap<(WorkerRank, u32), mpsc::Sender<Vec<u8>>>
 impl Askers {
     /// Sends an answer. If there is no way back any more, nothing is lost.
     pub(super) fn answer(&self, rank: WorkerRank, ask: AskId, bytes: Vec<u8>) {
-        let mut askers = self.0.lock();
         let key = (rank, connection_of(ask));
-        if askers.get(&key).is_some_and(|asker| asker.try_send(bytes).is_err()) {
+        let asker = self.0.lock().get(&key).cloned();
+        if asker.is_some_and(|asker| asker.try_send(bytes).is_err()) {
             // With it ends the connection.
-            askers.remove(&key);
+            self.remove(key);
         }
+    }
+
+    fn remove(&self, key: (WorkerRank, u32)) {
+        let removed = self.0.lock().remove(&key);
+        drop(removed); // it may wake a task
     }
 }
 
@@ -73,7 +78,7 @@ struct Gone<'a> {
 impl Drop for Gone<'_> {
     fn drop(&mut self) {
         if let Some(shared) = self.desk.shared.upgrade() {
-            shared.mooncake.askers.0.lock().remove(&(self.desk.rank, self.connection));
+            shared.mooncake.askers.remove((self.desk.rank, self.connection));
         }
     }
 }
@@ -133,7 +138,11 @@ impl Talker for Desk {
                 },
                 readable = peer.readable() => {
                     readable?;
-                    let Some(message) = peer.receive().await? else { return Ok(()) };
+                    let message = match peer.receive_one().await? {
+                        Received::Message(message) => message,
+                        Received::Command => continue,
+                        Received::End => return Ok(()),
+                    };
                     let Some(shared) = self.shared.upgrade() else { return Ok(()) };
                     let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
                     questions = questions.wrapping_add(1);
@@ -150,8 +159,10 @@ impl Talker for Desk {
                             continue;
                         }
                     }
+                    // Read before the lock, as it may be long.
+                    let question = PullRequest::decode(question);
                     shared.tell_mooncake(self.rank, |worker, now| {
-                        if let Err(error) = worker.asked(now, ask, question) {
+                        if let Err(error) = worker.asked_for(now, ask, question) {
                             tracing::warn!(%error, "a decode's question was refused");
                         }
                     });

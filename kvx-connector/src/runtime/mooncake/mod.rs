@@ -32,6 +32,7 @@ pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len
 pub(super) use self::way::{Way, WayPairs};
 use super::builder::Setup;
 use super::half::Half;
+use super::side::is_loopback;
 use super::state::Shared;
 use super::zmtp::{Budget, Router, bare, resolve};
 use crate::engine::mooncake::{Bootstrap, MooncakeAction, MooncakeWorker, PullId};
@@ -101,7 +102,7 @@ impl Listeners {
         };
         let host: Arc<str> = bare(setup.host()).into();
         let bind = setup.config.nixl().side_channel_bind.as_deref().map_or(&*host, bare);
-        if matches!(&*host, "127.0.0.1" | "localhost" | "::1") {
+        if is_loopback(&host) {
             tracing::info!(
                 "peers of other machines cannot reach this engine: set VLLM_HOST_IP to its own address"
             );

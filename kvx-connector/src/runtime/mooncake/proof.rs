@@ -50,7 +50,8 @@ pub(super) fn prove(secret: &Secret, nonce: &str, body: &[u8]) -> String {
 pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &str) -> Result<()> {
     let differ = || differ("this worker and the bootstrap server");
     let byte = |at: usize| proof.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
-    let bytes: Option<Vec<u8>> = (0..proof.len().min(64)).step_by(2).map(byte).collect();
+    let is_hex = proof.len() == 64 && proof.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let bytes: Option<Vec<u8>> = (0..64).step_by(2).map(byte).collect::<Option<_>>().filter(|_| is_hex);
     let (Some(nonce), Some(bytes)) = (nonce, bytes) else { return Err(differ()) };
     // In a time that does not depend on the proof.
     mac(secret, REGISTERS, nonce.as_bytes(), body).verify_slice(&bytes).map_err(|_| differ())

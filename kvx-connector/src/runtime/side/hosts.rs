@@ -11,7 +11,7 @@ use super::super::zmtp::{bare, resolve};
 const TO_RESOLVE: Duration = Duration::from_secs(5);
 
 /// Whether a host as it is written in `VLLM_NIXL_SIDE_CHANNEL_HOST` leads to this machine alone.
-pub(super) fn is_loopback(host: &str) -> bool {
+pub(crate) fn is_loopback(host: &str) -> bool {
     bare(host).parse::<IpAddr>().map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
 }
 

@@ -21,6 +21,15 @@ const READ: usize = 4 << 10;
 const COMMANDS: u32 = 64;
 const WHILE: Duration = Duration::from_secs(1);
 
+/// What has come.
+pub(crate) enum Received {
+    Message(Message),
+    /// A command, which was obeyed.
+    Command,
+    /// The other end has closed.
+    End,
+}
+
 /// A connection between two sockets that have greeted each other.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -152,21 +161,33 @@ impl Connection {
     /// Once a message has begun, the rest has to come within `limit`; for the first byte of it there is no limit here.
     pub(super) async fn receive(&mut self, limit: Duration) -> Result<Option<Message>> {
         loop {
-            let nothing_of_it = self.unread.len() == self.at && self.decoder.is_between();
-            if nothing_of_it && self.fill().await? == 0 {
-                return Ok(None);
+            match self.receive_one(limit).await? {
+                Received::Message(message) => return Ok(Some(message)),
+                Received::Command => {}
+                Received::End => return Ok(None),
             }
-            match timeout(limit, self.input()).await {
-                Err(_) => return Err(late(limit, "did not finish a message")),
-                Ok(input) => match input? {
-                    None => return Ok(None),
-                    Some(Input::Message(message)) => {
-                        self.commands.0 = 0;
-                        return Ok(Some(message));
-                    }
-                    Some(Input::Command(command)) => self.obey(command, limit).await?,
-                },
-            }
+        }
+    }
+
+    /// As [`receive`](Self::receive), and ends after a ping, too: who has to say something meanwhile can do so.
+    pub(super) async fn receive_one(&mut self, limit: Duration) -> Result<Received> {
+        let nothing_of_it = self.unread.len() == self.at && self.decoder.is_between();
+        if nothing_of_it && self.fill().await? == 0 {
+            return Ok(Received::End);
+        }
+        match timeout(limit, self.input()).await {
+            Err(_) => Err(late(limit, "did not finish a message")),
+            Ok(input) => match input? {
+                None => Ok(Received::End),
+                Some(Input::Message(message)) => {
+                    self.commands.0 = 0;
+                    Ok(Received::Message(message))
+                }
+                Some(Input::Command(command)) => {
+                    self.obey(command, limit).await?;
+                    Ok(Received::Command)
+                }
+            },
         }
     }
 

@@ -16,5 +16,5 @@ mod tests;
 pub(crate) use budget::Budget;
 pub(crate) use client::{Client, bare, resolve};
 pub(crate) use codec::{Limits, SocketType};
-pub(crate) use connection::Message;
+pub(crate) use connection::{Message, Received};
 pub(crate) use router::{Handler, Router, RouterLimits, Talk, Talker};

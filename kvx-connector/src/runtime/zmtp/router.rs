@@ -11,7 +11,7 @@ use kvx_core::{Error, Result};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 
-use super::connection::Connection;
+use super::connection::{Connection, Received};
 use super::{Budget, Limits, Message, SocketType};
 
 /// What a ROUTER does with connections.
@@ -38,10 +38,23 @@ impl Talk {
 
     /// The next message; it begins with the frame that names the peer. `None`: the peer has closed.
     pub(crate) async fn receive(&mut self) -> Result<Option<Message>> {
-        let Some(mut message) = self.connection.receive(self.patience).await? else { return Ok(None) };
-        self.heard.note();
-        message.put_first(self.name.clone());
-        Ok(Some(message))
+        loop {
+            match self.receive_one().await? {
+                Received::Message(message) => return Ok(Some(message)),
+                Received::Command => {}
+                Received::End => return Ok(None),
+            }
+        }
+    }
+
+    /// The same, or a ping that was answered: who asks again and again can send in between.
+    pub(crate) async fn receive_one(&mut self) -> Result<Received> {
+        let mut received = self.connection.receive_one(self.patience).await?;
+        if let Received::Message(message) = &mut received {
+            self.heard.note();
+            message.put_first(self.name.clone());
+        }
+        Ok(received)
     }
 
     /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read; `Exhausted`.

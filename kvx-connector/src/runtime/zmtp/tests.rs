@@ -27,6 +27,21 @@ impl Handler for Echo {
     }
 }
 
+/// Says something after a ping, which is no question.
+struct AfterAPing;
+
+impl Talker for AfterAPing {
+    async fn talk(&self, mut peer: Talk) -> kvx_core::Result<()> {
+        loop {
+            match peer.receive_one().await? {
+                Received::Command => peer.send(&[b"later"]).await?,
+                Received::Message(_) => {}
+                Received::End => return Ok(()),
+            }
+        }
+    }
+}
+
 fn run<F: Future>(test: F) -> F::Output {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let done = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
@@ -34,10 +49,14 @@ fn run<F: Future>(test: F) -> F::Output {
     done.expect("no test of a socket hangs")
 }
 
+fn limits(patience: Duration, connections: usize) -> RouterLimits {
+    let message = Limits { frames: 4, bytes: 1 << 20 };
+    RouterLimits { connections, message, bytes: 4 << 20, answers: 4 << 20, patience }
+}
+
 async fn echo(patience: Duration, connections: usize) -> (Router, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let message = Limits { frames: 4, bytes: 1 << 20 };
-    let limits = RouterLimits { connections, message, bytes: 4 << 20, answers: 4 << 20, patience };
+    let limits = limits(patience, connections);
     let router = Router::serve(listener, limits, Arc::new(Echo)).unwrap();
     let address = router.local();
     (router, address)
@@ -101,6 +120,23 @@ fn req_and_dealer_get_answers_one_after_the_other() {
             }
             let error = client.ask(b"bye", LIMIT).await.unwrap_err();
             assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+        }
+    });
+}
+
+#[test]
+fn what_is_to_be_said_does_not_wait_for_a_peer_that_only_pings() {
+    run(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let router = Router::serve_by(listener, limits(LIMIT, 8), Arc::new(AfterAPing)).unwrap();
+        let mut peer = raw(router.local()).await;
+        let mut ping = Vec::new();
+        Command::Ping { context: Vec::new() }.put(&mut ping);
+        peer.write_all(&ping).await.unwrap();
+        let mut said = Vec::new();
+        while !said.windows(5).any(|word| word == b"later") {
+            let got = tokio::time::timeout(LIMIT, peer.read_buf(&mut said)).await;
+            assert!(got.expect("it is said in time").unwrap() > 0);
         }
     });
 }

@@ -163,7 +163,9 @@ impl World {
             return;
         }
         if self.random.percent(self.scenario.trouble / 5) {
-            return self.with(at, |worker, time| worker.fence_forgotten(time, &request));
+            return self.with(at, |worker, time| {
+                worker.fence_forgotten(time, &request);
+            });
         }
         self.fenced.insert((at, request.clone()));
         let off = self.flights.iter().filter(|(_, flight)| flight.to == at && self.is_fenced_off(flight));

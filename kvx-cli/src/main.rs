@@ -83,6 +83,10 @@ enum Command {
     /// The process that owns the other side's memory of `bench`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
+    /// The process of a rank of `serve`'s model.
+    #[cfg(feature = "serve")]
+    #[command(hide = true)]
+    ServeRank,
     /// The process that owns the blocks of `demo`.
     #[command(hide = true)]
     DemoOwner(demo::OwnerArguments),
@@ -128,6 +132,8 @@ fn main() -> ExitCode {
         Command::MakeModel(arguments) => make_model::run(&arguments, out),
         #[cfg(feature = "serve")]
         Command::Serve { args } => serve::run(args, out),
+        #[cfg(feature = "serve")]
+        Command::ServeRank => serve::be_rank(),
         Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         #[cfg(feature = "connector")]

@@ -1,18 +1,21 @@
 //! All of kvx in this server: memory that is registered, a connector, and its step loop's calls.
 
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use kvx::connector::engine::{self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank};
 pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome, Status, Then};
-use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
 pub use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Rank};
-use kvx::connector::{Dialect, wire::CompatibilityFactors};
+use kvx::connector::runtime::{Connector, JoinedRank};
+use kvx::connector::wire::CompatibilityFactors;
+pub(crate) use kvx::connector::{Dialect, runtime::Rank};
 pub use kvx::{Memory, config::KvTransferConfig};
 
-use crate::engine::{Ending, Limits, Mover, Wake};
-use crate::model::{Config, ModelError as Error, Pool, PoolLayout, PoolShape, Result};
+use crate::engine::{Ending, Mover, Wake};
+use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
+use crate::rank::{PATIENCE, Place, Ranks};
 
 pub(crate) fn describe_metrics() {
     kvx::describe_metrics();
@@ -24,16 +27,6 @@ pub(crate) fn buckets(name: &str) -> Option<&'static [f64]> {
     METRICS.iter().chain(&MOONCAKE_METRICS).find(|metric| metric.name == name)?.buckets
 }
 
-/// `kv_transfer_params` of a request; the words say what is wrong with them.
-pub(crate) fn transfer_params(value: &serde_json::Value) -> std::result::Result<TransferParams, String> {
-    TransferParams::from_value(value).map_err(|error| error.to_string())
-}
-
-/// `kv_transfer_params` of an answer.
-pub(crate) fn transfer_value(params: &TransferParams) -> serde_json::Value {
-    params.to_value(Dialect::default()).unwrap_or_default()
-}
-
 /// A pool in memory that kvx can register.
 pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     let memory = Arc::new(Memory::pool(shape.bytes()).build().map_err(Error::of)?);
@@ -42,8 +35,29 @@ pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) }.map(|pool| (pool, memory))
 }
 
+/// A rank in a process of its own joins the engine's connection with its peers.
+pub(crate) fn join(path: &Path, place: &Place, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
+    let joined = Rank::join(path, WorkerRank { pp: 0, tp: place.rank as u32 }, kvx::registry(), PATIENCE)?;
+    joined.register(caches(&memory, place)?, [memory]).map(|()| joined)
+}
+
+/// What lies where in a rank's pool. A block may be several blocks of the pool.
+fn caches(memory: &Memory, place: &Place) -> kvx::Result<Caches> {
+    let shape = &place.shape;
+    let layer = |at: usize| {
+        let address = memory.address() + (at * shape.layer_bytes()) as u64;
+        let (blocks, len) = (shape.blocks as u32, shape.block_bytes() as u64);
+        let heads = Heads::Sharded(place.kv_heads as u32);
+        LayerCache::packed(format!("model.layers.{at}.self_attn.attn"), address, blocks, len, heads)
+    };
+    let layout = if shape.layout == PoolLayout::Nhd { KvLayout::Lbnhc } else { KvLayout::Lbhnc };
+    let (tokens, each) = (shape.block_tokens as u32, (place.block_size / shape.block_tokens) as u32);
+    let caches = Caches::of_layers((0..shape.layers).map(layer).collect(), layout, tokens, each, 0)?;
+    Ok(if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches })
+}
+
 /// The engine's connection with its peers.
-pub struct Kv {
+pub(crate) struct Kv {
     connector: Connector,
     ranks: Vec<Rank>,
     /// Outcomes were taken: whoever wakes the engine may wait for the next ones.
@@ -51,46 +65,31 @@ pub struct Kv {
 }
 
 impl Kv {
-    /// Registers each rank's pool, and listens to peers of this `model`. A block may be several blocks of the pool.
-    pub fn open(
-        config: &KvTransferConfig,
-        model: &str,
-        shape: &PoolShape,
-        limits: &Limits,
-        whole: &Config,
-        memories: Vec<Arc<Memory>>,
-        wake: Wake,
-    ) -> Result<Self> {
+    /// Registers the ranks' pools, and listens to peers of this `model`.
+    pub(crate) fn open(config: &KvTransferConfig, model: &str, all: &mut Ranks, wake: Wake) -> Result<Kv> {
+        let Ranks { first, memories, .. } = &*all;
+        let (shape, engine, count) = (first.shape, first.engine as u32, first.size as u32);
         let mut factors = CompatibilityFactors::from_config(config, model);
         factors.dtype = format!("torch.{}", shape.dtype.name());
-        (factors.num_kv_heads, factors.head_size) = (whole.kv_heads as u32, whole.head_dim as u32);
-        factors.num_hidden_layers = whole.layers as u32;
+        (factors.num_kv_heads, factors.head_size) = (first.kv_heads as u32, shape.head_dim as u32);
+        factors.num_hidden_layers = shape.layers as u32;
         if shape.layout == PoolLayout::VllmCpu {
             factors.attn_backend_name = "CPU_ATTN".into();
         }
-        let (tokens, each) = (shape.block_tokens as u32, (limits.block_size / shape.block_tokens) as u32);
-        let connector = Connector::builder(config, kvx::registry()).model(factors).block_size(tokens * each);
-        let connector = connector.workers(memories.len() as u32, 1).data_parallel_rank(limits.engine as u32);
+        let connector = Connector::builder(config, kvx::registry()).model(factors).workers(count, 1);
+        let connector = connector.block_size(first.block_size as u32).data_parallel_rank(engine);
         let connector = connector.build_blocking().map_err(Error::of)?;
-        let layer = |memory: &Memory, at: usize| LayerCache {
-            name: format!("model.layers.{at}.self_attn.attn").into(),
-            tensors: KvTensors::Together(memory.address() + (at * shape.layer_bytes()) as u64),
-            blocks: shape.blocks as u32,
-            block_len: shape.block_bytes() as u64,
-            block_stride: shape.block_bytes() as u64,
-            group: 0,
-            heads: Heads::Sharded(whole.kv_heads as u32),
-            memory: MemoryType::Dram,
+        let rank = |tp: u32| {
+            let rank = connector.rank(WorkerRank { pp: 0, tp })?;
+            let Some(memory) = memories.get(tp as usize) else { return Ok(rank) };
+            rank.register(caches(memory, first)?, [memory.clone()])
         };
-        let layout = if shape.layout == PoolLayout::Nhd { KvLayout::Lbnhc } else { KvLayout::Lbhnc };
-        let register = |(tp, memory): (u32, Arc<Memory>)| {
-            let layers = (0..shape.layers).map(|at| layer(&memory, at)).collect();
-            let caches = Caches::of_layers(layers, layout, tokens, each, 0)?;
-            let caches =
-                if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches };
-            connector.rank(WorkerRank { pp: 0, tp })?.register(caches, [memory])
-        };
-        let ranks = (0..).zip(memories).map(register).collect::<kvx::Result<_>>().map_err(Error::of)?;
+        let ranks = (0..count).map(rank).collect::<kvx::Result<_>>().map_err(Error::of)?;
+        if memories.len() < first.size {
+            let path = std::env::temp_dir().join(format!("kvx-serve-{}-{engine}", std::process::id()));
+            let joined = connector.group(&path, PATIENCE);
+            all.join_at(&path, || joined.wait(2 * PATIENCE).map_err(Error::of))?;
+        }
         let (taken, again) = mpsc::sync_channel(1);
         let (second, waiting) = (Duration::from_secs(1), connector.clone());
         let waker = move || {
@@ -98,7 +97,7 @@ impl Kv {
             // It ends with the engine, which drops its end of the channel.
             while again.recv_timeout(news()) != Err(mpsc::RecvTimeoutError::Disconnected) {}
         };
-        std::thread::Builder::new().name(format!("kv-{}", limits.engine)).spawn(waker).map_err(Error::of)?;
+        std::thread::Builder::new().name(format!("kv-{engine}")).spawn(waker).map_err(Error::of)?;
         Ok(Kv { connector, ranks, taken })
     }
 }

@@ -4,6 +4,7 @@ pub mod engine;
 pub mod http;
 pub mod kv;
 pub mod model;
+pub mod rank;
 pub mod server;
 mod spoil;
 pub mod tokenizer;

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
@@ -15,15 +15,14 @@ use tokio::net::TcpListener;
 
 use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
 use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
-use crate::kv::{self, Kv, KvTransferConfig, Memory};
-use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result, Shard};
+use crate::kv::{self, Kv, KvTransferConfig};
+use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result};
+use crate::rank::{self, Place, Process, Ranks};
 use crate::spoil::Spoiling;
 use crate::tokenizer::Tokenizer;
 
 /// Bytes of the pool where nobody says.
 const POOL: usize = 256 << 20;
-/// How long a rank may be silent within a step.
-const STEP: Duration = Duration::from_secs(60);
 /// How long answers may take to end once the server was told to stop.
 const DRAIN: Duration = Duration::from_secs(30);
 
@@ -44,8 +43,10 @@ pub struct Options {
     pub block_size: usize,
     /// Tokens of a block in the pool, which is what peers see; `--block-size` is a multiple of it.
     pub kernel_block_size: usize,
-    /// Tensor-parallel ranks: 1, 2, 4 or 8 threads, each with its share of the weights and a pool of its own.
+    /// Tensor-parallel ranks: 1, 2, 4 or 8, each with its share of the weights and a pool of its own.
     pub ranks: usize,
+    /// Starts the process of a further rank: it calls [`rank::be`] and nothing else.
+    pub rank_process: fn() -> Command,
     /// Ranks of data parallelism: each is an engine.
     pub data_parallel_size: usize,
     /// Those that are served here: an engine for each, with a pool of its own.
@@ -114,34 +115,6 @@ struct Computing {
     kernel_per_block: u32,
 }
 
-/// Has a further rank follow the first one, with a pool of its own: its memory.
-fn follow(engine: usize, rank: usize, model: Model, shape: PoolShape) -> Result<Arc<Memory>> {
-    let (mut pool, memory) = kv::pool(shape)?;
-    let follow = move || {
-        if let Err(why) = model.follow(&mut pool) {
-            tracing::error!("rank {rank} of engine {engine}'s model has ended: {why}");
-        }
-    };
-    let thread = std::thread::Builder::new().name(format!("engine-{engine}-{rank}"));
-    thread.spawn(follow).map_err(|error| ModelError::new(format!("the thread of rank {rank}: {error}")))?;
-    Ok(memory)
-}
-
-/// The ranks' places: the first one's, and those of all others.
-fn shards(size: usize) -> Result<(Shard, Vec<Shard>)> {
-    if size == 1 {
-        return Ok((Shard::alone(), Vec::new()));
-    }
-    let told = |error: std::io::Error| ModelError::new(format!("the ranks' sockets: {error}"));
-    let (mut ours, mut members) = (Vec::new(), Vec::new());
-    for rank in 1..size {
-        let (head, member) = UnixStream::pair().map_err(told)?;
-        ours.push(head);
-        members.push(Shard::member(rank, size, member));
-    }
-    Ok((Shard::head(ours, STEP).map_err(told)?, members))
-}
-
 impl Forward for Computing {
     fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Vec<f32>>>> {
         let each = self.kernel_per_block;
@@ -163,7 +136,8 @@ impl Forward for Computing {
 /// An engine that does not run yet.
 struct Opened {
     computing: Computing,
-    memories: Vec<Arc<Memory>>,
+    /// Behind the model, which they end with.
+    ranks: Ranks,
     shape: PoolShape,
     config: Config,
     limits: Limits,
@@ -172,9 +146,8 @@ struct Opened {
 impl Opened {
     /// With so many threads for each rank of its model.
     fn of(options: &Options, engine: usize, threads: usize, kernel_per_block: usize) -> Result<Self> {
-        let open = |shard| Ok(Model::open(&options.folder, shard)?.with_threads(threads));
-        let (first, members) = shards(options.ranks)?;
-        let model = open(first)?;
+        let (first, others) = rank::places(options.ranks)?;
+        let model = Model::open(&options.folder, first)?.with_threads(threads);
         let config = model.config().clone();
         let dtype = options.dtype.unwrap_or(config.dtype);
         let shape = |blocks: usize| {
@@ -183,10 +156,31 @@ impl Opened {
         let (model_len, blocks) = options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
         let shape = shape(blocks);
         let (pool, memory) = kv::pool(shape)?;
-        let mut memories = vec![memory];
-        for shard in members {
-            memories.push(follow(engine, shard.rank, open(shard)?, shape)?);
+        let joins = options.transfer.is_some();
+        let first = Place {
+            engine,
+            rank: 0,
+            size: options.ranks,
+            folder: options.folder.clone(),
+            threads,
+            shape,
+            kv_heads: config.kv_heads,
+            block_size: options.block_size,
+            joins,
+        };
+        let mut ranks = Ranks { first, memories: vec![memory], processes: Vec::new() };
+        let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
+        if let (Err(why), [_, ..]) = (&apart, &others[..]) {
+            tracing::info!("the ranks of engine {engine} are threads of one process: {why}");
         }
+        for vacant in others {
+            let place = Place { rank: vacant.rank, ..ranks.first.clone() };
+            match apart {
+                Ok(()) => ranks.processes.push(Process::start((options.rank_process)(), &place, vacant)?),
+                Err(_) => ranks.memories.push(rank::start_thread(&place, vacant)?),
+            }
+        }
+        ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))?;
         let computing = Computing { model, pool, kernel_per_block: kernel_per_block as u32 };
         let limits = Limits {
             block_size: options.block_size,
@@ -197,21 +191,26 @@ impl Opened {
             prefix_cache: options.prefix_cache,
             engine,
         };
-        Ok(Opened { computing, memories, shape, config, limits })
+        Ok(Opened { computing, ranks, shape, config, limits })
     }
 
-    /// Starts it, with its peers if there are any.
-    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<Running> {
-        let Opened { computing, memories, shape, config, limits } = self;
+    /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped behind it.
+    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<(Vec<Process>, Running)> {
+        let Opened { mut ranks, computing, shape, limits, .. } = self;
         let len = shape.block_bytes() * computing.kernel_per_block as usize;
         let mover = |wake| -> Result<Box<dyn Mover>> {
             let Some(transfer) = &options.transfer else { return Ok(Box::new(Alone)) };
-            let memory = memories[0].clone();
-            let mover = Kv::open(transfer, &options.model, &shape, &limits, &config, memories, wake)?;
+            let memory = ranks.memories[0].clone();
+            let mover = Kv::open(transfer, &options.model, &mut ranks, wake)?;
             let spoiling = Spoiling { mover, memory, len, fill: HashMap::new() };
             Ok(if options.spoil { Box::new(spoiling) } else { Box::new(spoiling.mover) })
         };
-        Engine::start(limits.clone(), Box::new(computing), tokenizer.clone(), mover)
+        let running = Engine::start(limits.clone(), Box::new(computing), tokenizer.clone(), mover)?;
+        for process in &ranks.processes {
+            let engine = running.engine().clone();
+            process.watch(move |why| engine.fail(why))?;
+        }
+        Ok((ranks.processes, running))
     }
 }
 
@@ -293,7 +292,9 @@ pub async fn serve(
         Source::Head(_) => None,
     };
     let start = |one: Opened| one.start(&options, &tokenizer);
-    let running = opened.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    // In this order: what is declared first is dropped last.
+    let (processes, running): (Vec<_>, Vec<_>) =
+        opened.into_iter().map(start).collect::<Result<Vec<_>>>()?.into_iter().unzip();
     let alike = Alike {
         model: options.model.clone(),
         data_parallel_size: options.data_parallel_size,
@@ -338,7 +339,12 @@ pub async fn serve(
         http::serve(listener, service, stop, DRAIN).await.map_err(ModelError::of)
     };
     let served = served.await;
-    let stopped = tokio::task::spawn_blocking(|| Running::stop_all(running)).await;
+    let stop_all = || {
+        let stopped = Running::stop_all(running);
+        drop(processes);
+        stopped
+    };
+    let stopped = tokio::task::spawn_blocking(stop_all).await;
     served?;
     stopped.map_err(ModelError::of)?
 }

@@ -5,10 +5,13 @@ mod models;
 
 use std::io::{IsTerminal as _, Write};
 use std::ops::Range;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
 
 use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
 use kvx_paged_llama::http::Recorder;
 use kvx_paged_llama::model::PoolLayout;
+use kvx_paged_llama::rank;
 use kvx_paged_llama::server::{self, Options, Others, Started};
 
 use self::flags::{Flags, MEANINGLESS_VARIABLES};
@@ -33,7 +36,7 @@ name that is in the local Hugging Face cache. It is an example on the CPU, not a
   --block-size TOKENS              of the KV cache [default: 16]
   --kernel-block-size TOKENS       a block is made of such blocks, which is how peers see it [default: --block-size]
   --kv-cache-memory-bytes BYTES    of the KV cache; --num-gpu-blocks-override BLOCKS says it in blocks
-  --tensor-parallel-size N         ranks of the model, threads each with a pool of its own: 1, 2, 4 or 8
+  --tensor-parallel-size N         ranks of the model, processes each with a pool of its own: 1, 2, 4 or 8
   --data-parallel-size N           engines, each with a pool of its own; --data-parallel-rank R: only that one of them
   --data-parallel-size-local N     so many of them here; the others on hosts that join at --data-parallel-address and
                                    --data-parallel-rpc-port [default: 127.0.0.1, 29550]
@@ -48,6 +51,27 @@ VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, VLLM_KV_CACHE_LAYOUT, UCX_* and what else
 vLLM that mean nothing here are said to mean nothing; others are refused. Ctrl-C waits for answers to end, a second one
 does not.";
 
+/// This program as a rank of a model: also when its file was replaced meanwhile.
+fn rank_process() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("kvx").arg("serve-rank");
+    command
+}
+
+/// Is a rank of a model, in a process that a server has started.
+pub(crate) fn be_rank() -> Result<()> {
+    log();
+    Ok(rank::be()?)
+}
+
+fn log() {
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+}
+
 /// Runs the command with what stands behind `serve` on the command line.
 pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     // Also where a variable is wrong: the help names them.
@@ -57,11 +81,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     let surroundings = Surroundings::of_process();
     let (transfer, rest) = KvTransferConfig::from_arguments(arguments, &surroundings)?;
     let flags = Flags::read(rest)?;
-    tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .init();
+    log();
     for note in &flags.notes {
         eprintln!("kvx: {note}");
     }
@@ -125,6 +145,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         block_size,
         kernel_block_size: flags.kernel_block_size.unwrap_or(block_size),
         ranks: flags.ranks.unwrap_or(1),
+        rank_process,
         data_parallel_size,
         data_parallel_here,
         others,

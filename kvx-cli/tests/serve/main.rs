@@ -11,6 +11,7 @@ mod headless;
 mod hosts;
 mod matrix;
 mod program;
+mod ranks;
 mod server;
 mod transfers;
 

@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::process::Pid;
 use serde_json::{Value, json};
 
 /// Nothing takes longer.
@@ -186,6 +187,23 @@ impl Server {
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).expect("the server runs");
+    }
+
+    /// The processes of its model's further ranks.
+    pub(crate) fn ranks(&self) -> Vec<Pid> {
+        let us = self.child.id().to_string();
+        let of_process = |entry: std::fs::DirEntry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+            let parent = stat.rsplit(')').next()?.split_whitespace().nth(1)?;
+            let command = std::fs::read(entry.path().join("cmdline")).ok()?;
+            (parent == us && command.ends_with(b"serve-rank\0")).then(|| Pid::from_raw(pid))?
+        };
+        let mut ranks: Vec<Pid> =
+            std::fs::read_dir("/proc").expect("processes").flatten().filter_map(of_process).collect();
+        // In the order in which they were started.
+        ranks.sort_by_key(|pid| pid.as_raw_nonzero());
+        ranks
     }
 
     /// How it has ended, and what it said.

@@ -46,6 +46,28 @@ pub struct LayerCache {
     pub memory: MemoryType,
 }
 
+impl LayerCache {
+    /// One whose blocks lie behind one another, keys and values of each together, in host memory and the first group.
+    pub fn packed(
+        name: impl Into<Arc<str>>,
+        address: u64,
+        blocks: u32,
+        block_len: u64,
+        heads: Heads,
+    ) -> Self {
+        LayerCache {
+            name: name.into(),
+            tensors: KvTensors::Together(address),
+            blocks,
+            block_len,
+            block_stride: block_len,
+            group: 0,
+            heads,
+            memory: MemoryType::Dram,
+        }
+    }
+}
+
 /// The caches of this rank: its geometry, and what only their owner knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caches {

@@ -142,6 +142,8 @@ enum Command {
     Drain,
     /// Whatever runs, it is over.
     Stop,
+    /// The model cannot compute any more.
+    Fail(String),
 }
 
 /// A running engine. Cloned by whoever asks it.
@@ -218,6 +220,12 @@ impl Engine {
     /// Whether it still computes.
     pub fn is_alive(&self) -> bool {
         !self.dead.load(Ordering::Acquire)
+    }
+
+    /// Ends it: the model cannot compute any more, for this reason. Every request fails.
+    pub fn fail(&self, why: String) {
+        // An error: it has ended.
+        let _ = self.commands.send(Command::Fail(why));
     }
 
     /// Puts a request in the queue.

@@ -76,6 +76,7 @@ impl Loop {
                     Command::Look => {}
                     Command::Drain => self.draining = true,
                     Command::Stop => return Ok(()),
+                    Command::Fail(why) => return Err(self.failed(Error::new(why))),
                 }
             }
             for outcome in self.mover.step() {
@@ -84,10 +85,7 @@ impl Loop {
             let admitted = self.admit();
             let computed = match self.compute() {
                 Ok(computed) => computed,
-                Err(error) => {
-                    self.all(|sequence| sequence.fail("the model has failed; the server's log says why"));
-                    return Err(error);
-                }
+                Err(error) => return Err(self.failed(error)),
             };
             if !computed {
                 self.measure();
@@ -98,6 +96,11 @@ impl Loop {
                 return Ok(());
             }
         }
+    }
+
+    fn failed(&mut self, error: Error) -> Error {
+        self.all(|sequence| sequence.fail("the model has failed; the server's log says why"));
+        error
     }
 
     fn add(&mut self, sequence: Sequence) {

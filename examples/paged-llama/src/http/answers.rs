@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::asked::Asked;
 use crate::engine::{End, Logprob, Piece, Reason};
-use crate::kv::TransferParams;
+use crate::kv::{Dialect, TransferParams};
 use crate::tokenizer::Tokenizer;
 
 /// What one answer has so far.
@@ -43,7 +43,7 @@ impl Grown {
 }
 
 fn value_of(params: &TransferParams) -> Value {
-    crate::kv::transfer_value(params)
+    params.to_value(Dialect::default()).unwrap_or_default()
 }
 
 impl Asked {

@@ -10,7 +10,7 @@ use super::fields::{Fields, Read, tokens};
 use super::refusal::Refusal;
 use super::{Service, chat};
 use crate::engine::{Request, Sampling};
-use crate::kv::{TransferParams, transfer_params};
+use crate::kv::TransferParams;
 
 /// The header by which a router chooses a rank of data parallelism.
 pub(crate) const RANK: &str = "x-data-parallel-rank";
@@ -344,5 +344,5 @@ fn prompts(service: &Service, fields: &Fields<'_>) -> Read<Vec<Prompt>> {
 }
 
 fn transfer(value: &Value) -> Read<TransferParams> {
-    transfer_params(value).map_err(|words| Refusal::of("kv_transfer_params", words))
+    TransferParams::from_value(value).map_err(|why| Refusal::of("kv_transfer_params", why.to_string()))
 }

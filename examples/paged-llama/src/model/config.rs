@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::error::{ModelError, Result};
@@ -28,7 +29,7 @@ impl Architecture {
 }
 
 /// How numbers are kept, of weights and of the KV cache. Sums are always made of `F32`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
     /// IEEE, 32 bits.
     F32,

@@ -3,11 +3,13 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::config::Dtype;
 use super::error::{ModelError, Result};
 
 /// The order of the numbers within one block of one layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PoolLayout {
     /// `[head][token]`, of each the key and behind it the value: what a peer may cut into heads, or into fewer tokens.
     Hnd,
@@ -18,7 +20,7 @@ pub enum PoolLayout {
 }
 
 /// What a pool holds: layer by layer, in each of them block by block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct PoolShape {
     pub layers: usize,

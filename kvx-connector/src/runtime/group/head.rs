@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_config::KvTransferConfig;
 use kvx_core::{Completion, Deadline, Error, Kind, Result, Ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -22,6 +23,7 @@ use tokio::time::{sleep, sleep_until, timeout};
 
 use super::super::half::Half;
 use super::super::listening::Listening;
+use super::super::rank::Rank;
 use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
@@ -30,7 +32,6 @@ use super::away::{Away, Down, name};
 use super::stream::{Incoming, same_user, send};
 use super::{LAST_WORD, PATIENCE, SILENT};
 use crate::engine::{PoolBlocks, WorkerRank};
-use crate::params::TransferMode;
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{ToHead, ToRank};
 
@@ -61,6 +62,33 @@ impl Drop for Gathering {
     }
 }
 
+impl Rank {
+    /// Whether ranks of an engine with this configuration may be in processes of their own ([`Connector::group`]).
+    ///
+    /// [`Connector::group`]: crate::runtime::Connector::group
+    ///
+    /// # Errors
+    /// `Unsupported`: all of them have to be in the engine's process.
+    pub fn may_join(config: &KvTransferConfig) -> Result<()> {
+        let why = match config.connector() {
+            Some(kvx_config::Connector::NixlPush) => {
+                "ranks in processes of their own are for NixlConnector, where the decode reads: the grants of a \
+                 NixlPushConnector are of one process"
+            }
+            Some(kvx_config::Connector::Mooncake) => {
+                "ranks in processes of their own are for NixlConnector: with a MooncakeConnector register all of \
+                 them here"
+            }
+            _ if config.nixl().kvx_digest => {
+                "kvx_digest hashes the blocks of all ranks in one process: take it out of kv_connector_extra_config, \
+                 or register all ranks here"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::new(Kind::Unsupported, why))
+    }
+}
+
 impl Shared {
     pub(in crate::runtime) fn group(self: &Arc<Self>, path: &Path, deadline: Deadline) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
@@ -84,27 +112,7 @@ impl Shared {
     }
 
     fn may_gather(&self) -> Result<()> {
-        let refused = |kind, why: &'static str| Err(Error::new(kind, why));
-        if self.setup.settings.mode == TransferMode::Push {
-            return refused(
-                Kind::Unsupported,
-                "ranks in processes of their own are for NixlConnector, where the decode reads: the grants of a \
-                 NixlPushConnector are of one process",
-            );
-        }
-        if self.setup.settings.mooncake.is_some() {
-            return refused(
-                Kind::Unsupported,
-                "ranks in processes of their own are for NixlConnector: with a MooncakeConnector register all of them here",
-            );
-        }
-        if self.digests() {
-            return refused(
-                Kind::Unsupported,
-                "kvx_digest hashes the blocks of all ranks in one process: take it out of kv_connector_extra_config, \
-                 or register all ranks here",
-            );
-        }
+        Rank::may_join(&self.setup.config)?;
         self.state.lock().may_gather()
     }
 

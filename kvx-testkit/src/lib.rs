@@ -31,7 +31,7 @@ pub use far::{Far, PostSpec, Sent, cpu_time};
 pub use faults::{Ended, Moment, Trouble, fault};
 pub use mutation::fuzz;
 pub use pattern::{byte_at, checksum, fill};
-pub use process::{Child, answers_apart, kill_after, output};
+pub use process::{Child, Grandchild, answers_apart, kill_after, output};
 pub use random::Random;
 pub use setup::{Backing, DeviceSource, Mode, Pair, Setup, free_port};
 pub use skip::skip;

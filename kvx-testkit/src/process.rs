@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::process::{ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -129,37 +130,19 @@ impl Child {
         })
     }
 
-    fn signal(&self, signal: Signal) -> Result<(), Failure> {
-        let pid =
-            Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))?;
+    fn its_pid(&self) -> Result<Pid, Failure> {
         // The child is not reaped before `kill`, so its id is its own.
-        rustix::process::kill_process(pid, signal)
-            .map_err(|error| Failure::new(format!("no signal sent: {error}")))
+        Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))
+    }
+
+    fn signal(&self, signal: Signal) -> Result<(), Failure> {
+        rustix::process::kill_process(self.its_pid()?, signal).map_err(not_sent)
     }
 
     /// Stops it (SIGSTOP) and waits until each of its threads has stopped.
     pub fn stop(&self) -> Result<(), Failure> {
         self.signal(Signal::STOP)?;
-        let end = Instant::now() + CUT_OFF;
-        while !self.has_stopped()? {
-            if Instant::now() >= end {
-                return Err(Failure::new("the other process did not stop"));
-            }
-            std::thread::yield_now();
-        }
-        Ok(())
-    }
-
-    /// Whether no thread of it runs: its first one may have stopped while another is still within a system call.
-    fn has_stopped(&self) -> Result<bool, Failure> {
-        for thread in std::fs::read_dir(format!("/proc/{}/task", self.process.id()))? {
-            // One that has ended meanwhile has no state any more.
-            let Ok(stat) = std::fs::read_to_string(thread?.path().join("stat")) else { continue };
-            if !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        until_stopped(self.its_pid()?)
     }
 
     /// Lets it go on (SIGCONT).
@@ -181,6 +164,77 @@ impl Drop for Child {
         self.process.kill().ok();
         self.process.wait().ok();
     }
+}
+
+/// A process that a child has started, and reaps. Killed when dropped.
+pub struct Grandchild {
+    pid: Pid,
+    process: OwnedFd,
+}
+
+impl Grandchild {
+    /// The one of this number, which lives.
+    pub fn of(pid: i32) -> Result<Self, Failure> {
+        let pid = Pid::from_raw(pid).ok_or_else(|| Failure::new("no process id"))?;
+        let process =
+            pidfd_open(pid, PidfdFlags::empty()).map_err(|error| Failure::new(error.to_string()))?;
+        Ok(Grandchild { pid, process })
+    }
+
+    /// As [`Child::stop`].
+    pub fn stop(&self) -> Result<(), Failure> {
+        self.signal(Signal::STOP)?;
+        until_stopped(self.pid)
+    }
+
+    /// As [`Child::go_on`].
+    pub fn go_on(&self) -> Result<(), Failure> {
+        self.signal(Signal::CONT)
+    }
+
+    /// Kills it (SIGKILL).
+    pub fn kill(&self) -> Result<(), Failure> {
+        self.signal(Signal::KILL)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<(), Failure> {
+        pidfd_send_signal(&self.process, signal).map_err(not_sent)
+    }
+}
+
+impl Drop for Grandchild {
+    fn drop(&mut self) {
+        // An error: it has ended already.
+        self.kill().ok();
+    }
+}
+
+fn not_sent(error: rustix::io::Errno) -> Failure {
+    Failure::new(format!("no signal sent: {error}"))
+}
+
+/// Waits until each thread of a process has stopped.
+fn until_stopped(pid: Pid) -> Result<(), Failure> {
+    let end = Instant::now() + CUT_OFF;
+    while !has_stopped(pid)? {
+        if Instant::now() >= end {
+            return Err(Failure::new("the other process did not stop"));
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// Whether no thread of it runs: its first one may have stopped while another is still within a system call.
+fn has_stopped(pid: Pid) -> Result<bool, Failure> {
+    for thread in std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))? {
+        // One that has ended meanwhile has no state any more.
+        let Ok(stat) = std::fs::read_to_string(thread?.path().join("stat")) else { continue };
+        if !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use kvx::{Error, Kind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::apart;
 use crate::log::Log;
 use crate::model::{RankMemory, Shape};
 use crate::queue::{self, Queue};
@@ -33,6 +34,8 @@ pub(crate) struct Spec {
     pub(crate) config: Value,
     /// Keys of `kv_connector_extra_config`.
     pub(crate) extra: Value,
+    /// Its ranks are processes of their own.
+    pub(crate) apart: bool,
     /// Variables of its process's environment.
     pub(crate) variables: Vec<(String, String)>,
 }
@@ -69,9 +72,10 @@ pub(crate) enum Order {
 /// A line from an engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Answer {
-    /// It listens there.
+    /// It listens there; the processes of its ranks, if they have any.
     Ready {
         port: u16,
+        ranks: Vec<u32>,
     },
     Params(Value),
     Done,
@@ -111,6 +115,8 @@ struct Engine {
     connector: Connector,
     shape: Shape,
     ranks: Vec<RankMemory>,
+    /// They end with the engine.
+    processes: Vec<std::process::Child>,
     free: Vec<u32>,
     loads: HashMap<String, Load>,
     /// Blocks that a peer may come for.
@@ -198,17 +204,21 @@ impl Engine {
             .workers(spec.shape.tp, spec.shape.pp);
         let builder = if spec.port == 0 { builder.any_port() } else { builder };
         let connector = builder.build_blocking()?;
-        let mut ranks = Vec::new();
-        for worker in spec.shape.ranks() {
+        let register = |worker| {
             let rank = RankMemory::new(&spec.shape, worker)?;
             let caches = rank.caches()?;
             connector.rank(worker)?.register(caches, [Arc::clone(&rank.memory)])?;
-            ranks.push(rank);
-        }
+            Ok(rank)
+        };
+        let (ranks, processes) = match spec.apart {
+            true => apart::start(&connector, &spec.shape)?,
+            false => (spec.shape.ranks().map(register).collect::<Result<_>>()?, Vec::new()),
+        };
         Ok(Engine {
             connector,
             shape: spec.shape.clone(),
             ranks,
+            processes,
             free: (0..spec.shape.blocks).rev().collect(),
             loads: HashMap::new(),
             leases: Vec::new(),
@@ -332,12 +342,12 @@ impl Engine {
         for rank in &self.ranks {
             rank.poison(&blocks)?;
         }
-        let admitted = queue::admit(&self.connector, self.shape.ranks(), &id, &blocks)?;
-        match self.loads.get_mut(request).filter(|_| admitted) {
+        let admitted = queue::admit(&self.connector, self.shape.ranks(), &id, &blocks);
+        match self.loads.get_mut(request).filter(|_| matches!(admitted, Ok(true))) {
             Some(load) => load.blocks = blocks,
             None => self.free.extend(blocks),
         }
-        Ok(())
+        admitted.map(drop)
     }
 
     fn check(&self, prompt: u64, blocks: &[u32], tokens: u32) -> Result<()> {
@@ -413,7 +423,8 @@ pub(crate) fn serve(spec: &str) -> ! {
             std::process::exit(1);
         }
     };
-    say(Ok(Answer::Ready { port: engine.connector.address().port }));
+    let ranks = engine.processes.iter().map(std::process::Child::id).collect();
+    say(Ok(Answer::Ready { port: engine.connector.address().port, ranks }));
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let order = serde_json::from_str(&line).expect("the test writes orders");

@@ -3,13 +3,15 @@
 //! Each load has an outcome by its deadline and a second, no wrong byte counts as loaded (the engine checks), the
 //! blocks of both pools are free again by the end of the lease and two seconds, and the next request works.
 
+pub(crate) mod table;
+
 use std::time::{Duration, Instant};
 
 use kvx_testkit::{Check, Failure, Tier, skip};
 use serde_json::{Value, json};
 
 use crate::engine::Spec;
-use crate::fleet::{CUT_OFF, Engine, GRACE, Load, MOONCAKE, pushing, spec};
+use crate::fleet::{CUT_OFF, Engine, GRACE, Load, MOONCAKE, ensure, pushing, spec};
 use crate::{Case, ucx};
 
 /// Of loads that cannot succeed.

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure};
+use kvx_testkit::{Child, Failure, Grandchild};
 use serde_json::{Value, json};
 
 use crate::engine::{Answer, Order, Spec};
@@ -19,6 +19,8 @@ pub(crate) const GRACE: Duration = Duration::from_secs(1);
 pub(crate) struct Engine {
     pub(crate) spec: Spec,
     pub(crate) port: u16,
+    /// The processes of its ranks, if they have any.
+    pub(crate) ranks: Vec<Grandchild>,
     child: Child,
 }
 
@@ -46,9 +48,14 @@ impl Engine {
         command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
         command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
         let child = Child::start(command)?;
-        let mut engine = Engine { spec, port: 0, child };
-        match engine.answer(CUT_OFF)? {
-            Answer::Ready { port } => engine.port = port,
+        let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child };
+        // Its ranks come after it has begun.
+        match engine.answer(2 * CUT_OFF)? {
+            Answer::Ready { port, ranks } => {
+                engine.port = port;
+                let ranks = ranks.into_iter().map(|pid| Grandchild::of(pid.cast_signed()));
+                engine.ranks = ranks.collect::<Result<_, _>>()?;
+            }
             answer => return other("an engine", answer),
         }
         Ok(engine)
@@ -57,8 +64,20 @@ impl Engine {
     /// The process was killed; a new one takes its place, at the same port.
     pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
         self.child.kill()?;
-        *self = Engine::start(Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() })?;
-        Ok(())
+        let spec = Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() };
+        let until = Instant::now() + CUT_OFF;
+        loop {
+            match Engine::start(spec.clone()) {
+                Ok(engine) => *self = engine,
+                // Somebody's connection may have been given this number as its own meanwhile.
+                Err(why) if why.to_string().contains("is taken") && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(50));
+                    continue;
+                }
+                Err(why) => return Err(why),
+            }
+            return Ok(());
+        }
     }
 
     pub(crate) fn process(&mut self) -> &mut Child {

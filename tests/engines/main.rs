@@ -8,6 +8,7 @@
 #[path = "../../kvx-mooncake/tests/adapter/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its part")]
 mod adapter;
+mod apart;
 mod dialects;
 mod digests;
 mod engine;
@@ -28,6 +29,7 @@ mod ucx;
 #[path = "../../kvx-rixl/tests/wheel/mod.rs"]
 mod wheel;
 
+use std::borrow::Cow;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, ExitCode};
 
@@ -36,7 +38,7 @@ use libtest_mimic::{Arguments, Trial};
 
 /// One trial: what it is called, over which backend, and in which tier it runs.
 pub(crate) struct Case {
-    name: &'static str,
+    name: Cow<'static, str>,
     backend: &'static str,
     tier: Tier,
     run: Box<dyn Fn(&str) -> Check + Send>,
@@ -44,12 +46,12 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn new(
-        name: &'static str,
+        name: impl Into<Cow<'static, str>>,
         backend: &'static str,
         tier: Tier,
         run: impl Fn(&str) -> Check + Send + 'static,
     ) -> Case {
-        Case { name, backend, tier, run: Box::new(run) }
+        Case { name: name.into(), backend, tier, run: Box::new(run) }
     }
 }
 
@@ -63,6 +65,9 @@ fn start_again_with_mooncake() {
 }
 
 fn main() -> ExitCode {
+    if let Ok(place) = std::env::var(apart::VARIABLE) {
+        apart::be(&place);
+    }
     if let Ok(spec) = std::env::var(fleet::VARIABLE) {
         engine::serve(&spec);
     }
@@ -72,6 +77,7 @@ fn main() -> ExitCode {
     let cases = matrix::cases()
         .into_iter()
         .chain(faults::cases())
+        .chain(faults::table::cases())
         .chain(dialects::cases())
         .chain(digests::cases())
         .chain(python::cases())

@@ -1,12 +1,17 @@
 //! A model of which every byte says where it belongs: `f(prompt, layer, head, token)` stands in the blocks.
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use kvx::connector::engine::WorkerRank;
 use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx::{Memory, Result};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 use serde::{Deserialize, Serialize};
+
+use crate::engine::refused;
 
 /// Bytes of a head's content of one token.
 const CONTENT: usize = 32;
@@ -105,8 +110,33 @@ pub(crate) struct RankMemory {
 
 impl RankMemory {
     pub(crate) fn new(shape: &Shape, rank: WorkerRank) -> Result<Self> {
-        let len = shape.block_len() * shape.kernel_blocks() as usize * shape.stage(rank.pp).len();
-        Ok(RankMemory { shape: shape.clone(), rank, memory: Arc::new(Memory::pool(len).build()?) })
+        Ok(RankMemory::over(shape, rank, Memory::pool(RankMemory::len(shape, rank)).build()?))
+    }
+
+    /// That of a rank in another process, which [adopts](RankMemory::adopt) the file.
+    pub(crate) fn shared(shape: &Shape, rank: WorkerRank) -> Result<(Self, OwnedFd)> {
+        let len = RankMemory::len(shape, rank);
+        let file = memfd_create("kv-cache", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+        let file = file.and_then(|file| ftruncate(&file, len as u64).map(|()| file)).map_err(refused)?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at a place of the kernel's choice.
+        let base = unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &file, 0) };
+        // SAFETY: nobody takes the mapping away while this process lives, and kvx alone touches it here.
+        let memory = unsafe { Memory::adopt(base.map_err(refused)?.cast(), len, ()) };
+        Ok((RankMemory::over(shape, rank, memory), file))
+    }
+
+    /// That of this rank, whose engine is in another process.
+    pub(crate) fn adopt(shape: &Shape, rank: WorkerRank, file: OwnedFd) -> Result<Self> {
+        Ok(RankMemory::over(shape, rank, Memory::adopt_file(file, RankMemory::len(shape, rank))?))
+    }
+
+    fn over(shape: &Shape, rank: WorkerRank, memory: Memory) -> Self {
+        RankMemory { shape: shape.clone(), rank, memory: Arc::new(memory) }
+    }
+
+    fn len(shape: &Shape, rank: WorkerRank) -> usize {
+        shape.block_len() * shape.kernel_blocks() as usize * shape.stage(rank.pp).len()
     }
 
     pub(crate) fn caches(&self) -> Result<Caches> {

@@ -53,6 +53,8 @@ pub(crate) enum Request {
     Soak(SoakOptions),
     /// `cargo xtask faults`
     Faults {
+        /// What engines suffer, not agents.
+        connector: bool,
         /// Only what has one of these in its name; empty means all.
         only: Vec<String>,
     },
@@ -282,15 +284,16 @@ fn parse_soak(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
 }
 
 fn parse_faults(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
-    let mut only = Vec::new();
+    let (mut connector, mut only) = (false, Vec::new());
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--help" | "-h" => return Ok(Request::Help),
+            "connector" => connector = true,
             "--only" => only.push(arguments.next().ok_or("`--only` takes a part of a name")?),
             other => return Err(format!("unknown argument `{other}` of `faults`")),
         }
     }
-    Ok(Request::Faults { only })
+    Ok(Request::Faults { connector, only })
 }
 
 fn parse_fuzz(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
@@ -377,10 +380,11 @@ commands:
       or grows (descriptors, threads, memory, quarantine), fails; docs/reliability.md has the last result
         --minutes N    for so long over each, instead of an hour
         --only BACKEND only over this one, may be repeated
-  faults [--only PART]
+  faults [connector] [--only PART]
       peers that are killed, stopped, restarted, shut down, out of descriptors, before a link, while idle, amid
       reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
       docs/reliability.md has; ten minutes
+        connector      engines and their ranks, and the loads between them; five minutes
         --only PART    only over this backend, or with this trouble
   fuzz [--seconds N] [--keep] [TARGET]...
       try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
@@ -452,7 +456,10 @@ mod tests {
             words("soak --minutes 5 --only TCP"),
             Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()] }))
         );
-        assert_eq!(words("faults --only TCP"), Ok(Request::Faults { only: vec!["TCP".into()] }));
+        let only = || vec!["TCP".into()];
+        assert_eq!(words("faults --only TCP"), Ok(Request::Faults { connector: false, only: only() }));
+        let connector = Ok(Request::Faults { connector: true, only: only() });
+        assert_eq!(words("faults connector --only TCP"), connector);
         assert!(words("faults TCP").is_err());
         assert!(words("soak --minutes 0").is_err() && words("soak TCP").is_err());
         let only = vec!["tcp_owner".to_owned()];

@@ -1,4 +1,5 @@
-//! `cargo xtask faults`: what becomes of work when something fails beside it, over each backend, as one table.
+//! `cargo xtask faults`: what becomes of work when something fails beside it, over each backend, as one table;
+//! `cargo xtask faults connector`: what becomes of the loads of engines, and of their blocks, as a table for each.
 
 use std::time::Duration;
 
@@ -7,17 +8,26 @@ use crate::process::{self, Output};
 
 /// What a build and all of it may take.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
+/// What the names of the connector's runs begin with, among the engines' other tests.
+const STRUCK: &str = "struck: ";
 
 /// One run: backend, trouble, moment, how transfers ended, and three times.
 type Row<'a> = [&'a str; 7];
 
 /// Has every trouble at every moment over each backend, or those that are named; false if anything was wrong.
-pub(crate) fn run(only: &[String]) -> Result<bool> {
-    let mut cargo =
-        process::cargo(["test", "--release", "--package", "kvx-transfer", "--test", "faults", "--"]);
-    cargo.arg("--nocapture").args(only).env("KVX_FAULTS_ALL", "1");
+pub(crate) fn run(connector: bool, only: &[String]) -> Result<bool> {
+    let test = if connector { "engines" } else { "faults" };
+    let mut cargo = process::cargo(["test", "--release", "--package", "kvx-transfer", "--test", test, "--"]);
+    cargo.arg("--nocapture").env("KVX_FAULTS_ALL", "1");
+    match only {
+        [] if connector => drop(cargo.arg(STRUCK)),
+        only if connector => drop(cargo.args(only.iter().map(|part| format!("{STRUCK}{part}")))),
+        only => drop(cargo.args(only)),
+    }
     let finished = process::run(cargo, LIMIT, Output::Shown)?;
-    println!("\n{}\n{}", table(&rows(&finished.output)), finished.end);
+    let rows = rows(&finished.output);
+    let table = if connector { by_moment(&rows) } else { by_backend(&rows) };
+    println!("\n{table}\n{}", finished.end);
     Ok(finished.succeeded())
 }
 
@@ -33,30 +43,51 @@ fn rows(output: &str) -> Vec<Row<'_>> {
 
 /// A line for each trouble and moment, a column for each backend: how transfers ended, and after how many ms; when
 /// their memory was free; when work went on.
-fn table(rows: &[Row<'_>]) -> String {
-    let mut backends: Vec<&str> = Vec::new();
-    let mut lines: Vec<[&str; 2]> = Vec::new();
-    for row in rows {
-        if !backends.contains(&row[0]) {
-            backends.push(row[0]);
-        }
-        if !lines.contains(&[row[1], row[2]]) {
-            lines.push([row[1], row[2]]);
-        }
-    }
+fn by_backend(rows: &[Row<'_>]) -> String {
+    let backends = distinct(rows, |row| row[0]);
     let mut text = format!("| the peer is | this side is | {} |\n", backends.join(" | "));
     text += &format!("|---|---|{}\n", "---|".repeat(backends.len()));
-    for line in lines {
-        let cell = |backend: &&str| {
-            let row = rows.iter().find(|row| row[0] == *backend && row[1..3] == line);
-            row.map_or_else(String::new, |[.., ended, after, settled, works]| {
-                format!("{ended}; {after}, {settled}, {works}")
-            })
-        };
-        let cells: Vec<String> = backends.iter().map(cell).collect();
+    for line in distinct(rows, |row| [row[1], row[2]]) {
+        let of = |backend: &&str| cell(rows, [backend, line[0], line[1]]);
+        let cells: Vec<String> = backends.iter().map(of).collect();
         text += &format!("| {} | {} | {} |\n", line[0], line[1], cells.join(" | "));
     }
     text
+}
+
+/// For each backend a line for each who fails and how, a column for each moment.
+fn by_moment(rows: &[Row<'_>]) -> String {
+    let mut text = String::new();
+    let moments = distinct(rows, |row| row[2]);
+    for backend in distinct(rows, |row| row[0]) {
+        text += &format!("| {backend} | {} |\n|---|{}\n", moments.join(" | "), "---|".repeat(moments.len()));
+        for who in distinct(rows, |row| row[1]) {
+            let cells: Vec<String> =
+                moments.iter().map(|moment| cell(rows, [backend, who, moment])).collect();
+            text += &format!("| {who} | {} |\n", cells.join(" | "));
+        }
+        text += "\n";
+    }
+    text
+}
+
+/// What stands there, each once, in the order in which it comes.
+fn distinct<'a, T: PartialEq>(rows: &[Row<'a>], of: impl Fn(&Row<'a>) -> T) -> Vec<T> {
+    let mut found = Vec::new();
+    for one in rows.iter().map(of) {
+        if !found.contains(&one) {
+            found.push(one);
+        }
+    }
+    found
+}
+
+/// How that run ended, and three times.
+fn cell(rows: &[Row<'_>], run: [&str; 3]) -> String {
+    let row = rows.iter().find(|row| row[..3] == run);
+    row.map_or_else(String::new, |[.., ended, after, settled, works]| {
+        format!("{ended}; {after}, {settled}, {works}")
+    })
 }
 
 #[cfg(test)]
@@ -70,6 +101,17 @@ mod tests {
         let wanted = "| the peer is | this side is | SHM | TCP |\n|---|---|---|---|\n\
             | killed | idle | 24 peer_lost; 6, 0, 45 | 24 peer_lost; 3, held, 41 |\n\
             | shut down | idle |  | **why**; , ,  |\n";
-        assert_eq!(table(&rows(output)), wanted);
+        assert_eq!(by_backend(&rows(output)), wanted);
+    }
+
+    #[test]
+    fn what_engines_suffer_has_a_table_for_each_backend() {
+        let output = "| TCP | decode rank killed | queued | lost | 6 | 0 | 45 |\n\
+            | TCP | decode rank killed | idle | lost | 7 | 0 | 5 |\n\
+            | SHM | decode rank killed | idle | lost | 3 | 1 | 41 |\n";
+        let wanted = "| TCP | queued | idle |\n|---|---|---|\n\
+            | decode rank killed | lost; 6, 0, 45 | lost; 7, 0, 5 |\n\n\
+            | SHM | queued | idle |\n|---|---|---|\n| decode rank killed |  | lost; 3, 1, 41 |\n\n";
+        assert_eq!(by_moment(&rows(output)), wanted);
     }
 }

@@ -211,10 +211,8 @@ impl Away {
                 invalid,
             });
         }
-        for request in std::mem::take(&mut self.sends) {
-            said.lost.extend((!proven).then(|| (request.clone(), Kept::Request)));
-            said.finished_sending.push(request);
-        }
+        // Its peers only read those, and their words are the engine's: who still reads one finds that it is another's.
+        said.finished_sending.extend(std::mem::take(&mut self.sends));
     }
 
     /// Asks it to end. What is given hears of it.

@@ -1,0 +1,69 @@
+//! Ranks of an engine in processes of their own. The engine computes and checks in their memory, which is a file of both.
+
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use kvx::connector::engine::WorkerRank;
+use kvx::connector::runtime::{Connector, Rank};
+use kvx::{Error, Kind, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::engine::refused;
+use crate::fleet::{self, CUT_OFF};
+use crate::model::{RankMemory, Shape};
+
+/// Says to a process of this program which rank it is.
+pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
+/// No test takes longer.
+const LIFE: Duration = Duration::from_secs(600);
+
+#[derive(Serialize, Deserialize)]
+struct Place {
+    shape: Shape,
+    rank: (u32, u32),
+    path: PathBuf,
+}
+
+/// Starts all ranks of an engine, and waits until they have joined it.
+pub(crate) fn start(connector: &Connector, shape: &Shape) -> Result<(Vec<RankMemory>, Vec<Child>)> {
+    let path = std::env::temp_dir().join(format!("kvx-engine-{}", std::process::id()));
+    let joined = connector.group(&path, CUT_OFF);
+    let program = std::env::current_exe().map_err(refused)?;
+    let (mut memories, mut processes) = (Vec::new(), Vec::new());
+    for rank in shape.ranks() {
+        let (memory, file) = RankMemory::shared(shape, rank)?;
+        let place = Place { shape: shape.clone(), rank: (rank.pp, rank.tp), path: path.clone() };
+        let mut command = Command::new(&program);
+        command.env(VARIABLE, serde_json::to_string(&place).expect("places are JSON"));
+        processes.push(command.env_remove(fleet::VARIABLE).stdin(file).spawn().map_err(refused)?);
+        memories.push(memory);
+    }
+    let joined = joined.wait(2 * CUT_OFF);
+    std::fs::remove_file(&path).ok();
+    joined.map(|()| (memories, processes))
+}
+
+/// Is a rank, until its engine has gone.
+pub(crate) fn be(place: &str) -> ! {
+    let Place { shape, rank: (pp, tp), path } =
+        serde_json::from_str(place).expect("the engine writes places");
+    let be = || -> Result<()> {
+        let rank = WorkerRank { pp, tp };
+        let file = std::io::stdin().as_fd().try_clone_to_owned().map_err(refused)?;
+        let joined = Rank::join(path, rank, kvx::registry(), CUT_OFF)?;
+        let memory = RankMemory::adopt(&shape, rank, file)?;
+        joined.register(memory.caches()?, [memory.memory.clone()])?;
+        joined
+            .wait(LIFE)
+            .unwrap_or_else(|| Err(Error::new(Kind::TimedOut, "the engine lives longer than a test")))
+    };
+    match be() {
+        Ok(()) => std::process::exit(0),
+        Err(error) => {
+            eprintln!("rank {tp}: {error}");
+            std::process::exit(1);
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! Whose process fails, how, and where a load is then: each of it with each.
+
+use std::fmt;
+
+use super::*;
+use crate::engine::Answer;
+use crate::model::Shape;
+
+/// Set: all of it, and a row of the table for each.
+const ALL: &str = "KVX_FAULTS_ALL";
+/// How long a load may take.
+const WITHIN: Duration = Duration::from_secs(2);
+/// When a rank is missed that stands still, and two seconds: until then its leases may have been extended.
+const MISSED: Duration = Duration::from_secs(12);
+/// How long somebody stands still who goes on.
+const A_WHILE: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Copy, PartialEq)]
+enum Whose {
+    PrefillRank,
+    PrefillEngine,
+    DecodeRank,
+    DecodeEngine,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Trouble {
+    Killed,
+    StoppedAWhile,
+    Stopped,
+    Restarted,
+    Renamed,
+    /// Its request is.
+    Aborted,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Moment {
+    BeforeTheHandshake,
+    InTheHandshake,
+    Queued,
+    Reading,
+    ToldNotFreed,
+    Idle,
+}
+
+use Moment::{BeforeTheHandshake, Idle, InTheHandshake, Queued, Reading, ToldNotFreed};
+use Trouble::{Aborted, Killed, Renamed, Restarted, Stopped, StoppedAWhile};
+use Whose::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
+
+impl fmt::Display for Whose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PrefillRank => "prefill rank",
+            PrefillEngine => "prefill engine",
+            DecodeRank => "decode rank",
+            DecodeEngine => "decode engine",
+        })
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Killed => "killed",
+            StoppedAWhile => "stopped 5 s",
+            Stopped => "stopped",
+            Restarted => "restarted",
+            Renamed => "restarted with a new id",
+            Aborted => "aborts",
+        })
+    }
+}
+
+impl fmt::Display for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            BeforeTheHandshake => "before the handshake",
+            InTheHandshake => "in the handshake",
+            Queued => "queued",
+            Reading => "reading",
+            ToldNotFreed => "told, not freed",
+            Idle => "idle",
+        })
+    }
+}
+
+impl Whose {
+    fn is_rank(self) -> bool {
+        matches!(self, PrefillRank | DecodeRank)
+    }
+
+    fn is_prefill(self) -> bool {
+        matches!(self, PrefillRank | PrefillEngine)
+    }
+}
+
+/// What can happen: a rank starts with its engine, and nothing is aborted where nothing is.
+fn can_be(whose: Whose, trouble: Trouble, moment: Moment) -> bool {
+    match trouble {
+        Restarted | Renamed => !whose.is_rank(),
+        Aborted => !whose.is_rank() && !matches!(moment, ToldNotFreed | Idle | BeforeTheHandshake),
+        Killed | Stopped | StoppedAWhile => true,
+    }
+}
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut rows = Vec::new();
+    for whose in [PrefillRank, PrefillEngine, DecodeRank, DecodeEngine] {
+        for trouble in [Killed, StoppedAWhile, Stopped, Restarted, Renamed, Aborted] {
+            for moment in [BeforeTheHandshake, InTheHandshake, Queued, Reading, ToldNotFreed, Idle] {
+                rows.extend(can_be(whose, trouble, moment).then_some((whose, trouble, moment)));
+            }
+        }
+    }
+    let all = std::env::var_os(ALL).is_some();
+    let backends: &[&str] = if all { &["TCP", "SHM"] } else { &["TCP"] };
+    let mut cases = Vec::new();
+    for backend in backends {
+        for (at, (whose, trouble, moment)) in rows.iter().copied().enumerate() {
+            if all || at % 3 == 0 {
+                let name = format!("struck: {whose} {trouble}, {moment}");
+                let run = move |backend: &str| {
+                    Struck { two: two(backend, whose)?, whose, trouble, moment }.row(backend)
+                };
+                cases.push(Case::new(name, backend, Tier::Whole, run));
+            }
+        }
+    }
+    cases
+}
+
+/// Two engines. That whose rank it is about has two, in processes of their own.
+fn two(backend: &str, whose: Whose) -> Result<Two, Failure> {
+    let start = |id, apart: bool| {
+        let shape = Shape { tp: if apart { 2 } else { 1 }, ..Shape::default() };
+        Engine::start(Spec { apart, shape, ..spec(id, backend) })
+    };
+    let prefill = start("prefill", whose == PrefillRank)?;
+    Ok(Two { prefill, decode: start("decode", whose == DecodeRank)?, last: 0 })
+}
+
+/// Two engines, and what befalls one of them.
+struct Struck {
+    two: Two,
+    whose: Whose,
+    trouble: Trouble,
+    moment: Moment,
+}
+
+impl Struck {
+    fn row(mut self, backend: &str) -> Check {
+        let Struck { whose, trouble, moment, .. } = self;
+        if !matches!(moment, BeforeTheHandshake | InTheHandshake) {
+            self.two.works()?;
+            self.two.all_free()?;
+        }
+        let published = self.two.published()?;
+        self.reach(&published)?;
+        let struck = Instant::now();
+        self.strike(&published.0)?;
+        if self.is_held() && !self.keeps_the_prefill() {
+            self.hold(false)?;
+        }
+        let waits = whose == DecodeEngine && trouble == StoppedAWhile;
+        if waits {
+            self.go_on_after(struck)?;
+        }
+        let ended = self.end(&published)?;
+        let after = ended.as_ref().map(|_| struck.elapsed());
+        if trouble == StoppedAWhile && !waits {
+            self.go_on_after(struck)?;
+        }
+        let back = self.blocks_come_back()?;
+        let healed = Instant::now();
+        self.heal()?;
+        self.two.works()?;
+        let works = healed.elapsed();
+        self.two.all_free()?;
+        if std::env::var_os(ALL).is_some() {
+            let ms =
+                |time: Option<Duration>| time.map_or("-".to_owned(), |time| time.as_millis().to_string());
+            let ended = ended.as_deref().unwrap_or("-");
+            let (after, works) = (ms(after), ms(Some(works)));
+            // The harness has begun a line.
+            println!("\n| {backend} | {whose} {trouble} | {moment} | {ended} | {after} | {back} | {works} |");
+        }
+        Ok(())
+    }
+
+    /// Brings a load to where it is struck.
+    fn reach(&mut self, published: &Published) -> Check {
+        match self.moment {
+            BeforeTheHandshake | Idle => Ok(()),
+            Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN),
+            InTheHandshake | Reading => {
+                self.hold(true)?;
+                self.two.begin(published, WITHIN)
+            }
+            ToldNotFreed => {
+                self.two.begin(published, CUT_OFF)?;
+                self.two.decode.arrives(&published.0, TOKENS)
+            }
+        }
+    }
+
+    /// The prefill stands still, so that the load does.
+    fn is_held(&self) -> bool {
+        matches!(self.moment, InTheHandshake | Reading)
+    }
+
+    /// Has who serves the load stand still, or go on.
+    fn hold(&mut self, still: bool) -> Check {
+        let prefill = &mut self.two.prefill;
+        match (prefill.ranks.first().filter(|_| self.moment == Reading), still) {
+            (Some(rank), true) => rank.stop(),
+            (Some(rank), false) => rank.go_on(),
+            (None, true) => prefill.process().stop(),
+            (None, false) => prefill.process().go_on(),
+        }
+    }
+
+    /// Whether who was held is who is struck, or was let go with that: nobody lets it go then.
+    fn keeps_the_prefill(&self) -> bool {
+        match self.whose {
+            PrefillEngine => true,
+            PrefillRank => self.moment == Reading,
+            DecodeRank | DecodeEngine => false,
+        }
+    }
+
+    fn struck(&mut self) -> &mut Engine {
+        if self.whose.is_prefill() { &mut self.two.prefill } else { &mut self.two.decode }
+    }
+
+    fn strike(&mut self, request: &str) -> Check {
+        let (whose, trouble, is_held) = (self.whose, self.trouble, self.is_held());
+        let engine = self.struck();
+        match trouble {
+            Killed if whose.is_rank() => engine.ranks[0].kill(),
+            Killed => engine.process().kill(),
+            Stopped | StoppedAWhile if whose.is_rank() => engine.ranks[0].stop(),
+            Stopped | StoppedAWhile => engine.process().stop(),
+            Restarted => engine.start_again(&engine.spec.id.clone()),
+            Renamed => engine.start_again(&format!("{}-new", engine.spec.id)),
+            Aborted if whose == PrefillEngine && is_held => engine.goes_on_with_an_abort(request),
+            Aborted => engine.abort(request),
+        }
+    }
+
+    fn go_on_after(&mut self, struck: Instant) -> Check {
+        std::thread::sleep((struck + A_WHILE).saturating_duration_since(Instant::now()));
+        let whose = self.whose;
+        let engine = self.struck();
+        if whose.is_rank() { engine.ranks[0].go_on() } else { engine.process().go_on() }
+    }
+
+    /// How the load ends; nothing, where nobody is there to hear it.
+    fn end(&mut self, published: &Published) -> Result<Option<String>, Failure> {
+        match (self.whose, self.trouble, self.moment) {
+            (_, _, ToldNotFreed) => return Ok(None),
+            (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
+            // The old one's loads have gone with it.
+            (DecodeEngine, Restarted | Renamed, Queued | InTheHandshake | Reading) => return Ok(None),
+            (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
+            // Who knows that a rank is lost orders nothing.
+            (DecodeRank, Killed, Queued) if self.two.decode.admit(&published.0).is_err() => {
+                self.two.decode.abort(&published.0)?;
+                return Ok(Some("rank".to_owned()));
+            }
+            (DecodeRank, Killed, Queued) => {}
+            (_, _, Queued) => self.two.decode.admit(&published.0)?,
+            (_, _, InTheHandshake | Reading) => {}
+        }
+        let began = Instant::now();
+        let answer = self.two.decode.outcome(&published.0, WITHIN + GRACE)?;
+        ensure(began.elapsed() <= WITHIN + GRACE, || format!("late: {answer:?}"))?;
+        match answer {
+            Answer::Loaded { .. } => Ok(Some("arrived".to_owned())),
+            Answer::NotLoaded { why, .. } => Ok(Some(kind_of(&why).to_owned())),
+            answer => Err(Failure::new(format!("an end was wanted, it was {answer:?}"))),
+        }
+    }
+
+    /// How long the blocks of both took to come back, as far as anybody can say.
+    fn blocks_come_back(&mut self) -> Result<String, Failure> {
+        let (whose, trouble) = (self.whose, self.trouble);
+        let gone = matches!(trouble, Killed | Stopped);
+        let began = Instant::now();
+        if !(whose == PrefillEngine && gone) {
+            let is_missed = whose == PrefillRank && trouble == Stopped;
+            self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK })?;
+        }
+        if whose == DecodeRank && trouble == Stopped {
+            // It may still write when it goes on: what it was to fill is nobody's any more.
+            let (free, all) = (self.two.decode.free()?, self.two.decode.spec.shape.blocks);
+            ensure(all - free <= TOKENS.div_ceil(self.two.decode.spec.shape.logical()), || {
+                format!("{free} of {all}")
+            })?;
+            return Ok(if free < all { "its blocks are kept".to_owned() } else { "0".to_owned() });
+        }
+        if !(whose == DecodeEngine && gone) {
+            self.two.decode.all_free(BLOCKS_BACK)?;
+        }
+        Ok(began.elapsed().as_millis().to_string())
+    }
+
+    /// Another engine takes the place of one that is gone, or has lost a rank.
+    fn heal(&mut self) -> Check {
+        if !matches!(self.trouble, Killed | Stopped) {
+            return Ok(());
+        }
+        let engine = self.struck();
+        engine.start_again(&format!("{}-again", engine.spec.id))
+    }
+}
+
+/// What has failed, in a word.
+fn kind_of(why: &str) -> &str {
+    let kinds = [
+        ("the handshake failed", "handshake"),
+        ("the transfer failed", "transfer"),
+        ("the peer had taken blocks back", "stale"),
+        ("the request's deadline", "deadline"),
+        ("this engine has lost a rank", "rank"),
+    ];
+    kinds.iter().find(|(words, _)| why.starts_with(words)).map_or(why, |(_, kind)| kind)
+}

@@ -1,4 +1,5 @@
-//! Ranks of an engine in processes of their own. The engine computes and checks in their memory, which is a file of both.
+//! Ranks of an engine in processes of their own. The engine computes and checks in their memory, which is a file of
+//! both.
 
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;

@@ -133,8 +133,8 @@ impl Connector {
     ///
     /// # Errors
     /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered; `OutOfBounds` for
-    /// blocks beyond them; `PeerLost`: a rank of this engine has not joined, or is lost. Nothing is ordered then, and no
-    /// outcome comes: compute the prompt here, or fail the request.
+    /// blocks beyond them; `PeerLost`: a rank of this engine has not joined, or is lost. Nothing is ordered then, and
+    /// no outcome comes: compute the prompt here, or fail the request.
     pub fn update_state_after_alloc(&self, request: &RequestId, allocation: Allocation) -> Result<()> {
         self.shared().allocated(request, allocation)
     }

@@ -135,7 +135,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Waits until it has its weights and its pool.
+    /// Waits until it has its weights and its pool, for as long as the socket of the model does.
     pub(crate) fn ready(&mut self, joins: bool) -> Result<()> {
         let said: std::io::Result<std::result::Result<(), String>> =
             self.head.as_ref().map_or_else(|| Err(std::io::ErrorKind::NotConnected.into()), hear);
@@ -229,7 +229,7 @@ pub fn be() -> Result<()> {
     };
     drop(socket);
     model.follow(&mut pool)?;
-    // The engine ends its connection before its model; one that was killed is missed at once.
+    // The engine ends its connection behind its model; one that was killed is missed at once.
     joined.map_or(Ok(()), |joined| joined.wait(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of)))
 }
 

@@ -17,7 +17,7 @@ use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
 use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
 use crate::kv::{self, Kv, KvTransferConfig};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result};
-use crate::rank::{self, Place, Process, Ranks};
+use crate::rank::{self, Place, Process, Ranks, Vacant};
 use crate::spoil::Spoiling;
 use crate::tokenizer::Tokenizer;
 
@@ -156,7 +156,6 @@ impl Opened {
         let (model_len, blocks) = options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
         let shape = shape(blocks);
         let (pool, memory) = kv::pool(shape)?;
-        let joins = options.transfer.is_some();
         let first = Place {
             engine,
             rank: 0,
@@ -166,21 +165,9 @@ impl Opened {
             shape,
             kv_heads: config.kv_heads,
             block_size: options.block_size,
-            joins,
+            joins: options.transfer.is_some(),
         };
-        let mut ranks = Ranks { first, memories: vec![memory], processes: Vec::new() };
-        let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
-        if let (Err(why), [_, ..]) = (&apart, &others[..]) {
-            tracing::info!("the ranks of engine {engine} are threads of one process: {why}");
-        }
-        for vacant in others {
-            let place = Place { rank: vacant.rank, ..ranks.first.clone() };
-            match apart {
-                Ok(()) => ranks.processes.push(Process::start((options.rank_process)(), &place, vacant)?),
-                Err(_) => ranks.memories.push(rank::start_thread(&place, vacant)?),
-            }
-        }
-        ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))?;
+        let ranks = Ranks { first, memories: vec![memory], processes: Vec::new() };
         let computing = Computing { model, pool, kernel_per_block: kernel_per_block as u32 };
         let limits = Limits {
             block_size: options.block_size,
@@ -191,7 +178,27 @@ impl Opened {
             prefix_cache: options.prefix_cache,
             engine,
         };
-        Ok(Opened { computing, ranks, shape, config, limits })
+        let mut opened = Opened { computing, ranks, shape, config, limits };
+        opened.fill(others, options)?;
+        Ok(opened)
+    }
+
+    /// Starts the ranks that are vacant: processes where the connector lets them be, else threads.
+    fn fill(&mut self, others: Vec<Vacant>, options: &Options) -> Result<()> {
+        let ranks = &mut self.ranks;
+        let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
+        if let (Err(why), [_, ..]) = (&apart, &others[..]) {
+            tracing::info!("the ranks of engine {} are threads of one process: {why}", ranks.first.engine);
+        }
+        for vacant in others {
+            let place = Place { rank: vacant.rank, ..ranks.first.clone() };
+            match apart {
+                Ok(()) => ranks.processes.push(Process::start((options.rank_process)(), &place, vacant)?),
+                Err(_) => ranks.memories.push(rank::start_thread(&place, vacant)?),
+            }
+        }
+        let joins = ranks.first.joins;
+        ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))
     }
 
     /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped behind it.

@@ -188,6 +188,19 @@ fn a_worker_that_cannot_be_reached_has_written_nothing_and_its_engine_is_looked_
 }
 
 #[test]
+fn a_kvx_that_is_forgotten_is_told_as_a_kvx_that_its_blocks_are_not_wanted() {
+    let mut decode = Rig::decode();
+    decode.loads(0.0, "d-1", "x-1", 100);
+    let mut listed = directory("p", 1, 1);
+    listed.engines.get_mut(&0).unwrap().is_kvx = true;
+    let asked_first = decode.queries(0.0, &listed);
+    // As it is when the load was given up before its question went out.
+    let actions = decode.unanswered(0.1, asked_first[0].pull, false);
+    let told = |action: &MooncakeAction| matches!(action, MooncakeAction::Ask { is_kvx: true, .. });
+    assert!(actions.iter().any(told), "{actions:?}");
+}
+
+#[test]
 fn an_engine_that_its_bootstrap_server_does_not_list_fails_all_that_wait_with_one_line() {
     for directory in [Ok(directory("other", 1, 1)), Ok(Default::default()), Err("no answer".to_owned())] {
         let mut decode = Rig::decode();

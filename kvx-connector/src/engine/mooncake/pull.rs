@@ -32,6 +32,8 @@ pub(super) struct Load {
 struct Answer {
     said: Said,
     address: Arc<str>,
+    /// It is a kvx, as it was listed.
+    is_kvx: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +62,8 @@ enum Said {
 #[derive(Debug)]
 pub(super) struct Pull {
     engine: EngineId,
+    /// As it was listed: it may be forgotten since.
+    is_kvx: bool,
     address: Arc<str>,
     /// Requests that wait for its answer.
     waiting: BTreeSet<RequestId>,
@@ -155,18 +159,21 @@ impl MooncakeWorker {
             Ok(workers) => workers,
             Err(why) => return self.unreachable(now, &peer, requests, why),
         };
+        let is_kvx = self.listings.is_kvx(engine);
         for requests in requests.chunks(PullRequest::MAX_ITEMS) {
             let loads = || requests.iter().filter_map(|request| self.loads.get(request));
             let asked: Vec<_> = loads().map(Load::asks).collect();
             let latest = loads().map(|load| load.order.deadline).max().unwrap_or(now);
             for address in &workers {
-                let pull = self.ask(engine, address, asked.clone(), latest);
+                let pull = self.ask((engine, is_kvx), address, asked.clone(), latest);
                 for request in requests {
                     let Some(load) = self.loads.get_mut(request) else { continue };
                     load.stage = Stage::Asked;
                     if !load.order.local.is_empty() {
-                        load.answers
-                            .insert(pull, Answer { said: Said::Nothing, address: Arc::clone(address) });
+                        load.answers.insert(
+                            pull,
+                            Answer { said: Said::Nothing, address: Arc::clone(address), is_kvx },
+                        );
                         self.pulls.entry(pull).and_modify(|pull| {
                             pull.waiting.insert(request.clone());
                         });
@@ -190,7 +197,7 @@ impl MooncakeWorker {
     /// more.
     fn ask(
         &mut self,
-        engine: &EngineId,
+        (engine, is_kvx): (&EngineId, bool),
         address: &Arc<str>,
         asked: Vec<PulledRequest>,
         latest: Time,
@@ -200,10 +207,10 @@ impl MooncakeWorker {
         let id = PullId(self.last_pull);
         let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(address);
         let question = self.question(engine, asked.clone(), brings);
-        let is_kvx = self.listings.is_kvx(engine);
         let again = (!brings).then_some(asked);
         let (engine, waiting) = (engine.clone(), BTreeSet::new());
-        self.pulls.insert(id, Pull { engine, address: Arc::clone(address), waiting, again, deadline });
+        self.pulls
+            .insert(id, Pull { engine, is_kvx, address: Arc::clone(address), waiting, again, deadline });
         self.pull_deadlines.set(id, deadline);
         self.actions.push_back(MooncakeAction::Ask {
             pull: id,
@@ -276,9 +283,9 @@ impl MooncakeWorker {
             return self.all_failed(now, pull, "the prefill asks again for a layout that it was sent", false);
         };
         let (address, engine, deadline) = (Arc::clone(&asked.address), asked.engine.clone(), asked.deadline);
+        let is_kvx = asked.is_kvx;
         self.listings.knowing.remove(&address);
         let question = self.question(&engine, again, true);
-        let is_kvx = self.listings.is_kvx(&engine);
         self.actions.push_back(MooncakeAction::Ask { pull, address, question, is_kvx, deadline });
     }
 
@@ -367,10 +374,10 @@ impl MooncakeWorker {
         let Some(load) = self.loads.get(request) else { return };
         let asked = PulledRequest { block_ids: Vec::new(), ..load.asks() };
         let unwritten = load.answers.values().filter(|answer| answer.said != Said::Written);
-        let addresses: Vec<_> = unwritten.map(|answer| Arc::clone(&answer.address)).collect();
+        let workers: Vec<_> = unwritten.map(|answer| (Arc::clone(&answer.address), answer.is_kvx)).collect();
         let engine = load.order.remote.peer.engine.clone();
-        for address in addresses {
-            self.ask(&engine, &address, vec![asked.clone()], now);
+        for (address, is_kvx) in workers {
+            self.ask((&engine, is_kvx), &address, vec![asked.clone()], now);
         }
     }
 

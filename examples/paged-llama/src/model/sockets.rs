@@ -77,8 +77,9 @@ impl Ranks for Head {
         for (index, socket) in others.iter_mut().enumerate() {
             let words = receive(socket).map_err(|error| gone(index + 1, &error))?;
             let words = words.filter(|words| words.len() == values.len());
-            let words =
-                words.ok_or_else(|| ModelError::new(format!("rank {} left within a step", index + 1)))?;
+            let words = words.ok_or_else(|| {
+                ModelError::new(format!("rank {} of the model left within a step", index + 1))
+            })?;
             given.push(words.into_iter().map(f32::from_bits).collect());
         }
         sum_in_tree(&mut given);

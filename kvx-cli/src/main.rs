@@ -133,7 +133,7 @@ fn main() -> ExitCode {
         #[cfg(feature = "serve")]
         Command::Serve { args } => serve::run(args, out),
         #[cfg(feature = "serve")]
-        Command::ServeRank => serve::be_rank(),
+        Command::ServeRank => serve::run_rank(),
         Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         #[cfg(feature = "connector")]

@@ -21,7 +21,7 @@ pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
 const LIFE: Duration = Duration::from_secs(600);
 
 #[derive(Serialize, Deserialize)]
-struct Place {
+struct RankSetup {
     shape: Shape,
     rank: (u32, u32),
     path: PathBuf,
@@ -35,9 +35,9 @@ pub(crate) fn start(connector: &Connector, shape: &Shape) -> Result<(Vec<RankMem
     let (mut memories, mut processes) = (Vec::new(), Vec::new());
     for rank in shape.ranks() {
         let (memory, file) = RankMemory::shared(shape, rank)?;
-        let place = Place { shape: shape.clone(), rank: (rank.pp, rank.tp), path: path.clone() };
+        let setup = RankSetup { shape: shape.clone(), rank: (rank.pp, rank.tp), path: path.clone() };
         let mut command = Command::new(&program);
-        command.env(VARIABLE, serde_json::to_string(&place).expect("places are JSON"));
+        command.env(VARIABLE, serde_json::to_string(&setup).expect("it is JSON"));
         processes.push(command.env_remove(fleet::VARIABLE).stdin(file).spawn().map_err(refused)?);
         memories.push(memory);
     }
@@ -46,11 +46,11 @@ pub(crate) fn start(connector: &Connector, shape: &Shape) -> Result<(Vec<RankMem
     joined.map(|()| (memories, processes))
 }
 
-/// Is a rank, until its engine has gone.
-pub(crate) fn be(place: &str) -> ! {
-    let Place { shape, rank: (pp, tp), path } =
-        serde_json::from_str(place).expect("the engine writes places");
-    let be = || -> Result<()> {
+/// The whole life of a rank: it ends with its engine.
+pub(crate) fn run(setup: &str) -> ! {
+    let RankSetup { shape, rank: (pp, tp), path } =
+        serde_json::from_str(setup).expect("the engine writes it");
+    let live = || -> Result<()> {
         let rank = WorkerRank { pp, tp };
         let file = std::io::stdin().as_fd().try_clone_to_owned().map_err(refused)?;
         let joined = Rank::join(path, rank, kvx::registry(), CUT_OFF)?;
@@ -60,7 +60,7 @@ pub(crate) fn be(place: &str) -> ! {
             .wait(LIFE)
             .unwrap_or_else(|| Err(Error::new(Kind::TimedOut, "the engine lives longer than a test")))
     };
-    match be() {
+    match live() {
         Ok(()) => std::process::exit(0),
         Err(error) => {
             eprintln!("rank {tp}: {error}");

@@ -65,8 +65,8 @@ fn start_again_with_mooncake() {
 }
 
 fn main() -> ExitCode {
-    if let Ok(place) = std::env::var(apart::VARIABLE) {
-        apart::be(&place);
+    if let Ok(setup) = std::env::var(apart::VARIABLE) {
+        apart::run(&setup);
     }
     if let Ok(spec) = std::env::var(fleet::VARIABLE) {
         engine::serve(&spec);
@@ -74,16 +74,17 @@ fn main() -> ExitCode {
     // Without them, MOONCAKE and RIXL are skipped.
     start_again_with_mooncake();
     wheel::chosen();
-    let cases = matrix::cases()
+    let others = matrix::cases()
         .into_iter()
         .chain(faults::cases())
-        .chain(faults::table::cases())
         .chain(dialects::cases())
         .chain(digests::cases())
         .chain(python::cases())
         .chain(mooncake_python::cases())
         .chain(secrets::cases())
         .chain(hosts::cases());
+    // What is wanted may be the table alone.
+    let cases = others.filter(|_| !faults::table::is_all()).chain(faults::table::cases());
     let trials = cases.filter(|case| case.tier.runs()).map(|Case { name, backend, run, .. }| {
         let title = format!("{backend}::{name}");
         Trial::test(title.clone(), move || {

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use kvx::connector::engine::WorkerRank;
-use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
 use kvx::{Memory, Result};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
@@ -141,15 +141,11 @@ impl RankMemory {
 
     pub(crate) fn caches(&self) -> Result<Caches> {
         let shape = &self.shape;
-        let layer = |at: u32| LayerCache {
-            name: format!("model.layers.{at}.attn").into(),
-            tensors: KvTensors::Together(self.memory.address() + self.offset(at, 0, 0, 0) as u64),
-            blocks: shape.kernel_blocks(),
-            block_len: shape.block_len() as u64,
-            block_stride: shape.block_len() as u64,
-            group: 0,
-            heads: shape.heads.map_or(Heads::Replicated, Heads::Sharded),
-            memory: MemoryType::Dram,
+        let layer = |at: u32| {
+            let address = self.memory.address() + self.offset(at, 0, 0, 0) as u64;
+            let heads = shape.heads.map_or(Heads::Replicated, Heads::Sharded);
+            let (name, len) = (format!("model.layers.{at}.attn"), shape.block_len() as u64);
+            LayerCache::packed(name, address, shape.kernel_blocks(), len, heads)
         };
         let layout = if shape.heads_first { KvLayout::Lbhnc } else { KvLayout::Lbnhc };
         Caches::of_layers(

@@ -55,8 +55,8 @@ pub(crate) enum Request {
     Faults {
         /// What engines suffer, not agents.
         connector: bool,
-        /// Only what has one of these in its name; empty means all.
-        only: Vec<String>,
+        /// Only what has this in its name.
+        only: Option<String>,
     },
 }
 
@@ -284,12 +284,14 @@ fn parse_soak(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
 }
 
 fn parse_faults(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
-    let (mut connector, mut only) = (false, Vec::new());
+    let (mut connector, mut only) = (false, None);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--help" | "-h" => return Ok(Request::Help),
             "connector" => connector = true,
-            "--only" => only.push(arguments.next().ok_or("`--only` takes a part of a name")?),
+            "--only" if only.is_none() => {
+                only = Some(arguments.next().ok_or("`--only` takes a part of a name")?)
+            }
             other => return Err(format!("unknown argument `{other}` of `faults`")),
         }
     }
@@ -385,7 +387,7 @@ commands:
       reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
       docs/reliability.md has; ten minutes
         connector      engines and their ranks, and the loads between them; five minutes
-        --only PART    only over this backend, or with this trouble
+        --only PART    only over this backend, or with this trouble; once
   fuzz [--seconds N] [--keep] [TARGET]...
       try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
       a C++ compiler and, the first time, the registry; tests replay what it found (fuzz/corpus)
@@ -456,11 +458,11 @@ mod tests {
             words("soak --minutes 5 --only TCP"),
             Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()] }))
         );
-        let only = || vec!["TCP".into()];
+        let only = || Some("TCP".into());
         assert_eq!(words("faults --only TCP"), Ok(Request::Faults { connector: false, only: only() }));
         let connector = Ok(Request::Faults { connector: true, only: only() });
         assert_eq!(words("faults connector --only TCP"), connector);
-        assert!(words("faults TCP").is_err());
+        assert!(words("faults TCP").is_err() && words("faults --only TCP --only SHM").is_err());
         assert!(words("soak --minutes 0").is_err() && words("soak TCP").is_err());
         let only = vec!["tcp_owner".to_owned()];
         assert_eq!(

@@ -61,7 +61,7 @@ fn main() -> ExitCode {
         Request::Peers(names) => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
         Request::Soak(options) => soak::run(&options),
-        Request::Faults { connector, only } => faults::run(connector, &only),
+        Request::Faults { connector, only } => faults::run(connector, only.as_deref()),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
         Request::Wheel { check } => wheel::command(check),

@@ -15,7 +15,7 @@ pub use kvx::{Memory, config::KvTransferConfig};
 
 use crate::engine::{Ending, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
-use crate::rank::{PATIENCE, Place, Ranks};
+use crate::rank::{AllRanks, PATIENCE, RankSetup};
 
 pub(crate) fn describe_metrics() {
     kvx::describe_metrics();
@@ -36,22 +36,22 @@ pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
 }
 
 /// A rank in a process of its own joins the engine's connection with its peers.
-pub(crate) fn join(path: &Path, place: &Place, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
-    let joined = Rank::join(path, WorkerRank { pp: 0, tp: place.rank as u32 }, kvx::registry(), PATIENCE)?;
-    joined.register(caches(&memory, place)?, [memory]).map(|()| joined)
+pub(crate) fn join(path: &Path, setup: &RankSetup, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
+    let joined = Rank::join(path, WorkerRank { pp: 0, tp: setup.rank as u32 }, kvx::registry(), PATIENCE)?;
+    joined.register(caches(&memory, setup)?, [memory]).map(|()| joined)
 }
 
 /// What lies where in a rank's pool. A block may be several blocks of the pool.
-fn caches(memory: &Memory, place: &Place) -> kvx::Result<Caches> {
-    let shape = &place.shape;
+fn caches(memory: &Memory, setup: &RankSetup) -> kvx::Result<Caches> {
+    let shape = &setup.shape;
     let layer = |at: usize| {
         let address = memory.address() + (at * shape.layer_bytes()) as u64;
         let (blocks, len) = (shape.blocks as u32, shape.block_bytes() as u64);
-        let heads = Heads::Sharded(place.kv_heads as u32);
+        let heads = Heads::Sharded(setup.kv_heads as u32);
         LayerCache::packed(format!("model.layers.{at}.self_attn.attn"), address, blocks, len, heads)
     };
     let layout = if shape.layout == PoolLayout::Nhd { KvLayout::Lbnhc } else { KvLayout::Lbhnc };
-    let (tokens, each) = (shape.block_tokens as u32, (place.block_size / shape.block_tokens) as u32);
+    let (tokens, each) = (shape.block_tokens as u32, (setup.block_size / shape.block_tokens) as u32);
     let caches = Caches::of_layers((0..shape.layers).map(layer).collect(), layout, tokens, each, 0)?;
     Ok(if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches })
 }
@@ -66,26 +66,26 @@ pub(crate) struct Kv {
 
 impl Kv {
     /// Registers the ranks' pools, and listens to peers of this `model`.
-    pub(crate) fn open(config: &KvTransferConfig, model: &str, all: &mut Ranks, wake: Wake) -> Result<Kv> {
-        let Ranks { first, memories, .. } = &*all;
-        let (shape, engine, count) = (first.shape, first.engine as u32, first.size as u32);
+    pub(crate) fn open(config: &KvTransferConfig, model: &str, all: &mut AllRanks, wake: Wake) -> Result<Kv> {
+        let AllRanks { setup, memories, .. } = &*all;
+        let (shape, engine, count) = (setup.shape, setup.engine as u32, setup.size as u32);
         let mut factors = CompatibilityFactors::from_config(config, model);
         factors.dtype = format!("torch.{}", shape.dtype.name());
-        (factors.num_kv_heads, factors.head_size) = (first.kv_heads as u32, shape.head_dim as u32);
+        (factors.num_kv_heads, factors.head_size) = (setup.kv_heads as u32, shape.head_dim as u32);
         factors.num_hidden_layers = shape.layers as u32;
         if shape.layout == PoolLayout::VllmCpu {
             factors.attn_backend_name = "CPU_ATTN".into();
         }
         let connector = Connector::builder(config, kvx::registry()).model(factors).workers(count, 1);
-        let connector = connector.block_size(first.block_size as u32).data_parallel_rank(engine);
+        let connector = connector.block_size(setup.block_size as u32).data_parallel_rank(engine);
         let connector = connector.build_blocking().map_err(Error::of)?;
         let rank = |tp: u32| {
             let rank = connector.rank(WorkerRank { pp: 0, tp })?;
             let Some(memory) = memories.get(tp as usize) else { return Ok(rank) };
-            rank.register(caches(memory, first)?, [memory.clone()])
+            rank.register(caches(memory, setup)?, [memory.clone()])
         };
         let ranks = (0..count).map(rank).collect::<kvx::Result<_>>().map_err(Error::of)?;
-        if memories.len() < first.size {
+        if memories.len() < setup.size {
             let path = std::env::temp_dir().join(format!("kvx-serve-{}-{engine}", std::process::id()));
             let joined = connector.group(&path, PATIENCE);
             all.join_at(&path, || joined.wait(2 * PATIENCE).map_err(Error::of))?;

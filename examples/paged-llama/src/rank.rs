@@ -8,12 +8,11 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -29,7 +28,7 @@ const LINE: u64 = 1 << 16;
 
 /// What a rank is told, first of all.
 #[derive(Clone, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct RankSetup {
     pub(crate) engine: usize,
     pub(crate) rank: usize,
     pub(crate) size: usize,
@@ -44,49 +43,52 @@ pub(crate) struct Place {
     pub(crate) joins: bool,
 }
 
-/// A rank that nobody is yet: both ends of its socket.
-pub(crate) struct Vacant {
+/// Both ends of the socket between rank 0 and a further rank that is to be started.
+pub(crate) struct RankSockets {
     pub(crate) rank: usize,
     member: UnixStream,
     head: UnixStream,
 }
 
 /// All ranks of an engine.
-pub(crate) struct Ranks {
-    pub(crate) first: Place,
+pub(crate) struct AllRanks {
+    /// That of rank 0, which differs from the others' by its number.
+    pub(crate) setup: RankSetup,
     /// The pools of those that are in this process: the first one's, or everybody's.
     pub(crate) memories: Vec<Arc<Memory>>,
     /// The others.
-    pub(crate) processes: Vec<Process>,
+    pub(crate) processes: Vec<RankProcess>,
 }
 
 /// A rank's process. It ends with the engine's model, and is waited for when this is dropped.
-pub(crate) struct Process {
+pub(crate) struct RankProcess {
     rank: usize,
     child: Child,
+    /// Readable when it has ended.
+    end: OwnedFd,
     /// For lines, before the first step.
     head: Option<UnixStream>,
 }
 
-/// The place of the first rank of so many, and the others that are vacant.
-pub(crate) fn places(size: usize) -> Result<(Shard, Vec<Vacant>)> {
+/// Connects so many ranks: what the first one is in the model, and the sockets of the others.
+pub(crate) fn connect(size: usize) -> Result<(Shard, Vec<RankSockets>)> {
     if size == 1 {
         return Ok((Shard::alone(), Vec::new()));
     }
     let told = |error: std::io::Error| ModelError::new(format!("the ranks' sockets: {error}"));
-    let (mut ours, mut vacant) = (Vec::new(), Vec::new());
+    let (mut ours, mut others) = (Vec::new(), Vec::new());
     for rank in 1..size {
         let (head, member) = UnixStream::pair().map_err(told)?;
-        vacant.push(Vacant { rank, member, head: head.try_clone().map_err(told)? });
+        others.push(RankSockets { rank, member, head: head.try_clone().map_err(told)? });
         ours.push(head);
     }
-    Ok((Shard::head(ours, PATIENCE).map_err(told)?, vacant))
+    Ok((Shard::head(ours, PATIENCE).map_err(told)?, others))
 }
 
 /// Has a thread of this process be that rank: its memory.
-pub(crate) fn start_thread(place: &Place, vacant: Vacant) -> Result<Arc<Memory>> {
-    let (model, mut pool, memory) = place.open(vacant.member)?;
-    let Place { engine, rank, .. } = *place;
+pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Arc<Memory>> {
+    let (model, mut pool, memory) = setup.open(sockets.member)?;
+    let RankSetup { engine, rank, .. } = *setup;
     let follow = move || {
         if let Err(why) = model.follow(&mut pool) {
             tracing::error!("rank {rank} of engine {engine}'s model has ended: {why}");
@@ -97,7 +99,7 @@ pub(crate) fn start_thread(place: &Place, vacant: Vacant) -> Result<Arc<Memory>>
     Ok(memory)
 }
 
-impl Place {
+impl RankSetup {
     /// Its share of the model, and its pool.
     fn open(&self, socket: UnixStream) -> Result<(Model, crate::model::Pool, Arc<Memory>)> {
         let shard = Shard::member(self.rank, self.size, socket);
@@ -107,7 +109,7 @@ impl Place {
     }
 }
 
-impl Ranks {
+impl AllRanks {
     /// Has those in other processes join the engine's connection with its peers at this path, until `all_have` says
     /// that they have: nobody else joins there.
     pub(crate) fn join_at(&mut self, path: &Path, all_have: impl FnOnce() -> Result<()>) -> Result<()> {
@@ -122,26 +124,26 @@ impl Ranks {
     }
 }
 
-impl Process {
-    /// Starts it by a command that ends up in [`be`].
-    pub(crate) fn start(mut command: Command, place: &Place, vacant: Vacant) -> Result<Process> {
-        let Vacant { rank, member, head } = vacant;
+impl RankProcess {
+    /// Starts it by a command that ends up in [`run`].
+    pub(crate) fn start(mut command: Command, setup: &RankSetup, sockets: RankSockets) -> Result<Self> {
+        let RankSockets { rank, member, head } = sockets;
+        let failed = |error| ModelError::new(format!("rank {rank} could not be started: {error}"));
         // What interrupts a terminal's processes is the server's to follow, and its ranks are needed to the end.
-        let child = command.stdin(OwnedFd::from(member)).process_group(0).spawn();
-        let child =
-            child.map_err(|error| ModelError::new(format!("rank {rank} could not be started: {error}")))?;
-        let mut process = Process { rank, child, head: Some(head) };
-        process.say(place)?;
+        let child = command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
+        // It is not waited for yet, so the number is its own.
+        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
+        let end = end.map_err(|error| failed(error.into()))?;
+        let mut process = RankProcess { rank, child, end, head: Some(head) };
+        process.say(setup)?;
         Ok(process)
     }
 
     /// Waits until it has its weights and its pool, for as long as the socket of the model does.
     pub(crate) fn ready(&mut self, joins: bool) -> Result<()> {
-        let said: std::io::Result<std::result::Result<(), String>> =
-            self.head.as_ref().map_or_else(|| Err(std::io::ErrorKind::NotConnected.into()), hear);
-        if !joins {
-            self.head = None;
-        }
+        let Some(head) = self.head.take() else { return Ok(()) };
+        let said: std::io::Result<std::result::Result<(), String>> = hear(&head);
+        self.head = joins.then_some(head);
         match said {
             Ok(Ok(())) => Ok(()),
             Ok(Err(why)) => Err(ModelError::new(format!("rank {}: {why}", self.rank))),
@@ -152,11 +154,10 @@ impl Process {
     /// Calls this with words when it has ended, also when it was to end.
     pub(crate) fn watch(&self, ended: impl FnOnce(String) + Send + 'static) -> Result<()> {
         let (rank, pid) = (self.rank, self.child.id());
-        let watched =
-            pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).map_err(ModelError::of)?;
+        let end = self.end.try_clone().map_err(ModelError::of)?;
         let watch = move || {
             // It is waited for when it is dropped, and killed if need be: this ends then.
-            while poll(&mut [PollFd::new(&watched, PollFlags::IN)], None) == Err(Errno::INTR) {}
+            while !is_readable(&end, None) {}
             ended(format!("rank {rank} of the model (process {pid}) has ended; its last words are above"));
         };
         let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
@@ -177,19 +178,28 @@ impl Process {
         ))
     }
 
-    fn ended(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
+    /// How it has ended, if it does in time.
+    fn ended(&mut self, within: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + within;
         loop {
-            match self.child.try_wait() {
-                Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
-                Ok(status) => return status,
-                Err(_) => return None,
+            let left = until.saturating_duration_since(Instant::now());
+            if is_readable(&self.end, Some(left)) {
+                return self.child.wait().ok();
+            }
+            if left.is_zero() {
+                return None;
             }
         }
     }
 }
 
-impl Drop for Process {
+/// Waits until it is, or the time is over. False also when a signal has come between.
+fn is_readable(file: &OwnedFd, within: Option<Duration>) -> bool {
+    let within = within.map(|within| Timespec::try_from(within).expect("seconds that fit"));
+    poll(&mut [PollFd::new(file, PollFlags::IN)], within.as_ref()) == Ok(1)
+}
+
+impl Drop for RankProcess {
     fn drop(&mut self) {
         self.head = None;
         let (rank, pid) = (self.rank, self.child.id());
@@ -209,21 +219,22 @@ impl Drop for Process {
 /// # Errors
 ///
 /// What has ended it but the end of rank 0.
-pub fn be() -> Result<()> {
+pub fn run() -> Result<()> {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().map_err(ModelError::of)?;
     let socket = UnixStream::from(stdin);
-    let place: Place = hear(&socket).map_err(|error| {
+    let setup: RankSetup = hear(&socket).map_err(|error| {
         ModelError::new(format!("no server has started this as a rank of its model: {error}; see kvx serve"))
     })?;
-    let opened = socket.try_clone().map_err(ModelError::of).and_then(|steps| place.open(steps));
+    let opened = socket.try_clone().map_err(ModelError::of).and_then(|steps| setup.open(steps));
     let ready = opened.as_ref().map(drop).map_err(ToString::to_string);
     // A server that has gone meanwhile needs no rank.
     if say(&socket, &ready).is_err() {
         return Ok(());
     }
     let (model, mut pool, memory) = opened?;
-    let joined = match place.joins.then(|| hear::<PathBuf>(&socket)) {
-        Some(Ok(path)) => Some(kv::join(&path, &place, memory).map_err(ModelError::of)?),
+    // Like the first step, it comes when rank 0 is so far, or has ended.
+    let joined = match setup.joins.then(|| hear::<PathBuf>(&socket)) {
+        Some(Ok(path)) => Some(kv::join(&path, &setup, memory).map_err(ModelError::of)?),
         Some(Err(_)) => return Ok(()),
         None => None,
     };

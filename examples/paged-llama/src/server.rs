@@ -16,8 +16,8 @@ use tokio::net::TcpListener;
 use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
 use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
 use crate::kv::{self, Kv, KvTransferConfig};
-use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, PoolShape, Result};
-use crate::rank::{self, Place, Process, Ranks, Vacant};
+use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
+use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
 use crate::spoil::Spoiling;
 use crate::tokenizer::Tokenizer;
 
@@ -45,7 +45,7 @@ pub struct Options {
     pub kernel_block_size: usize,
     /// Tensor-parallel ranks: 1, 2, 4 or 8, each with its share of the weights and a pool of its own.
     pub ranks: usize,
-    /// Starts the process of a further rank: it calls [`rank::be`] and nothing else.
+    /// Starts the process of a further rank: it calls [`rank::run`] and nothing else.
     pub rank_process: fn() -> Command,
     /// Ranks of data parallelism: each is an engine.
     pub data_parallel_size: usize,
@@ -137,8 +137,7 @@ impl Forward for Computing {
 struct Opened {
     computing: Computing,
     /// Behind the model, which they end with.
-    ranks: Ranks,
-    shape: PoolShape,
+    ranks: AllRanks,
     config: Config,
     limits: Limits,
 }
@@ -146,7 +145,7 @@ struct Opened {
 impl Opened {
     /// With so many threads for each rank of its model.
     fn of(options: &Options, engine: usize, threads: usize, kernel_per_block: usize) -> Result<Self> {
-        let (first, others) = rank::places(options.ranks)?;
+        let (first, others) = rank::connect(options.ranks)?;
         let model = Model::open(&options.folder, first)?.with_threads(threads);
         let config = model.config().clone();
         let dtype = options.dtype.unwrap_or(config.dtype);
@@ -156,7 +155,7 @@ impl Opened {
         let (model_len, blocks) = options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
         let shape = shape(blocks);
         let (pool, memory) = kv::pool(shape)?;
-        let first = Place {
+        let setup = RankSetup {
             engine,
             rank: 0,
             size: options.ranks,
@@ -167,7 +166,7 @@ impl Opened {
             block_size: options.block_size,
             joins: options.transfer.is_some(),
         };
-        let ranks = Ranks { first, memories: vec![memory], processes: Vec::new() };
+        let ranks = AllRanks { setup, memories: vec![memory], processes: Vec::new() };
         let computing = Computing { model, pool, kernel_per_block: kernel_per_block as u32 };
         let limits = Limits {
             block_size: options.block_size,
@@ -178,33 +177,35 @@ impl Opened {
             prefix_cache: options.prefix_cache,
             engine,
         };
-        let mut opened = Opened { computing, ranks, shape, config, limits };
-        opened.fill(others, options)?;
+        let mut opened = Opened { computing, ranks, config, limits };
+        opened.start_ranks(others, options)?;
         Ok(opened)
     }
 
-    /// Starts the ranks that are vacant: processes where the connector lets them be, else threads.
-    fn fill(&mut self, others: Vec<Vacant>, options: &Options) -> Result<()> {
+    /// Starts the further ranks: processes where the connector lets them be, else threads.
+    fn start_ranks(&mut self, others: Vec<RankSockets>, options: &Options) -> Result<()> {
         let ranks = &mut self.ranks;
         let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
         if let (Err(why), [_, ..]) = (&apart, &others[..]) {
-            tracing::info!("the ranks of engine {} are threads of one process: {why}", ranks.first.engine);
+            tracing::info!("the ranks of engine {} are threads of one process: {why}", ranks.setup.engine);
         }
-        for vacant in others {
-            let place = Place { rank: vacant.rank, ..ranks.first.clone() };
+        for sockets in others {
+            let setup = RankSetup { rank: sockets.rank, ..ranks.setup.clone() };
             match apart {
-                Ok(()) => ranks.processes.push(Process::start((options.rank_process)(), &place, vacant)?),
-                Err(_) => ranks.memories.push(rank::start_thread(&place, vacant)?),
+                Ok(()) => {
+                    ranks.processes.push(RankProcess::start((options.rank_process)(), &setup, sockets)?)
+                }
+                Err(_) => ranks.memories.push(rank::start_thread(&setup, sockets)?),
             }
         }
-        let joins = ranks.first.joins;
+        let joins = ranks.setup.joins;
         ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))
     }
 
     /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped behind it.
-    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<(Vec<Process>, Running)> {
-        let Opened { mut ranks, computing, shape, limits, .. } = self;
-        let len = shape.block_bytes() * computing.kernel_per_block as usize;
+    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<(Vec<RankProcess>, Running)> {
+        let Opened { mut ranks, computing, limits, .. } = self;
+        let len = ranks.setup.shape.block_bytes() * computing.kernel_per_block as usize;
         let mover = |wake| -> Result<Box<dyn Mover>> {
             let Some(transfer) = &options.transfer else { return Ok(Box::new(Alone)) };
             let memory = ranks.memories[0].clone();
@@ -288,7 +289,7 @@ pub async fn serve(
     let opened = engines.clone().map(open).collect::<Result<Vec<_>>>()?;
     let (config, limits) = (opened[0].config.clone(), opened[0].limits.clone());
     let blocks = opened.iter().map(|one| one.limits.blocks).sum();
-    let pool_bytes = opened.iter().map(|one| one.shape.bytes() * options.ranks).sum();
+    let pool_bytes = opened.iter().map(|one| one.ranks.setup.shape.bytes() * options.ranks).sum();
     let tokenizer = Arc::new(Tokenizer::open(&options.folder, &config)?);
     let source = match &options.others {
         Others::JoinThere(host, port) => Source::Head((host.clone(), *port)),

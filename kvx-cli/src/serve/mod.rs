@@ -58,13 +58,13 @@ fn rank_process() -> Command {
     command
 }
 
-/// Is a rank of a model, in a process that a server has started.
-pub(crate) fn be_rank() -> Result<()> {
-    log();
-    Ok(rank::be()?)
+/// The whole life of a rank of a model, in a process that a server has started.
+pub(crate) fn run_rank() -> Result<()> {
+    log_to_standard_error();
+    Ok(rank::run()?)
 }
 
-fn log() {
+fn log_to_standard_error() {
     tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
         .with_ansi(std::io::stderr().is_terminal())
@@ -81,7 +81,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     let surroundings = Surroundings::of_process();
     let (transfer, rest) = KvTransferConfig::from_arguments(arguments, &surroundings)?;
     let flags = Flags::read(rest)?;
-    log();
+    log_to_standard_error();
     for note in &flags.notes {
         eprintln!("kvx: {note}");
     }

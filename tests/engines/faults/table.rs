@@ -6,8 +6,14 @@ use super::*;
 use crate::engine::Answer;
 use crate::model::Shape;
 
-/// Set: all of it, and a row of the table for each.
+/// Set: all of it, a row of the table for each, and none of the engines' other tests.
 const ALL: &str = "KVX_FAULTS_ALL";
+
+/// Whether `cargo xtask faults connector` wants the table.
+pub(crate) fn is_all() -> bool {
+    std::env::var_os(ALL).is_some()
+}
+
 /// How long a load may take.
 const WITHIN: Duration = Duration::from_secs(2);
 /// When a rank is missed that stands still, and two seconds: until then its leases may have been extended.
@@ -16,7 +22,7 @@ const MISSED: Duration = Duration::from_secs(12);
 const A_WHILE: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, PartialEq)]
-enum Whose {
+enum Subject {
     PrefillRank,
     PrefillEngine,
     DecodeRank,
@@ -45,10 +51,10 @@ enum Moment {
 }
 
 use Moment::{BeforeTheHandshake, Idle, InTheHandshake, Queued, Reading, ToldNotFreed};
+use Subject::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
 use Trouble::{Aborted, Killed, Renamed, Restarted, Stopped, StoppedAWhile};
-use Whose::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
 
-impl fmt::Display for Whose {
+impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             PrefillRank => "prefill rank",
@@ -85,7 +91,7 @@ impl fmt::Display for Moment {
     }
 }
 
-impl Whose {
+impl Subject {
     fn is_rank(self) -> bool {
         matches!(self, PrefillRank | DecodeRank)
     }
@@ -96,80 +102,81 @@ impl Whose {
 }
 
 /// What can happen: a rank starts with its engine, and nothing is aborted where nothing is.
-fn can_be(whose: Whose, trouble: Trouble, moment: Moment) -> bool {
+fn can_be(subject: Subject, trouble: Trouble, moment: Moment) -> bool {
     match trouble {
-        Restarted | Renamed => !whose.is_rank(),
-        Aborted => !whose.is_rank() && !matches!(moment, ToldNotFreed | Idle | BeforeTheHandshake),
+        Restarted | Renamed => !subject.is_rank(),
+        Aborted => !subject.is_rank() && !matches!(moment, ToldNotFreed | Idle | BeforeTheHandshake),
         Killed | Stopped | StoppedAWhile => true,
     }
 }
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut rows = Vec::new();
-    for whose in [PrefillRank, PrefillEngine, DecodeRank, DecodeEngine] {
+    for subject in [PrefillRank, PrefillEngine, DecodeRank, DecodeEngine] {
         for trouble in [Killed, StoppedAWhile, Stopped, Restarted, Renamed, Aborted] {
             for moment in [BeforeTheHandshake, InTheHandshake, Queued, Reading, ToldNotFreed, Idle] {
-                rows.extend(can_be(whose, trouble, moment).then_some((whose, trouble, moment)));
+                rows.extend(can_be(subject, trouble, moment).then_some((subject, trouble, moment)));
             }
         }
     }
-    let all = std::env::var_os(ALL).is_some();
-    let backends: &[&str] = if all { &["TCP", "SHM"] } else { &["TCP"] };
+    let all = is_all();
+    let (tier, backends): (_, &[&str]) =
+        if all { (Tier::Fast, &["TCP", "SHM"]) } else { (Tier::Whole, &["TCP"]) };
     let mut cases = Vec::new();
     for backend in backends {
-        for (at, (whose, trouble, moment)) in rows.iter().copied().enumerate() {
+        for (at, (subject, trouble, moment)) in rows.iter().copied().enumerate() {
             if all || at % 3 == 0 {
-                let name = format!("struck: {whose} {trouble}, {moment}");
+                let name = format!("{subject} {trouble}, {moment}");
                 let run = move |backend: &str| {
-                    Struck { two: two(backend, whose)?, whose, trouble, moment }.row(backend)
+                    Run { two: two(backend, subject)?, subject, trouble, moment }.run(backend)
                 };
-                cases.push(Case::new(name, backend, Tier::Whole, run));
+                cases.push(Case::new(name, backend, tier, run));
             }
         }
     }
     cases
 }
 
-/// Two engines. That whose rank it is about has two, in processes of their own.
-fn two(backend: &str, whose: Whose) -> Result<Two, Failure> {
+/// Two engines. That subject rank it is about has two, in processes of their own.
+fn two(backend: &str, subject: Subject) -> Result<Two, Failure> {
     let start = |id, apart: bool| {
         let shape = Shape { tp: if apart { 2 } else { 1 }, ..Shape::default() };
         Engine::start(Spec { apart, shape, ..spec(id, backend) })
     };
-    let prefill = start("prefill", whose == PrefillRank)?;
-    Ok(Two { prefill, decode: start("decode", whose == DecodeRank)?, last: 0 })
+    let prefill = start("prefill", subject == PrefillRank)?;
+    Ok(Two { prefill, decode: start("decode", subject == DecodeRank)?, last: 0 })
 }
 
-/// Two engines, and what befalls one of them.
-struct Struck {
+/// Two engines, and what happens to one of them when.
+struct Run {
     two: Two,
-    whose: Whose,
+    subject: Subject,
     trouble: Trouble,
     moment: Moment,
 }
 
-impl Struck {
-    fn row(mut self, backend: &str) -> Check {
-        let Struck { whose, trouble, moment, .. } = self;
+impl Run {
+    fn run(mut self, backend: &str) -> Check {
+        let Run { subject, trouble, moment, .. } = self;
         if !matches!(moment, BeforeTheHandshake | InTheHandshake) {
             self.two.works()?;
             self.two.all_free()?;
         }
         let published = self.two.published()?;
         self.reach(&published)?;
-        let struck = Instant::now();
-        self.strike(&published.0)?;
-        if self.is_held() && !self.keeps_the_prefill() {
-            self.hold(false)?;
+        let since = Instant::now();
+        self.cause_trouble(&published.0)?;
+        if self.is_held() && !self.is_held_itself() {
+            self.let_go()?;
         }
-        let waits = whose == DecodeEngine && trouble == StoppedAWhile;
+        let waits = subject == DecodeEngine && trouble == StoppedAWhile;
         if waits {
-            self.go_on_after(struck)?;
+            self.go_on_after(since)?;
         }
         let ended = self.end(&published)?;
-        let after = ended.as_ref().map(|_| struck.elapsed());
+        let after = ended.as_ref().map(|_| since.elapsed());
         if trouble == StoppedAWhile && !waits {
-            self.go_on_after(struck)?;
+            self.go_on_after(since)?;
         }
         let back = self.blocks_come_back()?;
         let healed = Instant::now();
@@ -177,24 +184,26 @@ impl Struck {
         self.two.works()?;
         let works = healed.elapsed();
         self.two.all_free()?;
-        if std::env::var_os(ALL).is_some() {
+        if is_all() {
             let ms =
                 |time: Option<Duration>| time.map_or("-".to_owned(), |time| time.as_millis().to_string());
             let ended = ended.as_deref().unwrap_or("-");
             let (after, works) = (ms(after), ms(Some(works)));
             // The harness has begun a line.
-            println!("\n| {backend} | {whose} {trouble} | {moment} | {ended} | {after} | {back} | {works} |");
+            println!(
+                "\n| {backend} | {subject} {trouble} | {moment} | {ended} | {after} | {back} | {works} |"
+            );
         }
         Ok(())
     }
 
-    /// Brings a load to where it is struck.
+    /// Brings a load to the moment.
     fn reach(&mut self, published: &Published) -> Check {
         match self.moment {
             BeforeTheHandshake | Idle => Ok(()),
             Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN),
             InTheHandshake | Reading => {
-                self.hold(true)?;
+                self.hold()?;
                 self.two.begin(published, WITHIN)
             }
             ToldNotFreed => {
@@ -209,55 +218,59 @@ impl Struck {
         matches!(self.moment, InTheHandshake | Reading)
     }
 
-    /// Has who serves the load stand still, or go on.
-    fn hold(&mut self, still: bool) -> Check {
-        let prefill = &mut self.two.prefill;
-        match (prefill.ranks.first().filter(|_| self.moment == Reading), still) {
-            (Some(rank), true) => rank.stop(),
-            (Some(rank), false) => rank.go_on(),
-            (None, true) => prefill.process().stop(),
-            (None, false) => prefill.process().go_on(),
+    /// Stops the process that the load needs: for its data the prefill's rank, if that has one of its own.
+    fn hold(&mut self) -> Check {
+        match (self.moment, &self.two.prefill.ranks[..]) {
+            (Reading, [rank, ..]) => rank.stop(),
+            _ => self.two.prefill.process().stop(),
         }
     }
 
-    /// Whether who was held is who is struck, or was let go with that: nobody lets it go then.
-    fn keeps_the_prefill(&self) -> bool {
-        match self.whose {
+    fn let_go(&mut self) -> Check {
+        match (self.moment, &self.two.prefill.ranks[..]) {
+            (Reading, [rank, ..]) => rank.go_on(),
+            _ => self.two.prefill.process().go_on(),
+        }
+    }
+
+    /// Whether the process that is held is the one in trouble: the trouble says then whether it goes on.
+    fn is_held_itself(&self) -> bool {
+        match self.subject {
             PrefillEngine => true,
             PrefillRank => self.moment == Reading,
             DecodeRank | DecodeEngine => false,
         }
     }
 
-    fn struck(&mut self) -> &mut Engine {
-        if self.whose.is_prefill() { &mut self.two.prefill } else { &mut self.two.decode }
+    fn subject(&mut self) -> &mut Engine {
+        if self.subject.is_prefill() { &mut self.two.prefill } else { &mut self.two.decode }
     }
 
-    fn strike(&mut self, request: &str) -> Check {
-        let (whose, trouble, is_held) = (self.whose, self.trouble, self.is_held());
-        let engine = self.struck();
+    fn cause_trouble(&mut self, request: &str) -> Check {
+        let (subject, trouble, is_held) = (self.subject, self.trouble, self.is_held());
+        let engine = self.subject();
         match trouble {
-            Killed if whose.is_rank() => engine.ranks[0].kill(),
+            Killed if subject.is_rank() => engine.ranks[0].kill(),
             Killed => engine.process().kill(),
-            Stopped | StoppedAWhile if whose.is_rank() => engine.ranks[0].stop(),
+            Stopped | StoppedAWhile if subject.is_rank() => engine.ranks[0].stop(),
             Stopped | StoppedAWhile => engine.process().stop(),
             Restarted => engine.start_again(&engine.spec.id.clone()),
             Renamed => engine.start_again(&format!("{}-new", engine.spec.id)),
-            Aborted if whose == PrefillEngine && is_held => engine.goes_on_with_an_abort(request),
+            Aborted if subject == PrefillEngine && is_held => engine.goes_on_with_an_abort(request),
             Aborted => engine.abort(request),
         }
     }
 
-    fn go_on_after(&mut self, struck: Instant) -> Check {
-        std::thread::sleep((struck + A_WHILE).saturating_duration_since(Instant::now()));
-        let whose = self.whose;
-        let engine = self.struck();
-        if whose.is_rank() { engine.ranks[0].go_on() } else { engine.process().go_on() }
+    fn go_on_after(&mut self, since: Instant) -> Check {
+        std::thread::sleep((since + A_WHILE).saturating_duration_since(Instant::now()));
+        let subject = self.subject;
+        let engine = self.subject();
+        if subject.is_rank() { engine.ranks[0].go_on() } else { engine.process().go_on() }
     }
 
     /// How the load ends; nothing, where nobody is there to hear it.
     fn end(&mut self, published: &Published) -> Result<Option<String>, Failure> {
-        match (self.whose, self.trouble, self.moment) {
+        match (self.subject, self.trouble, self.moment) {
             (_, _, ToldNotFreed) => return Ok(None),
             (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
             // The old one's loads have gone with it.
@@ -284,14 +297,14 @@ impl Struck {
 
     /// How long the blocks of both took to come back, as far as anybody can say.
     fn blocks_come_back(&mut self) -> Result<String, Failure> {
-        let (whose, trouble) = (self.whose, self.trouble);
+        let (subject, trouble) = (self.subject, self.trouble);
         let gone = matches!(trouble, Killed | Stopped);
         let began = Instant::now();
-        if !(whose == PrefillEngine && gone) {
-            let is_missed = whose == PrefillRank && trouble == Stopped;
+        if !(subject == PrefillEngine && gone) {
+            let is_missed = subject == PrefillRank && trouble == Stopped;
             self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK })?;
         }
-        if whose == DecodeRank && trouble == Stopped {
+        if subject == DecodeRank && trouble == Stopped {
             // It may still write when it goes on: what it was to fill is nobody's any more.
             let (free, all) = (self.two.decode.free()?, self.two.decode.spec.shape.blocks);
             ensure(all - free <= TOKENS.div_ceil(self.two.decode.spec.shape.logical()), || {
@@ -299,7 +312,7 @@ impl Struck {
             })?;
             return Ok(if free < all { "its blocks are kept".to_owned() } else { "0".to_owned() });
         }
-        if !(whose == DecodeEngine && gone) {
+        if !(subject == DecodeEngine && gone) {
             self.two.decode.all_free(BLOCKS_BACK)?;
         }
         Ok(began.elapsed().as_millis().to_string())
@@ -310,7 +323,7 @@ impl Struck {
         if !matches!(self.trouble, Killed | Stopped) {
             return Ok(());
         }
-        let engine = self.struck();
+        let engine = self.subject();
         engine.start_again(&format!("{}-again", engine.spec.id))
     }
 }

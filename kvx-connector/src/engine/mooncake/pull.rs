@@ -31,8 +31,14 @@ pub(super) struct Load {
 #[derive(Debug)]
 struct Answer {
     said: Said,
+    of: PrefillWorker,
+}
+
+/// A worker of a prefill as it was listed when it was asked: its listing may be forgotten since.
+#[derive(Clone, Debug)]
+struct PrefillWorker {
+    engine: EngineId,
     address: Arc<str>,
-    /// It is a kvx, as it was listed.
     is_kvx: bool,
 }
 
@@ -61,10 +67,7 @@ enum Said {
 /// One question to one worker of a prefill.
 #[derive(Debug)]
 pub(super) struct Pull {
-    engine: EngineId,
-    /// As it was listed: it may be forgotten since.
-    is_kvx: bool,
-    address: Arc<str>,
+    to: PrefillWorker,
     /// Requests that wait for its answer.
     waiting: BTreeSet<RequestId>,
     /// What it asked for, to be asked again with the layout. Of a question that had it, nothing.
@@ -165,15 +168,13 @@ impl MooncakeWorker {
             let asked: Vec<_> = loads().map(Load::asks).collect();
             let latest = loads().map(|load| load.order.deadline).max().unwrap_or(now);
             for address in &workers {
-                let pull = self.ask((engine, is_kvx), address, asked.clone(), latest);
+                let worker = PrefillWorker { engine: engine.clone(), address: Arc::clone(address), is_kvx };
+                let pull = self.ask(worker.clone(), asked.clone(), latest);
                 for request in requests {
                     let Some(load) = self.loads.get_mut(request) else { continue };
                     load.stage = Stage::Asked;
                     if !load.order.local.is_empty() {
-                        load.answers.insert(
-                            pull,
-                            Answer { said: Said::Nothing, address: Arc::clone(address), is_kvx },
-                        );
+                        load.answers.insert(pull, Answer { said: Said::Nothing, of: worker.clone() });
                         self.pulls.entry(pull).and_modify(|pull| {
                             pull.waiting.insert(request.clone());
                         });
@@ -195,31 +196,33 @@ impl MooncakeWorker {
 
     /// Asks one worker. Its answer is of use for a while after the last load's deadline: it may say that it writes no
     /// more.
-    fn ask(
-        &mut self,
-        (engine, is_kvx): (&EngineId, bool),
-        address: &Arc<str>,
-        asked: Vec<PulledRequest>,
-        latest: Time,
-    ) -> PullId {
+    fn ask(&mut self, worker: PrefillWorker, asked: Vec<PulledRequest>, latest: Time) -> PullId {
         let deadline = latest + self.settings.load_timeout;
         self.last_pull += 1;
         let id = PullId(self.last_pull);
-        let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(address);
-        let question = self.question(engine, asked.clone(), brings);
-        let again = (!brings).then_some(asked);
-        let (engine, waiting) = (engine.clone(), BTreeSet::new());
-        self.pulls
-            .insert(id, Pull { engine, is_kvx, address: Arc::clone(address), waiting, again, deadline });
+        let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(&worker.address);
+        let again = (!brings).then(|| asked.clone());
+        self.send(id, &worker, asked, brings, deadline);
+        self.pulls.insert(id, Pull { to: worker, waiting: BTreeSet::new(), again, deadline });
         self.pull_deadlines.set(id, deadline);
+        id
+    }
+
+    fn send(
+        &mut self,
+        pull: PullId,
+        worker: &PrefillWorker,
+        asked: Vec<PulledRequest>,
+        brings: bool,
+        deadline: Time,
+    ) {
         self.actions.push_back(MooncakeAction::Ask {
-            pull: id,
-            address: Arc::clone(address),
-            question,
-            is_kvx,
+            pull,
+            address: Arc::clone(&worker.address),
+            question: self.question(&worker.engine, asked, brings),
+            is_kvx: worker.is_kvx,
             deadline,
         });
-        id
     }
 
     fn question(&self, engine: &EngineId, req_blocks: Vec<PulledRequest>, brings: bool) -> Box<PullRequest> {
@@ -247,7 +250,7 @@ impl MooncakeWorker {
             }
         };
         if response.layout_id != 0 && response.layout_id == self.own.layout_id {
-            self.listings.knowing.insert(Arc::clone(&asked.address));
+            self.listings.knowing.insert(Arc::clone(&asked.to.address));
         }
         let why = response.err_msg.unwrap_or_else(|| "the prefill does not say why".into());
         let settled = response.kvx_settled;
@@ -255,7 +258,7 @@ impl MooncakeWorker {
             PullStatus::LayoutMiss => return self.ask_again(now, pull),
             PullStatus::Error => {
                 // Another engine may listen there now: the next request asks the bootstrap server.
-                let engine = asked.engine.clone();
+                let engine = asked.to.engine.clone();
                 self.listings.forget(&engine);
                 return self.all_failed(now, pull, &why, settled);
             }
@@ -282,18 +285,16 @@ impl MooncakeWorker {
         let Some(again) = asked.again.take() else {
             return self.all_failed(now, pull, "the prefill asks again for a layout that it was sent", false);
         };
-        let (address, engine, deadline) = (Arc::clone(&asked.address), asked.engine.clone(), asked.deadline);
-        let is_kvx = asked.is_kvx;
-        self.listings.knowing.remove(&address);
-        let question = self.question(&engine, again, true);
-        self.actions.push_back(MooncakeAction::Ask { pull, address, question, is_kvx, deadline });
+        let (worker, deadline) = (asked.to.clone(), asked.deadline);
+        self.listings.knowing.remove(&worker.address);
+        self.send(pull, &worker, again, true, deadline);
     }
 
     /// No answer comes any more.
     pub fn unanswered(&mut self, now: Time, pull: PullId, how: Unanswered) {
         let Some(asked) = self.pulls.get(&pull) else { return };
         // Whoever listens there now, the bootstrap server knows.
-        let engine = asked.engine.clone();
+        let engine = asked.to.engine.clone();
         self.listings.forget(&engine);
         self.all_failed(now, pull, &how.error, !how.delivered);
     }
@@ -374,10 +375,9 @@ impl MooncakeWorker {
         let Some(load) = self.loads.get(request) else { return };
         let asked = PulledRequest { block_ids: Vec::new(), ..load.asks() };
         let unwritten = load.answers.values().filter(|answer| answer.said != Said::Written);
-        let workers: Vec<_> = unwritten.map(|answer| (Arc::clone(&answer.address), answer.is_kvx)).collect();
-        let engine = load.order.remote.peer.engine.clone();
-        for (address, is_kvx) in workers {
-            self.ask((&engine, is_kvx), &address, vec![asked.clone()], now);
+        let workers: Vec<_> = unwritten.map(|answer| answer.of.clone()).collect();
+        for worker in workers {
+            self.ask(worker, vec![asked.clone()], now);
         }
     }
 

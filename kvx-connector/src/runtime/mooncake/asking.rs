@@ -26,7 +26,7 @@ const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
 
 /// Whether a question asks for blocks, and not for the end of a request alone.
 fn wants(wanted: &PulledRequest) -> bool {
-    !wanted.block_ids.iter().all(Vec::is_empty)
+    wanted.block_ids.iter().any(|blocks| !blocks.is_empty())
 }
 
 /// One question that goes to a worker of a prefill.

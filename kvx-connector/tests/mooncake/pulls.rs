@@ -298,6 +298,27 @@ fn an_abort_while_the_bootstrap_server_is_asked_gives_the_blocks_back_at_once() 
 }
 
 #[test]
+fn a_question_that_gives_blocks_back_goes_on_when_its_other_load_is_given_up() {
+    let mut decode = Rig::decode();
+    decode.loads(0.0, "d-1", "x-1", 100);
+    decode.loads(0.0, "d-2", "x-2", 200);
+    let actions = decode.step(0.0);
+    let [MooncakeAction::Query { query, .. }] = &actions[..] else { panic!("{actions:?}") };
+    decode.ends(0.1, "d-1", Status::Aborted, &[100, 101, 102]);
+    decode.step(0.1);
+    let asked = decode.queried(0.2, *query, Ok(directory("p", 1, 1)));
+    assert_eq!(asked[0].wants(), [("d-1", "x-1", vec![]), ("d-2", "x-2", vec![200, 201, 202])]);
+    decode.ends(0.3, "d-2", Status::Aborted, &[200, 201, 202]);
+    let mut actions = decode.step(0.3);
+    decode.worker.fenced(at(0.4), &"d-2".into());
+    actions.extend(decode.actions());
+    let ends = |action: &MooncakeAction| matches!(action, MooncakeAction::Hangup { .. });
+    assert!(!actions.iter().any(ends), "it may not have gone out yet: {actions:?}");
+    decode.answered(0.5, asked[0].pull, &response(Finish, &["d-1"], &["d-2"]));
+    assert_eq!(self::asked(&decode.step(0.6)).len(), 0);
+}
+
+#[test]
 fn answers_that_nobody_can_have_meant_change_nothing_of_others() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);

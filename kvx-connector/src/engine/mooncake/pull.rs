@@ -70,6 +70,8 @@ pub(super) struct Pull {
     to: PrefillWorker,
     /// Requests that wait for its answer.
     waiting: BTreeSet<RequestId>,
+    /// It also says which blocks are not wanted: it goes on when nobody waits any more.
+    gives_back: bool,
     /// What it asked for, to be asked again with the layout. Of a question that had it, nothing.
     again: Option<Vec<PulledRequest>>,
     deadline: Time,
@@ -202,8 +204,9 @@ impl MooncakeWorker {
         let id = PullId(self.last_pull);
         let brings = self.own.layout_id == 0 || !self.listings.knowing.contains(&worker.address);
         let again = (!brings).then(|| asked.clone());
+        let gives_back = asked.iter().any(|asked| asked.block_ids.iter().all(Vec::is_empty));
         self.send(id, &worker, asked, brings, deadline);
-        self.pulls.insert(id, Pull { to: worker, waiting: BTreeSet::new(), again, deadline });
+        self.pulls.insert(id, Pull { to: worker, waiting: BTreeSet::new(), gives_back, again, deadline });
         self.pull_deadlines.set(id, deadline);
         id
     }
@@ -410,7 +413,7 @@ impl MooncakeWorker {
         for pull in load.answers.keys() {
             let Some(asked) = self.pulls.get_mut(pull) else { continue };
             asked.waiting.remove(request);
-            if asked.waiting.is_empty() {
+            if asked.waiting.is_empty() && !asked.gives_back {
                 self.hang_up(*pull);
             }
         }

@@ -432,6 +432,8 @@ fn decode_restarted(backend: &str) -> Check {
         // They outlast the start of a process on a busy machine.
         let mut two = Two::with_leases(backend, 60)?;
         two.works()?;
+        // A decode that is killed before it has said so costs a lease.
+        two.prefill.all_free(BLOCKS_BACK)?;
         let Places { queued, reading, idle } = two.spread(CUT_OFF)?;
         let id = two.decode.spec.id.clone();
         two.decode.start_again(&if same { id } else { format!("{id}-new") })?;

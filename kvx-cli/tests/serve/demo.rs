@@ -11,7 +11,7 @@ use crate::server::LIMIT;
 
 fn demo(arguments: &[&str]) -> (Output, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    let output = kvx_testkit::output(command.arg("demo").args(arguments), LIMIT * 2);
+    let output = kvx_testkit::output(command.arg("demo").args(arguments), LIMIT * 6);
     let text =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     (output, text)

@@ -127,7 +127,11 @@ impl Row {
     /// A library that was found is the next step of a backend that lacks it.
     fn with(mut self, found: &[Found]) -> Self {
         if let Some(found) = found.iter().find(|found| found.backend == self.name && !self.available) {
-            let set = format!("set {}={}", found.variable, found.path.display());
+            let path = found.path.display();
+            let set = match found.variable {
+                wheels::MOONCAKE_ENGINE => format!("run `kvx mooncake-adapter FOLDER --engine {path}`"),
+                variable => format!("set {variable}={path}"),
+            };
             self.next_step = Some(match self.next_step {
                 Some(feature) if !self.compiled => format!("{feature}, then {set}"),
                 None => format!("with a release that has it, {set}"),
@@ -197,6 +201,9 @@ fn tell_found(found: &[Found], rows: &[Row], out: &mut dyn Write) -> Result<()> 
     for Found { backend, variable, path } in found {
         let use_of_it = match rows.iter().find(|row| row.name == *backend) {
             Some(row) if row.available => "  # not needed: it is available without",
+            Some(row) if row.compiled && *variable == wheels::MOONCAKE_ENGINE => {
+                "  # behind what `kvx mooncake-adapter` makes"
+            }
             Some(row) if row.compiled => "",
             _ => "  # no use yet: the backend is not in this build",
         };

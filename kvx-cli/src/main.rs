@@ -9,6 +9,8 @@ mod demo;
 mod devices;
 #[cfg(feature = "serve")]
 mod make_model;
+#[cfg(feature = "mooncake")]
+mod mooncake_adapter;
 mod nixl;
 #[cfg(feature = "connector")]
 mod probe;
@@ -59,6 +61,9 @@ enum Command {
     Bench(Box<bench::Arguments>),
     /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
     Nixl(nixl::Arguments),
+    /// Make, or find, the library that leads kvx to the engine in Mooncake's wheel, and say what to set.
+    #[cfg(feature = "mooncake")]
+    MooncakeAdapter(mooncake_adapter::Arguments),
     /// Ask a prefill's side channel for its handshake, and say what of an engine would not fit it.
     #[cfg(feature = "connector")]
     Probe(probe::Arguments),
@@ -134,6 +139,8 @@ fn main() -> ExitCode {
         Command::Serve { args } => serve::run(args, out),
         #[cfg(feature = "serve")]
         Command::ServeRank => serve::run_rank(),
+        #[cfg(feature = "mooncake")]
+        Command::MooncakeAdapter(arguments) => mooncake_adapter::run(&arguments, out),
         Command::Nixl(arguments) => nixl::run(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, &registry, out),
         #[cfg(feature = "connector")]

@@ -8,10 +8,13 @@ use std::path::{Path, PathBuf};
 pub(crate) const PLACES: &str =
     "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
 
+/// Names an engine that kvx opens behind an adapter: `kvx mooncake-adapter`.
+pub(crate) const MOONCAKE_ENGINE: &str = "KVX_MOONCAKE_ENGINE";
+
 /// Places below a folder of packages (`site-packages`).
 const IN_WHEELS: &[WheelPattern] = &[
     WheelPattern::new("UCX", "KVX_UCX_LIB", "libucx/lib/libucp.so.0"),
-    WheelPattern::new("MOONCAKE", "KVX_MOONCAKE_ENGINE", "mooncake/engine*.so"),
+    WheelPattern::new("MOONCAKE", MOONCAKE_ENGINE, "mooncake/engine*.so"),
     WheelPattern::new("RIXL", "KVX_RIXL_LIB", ".nixl*.mesonpy.libs/libnixl_capi.so"),
 ];
 

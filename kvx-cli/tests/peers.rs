@@ -92,6 +92,45 @@ fn mooncakes_python_engine_is_measured_beside_kvx() {
 }
 
 #[test]
+fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
+    let wheel = Wheel::mooncake("the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings");
+    let Some(wheel) = wheel else { return };
+    let packages = wheel.python.parent().and_then(Path::parent).unwrap().join("lib");
+    let pythons = std::fs::read_dir(packages).unwrap().flatten();
+    let engine = pythons.map(|python| python.path().join("site-packages/mooncake/engine.so"));
+    let engine = engine.into_iter().find(|file| file.exists()).unwrap().display().to_string();
+    let folder = std::env::temp_dir().join(format!("kvx-adapter-{}", std::process::id()));
+    let made = folder.display().to_string();
+    let run = |arguments: &[&str], compiler: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        let output = output(command.arg("mooncake-adapter").args(arguments).env("CXX", compiler), LIMIT);
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.success(), text(&output.stdout), text(&output.stderr))
+    };
+    let (worked, told, wrong) = run(&[&made, "--engine", &engine], "");
+    assert!(worked, "{told}\n{wrong}");
+    let file = folder.join("libkvx_mooncake_adapter.so");
+    assert_eq!(
+        told,
+        format!("export KVX_MOONCAKE_LIB={}\nexport KVX_MOONCAKE_ENGINE={engine}\n", file.display())
+    );
+    assert!(wrong.contains("wheel 0."), "{wrong}");
+    // What cannot be made leaves the old ones, and nothing else.
+    let missing = "/nonexistent/c++";
+    for (arguments, compiler, words) in [
+        (&[&made, "--engine", &engine][..], missing, "could not be started"),
+        (&[&made, "--engine", &engine], "false", "could not make"),
+        (&[&made, "--engine", missing], "", "is no file"),
+        (&["--engine", &engine], "", "name a folder to make it in"),
+    ] {
+        let (worked, told, wrong) = run(arguments, compiler);
+        assert!(!worked && told.is_empty() && wrong.contains(words), "{words}: {told}\n{wrong}");
+    }
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 2);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn nixls_python_agent_is_measured_beside_kvx() {
     let Some(wheel) = Wheel::nixl("nixls_python_agent_is_measured_beside_kvx") else { return };
     wheel.is_measured_beside("RIXL", "kvx-rixl/benches/nixl_beside.py", "nixl");

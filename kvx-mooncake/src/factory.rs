@@ -11,6 +11,7 @@ use kvx_core::{
     Revocation, Unavailable, WithoutAList,
 };
 
+use crate::adapter;
 use crate::blocking_calls::BlockingCalls;
 use crate::config::{Config, rdma_devices};
 use crate::error::NAME;
@@ -35,6 +36,13 @@ impl Mooncake {
     pub fn or_files(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
         self.files.extend(files);
         self
+    }
+
+    /// The names of two shared libraries, and the C++17 that `kvx mooncake-adapter` makes each of. The first exports
+    /// Mooncake's C functions and calls the engine in Mooncake's wheel; the second, in the same folder, is what that engine
+    /// loads in the place of its client for etcd. `KVX_MOONCAKE_LIB` names the first, `KVX_MOONCAKE_ENGINE` the engine.
+    pub fn adapter_sources() -> [(&'static str, String); 2] {
+        adapter::sources()
     }
 
     fn library(&self, config: &Config) -> Result<&'static Library, Unavailable> {

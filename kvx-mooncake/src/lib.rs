@@ -2,6 +2,7 @@
 #![cfg(target_os = "linux")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod adapter;
 mod address;
 mod batches;
 mod blocking_calls;

@@ -30,7 +30,7 @@ fn another_library_is_refused_by_the_symbol_that_it_lacks() {
             assert_eq!(error.kind(), Kind::Unavailable);
             let sentence = error.to_string();
             assert!(sentence.contains("libm.so.6 has no symbol createTransferEngine"), "{sentence}");
-            assert!(sentence.contains("cargo xtask peers mooncake"), "it says what to do: {sentence}");
+            assert!(sentence.contains("kvx mooncake-adapter"), "it says what to do: {sentence}");
         }
     }
 }

@@ -129,7 +129,20 @@ fn build(library: &SharedLibrary, root: &Path, folder: &Path, until: Instant) ->
         println!("{file}: built");
         return Ok(());
     }
-    let unfinished = folder.join(format!("{file}.new"));
+    let mut options = Vec::from_iter(soname.map(|soname| format!("-Wl,-soname,{soname}")));
+    if let Some((name, below)) = path_macro {
+        let found = site_packages(&folder.join("venv"))
+            .map(|packages| packages.join(below))
+            .find(|path| path.exists());
+        let found = found.ok_or_else(|| format!("the wheel has no {below}"))?;
+        options.push(format!("-D{name}=\"{}\"", std::path::absolute(found)?.display()));
+    }
+    compile(&root.join(source), &options, &output, until)
+}
+
+/// Makes a shared library of one C++ file.
+fn compile(source: &Path, options: &[String], output: &Path, until: Instant) -> Result<()> {
+    let unfinished = output.with_extension("so.new");
     let mut compile = Command::new("c++");
     compile.args([
         "-std=c++17",
@@ -141,21 +154,26 @@ fn build(library: &SharedLibrary, root: &Path, folder: &Path, until: Instant) ->
         "-fPIC",
         "-fvisibility=hidden",
     ]);
-    if let Some(soname) = soname {
-        compile.arg(format!("-Wl,-soname,{soname}"));
-    }
-    if let Some((name, below)) = path_macro {
-        let found = site_packages(&folder.join("venv"))
-            .map(|packages| packages.join(below))
-            .find(|path| path.exists());
-        let found = found.ok_or_else(|| format!("the wheel has no {below}"))?;
-        compile.arg(format!("-D{name}=\"{}\"", std::path::absolute(found)?.display()));
-    }
-    compile.arg(root.join(source)).arg("-o").arg(&unfinished).arg("-ldl");
+    compile.args(options).arg(source).arg("-o").arg(&unfinished).arg("-ldl");
     must_succeed(compile, until)?;
     // A process that has the old one open keeps it.
     std::fs::rename(unfinished, output)?;
     Ok(())
+}
+
+/// Makes the libraries over Mooncake's wheel for other machines: they are told where the wheel lies.
+pub(crate) fn portable_adapter(folder: &Path, until: Instant) -> Result<()> {
+    for SharedLibrary { file, source, .. } in PEERS.iter().flat_map(|peer| peer.libraries) {
+        let options = ["-s".to_owned(), format!("-Wl,-soname,{file}")];
+        compile(&crate::root().join(source), &options, &folder.join(file), until)?;
+    }
+    Ok(())
+}
+
+/// The engine of Mooncake's wheel, where `--install` has put it.
+pub(crate) fn mooncake_engine(target: &Path) -> Option<PathBuf> {
+    let environment = target.join("peers/mooncake/venv");
+    site_packages(&environment).map(|packages| packages.join("mooncake/engine.so")).find(|file| file.exists())
 }
 
 /// Whether a file is there and not older than what it is made from.

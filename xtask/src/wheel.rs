@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::install::{Wheel, install_wheel, must_succeed, site_packages};
 use crate::metadata::Metadata;
+use crate::peers;
 use crate::process::{self, Output};
 
 /// The limit of the whole command.
@@ -77,6 +78,8 @@ fn make(target: &Path, until: Instant) -> Result<PathBuf> {
         std::fs::copy(target.join("release").join(file), &to)?;
         std::fs::set_permissions(&to, std::fs::Permissions::from_mode(0o755))?;
     }
+    // `kvx mooncake-adapter` takes them where there is no compiler.
+    peers::portable_adapter(&package.join("bin"), until)?;
     let environment = target.join("peers/wheel/venv");
     check_plugin(&package.join("bin").join(PLUGIN), &environment, until)?;
     for licence in ["LICENSE-APACHE", "LICENSE-MIT"] {
@@ -257,7 +260,12 @@ fn used_in_a_new_environment(wheel: &Path, target: &Path, until: Instant) -> Res
     }
     let mut version = Command::new(environment.join("bin/kvx"));
     version.arg("--version");
-    must_succeed(version, until)
+    must_succeed(version, until)?;
+    let engine = peers::mooncake_engine(target);
+    let engine = engine.ok_or("Mooncake's wheel is not installed: cargo xtask test --install")?;
+    let mut adapter = Command::new(environment.join("bin/kvx"));
+    adapter.args(["mooncake-adapter", "--engine"]).arg(engine);
+    must_succeed(adapter, until)
 }
 
 fn left(until: Instant) -> Duration {

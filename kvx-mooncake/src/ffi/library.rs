@@ -12,11 +12,14 @@ use super::{adapter_bindings, bindings, self_test, sockets};
 /// The variable that names the library.
 const VARIABLE: &str = "KVX_MOONCAKE_LIB";
 const NAMES: &[&str] = &["libtransfer_engine.so"];
-/// The adapter over a wheel, as `cargo xtask peers mooncake` names it.
-const ADAPTER: &str = "libkvx_mooncake_adapter.so";
-const CURE: &str = "install Mooncake's libtransfer_engine.so, or, for the wheel \
-                    mooncake-transfer-engine-non-cuda, run `cargo xtask peers mooncake` and set KVX_MOONCAKE_LIB to \
-                    target/peers/mooncake/libkvx_mooncake_adapter.so";
+const CURE: &str = "install Mooncake's libtransfer_engine.so, or the wheel mooncake-transfer-engine-non-cuda, and run \
+                    `kvx mooncake-adapter FOLDER`, which says what to set";
+/// Where the wheel's engine asks for these it is the one for CUDA.
+const OF_CUDA: [&str; 2] = ["libcudart", "libcuda."];
+const CURE_OF_CUDA: &str = "this is Mooncake's wheel for CUDA: install NVIDIA's driver and CUDA's runtime (pip install \
+                            nvidia-cuda-runtime-cu12, its lib folder in LD_LIBRARY_PATH), or the wheel \
+                            mooncake-transfer-engine-non-cuda in its place";
+const CURE_OF_A_WHEEL: &str = "apt install libpython3.11 libibverbs1 libnuma1 libcurl4";
 const INHERITED: &str = "start them before agents, or with all other files closed";
 /// How grave the lines of the engine's log are.
 const ERRORS: c_int = 2;
@@ -103,10 +106,7 @@ impl Library {
             // SAFETY: it may be called at any time; handlers that it installs are put back by the caller.
             let why = unsafe { text((adapter.kvx_mooncake_load)(wanted.etcd.into())) };
             if let Some(why) = why {
-                return Err(Unavailable::because(
-                    format!("{} cannot load the wheel's engine: {why}", path.display()),
-                    "apt install libpython3.11 libibverbs1 libnuma1 libcurl4, and run `cargo xtask peers mooncake` again",
-                ));
+                return Err(not_loaded(&path, &why));
             }
             version = format!("wheel {wheel}");
         }
@@ -194,11 +194,20 @@ fn explained(mut why: Unavailable) -> Unavailable {
     let named = why.value.as_deref().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     if named.is_some_and(|name| name.starts_with("engine") && name.ends_with(".so")) {
         why.missing = format!("{VARIABLE} names a wheel's engine, which has no C interface: {}", why.missing);
-        why.cure = format!(
-            "run `cargo xtask peers mooncake`, set {VARIABLE} to {ADAPTER} and KVX_MOONCAKE_ENGINE to this file"
-        );
+        why.cure = "run `kvx mooncake-adapter FOLDER` with this file behind --engine, and set what \
+                    it says"
+            .to_owned();
     }
     why
+}
+
+/// The wheel's engine lacks something.
+fn not_loaded(adapter: &Path, why: &str) -> Unavailable {
+    let is_for_cuda = OF_CUDA.iter().any(|library| why.contains(library));
+    Unavailable::because(
+        format!("{} cannot load the wheel's engine: {why}", adapter.display()),
+        if is_for_cuda { CURE_OF_CUDA } else { CURE_OF_A_WHEEL },
+    )
 }
 
 fn unknown_wheel(version: &str) -> Unavailable {
@@ -263,9 +272,19 @@ mod tests {
         let mut why = Unavailable::because("engine.so does not load", CURE);
         why.value = Some("/venv/mooncake/engine.cpython-311.so".into());
         let why = explained(why).to_string();
-        assert!(why.contains("wheel's engine") && why.contains("KVX_MOONCAKE_ENGINE"), "{why}");
+        assert!(why.contains("wheel's engine") && why.contains("--engine"), "{why}");
         let other = explained(Unavailable::because("x", CURE));
         assert_eq!(other.cure, CURE);
+    }
+
+    #[test]
+    fn a_wheel_for_cuda_is_told_from_one_that_lacks_something_else() {
+        let cure = |missing: &str| {
+            let why = format!("{missing}: cannot open shared object file: No such file or directory");
+            not_loaded(Path::new("/adapter.so"), &why).cure
+        };
+        assert!(["libcudart.so.12", "libcuda.so.1"].iter().all(|missing| cure(missing).contains("for CUDA")));
+        assert!(cure("libibverbs.so.1").starts_with("apt install"));
     }
 
     #[test]

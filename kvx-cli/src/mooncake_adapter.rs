@@ -1,0 +1,122 @@
+//! `kvx mooncake-adapter`: the library that leads kvx to the engine in Mooncake's wheel, made or found, and tried.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kvx::Mooncake;
+
+use crate::Result;
+use crate::wheels::{self, Environments, MOONCAKE_ENGINE as ENGINE};
+
+const LIBRARY: &str = "KVX_MOONCAKE_LIB";
+/// Of a compiler, and of an engine's start.
+const LIMIT: Duration = Duration::from_secs(120);
+const OPTIONS: [&str; 7] = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-xc++", "-"];
+
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Where to make it, by `CXX` or else c++. Without it the one that came with this program is used.
+    folder: Option<PathBuf>,
+    /// The wheel's mooncake/engine.so, if it is not the first that `kvx backends --find` shows.
+    #[arg(long, value_name = "FILE")]
+    engine: Option<PathBuf>,
+}
+
+/// Says what to set, so that a shell can take it: all else goes to standard error.
+pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
+    let engine = match &arguments.engine {
+        Some(file) if file.is_file() => std::path::absolute(file)?,
+        Some(file) => return Err(format!("{} is no file", file.display()).into()),
+        None => engine()?,
+    };
+    let folder = match &arguments.folder {
+        Some(folder) => made_in(folder)?,
+        None => beside()?,
+    };
+    let [(adapter, _), _] = Mooncake::adapter_sources();
+    let adapter = folder.join(adapter);
+    let variables = [(LIBRARY, &adapter), (ENGINE, &engine)];
+    let mut backends = Command::new(std::env::current_exe()?);
+    backends.args(["backends", "--require", "MOONCAKE"]).envs(variables);
+    if !ended(backends, &[], "kvx backends")?.success() {
+        return Err(format!("{} does not lead to {}", adapter.display(), engine.display()).into());
+    }
+    for (variable, file) in variables {
+        writeln!(out, "export {variable}={}", file.display())?;
+    }
+    Ok(())
+}
+
+/// The first of the Python environments.
+fn engine() -> Result<PathBuf> {
+    let found = wheels::find(&Environments::of_process());
+    let engine = found.into_iter().find(|found| found.variable == ENGINE).map(|found| found.path);
+    let cure = "pip install mooncake-transfer-engine-non-cuda, or name its engine.so by --engine";
+    engine.ok_or_else(|| format!("no wheel of Mooncake's was found in {}: {cure}", wheels::PLACES).into())
+}
+
+/// The folder of this program, where a wheel of it has the libraries too.
+fn beside() -> Result<PathBuf> {
+    let program = std::env::current_exe()?.canonicalize()?;
+    let folder = program.parent().unwrap_or(Path::new("/"));
+    match Mooncake::adapter_sources().iter().find(|(name, _)| !folder.join(name).is_file()) {
+        None => Ok(folder.to_owned()),
+        Some((name, _)) => {
+            let cure = "name a folder to make it in, which needs a C++ compiler";
+            Err(format!("no {name} lies beside this program: {cure}").into())
+        }
+    }
+}
+
+/// Compiles what this program brings.
+fn made_in(folder: &Path) -> Result<PathBuf> {
+    std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let folder = std::path::absolute(folder)?;
+    let compiler = std::env::var_os("CXX").filter(|name| !name.is_empty()).unwrap_or_else(|| "c++".into());
+    let shown = compiler.display().to_string();
+    for (name, source) in Mooncake::adapter_sources() {
+        // A process that has the old one open keeps it.
+        let new = folder.join(format!(".{name}.{}", std::process::id()));
+        let mut compile = Command::new(&compiler);
+        compile.args(OPTIONS).arg("-o").arg(&new).arg(format!("-Wl,-soname,{name}")).arg("-ldl");
+        let done = ended(compile, source.as_bytes(), &shown).and_then(|status| {
+            if !status.success() {
+                return Err(format!("{shown} could not make {name}: {status}").into());
+            }
+            Ok(std::fs::rename(&new, folder.join(name))?)
+        });
+        if done.is_err() {
+            std::fs::remove_file(&new).ok(); // it may not be there
+        }
+        done?;
+    }
+    Ok(folder)
+}
+
+/// Runs it with these bytes as its input; what it prints goes to standard error.
+fn ended(mut command: Command, input: &[u8], name: &str) -> Result<ExitStatus> {
+    command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
+    let not_started = |error| match name {
+        "c++" => format!("{name} could not be started: {error}: apt install g++, or name a compiler by CXX"),
+        _ => format!("{name} could not be started: {error}"),
+    };
+    let mut process = command.spawn().map_err(not_started)?;
+    if let Some(mut stdin) = process.stdin.take() {
+        stdin.write_all(input).ok(); // one that does not read it fails, and says why
+    }
+    let until = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = process.try_wait()? {
+            return Ok(status);
+        }
+        if Instant::now() >= until {
+            process.kill()?;
+            process.wait()?;
+            return Err(format!("{name} did not end within {LIMIT:?}").into());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

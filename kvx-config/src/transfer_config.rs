@@ -394,6 +394,17 @@ impl KvTransferConfig {
         &self.mooncake
     }
 
+    /// The same on a host without the first data-parallel rank, which is at `head`: a MooncakeConnector's workers
+    /// register there, unless `bootstrap_server_address` names another server.
+    #[must_use]
+    pub fn behind(mut self, head: &str) -> Self {
+        let port = self.environment.mooncake_bootstrap_port;
+        let server =
+            || if head.contains(':') { format!("[{head}]:{port}") } else { format!("{head}:{port}") };
+        self.mooncake.bootstrap_server_address.get_or_insert_with(server);
+        self
+    }
+
     /// What the environment variables say.
     pub fn environment(&self) -> &Environment {
         &self.environment

@@ -16,7 +16,8 @@ const COMPLETIONS: &str = "/v1/completions";
 /// `kvx` with these words at the host of this number; its blocks are reached at its own address.
 fn run(hosts: &mut Hosts, number: usize, words: &str, more: &[&str]) {
     let arguments: Vec<String> = words.split(' ').chain(more.iter().copied()).map(str::to_owned).collect();
-    let own = [("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), Hosts::address(number))];
+    let own =
+        ["VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP"].map(|name| (name.to_owned(), Hosts::address(number)));
     let host = &mut hosts.each[number - 1];
     host.run(host.kvx(&arguments, &own, &std::env::temp_dir()));
 }
@@ -105,6 +106,55 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
         }
     };
     assert_eq!(again.0, 200, "{again:?}");
+}
+
+#[test]
+fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
+    let Some(mut hosts) = Hosts::new(3) else {
+        return skip(
+            "headless ranks of Mooncake",
+            "no network namespaces on one switch",
+            "run the tests as root",
+        );
+    };
+    let folder = model(&["--arch", "llama"]);
+    let folder = folder.to_str().unwrap();
+    let transfer =
+        json!({"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "fail", "kv_role": "kv_both",
+                          "kv_connector_extra_config": {"backends": ["TCP"]}})
+        .to_string();
+    let transfer = ["--kv-transfer-config", transfer.as_str(), "--served-model-name", "m"];
+    run(&mut hosts, 1, &format!("serve {folder} -dp 2 -dpl 1 -dpa 10.77.0.1"), &transfer);
+    run(&mut hosts, 2, &format!("serve {folder} --headless -dp 2 -dpl 1 -dpr 1 -dpa 10.77.0.1"), &transfer);
+    run(&mut hosts, 3, &format!("serve {folder} --port 8200"), &transfer);
+    run(
+        &mut hosts,
+        3,
+        &format!("proxy --prefill {HEAD} 8998 --decode http://10.77.0.3:8200 --port 8192"),
+        &[],
+    );
+    run(&mut hosts, 3, &format!("serve {folder} --port 8300 --served-model-name m"), &[]);
+    let [head, _, decode] = &hosts.each[..] else { unreachable!("three hosts") };
+    for (host, url) in [(decode, "localhost:8300"), (decode, "localhost:8200"), (head, "localhost:8000")] {
+        host.wait(&format!("http://{url}/health"));
+    }
+    decode.wait("http://localhost:8192/ready");
+    let until = Instant::now() + LIMIT;
+    let listed = loop {
+        let listed = decode.curl("http://10.77.0.1:8998/query", None).unwrap_or_default();
+        if listed["1"].is_object() || Instant::now() > until {
+            break listed;
+        }
+    };
+    let address = |rank: &str| listed[rank]["worker_addr"]["0"]["0"].as_str().unwrap_or_default().to_owned();
+    assert!(address("0").starts_with("tcp://10.77.0.1:"), "{listed}");
+    assert!(address("1").starts_with("tcp://10.77.0.2:"), "{listed}");
+    for at in 0..4 {
+        let body = greedy(&prompt(at, 30 + 5 * at), 8);
+        let answer = tokens(decode, "http://localhost:8192", &body);
+        assert_eq!(answer, tokens(decode, "http://localhost:8300", &body), "{at}");
+    }
+    assert_eq!([0, 1].map(|rank| answered(head, rank)), [2.0, 2.0]);
 }
 
 #[test]

@@ -43,6 +43,11 @@ impl Silence {
         (timeout / 4).clamp(Duration::from_millis(1), LONGEST_STEP)
     }
 
+    /// When the peer was last heard, or looked at in vain.
+    pub fn since(&self) -> Instant {
+        self.seen
+    }
+
     /// Something came from the peer.
     pub fn heard(&mut self, now: Instant) {
         (self.seen, self.in_vain) = (now, 0);

@@ -197,7 +197,10 @@ impl<F: Fabric> Machine<F> {
                     continue;
                 }
                 Phase::Lost => continue,
-                Phase::Up | Phase::Closing => session.silence.look(now, self.peer_timeout),
+                Phase::Up | Phase::Closing => {
+                    session.ask_after_long(now).into_iter().for_each(&mut look_at);
+                    session.silence.look(now, self.peer_timeout)
+                }
             };
             if look != Look::Idle {
                 look_at(soon);

@@ -10,7 +10,7 @@ use kvx_core::{Identity, Incarnation, Kind, Result};
 
 use super::handle::Wiring;
 use super::machine::Machine;
-use super::session::{Phase, Session};
+use super::session::{LONG_SILENCE, Phase, Session};
 use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
 use crate::control::proof::stranger;
@@ -97,7 +97,7 @@ impl<F: Fabric> Machine<F> {
         if session.phase == Phase::Lost || session.other != 0 && session.other != header.from {
             return;
         }
-        session.silence.heard(Instant::now());
+        session.heard(Instant::now());
         match session.incoming.take(&header, part) {
             Ok(messages) => {
                 for message in messages {
@@ -260,6 +260,9 @@ impl<F: Fabric> Machine<F> {
                     return Err(stranger());
                 }
                 session.phase = Phase::Up;
+                if session.ends_unseen() {
+                    self.look_by(Instant::now() + LONG_SILENCE);
+                }
             }
             Message::Refuse { why, proof } => self.take_refuse(number, why, proof, out),
             Message::Want { import, id, key } => match self.regions.check(id, &key) {

@@ -3,19 +3,21 @@
 use std::collections::HashSet;
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::handshake::hello_rest;
 use super::machine::Machine;
 use super::regions::{Regions, Registered};
+use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use crate::control::proof::Keys;
-use crate::control::{Greeting, Message, VERSIONS};
+use crate::control::{Greeting, Message, Silence, VERSIONS};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
+use kvx_core::wire::Reader;
 use kvx_core::{
     Capabilities, Error, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Options, RegionId,
     RegionKey, Result,
@@ -134,7 +136,11 @@ fn greeting(address: &[u8]) -> (Greeting, Vec<u8>) {
 }
 
 fn greeting_by(invitation: Invitation, address: &[u8]) -> (Greeting, Vec<u8>) {
-    let rest = hello_rest(ProcessId::this(), address);
+    greeting_of(ProcessId::this(), invitation, address)
+}
+
+fn greeting_of(process: ProcessId, invitation: Invitation, address: &[u8]) -> (Greeting, Vec<u8>) {
+    let rest = hello_rest(process, address);
     let (greeting, body) = Greeting::new(&identity("reader"), Keys::new(&invitation, None), &rest).unwrap();
     (greeting, Message::Hello { versions: VERSIONS, body: &body }.encode())
 }
@@ -150,16 +156,22 @@ fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
 /// A machine with a peer: the number of its session.
 fn linked() -> (Machine<Quiet>, u64) {
     let mut machine = machine();
-    let (greeting, hello) = greeting(b"somewhere");
-    take(&mut machine, frame(0, 77, 0, &hello));
+    let number = link(&mut machine, ProcessId::this(), 77);
+    (machine, number)
+}
+
+/// A peer of this process and number is let in: the number of its session.
+fn link(machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
+    let (greeting, hello) = greeting_of(process, INVITATION, b"somewhere");
+    take(machine, frame(0, from, 0, &hello));
     let (header, part) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
-    assert_eq!(header.to, 77);
+    assert_eq!(header.to, from);
     let Ok(Message::Welcome { version, body }) = Message::decode(&part) else { panic!("{part:?}") };
     let (_, proof) = greeting.welcomed(version, body).unwrap();
     assert!(!machine.sessions[&header.from].is_up(), "it may be a recorded hello");
-    take(&mut machine, frame(header.from, 77, 1, &Message::Confirm { proof }.encode()));
+    take(machine, frame(header.from, from, 1, &Message::Confirm { proof }.encode()));
     assert!(machine.sessions[&header.from].is_up());
-    (machine, header.from)
+    header.from
 }
 
 fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
@@ -237,6 +249,58 @@ fn what_strangers_make_us_keep_is_bounded() {
     let before = machine.fabric.endpoints.len();
     take(&mut machine, frame(0, 9, 0, &self::hello(b"nowhere")));
     assert_eq!(machine.fabric.endpoints.len(), before);
+}
+
+/// Where no process can be watched, as on another host.
+#[test]
+fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() {
+    let elsewhere = ProcessId::decode(&mut Reader::new("process", &[1; 36])).unwrap();
+    let mut machine = machine();
+    machine.peer_timeout = Duration::from_millis(40);
+    // Full of them: nothing is asked for a minute.
+    let numbers: Vec<u64> = (1..=64).map(|from| link(&mut machine, elsewhere, from)).collect();
+    let (from, lives) = (64, numbers[63]);
+    take(
+        &mut machine,
+        frame(lives, from, 2, &Message::Want { import: 1, id: RegionId(1), key: KEY }.encode()),
+    );
+    machine.fabric.sent.clear();
+    machine.next_look = Some(Instant::now());
+    machine.progress(&Queued::default(), &mut Outbox::default());
+    assert!(machine.fabric.sent.is_empty());
+    assert!(machine.next_look.is_some_and(|at| at > Instant::now() + LONG_SILENCE / 2));
+    // A minute later.
+    let age = |machine: &mut Machine<Quiet>| {
+        let silent = || Silence::new(Instant::now() - LONG_SILENCE);
+        machine.sessions.values_mut().for_each(|session| session.silence = silent());
+        machine.next_look = Some(Instant::now());
+    };
+    age(&mut machine);
+    let (mut place, mut asked) = (3, HashSet::new());
+    let until = Instant::now() + Duration::from_secs(10);
+    while machine.sessions.len() > 1 {
+        assert!(Instant::now() < until, "{} are left", machine.sessions.len());
+        machine.progress(&Queued::default(), &mut Outbox::default());
+        for sent in std::mem::take(&mut machine.fabric.sent) {
+            let (header, part) = FrameHeader::read(&sent).map(owned).unwrap();
+            if matches!(Message::decode(&part), Ok(Message::Ping)) {
+                assert!(asked.insert(header.to), "{} was asked twice", header.to);
+                if header.to == from {
+                    take(&mut machine, frame(lives, from, place, &Message::Alive.encode()));
+                    place += 1;
+                }
+            }
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(asked.len(), 64);
+    assert!(machine.sessions[&lives].is_up() && machine.fabric.endpoints.len() == 1);
+    assert!(machine.unproven.is_empty(), "they held nothing");
+    // There is room again, and the one that lives is asked again after another minute.
+    link(&mut machine, elsewhere, 1_000);
+    age(&mut machine);
+    machine.progress(&Queued::default(), &mut Outbox::default());
+    assert!(machine.next_look.is_some_and(|at| at < Instant::now() + LONG_SILENCE / 2));
 }
 
 #[test]

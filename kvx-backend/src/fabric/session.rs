@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Identity, Kind, RegionId, Result, Ticket};
 
@@ -16,6 +16,9 @@ use crate::process::Watched;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
+
+/// An initiator whose end nothing would show is asked for a sign of life when it has been silent for so long.
+pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
 
 /// Where a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +53,8 @@ pub(super) struct Session<F: Fabric> {
     pub(super) peer: Identity,
     pub(super) process: Option<Watched>,
     pub(super) silence: Silence,
+    /// Nothing is in flight, and the peer has been asked whether it is there.
+    asked: bool,
     pub(super) incoming: Incoming,
     outgoing: Outgoing,
 
@@ -81,6 +86,7 @@ impl<F: Fabric> Session<F> {
             peer,
             process: None,
             silence: Silence::new(Instant::now()),
+            asked: false,
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
             imports: Imports::default(),
@@ -141,7 +147,35 @@ impl<F: Fabric> Session<F> {
         // A region that was asked for is work when a transfer waits for it: of several lanes, those that the
         // transfers do not take may be answered later than those end.
         let in_flight = !self.waiting.is_empty() || self.to_peer.await_answer() || self.jobs > 0;
-        self.silence.note(!self.foreign && in_flight, Instant::now)
+        self.silence.note(!self.foreign && (in_flight || self.asked), Instant::now)
+    }
+
+    /// Something came from the peer.
+    pub(super) fn heard(&mut self, now: Instant) {
+        self.silence.heard(now);
+        if std::mem::take(&mut self.asked) {
+            self.note_awaiting();
+        }
+    }
+
+    /// Whether nothing but its silence would show that it has ended: an initiator of another host, or of another
+    /// namespace of processes, of which we want nothing.
+    pub(super) fn ends_unseen(&self) -> bool {
+        self.link.is_none() && self.is_up() && self.process.is_none()
+    }
+
+    /// Has it asked if it has been silent for long. Says when that will be.
+    pub(super) fn ask_after_long(&mut self, now: Instant) -> Option<Instant> {
+        if self.asked || !self.ends_unseen() {
+            return None;
+        }
+        let at = self.silence.since() + LONG_SILENCE;
+        if at > now {
+            return Some(at);
+        }
+        self.asked = true;
+        self.note_awaiting();
+        None
     }
 
     /// Sends the notifications that there is room for. Errors as [`send`](Session::send).

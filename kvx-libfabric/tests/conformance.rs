@@ -43,5 +43,6 @@ const DEVICE: Suite = Suite {
 };
 
 fn main() -> ExitCode {
-    conformance_main(registry, &[TCP, SHM, DEVICE])
+    let apart = [TCP.in_another_namespace("LIBFABRIC-namespace"), TCP.as_another_user("LIBFABRIC-user")];
+    conformance_main(registry, &[&[TCP, SHM, DEVICE][..], &apart].concat())
 }

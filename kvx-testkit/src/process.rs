@@ -66,6 +66,8 @@ pub struct Child {
     process: std::process::Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
+    /// What answers is a process that this one has started, and that dies with it.
+    starts_another: bool,
 }
 
 impl Child {
@@ -106,7 +108,13 @@ impl Child {
                 }
             }
         });
-        Ok(Child { process, stdin, answers })
+        Ok(Child { process, stdin, answers, starts_another: false })
+    }
+
+    /// What answers is a process that this one starts, and that dies with it: [`kill`](Self::kill) waits for its end.
+    pub(crate) fn starting_another(mut self) -> Self {
+        self.starts_another = true;
+        self
     }
 
     /// Its process id.
@@ -154,6 +162,17 @@ impl Child {
     pub fn kill(&mut self) -> Result<(), Failure> {
         self.process.kill()?;
         self.process.wait()?;
+        let until = Instant::now() + CUT_OFF;
+        while self.starts_another {
+            // Its output ends when nobody has it any more.
+            match self.answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(Failure::new("a process did not die with the one that started it"));
+                }
+            }
+        }
         Ok(())
     }
 }

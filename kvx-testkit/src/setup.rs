@@ -94,6 +94,8 @@ pub struct Setup {
     pub far: Backing,
     /// The device of both ends: the far end finds it by the suite's label.
     pub device: Option<(&'static str, DeviceSource)>,
+    /// The words of a program that the far end's process is started by; none: by nobody.
+    pub through: &'static [&'static str],
     /// Shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,
 }
@@ -113,6 +115,7 @@ impl Setup {
             near: Backing::Pool,
             far: Backing::Pool,
             device: None,
+            through: &[],
             quick: false,
         }
     }
@@ -211,7 +214,9 @@ impl Setup {
     pub fn far(&self) -> Result<Far, Failure> {
         match self.mode {
             Mode::OneProcess => Ok(Far::in_this_process(self.registry(), self.device()?)),
-            Mode::TwoProcesses => Far::there(&self.variant, self.device.map(|(suite, _)| suite)),
+            Mode::TwoProcesses => {
+                Far::there(&self.variant, self.device.map(|(suite, _)| suite), self.through)
+            }
         }
     }
 

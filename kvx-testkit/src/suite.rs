@@ -1,6 +1,6 @@
 //! Runs the clauses as a test program, once per backend and mode.
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -48,6 +48,11 @@ pub struct Suite {
     /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its
     /// memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
+    /// The words of a program that the process of the far end is started by, with its own words behind them: into
+    /// namespaces of its own, or as another user. Clauses run in two processes then. None: by nobody.
+    pub through: &'static [&'static str],
+    /// The ids of the clauses that run; none: all of them.
+    pub only: &'static [&'static str],
     /// What the backend cannot keep.
     pub gaps: &'static [Gap],
     /// The least tier that runs it; the fast one runs what needs one process.
@@ -65,9 +70,34 @@ impl Suite {
             near: Backing::Pool,
             far: Backing::Pool,
             device: None,
+            through: &[],
+            only: &[],
             gaps: &[],
             tier: Tier::Usual,
         }
+    }
+
+    /// What depends on seeing the other process end, where its number says nothing, as in another container.
+    pub const fn in_another_namespace(self, label: &'static str) -> Self {
+        self.through(label, &["unshare", "--pid", "--fork", "--kill-child"])
+    }
+
+    /// The same, with the far end as a user without privileges, who may lock little memory and open few files.
+    pub const fn as_another_user(self, label: &'static str) -> Self {
+        const USER: [&str; 7] = [
+            "prlimit",
+            "--memlock=65536",
+            "--nofile=1024",
+            "setpriv",
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+        ];
+        self.through(label, &USER)
+    }
+
+    const fn through(self, label: &'static str, through: &'static [&'static str]) -> Self {
+        Suite { label, through, only: &["P3", "P4", "O6"], ..self }
     }
 
     fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
@@ -75,6 +105,7 @@ impl Suite {
         setup.options = self.options.to_owned();
         (setup.near, setup.far) = (self.near, self.far);
         setup.device = self.device.map(|source| (self.label, source));
+        setup.through = self.through;
         setup
     }
 }
@@ -114,8 +145,14 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
             );
             continue;
         }
-        for clause in CLAUSES.iter().flat_map(|room| room.iter()) {
-            for mode in modes(clause.runs).iter().filter(|mode| tier_of(**mode).runs()) {
+        if let Some(reason) = does_not_go_through(suite) {
+            skip(suite.label, &reason, "run the tests as root, with util-linux");
+            continue;
+        }
+        let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
+        for clause in CLAUSES.iter().flat_map(|room| room.iter()).filter(wanted) {
+            let here = |mode: &&Mode| suite.through.is_empty() || **mode == Mode::TwoProcesses;
+            for mode in modes(clause.runs).iter().filter(here).filter(|mode| tier_of(**mode).runs()) {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
                 let place = if *mode == Mode::OneProcess { "one" } else { "two" };
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
@@ -156,6 +193,21 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
     let (_, available) = registry.require(suite.backend, &options).ok()?;
     let reached = available.capabilities.local.contains(kind);
     (!reached).then(|| format!("{} does not reach {kind} memory here", suite.backend))
+}
+
+/// Why this program cannot be started through what the suite wants.
+fn does_not_go_through(suite: &Suite) -> Option<String> {
+    let (program, words) = suite.through.split_first()?;
+    let shown = suite.through.join(" ");
+    let itself = std::env::current_exe().ok()?;
+    match Command::new(program).args(words).args(["test", "-x"]).arg(&itself).output() {
+        Ok(output) if output.status.success() => None,
+        Ok(output) if output.stderr.is_empty() => {
+            Some(format!("{shown}: no way leads to {} [cannot run here]", itself.display()))
+        }
+        Ok(output) => Some(format!("{shown}: {}", String::from_utf8_lossy(&output.stderr).trim())),
+        Err(error) => Some(format!("{shown}: {error}")),
+    }
 }
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {

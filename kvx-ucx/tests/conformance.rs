@@ -63,6 +63,8 @@ fn suites(version: &Version) -> Vec<Suite> {
             Suite { tier: Tier::Whole, ..suite("UCX-1.22-sm", SHARED) },
             suite("UCX-1.22", "{}"),
             Suite { tier: Tier::Whole, ..suite("UCX-1.22-threads", THREADS) },
+            suite("", TCP).in_another_namespace("UCX-1.22-namespace"),
+            suite("", TCP).as_another_user("UCX-1.22-user"),
             DEVICE,
         ],
         other => panic!("{other} has no suites"),

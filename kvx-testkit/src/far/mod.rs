@@ -3,6 +3,8 @@
 mod end;
 mod words;
 
+use std::ffi::OsStr;
+use std::process;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +32,24 @@ pub(crate) const SUITE: &str = "KVX_TESTKIT_SUITE";
 
 enum Location {
     SameProcess(End),
-    OtherProcess { child: Child, started: Vec<(&'static str, String)> },
+    OtherProcess { child: Child, started: Started },
+}
+
+/// How its process is started.
+struct Started {
+    variables: Vec<(&'static str, String)>,
+    through: &'static [&'static str],
+}
+
+impl Started {
+    fn again(&self) -> Result<Child, Failure> {
+        let program = std::env::current_exe()?;
+        let mut words = self.through.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = process::Command::new(words.next().unwrap_or_default());
+        command.args(words).envs(self.variables.iter().map(|(name, value)| (name, value)));
+        let child = Child::start(command)?;
+        Ok(if self.through.is_empty() { child } else { child.starting_another() })
+    }
 }
 
 /// The far end of a pair. Answers are kvx's own results: an error comes back with its kind.
@@ -54,11 +73,16 @@ impl Far {
         Far { place: Location::SameProcess(End::new(registry, device)) }
     }
 
-    /// `suite`: whose device it has.
-    pub(crate) fn there(variant: &str, suite: Option<&str>) -> Result<Self, Failure> {
-        let mut started = vec![(VARIABLE, variant.to_owned())];
-        started.extend(suite.map(|suite| (SUITE, suite.to_owned())));
-        Ok(Far { place: Location::OtherProcess { child: Child::start_self_with(&started)?, started } })
+    /// `suite`: whose device it has; `through`: the words of the program that its process is started by.
+    pub(crate) fn there(
+        variant: &str,
+        suite: Option<&str>,
+        through: &'static [&'static str],
+    ) -> Result<Self, Failure> {
+        let mut variables = vec![(VARIABLE, variant.to_owned())];
+        variables.extend(suite.map(|suite| (SUITE, suite.to_owned())));
+        let started = Started { variables, through };
+        Ok(Far { place: Location::OtherProcess { child: started.again()?, started } })
     }
 
     /// The process it lives in; `None` when that is this one.
@@ -77,7 +101,7 @@ impl Far {
     /// Starts the process anew, without agents; the old one must have been killed.
     pub fn restart(&mut self) -> Result<(), Failure> {
         if let Location::OtherProcess { child, started } = &mut self.place {
-            *child = Child::start_self_with(started)?;
+            *child = started.again()?;
         }
         Ok(())
     }

@@ -162,18 +162,20 @@ impl Child {
     pub fn kill(&mut self) -> Result<(), Failure> {
         self.process.kill()?;
         self.process.wait()?;
+        if !self.starts_another {
+            return Ok(());
+        }
         let until = Instant::now() + CUT_OFF;
-        while self.starts_another {
+        loop {
             // Its output ends when nobody has it any more.
             match self.answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(_) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(Failure::new("a process did not die with the one that started it"));
                 }
             }
         }
-        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! Loads of one connector from another's pool, in another process, over every backend that works here.
 //!
 //! This program starts itself again as the prefill. `--bars` prints the figures that `cargo xtask limits` asks for, and
-//! `--rixl PYTHON` those over RIXL, beside NIXL in that Python.
+//! `--rixl PYTHON` those over RIXL, beside NIXL in that Python, and `--mooncake` those of the MooncakeConnector over
+//! MOONCAKE, where the prefill writes.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufRead, Write};
@@ -63,8 +64,9 @@ static ALLOCATOR: Counting = Counting;
 
 /// An engine with one worker, and its pool.
 fn connector(name: &str, backend: &str, blocks: u32) -> (Connector, Arc<Memory>) {
+    let kind = if backend == "MOONCAKE" { "MooncakeConnector" } else { "NixlConnector" };
     let json = format!(
-        r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "{name}",
+        r#"{{"kv_connector": "{kind}", "kv_role": "kv_both", "engine_id": "{name}",
              "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
     );
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
@@ -195,6 +197,7 @@ impl Apart {
 
 /// The decode, with a prefill in another process.
 struct Both {
+    backend: String,
     engine: Engine,
     peer: Peer,
     prefill: Apart,
@@ -208,7 +211,7 @@ impl Both {
         let engine = Engine::new("decode", backend, BLOCKS);
         let peer = engine.agent.connect(&metadata).expect("metadata of this release");
         peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
-        let mut both = Both { engine, peer, prefill, fetched: 0 };
+        let mut both = Both { backend: backend.to_owned(), engine, peer, prefill, fetched: 0 };
         both.load(1); // the handshake is none of the figures
         both.bare(1);
         both
@@ -235,7 +238,7 @@ impl Both {
         begun.elapsed()
     }
 
-    /// The same blocks by bare transfers with a notification each.
+    /// The same blocks by bare transfers with a notification each; where a load is a write, so are those.
     fn bares(&self, loads: u32, blocks: u32) -> Duration {
         let theirs = self.peer.region("pool").expect("it is registered");
         let ours =
@@ -245,7 +248,8 @@ impl Both {
         let source = scattered(0, blocks);
         let begun = Instant::now();
         let transfers = lists.into_iter().map(|list| {
-            let plan = Plan::of(Op::Read, [(ours.blocks(list), theirs.blocks(source.clone()))]);
+            let op = if self.backend == "MOONCAKE" { Op::Write } else { Op::Read };
+            let plan = Plan::of(op, [(ours.blocks(list), theirs.blocks(source.clone()))]);
             let plan = plan.expect("right blocks");
             self.peer.transfer(&plan).notify(*b"read").post().expect("room in the budget")
         });
@@ -258,6 +262,24 @@ impl Both {
 
     fn bare(&self, blocks: u32) -> Duration {
         self.bares(1, blocks)
+    }
+
+    /// Prints what loads cost beside bare transfers: of 64 MiB, `many` of 32 MiB at once, and of one block.
+    fn bars(&mut self, many: u32) {
+        let name = self.backend.to_lowercase();
+        // Rounds are interleaved; the first warms the pools up.
+        let mut ratios = |rounds: u32, loads: u32, blocks: u32| {
+            let mut round =
+                || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
+            round();
+            median((0..rounds).map(|_| round()).collect())
+        };
+        say(&format!("load_{name}"), ratios(15, 1, WHOLE));
+        say(&format!("loads_{name}"), 1.0 / ratios(5, many, 256));
+        let one: Vec<_> =
+            (0..200).map(|_| (self.load(1).as_secs_f64(), self.bare(1).as_secs_f64())).collect();
+        let (loads, bares): (Vec<_>, Vec<_>) = one.into_iter().unzip();
+        say(&format!("one_block_us_{name}"), (median(loads) - median(bares)) * 1e6);
     }
 }
 
@@ -281,20 +303,8 @@ fn say(cost: &str, value: f64) {
 fn bars() {
     for backend in ["SHM", "TCP"] {
         idle(backend);
-        let (mut both, name) = (Both::new(backend), backend.to_lowercase());
-        // Rounds are interleaved; the first warms the pools up.
-        let mut ratios = |rounds: u32, loads: u32, blocks: u32| {
-            let mut round =
-                || both.loads(loads, blocks).as_secs_f64() / both.bares(loads, blocks).as_secs_f64();
-            round();
-            median((0..rounds).map(|_| round()).collect())
-        };
-        say(&format!("load_{name}"), ratios(15, 1, WHOLE));
-        say(&format!("loads_{name}"), 1.0 / ratios(5, 64, 256));
-        let one: Vec<_> =
-            (0..200).map(|_| (both.load(1).as_secs_f64(), both.bare(1).as_secs_f64())).collect();
-        let (loads, bares): (Vec<_>, Vec<_>) = one.into_iter().unzip();
-        say(&format!("one_block_us_{name}"), (median(loads) - median(bares)) * 1e6);
+        let mut both = Both::new(backend);
+        both.bars(64);
         if backend == "TCP" {
             queued(&mut both);
         }
@@ -391,6 +401,9 @@ fn main() {
     }
     if let Some(python) = std::env::args().skip_while(|argument| argument != "--rixl").nth(1) {
         return bars_over_rixl(&python);
+    }
+    if std::env::args().any(|argument| argument == "--mooncake") {
+        return Both::new("MOONCAKE").bars(64);
     }
     if std::env::args().any(|argument| argument == "--bars") {
         return bars();

@@ -20,6 +20,8 @@ pub(crate) enum Program {
     Loads(&'static str),
     /// The same over RIXL, beside NIXL's Python.
     LoadsOverRixl(&'static str),
+    /// The same of the MooncakeConnector, over Mooncake's wheel.
+    LoadsOverMooncake(&'static str),
     /// kvx-nixl/benches/beside_ucx.py: the backend KVX through NIXL's Python API.
     InNixl(&'static str),
 }
@@ -63,13 +65,14 @@ pub(crate) enum Asked {
 use Asked::{AtLeast, AtMost, Nothing};
 use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 
-/// Everything that is run, in this order, five times over. Those over RIXL and in NIXL are left out where NIXL's wheel
-/// is not installed.
+/// Everything that is run, in this order, five times over. Those over RIXL, in NIXL and over MOONCAKE are left out
+/// where the wheels are not installed.
 pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
     Run { name: "loads", program: Program::Loads("loads") },
     Run { name: "RIXL loads", program: Program::LoadsOverRixl("loads") },
+    Run { name: "MOONCAKE loads", program: Program::LoadsOverMooncake("loads") },
     Run { name: "choice", program: Program::Costs("kvx-proxy", "choice") },
     Run { name: "proxy", program: Program::Costs("kvx-cli", "proxy") },
     Run { name: "step", program: Program::Costs("kvx-paged-llama", "step") },
@@ -135,6 +138,10 @@ const fn load(what: &'static str, at: &'static str, asked: Asked) -> Bar {
 
 const fn load_over_rixl(what: &'static str, at: &'static str, asked: Asked) -> Bar {
     Bar { what, run: "RIXL loads", figure: Field { at, field: "value" }, asked }
+}
+
+const fn load_over_mooncake(what: &'static str, at: &'static str, asked: Asked) -> Bar {
+    Bar { what, run: "MOONCAKE loads", figure: Field { at, field: "value" }, asked }
 }
 
 const fn choice(what: &'static str, at: &'static str) -> Bar {
@@ -426,6 +433,21 @@ pub(crate) const BARS: &[Bar] = &[
         "connector: the next load of 64 MiB over RIXL, of NIXL's Python",
         "cost=next_rixl",
         AtLeast(0.95),
+    ),
+    load_over_mooncake(
+        "MooncakeConnector: a push of 64 MiB over MOONCAKE, times a bare write",
+        "cost=load_mooncake",
+        AtMost(1.11),
+    ),
+    load_over_mooncake(
+        "MooncakeConnector: 64 pushes of 32 MiB over MOONCAKE, of bare writes",
+        "cost=loads_mooncake",
+        AtLeast(0.9),
+    ),
+    load_over_mooncake(
+        "MooncakeConnector: one block over MOONCAKE, us beyond a bare write",
+        "cost=one_block_us_mooncake",
+        AtMost(300.0),
     ),
     load(
         "connector: heartbeats of 10,000 requests, percent of a core",

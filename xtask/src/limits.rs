@@ -23,18 +23,23 @@ const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// The variable that names NIXL's library.
 const NIXL: &str = "KVX_RIXL_LIB";
-/// The same below the folder of the wheel.
+/// The variable that names Mooncake's library, and the adapter over its wheel below the target folder.
+const MOONCAKE: &str = "KVX_MOONCAKE_LIB";
+const MOONCAKE_LIBRARY: &str = "peers/mooncake/libkvx_mooncake_adapter.so";
+/// NIXL's library below the folder of the wheel.
 const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 
 /// Runs everything as often as the options say, prints the table, and says whether every bar holds.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let chosen =
         |run: &str| options.only.is_empty() || options.only.iter().any(|only| run.contains(only.as_str()));
-    let nixl = nixl()?;
-    let (runs, without): (Vec<_>, Vec<_>) =
-        RUNS.iter().filter(|run| chosen(run.name)).partition(|run| nixl.is_some() || !is_over_nixl(run));
+    let (nixl, mooncake) = (nixl()?, mooncake()?);
+    let is_there =
+        |run: &&Run| (nixl.is_some() || !is_over_nixl(run)) && (mooncake.is_some() || !is_over_mooncake(run));
+    let (runs, without): (Vec<_>, Vec<_>) = RUNS.iter().filter(|run| chosen(run.name)).partition(is_there);
     for run in without {
-        eprintln!("{} is left out: NIXL's wheel is not installed (cargo xtask test --install)", run.name);
+        let whose = if is_over_mooncake(run) { "Mooncake" } else { "NIXL" };
+        eprintln!("{} is left out: {whose}'s wheel is not installed (cargo xtask test --install)", run.name);
     }
     let chosen = |name: &str| runs.iter().any(|run| run.name == name);
     let bars: Vec<_> = BARS.iter().filter(|bar| needs(bar).iter().all(|run| chosen(run))).collect();
@@ -42,7 +47,7 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
         let names: Vec<_> = RUNS.iter().map(|run| run.name).collect();
         return Err(format!("no bar comes from these runs alone; the runs are: {}", names.join(", ")).into());
     }
-    let programs = Programs::build(&runs, nixl)?;
+    let programs = Programs::build(&runs, nixl, mooncake)?;
     let mut figures = vec![Vec::new(); bars.len()];
     for time in 0..options.times {
         let mut lines = Vec::new();
@@ -72,6 +77,8 @@ struct Programs {
     kvx: PathBuf,
     /// See [`nixl`].
     nixl: Option<PathBuf>,
+    /// See [`mooncake`].
+    mooncake: Option<PathBuf>,
 }
 
 /// NIXL's library: that which the variable names, or the wheel's.
@@ -84,11 +91,24 @@ fn nixl() -> Result<Option<PathBuf>> {
     Ok(libraries.find(|library| library.is_file()))
 }
 
+/// Mooncake's library: that which the variable names, or the adapter over its wheel.
+fn mooncake() -> Result<Option<PathBuf>> {
+    if let Some(named) = std::env::var_os(MOONCAKE) {
+        return Ok(Some(named.into()));
+    }
+    let adapter = Metadata::of_members()?.target_directory()?.join(MOONCAKE_LIBRARY);
+    Ok(Some(adapter).filter(|library| library.is_file()))
+}
+
+fn is_over_mooncake(run: &Run) -> bool {
+    matches!(run.program, Program::LoadsOverMooncake(_))
+}
+
 fn is_over_nixl(run: &Run) -> bool {
     match run.program {
         Program::Bench(arguments) => arguments.contains("--backend RIXL"),
         Program::InNixl(_) | Program::LoadsOverRixl(_) => true,
-        Program::Beside(..) | Program::Costs(..) | Program::Loads(_) => false,
+        Program::Beside(..) | Program::Costs(..) | Program::Loads(_) | Program::LoadsOverMooncake(_) => false,
     }
 }
 
@@ -96,12 +116,12 @@ fn is_over_nixl(run: &Run) -> bool {
 const LOADS: [&str; 4] = ["-p", "kvx-transfer", "--features", "connector"];
 
 impl Programs {
-    fn build(runs: &[&Run], nixl: Option<PathBuf>) -> Result<Self> {
+    fn build(runs: &[&Run], nixl: Option<PathBuf>, mooncake: Option<PathBuf>) -> Result<Self> {
         let metadata = Metadata::of_members()?;
         let mut builds: Vec<_> = runs
             .iter()
             .map(|run| match run.program {
-                Program::Loads(bench) | Program::LoadsOverRixl(bench) => {
+                Program::Loads(bench) | Program::LoadsOverRixl(bench) | Program::LoadsOverMooncake(bench) => {
                     [&["bench", "--no-run"][..], &LOADS, &["--bench", bench]].concat()
                 }
                 Program::Costs(package, bench) => vec!["bench", "--no-run", "-p", package, "--bench", bench],
@@ -117,7 +137,8 @@ impl Programs {
                 return Err(format!("cargo {}: {}", arguments.join(" "), built.end).into());
             }
         }
-        Ok(Programs { kvx: metadata.target_directory()?.join("release").join("kvx"), nixl })
+        let kvx = metadata.target_directory()?.join("release").join("kvx");
+        Ok(Programs { kvx, nixl, mooncake })
     }
 
     /// The Python of the environment that NIXL's library lies in.
@@ -153,6 +174,9 @@ impl Programs {
             Program::Loads(bench) => {
                 process::cargo([&["bench"][..], &LOADS, &["--bench", bench, "--", "--bars"]].concat())
             }
+            Program::LoadsOverMooncake(bench) => {
+                process::cargo([&["bench"][..], &LOADS, &["--bench", bench, "--", "--mooncake"]].concat())
+            }
             Program::LoadsOverRixl(bench) => {
                 let words = [&["bench"][..], &LOADS, &["--bench", bench, "--", "--rixl"]].concat();
                 let mut command = process::cargo(words);
@@ -162,6 +186,9 @@ impl Programs {
         };
         if let Some(nixl) = self.nixl.as_ref().filter(|_| is_over_nixl(run)) {
             command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"); // it listens on all of them otherwise
+        }
+        if let Some(mooncake) = self.mooncake.as_ref().filter(|_| is_over_mooncake(run)) {
+            command.env(MOONCAKE, mooncake);
         }
         let finished = process::run(command, RUN_LIMIT, Output::Kept)?;
         if !finished.succeeded() {

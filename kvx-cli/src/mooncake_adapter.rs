@@ -9,7 +9,7 @@ use clap::Args;
 use kvx::Mooncake;
 
 use crate::Result;
-use crate::wheels::{self, Environments, MOONCAKE_ENGINE as ENGINE};
+use crate::wheels::{self, Environments, MOONCAKE_ENGINE};
 
 const LIBRARY: &str = "KVX_MOONCAKE_LIB";
 /// Of a compiler, and of an engine's start.
@@ -30,18 +30,18 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     let engine = match &arguments.engine {
         Some(file) if file.is_file() => std::path::absolute(file)?,
         Some(file) => return Err(format!("{} is no file", file.display()).into()),
-        None => engine()?,
+        None => first_engine()?,
     };
+    let libraries = Mooncake::adapter_sources();
     let folder = match &arguments.folder {
-        Some(folder) => made_in(folder)?,
-        None => beside()?,
+        Some(folder) => make(&libraries, folder)?,
+        None => beside_this_program(&libraries)?,
     };
-    let [(adapter, _), _] = Mooncake::adapter_sources();
-    let adapter = folder.join(adapter);
-    let variables = [(LIBRARY, &adapter), (ENGINE, &engine)];
+    let adapter = folder.join(libraries[0].0);
+    let variables = [(LIBRARY, &adapter), (MOONCAKE_ENGINE, &engine)];
     let mut backends = Command::new(std::env::current_exe()?);
     backends.args(["backends", "--require", "MOONCAKE"]).envs(variables);
-    if !ended(backends, &[], "kvx backends")?.success() {
+    if !run_within_limit(backends, &[], "kvx backends")?.success() {
         return Err(format!("{} does not lead to {}", adapter.display(), engine.display()).into());
     }
     for (variable, file) in variables {
@@ -50,19 +50,22 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     Ok(())
 }
 
-/// The first of the Python environments.
-fn engine() -> Result<PathBuf> {
+/// The engine of the first wheel that is found.
+fn first_engine() -> Result<PathBuf> {
     let found = wheels::find(&Environments::of_process());
-    let engine = found.into_iter().find(|found| found.variable == ENGINE).map(|found| found.path);
+    let engine = found.into_iter().find(|found| found.variable == MOONCAKE_ENGINE).map(|found| found.path);
     let cure = "pip install mooncake-transfer-engine-non-cuda, or name its engine.so by --engine";
     engine.ok_or_else(|| format!("no wheel of Mooncake's was found in {}: {cure}", wheels::PLACES).into())
 }
 
+/// The name of a library and its source.
+type Library = (&'static str, String);
+
 /// The folder of this program, where a wheel of it has the libraries too.
-fn beside() -> Result<PathBuf> {
+fn beside_this_program(libraries: &[Library]) -> Result<PathBuf> {
     let program = std::env::current_exe()?.canonicalize()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
-    match Mooncake::adapter_sources().iter().find(|(name, _)| !folder.join(name).is_file()) {
+    match libraries.iter().find(|(name, _)| !folder.join(name).is_file()) {
         None => Ok(folder.to_owned()),
         Some((name, _)) => {
             let cure = "name a folder to make it in, which needs a C++ compiler";
@@ -71,18 +74,18 @@ fn beside() -> Result<PathBuf> {
     }
 }
 
-/// Compiles what this program brings.
-fn made_in(folder: &Path) -> Result<PathBuf> {
+/// Compiles the libraries into a folder; gives its whole path.
+fn make(libraries: &[Library], folder: &Path) -> Result<PathBuf> {
     std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let folder = std::path::absolute(folder)?;
     let compiler = std::env::var_os("CXX").filter(|name| !name.is_empty()).unwrap_or_else(|| "c++".into());
     let shown = compiler.display().to_string();
-    for (name, source) in Mooncake::adapter_sources() {
+    for (name, source) in libraries {
         // A process that has the old one open keeps it.
         let new = folder.join(format!(".{name}.{}", std::process::id()));
         let mut compile = Command::new(&compiler);
         compile.args(OPTIONS).arg("-o").arg(&new).arg(format!("-Wl,-soname,{name}")).arg("-ldl");
-        let done = ended(compile, source.as_bytes(), &shown).and_then(|status| {
+        let done = run_within_limit(compile, source.as_bytes(), &shown).and_then(|status| {
             if !status.success() {
                 return Err(format!("{shown} could not make {name}: {status}").into());
             }
@@ -96,8 +99,8 @@ fn made_in(folder: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs it with these bytes as its input; what it prints goes to standard error.
-fn ended(mut command: Command, input: &[u8], name: &str) -> Result<ExitStatus> {
+/// Runs it with these bytes as its input, which a pipe holds; what it prints goes to standard error.
+fn run_within_limit(mut command: Command, input: &[u8], name: &str) -> Result<ExitStatus> {
     command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
     let not_started = |error| match name {
         "c++" => format!("{name} could not be started: {error}: apt install g++, or name a compiler by CXX"),

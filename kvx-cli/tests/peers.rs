@@ -95,12 +95,16 @@ fn mooncakes_python_engine_is_measured_beside_kvx() {
 fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
     let wheel = Wheel::mooncake("the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings");
     let Some(wheel) = wheel else { return };
-    let packages = wheel.python.parent().and_then(Path::parent).unwrap().join("lib");
-    let pythons = std::fs::read_dir(packages).unwrap().flatten();
+    let environment = wheel.python.parent().and_then(Path::parent).unwrap();
+    let pythons = std::fs::read_dir(environment.join("lib")).unwrap().flatten();
     let engine = pythons.map(|python| python.path().join("site-packages/mooncake/engine.so"));
     let engine = engine.into_iter().find(|file| file.exists()).unwrap().display().to_string();
     let folder = std::env::temp_dir().join(format!("kvx-adapter-{}", std::process::id()));
     let made = folder.display().to_string();
+    let mut find = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    find.args(["backends", "--find"]).env("VIRTUAL_ENV", environment).env_remove(wheel.variable);
+    let found = String::from_utf8_lossy(&output(&mut find, LIMIT).stdout).into_owned();
+    assert!(found.contains("run `kvx mooncake-adapter FOLDER --engine "), "{found}");
     let run = |arguments: &[&str], compiler: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         let output = output(command.arg("mooncake-adapter").args(arguments).env("CXX", compiler), LIMIT);

@@ -52,6 +52,7 @@ pub struct KvTransferConfig {
     nixl: NixlSettings,
     mooncake: MooncakeSettings,
     environment: Environment,
+    first_rank_host: Option<String>,
     children: Vec<KvTransferConfig>,
     warnings: Vec<Warning>,
 }
@@ -176,6 +177,7 @@ impl KvTransferConfig {
             nixl: tables::nixl(extra, compat)?,
             mooncake: tables::mooncake(extra, compat)?,
             environment: Environment::read(surroundings, compat)?,
+            first_rank_host: None,
             children: Vec::new(),
             warnings: Vec::new(),
             kv_connector,
@@ -394,15 +396,16 @@ impl KvTransferConfig {
         &self.mooncake
     }
 
-    /// The same on a host without the first data-parallel rank, which is at `head`: a MooncakeConnector's workers
-    /// register there, unless `bootstrap_server_address` names another server.
+    /// The same with the host of the first data-parallel rank (vLLM's `--data-parallel-address`): the prefill workers
+    /// of a MooncakeConnector's other ranks register at its bootstrap server.
     #[must_use]
-    pub fn behind(mut self, head: &str) -> Self {
-        let port = self.environment.mooncake_bootstrap_port;
-        let server =
-            || if head.contains(':') { format!("[{head}]:{port}") } else { format!("{head}:{port}") };
-        self.mooncake.bootstrap_server_address.get_or_insert_with(server);
-        self
+    pub fn with_first_rank_at(self, host: &str) -> Self {
+        KvTransferConfig { first_rank_host: Some(host.to_owned()), ..self }
+    }
+
+    /// The host of the first data-parallel rank, if it was told.
+    pub fn first_rank_host(&self) -> Option<&str> {
+        self.first_rank_host.as_deref()
     }
 
     /// What the environment variables say.

@@ -491,18 +491,6 @@ fn mooncake_settings_have_vllms_defaults() {
 }
 
 #[test]
-fn a_host_behind_a_head_has_its_bootstrap_server_unless_another_is_named() {
-    let behind = |extra: &str, head: &str| {
-        let connector = r#""kv_connector": "MooncakeConnector", "kv_role": "kv_both""#;
-        let text = format!(r#"{{{connector}, "kv_connector_extra_config": {{{extra}}}}}"#);
-        config(&text).behind(head).mooncake().bootstrap_server_address.clone().unwrap()
-    };
-    assert_eq!(behind("", "10.0.0.1"), "10.0.0.1:8998");
-    assert_eq!(behind("", "fd00::1"), "[fd00::1]:8998");
-    assert_eq!(behind(r#""bootstrap_server_address": "10.0.0.9:1""#, "10.0.0.1"), "10.0.0.9:1");
-}
-
-#[test]
 fn json_text_takes_human_readable_numbers_and_says_where_it_is_wrong() {
     let config = config(r#"{"kv_port": 14k, "kv_connector_extra_config": {"x": 80m, "y": 1K, "z": "80m"}}"#);
     assert_eq!(config.kv_port(), 14000);

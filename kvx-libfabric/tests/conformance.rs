@@ -43,6 +43,7 @@ const DEVICE: Suite = Suite {
 };
 
 fn main() -> ExitCode {
-    let apart = [TCP.in_another_namespace("LIBFABRIC-namespace"), TCP.as_another_user("LIBFABRIC-user")];
-    conformance_main(registry, &[&[TCP, SHM, DEVICE][..], &apart].concat())
+    let namespace = Suite { label: "LIBFABRIC-namespace", ..TCP }.in_another_namespace();
+    let user = Suite { label: "LIBFABRIC-user", ..TCP }.as_another_user();
+    conformance_main(registry, &[TCP, SHM, DEVICE, namespace, user])
 }

@@ -48,9 +48,10 @@ fn main() -> ExitCode {
         Suite { options: SEAL, tier: Tier::Whole, ..on_device("TCP", "TCP-sealed-device", Device, Device) },
         on_device("TCP", "TCP-from-device", Pool, Device),
         on_device("TCP", "TCP-to-device", Device, Owned),
-        Suite::over("SHM").in_another_namespace("SHM-namespace"),
-        Suite::over("TCP").in_another_namespace("TCP-namespace"),
-        Suite::over("TCP").as_another_user("TCP-user"),
+        Suite { label: "SHM-namespace", ..Suite::over("SHM") }.in_another_namespace(),
+        Suite { label: "TCP-namespace", ..Suite::over("TCP") }.in_another_namespace(),
+        // Not SHM, which refuses another user in words.
+        Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
     ];
     conformance_main(registry, &suites)
 }

@@ -1,5 +1,6 @@
 //! Processes of tests: started, stopped, killed by pid; none outlives its test.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
@@ -66,7 +67,7 @@ pub struct Child {
     process: std::process::Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
-    /// What answers is a process that this one has started, and that dies with it.
+    /// What answers may be a process that this one has started, and that dies with it.
     starts_another: bool,
 }
 
@@ -78,9 +79,21 @@ impl Child {
 
     /// The same with several variables.
     pub fn start_self_with(variables: &[(&str, String)]) -> Result<Self, Failure> {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.envs(variables.iter().map(|(variable, value)| (variable, value)));
-        Child::start(command)
+        Child::start_self_through(&[], variables)
+    }
+
+    /// The same behind a program and its words, if there are any.
+    pub(crate) fn start_self_through(
+        through: &[&str],
+        variables: &[(&str, String)],
+    ) -> Result<Self, Failure> {
+        let program = std::env::current_exe()?;
+        let mut words = through.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().unwrap_or_default());
+        command.args(words).envs(variables.iter().map(|(variable, value)| (variable, value)));
+        let mut child = Child::start(command)?;
+        child.starts_another = !through.is_empty();
+        Ok(child)
     }
 
     /// Starts a program that is asked in lines and answers in lines.
@@ -109,12 +122,6 @@ impl Child {
             }
         });
         Ok(Child { process, stdin, answers, starts_another: false })
-    }
-
-    /// What answers is a process that this one starts, and that dies with it: [`kill`](Self::kill) waits for its end.
-    pub(crate) fn starting_another(mut self) -> Self {
-        self.starts_another = true;
-        self
     }
 
     /// Its process id.

@@ -94,7 +94,7 @@ pub struct Setup {
     pub far: Backing,
     /// The device of both ends: the far end finds it by the suite's label.
     pub device: Option<(&'static str, DeviceSource)>,
-    /// The words of a program that the far end's process is started by; none: by nobody.
+    /// A program and its words, behind which the far end's process is started; empty: it is started as it is.
     pub through: &'static [&'static str],
     /// Shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,

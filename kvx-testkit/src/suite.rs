@@ -11,8 +11,8 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::process::answers_apart;
-use crate::setup::{Backing, DeviceSource, Mode, Setup};
+use crate::process::{answers_apart, output};
+use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 use crate::tier::Tier;
 
@@ -48,8 +48,8 @@ pub struct Suite {
     /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its
     /// memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
-    /// The words of a program that the process of the far end is started by, with its own words behind them: into
-    /// namespaces of its own, or as another user. Clauses run in two processes then. None: by nobody.
+    /// A program and its words, behind which the far end's process is started: in namespaces of its own, or as another
+    /// user. Clauses run in two processes then. Empty: it is started as it is.
     pub through: &'static [&'static str],
     /// The ids of the clauses that run; none: all of them.
     pub only: &'static [&'static str],
@@ -77,13 +77,14 @@ impl Suite {
         }
     }
 
-    /// What depends on seeing the other process end, where its number says nothing, as in another container.
-    pub const fn in_another_namespace(self, label: &'static str) -> Self {
-        self.through(label, &["unshare", "--pid", "--fork", "--kill-child"])
+    /// The clauses that depend on seeing the far end's process end, with that process in another namespace of processes
+    /// as in another container: its number says nothing there.
+    pub const fn in_another_namespace(self) -> Self {
+        self.through(&["unshare", "--pid", "--fork", "--kill-child"])
     }
 
-    /// The same, with the far end as a user without privileges, who may lock little memory and open few files.
-    pub const fn as_another_user(self, label: &'static str) -> Self {
+    /// The same clauses, with the far end as a user without privileges, who may lock little memory and open few files.
+    pub const fn as_another_user(self) -> Self {
         const USER: [&str; 7] = [
             "prlimit",
             "--memlock=65536",
@@ -93,11 +94,11 @@ impl Suite {
             "--regid=65534",
             "--clear-groups",
         ];
-        self.through(label, &USER)
+        self.through(&USER)
     }
 
-    const fn through(self, label: &'static str, through: &'static [&'static str]) -> Self {
-        Suite { label, through, only: &["P3", "P4", "O6"], ..self }
+    const fn through(self, through: &'static [&'static str]) -> Self {
+        Suite { through, only: &["P3", "P4", "O6"], ..self }
     }
 
     fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
@@ -197,17 +198,19 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
 
 /// Why this program cannot be started through what the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
-    let (program, words) = suite.through.split_first()?;
-    let shown = suite.through.join(" ");
-    let itself = std::env::current_exe().ok()?;
-    match Command::new(program).args(words).args(["test", "-x"]).arg(&itself).output() {
-        Ok(output) if output.status.success() => None,
-        Ok(output) if output.stderr.is_empty() => {
-            Some(format!("{shown}: no way leads to {} [cannot run here]", itself.display()))
-        }
-        Ok(output) => Some(format!("{shown}: {}", String::from_utf8_lossy(&output.stderr).trim())),
-        Err(error) => Some(format!("{shown}: {error}")),
+    if suite.through.is_empty() {
+        return None;
     }
+    let itself = std::env::current_exe().ok()?;
+    // `env` says what is not there.
+    let mut test = Command::new("env");
+    let tested = output(test.args(suite.through).args(["test", "-x"]).arg(&itself), CUT_OFF);
+    let why = match String::from_utf8_lossy(&tested.stderr).trim() {
+        _ if tested.status.success() => return None,
+        "" => format!("it has no way to {} [cannot run here]", itself.display()),
+        said => said.to_owned(),
+    };
+    Some(format!("{}: {why}", suite.through.join(" ")))
 }
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {

@@ -13,6 +13,7 @@ use crate::arguments::LimitsOptions;
 use crate::bars::{Asked, BARS, Bar, Figure, Program, RUNS, Run};
 use crate::install::site_packages;
 use crate::metadata::Metadata;
+use crate::peers;
 use crate::process::{self, Output};
 
 /// What runs in NIXL's Python, with the folder that the library lies in.
@@ -23,11 +24,11 @@ const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// The variable that names NIXL's library.
 const NIXL: &str = "KVX_RIXL_LIB";
-/// The variable that names Mooncake's library, and the adapter over its wheel below the target folder.
-const MOONCAKE: &str = "KVX_MOONCAKE_LIB";
-const MOONCAKE_LIBRARY: &str = "peers/mooncake/libkvx_mooncake_adapter.so";
-/// NIXL's library below the folder of the wheel.
+/// The same below the folder of the wheel.
 const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
+
+/// The variable that names Mooncake's.
+const MOONCAKE: &str = "KVX_MOONCAKE_LIB";
 
 /// Runs everything as often as the options say, prints the table, and says whether every bar holds.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
@@ -96,8 +97,7 @@ fn mooncake() -> Result<Option<PathBuf>> {
     if let Some(named) = std::env::var_os(MOONCAKE) {
         return Ok(Some(named.into()));
     }
-    let adapter = Metadata::of_members()?.target_directory()?.join(MOONCAKE_LIBRARY);
-    Ok(Some(adapter).filter(|library| library.is_file()))
+    Ok(peers::mooncake_adapter(&Metadata::of_members()?.target_directory()?))
 }
 
 fn is_over_mooncake(run: &Run) -> bool {

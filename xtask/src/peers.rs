@@ -34,8 +34,13 @@ struct SharedLibrary {
     path_macro: Option<(&'static str, &'static str)>,
 }
 
+const MOONCAKE: &str = "mooncake";
+/// The engine in its wheel, and the library that leads to it.
+const ENGINE: &str = "mooncake/engine.so";
+const ADAPTER: &str = "libkvx_mooncake_adapter.so";
+
 const PEERS: &[PeerSoftware] = &[PeerSoftware {
-    name: "mooncake",
+    name: MOONCAKE,
     packages: &[
         DebianPackage { name: "etcd-server", why: "Mooncake's engines find each other by it, in a test" },
         DebianPackage { name: "g++", why: "compiles kvx-mooncake/adapter" },
@@ -66,11 +71,11 @@ const PEERS: &[PeerSoftware] = &[PeerSoftware {
     ],
     libraries: &[
         SharedLibrary {
-            file: "libkvx_mooncake_adapter.so",
+            file: ADAPTER,
             source: "kvx-mooncake/adapter/adapter.cpp",
             headers: &["kvx-mooncake/adapter/adapter.h", "kvx-mooncake/adapter/transfer_engine.h"],
             soname: None,
-            path_macro: Some(("KVX_MOONCAKE_ENGINE_FILE", "mooncake/engine.so")),
+            path_macro: Some(("KVX_MOONCAKE_ENGINE_FILE", ENGINE)),
         },
         SharedLibrary {
             file: "libetcd_wrapper.so",
@@ -131,10 +136,7 @@ fn build(library: &SharedLibrary, root: &Path, folder: &Path, until: Instant) ->
     }
     let mut options = Vec::from_iter(soname.map(|soname| format!("-Wl,-soname,{soname}")));
     if let Some((name, below)) = path_macro {
-        let found = site_packages(&folder.join("venv"))
-            .map(|packages| packages.join(below))
-            .find(|path| path.exists());
-        let found = found.ok_or_else(|| format!("the wheel has no {below}"))?;
+        let found = in_wheel(folder, below).ok_or_else(|| format!("the wheel has no {below}"))?;
         options.push(format!("-D{name}=\"{}\"", std::path::absolute(found)?.display()));
     }
     compile(&root.join(source), &options, &output, until)
@@ -161,9 +163,15 @@ fn compile(source: &Path, options: &[String], output: &Path, until: Instant) -> 
     Ok(())
 }
 
-/// Makes the libraries over Mooncake's wheel for other machines: they are told where the wheel lies.
+/// A file below the folder of a peer's packages.
+fn in_wheel(folder: &Path, below: &str) -> Option<PathBuf> {
+    site_packages(&folder.join("venv")).map(|packages| packages.join(below)).find(|path| path.exists())
+}
+
+/// Makes the libraries over Mooncake's wheel for other machines: they are told there where the wheel lies.
 pub(crate) fn portable_adapter(folder: &Path, until: Instant) -> Result<()> {
-    for SharedLibrary { file, source, .. } in PEERS.iter().flat_map(|peer| peer.libraries) {
+    let mooncake = PEERS.iter().filter(|peer| peer.name == MOONCAKE);
+    for SharedLibrary { file, source, .. } in mooncake.flat_map(|peer| peer.libraries) {
         let options = ["-s".to_owned(), format!("-Wl,-soname,{file}")];
         compile(&crate::root().join(source), &options, &folder.join(file), until)?;
     }
@@ -172,8 +180,12 @@ pub(crate) fn portable_adapter(folder: &Path, until: Instant) -> Result<()> {
 
 /// The engine of Mooncake's wheel, where `--install` has put it.
 pub(crate) fn mooncake_engine(target: &Path) -> Option<PathBuf> {
-    let environment = target.join("peers/mooncake/venv");
-    site_packages(&environment).map(|packages| packages.join("mooncake/engine.so")).find(|file| file.exists())
+    in_wheel(&target.join("peers").join(MOONCAKE), ENGINE)
+}
+
+/// The adapter over it, likewise.
+pub(crate) fn mooncake_adapter(target: &Path) -> Option<PathBuf> {
+    Some(target.join("peers").join(MOONCAKE).join(ADAPTER)).filter(|file| file.is_file())
 }
 
 /// Whether a file is there and not older than what it is made from.

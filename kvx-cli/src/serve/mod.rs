@@ -120,8 +120,8 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
 fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
     let (data_parallel_size, data_parallel_here, others) = placed(&flags)?;
     let transfer = match &flags.head_address {
-        Some(head) if data_parallel_here.start > 0 => transfer.behind(head),
-        _ => transfer,
+        Some(host) => transfer.with_first_rank_at(host),
+        None => transfer,
     };
     let model = flags.model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
     let layout = match transfer.environment().kv_cache_layout {

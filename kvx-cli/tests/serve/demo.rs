@@ -11,6 +11,7 @@ use crate::server::LIMIT;
 
 fn demo(arguments: &[&str]) -> (Output, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    // It gives each request a minute by itself.
     let output = kvx_testkit::output(command.arg("demo").args(arguments), LIMIT * 6);
     let text =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -37,40 +37,67 @@ fn answered(host: &Host, rank: usize) -> f64 {
     host.metric(8000, "vllm:request_success_total", &format!("engine=\"{rank}\""))
 }
 
+/// So many hosts, or the test is skipped.
+fn hosts(count: usize) -> Option<Hosts> {
+    let hosts = Hosts::new(count);
+    if hosts.is_none() {
+        skip("headless ranks", "no network namespaces on one switch", "run the tests as root");
+    }
+    hosts
+}
+
+/// A head with a rank, a second host with another, and a third host with the decode, the proxy and a single server.
+struct Fleet {
+    hosts: Hosts,
+    folder: String,
+    transfer: String,
+}
+
+impl Fleet {
+    /// `prefill`: how the proxy is told of the head. Fails unless it answers as the single server does, and both ranks
+    /// have prefilled for it.
+    fn start(kv_connector: &str, prefill: &str) -> Option<Fleet> {
+        let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+                              "kv_connector_extra_config": {"backends": ["TCP"]}});
+        let folder = model(&["--arch", "llama"]).to_str().unwrap().to_owned();
+        let mut fleet = Fleet { hosts: hosts(3)?, folder, transfer: transfer.to_string() };
+        // The host is there first: it looks for its head.
+        fleet.start_second();
+        fleet.serve(1, "-dp 2 -dpl 1 -dpa 10.77.0.1");
+        fleet.serve(3, "--port 8200");
+        let Fleet { hosts, folder, .. } = &mut fleet;
+        run(hosts, 3, &format!("proxy --prefill {prefill} --decode http://10.77.0.3:8200 --port 8192"), &[]);
+        run(hosts, 3, &format!("serve {folder} --port 8300 --served-model-name m"), &[]);
+        let [head, _, decode] = &hosts.each[..] else { unreachable!("three hosts") };
+        for (host, url) in [(decode, "localhost:8300"), (decode, "localhost:8200"), (head, "localhost:8000")]
+        {
+            host.wait(&format!("http://{url}/health"));
+        }
+        decode.wait("http://localhost:8192/ready");
+        // The proxy knows the head alone; blocks come from either host.
+        for at in 0..4 {
+            let body = greedy(&prompt(at, 30 + 5 * at), 8);
+            let answer = tokens(decode, "http://localhost:8192", &body);
+            assert_eq!(answer, tokens(decode, "http://localhost:8300", &body), "{at}");
+        }
+        assert_eq!([0, 1].map(|rank| answered(head, rank)), [2.0, 2.0]);
+        Some(fleet)
+    }
+
+    fn serve(&mut self, host: usize, words: &str) {
+        let transfer = ["--kv-transfer-config", self.transfer.as_str(), "--served-model-name", "m"];
+        run(&mut self.hosts, host, &format!("serve {} {words}", self.folder), &transfer);
+    }
+
+    fn start_second(&mut self) {
+        self.serve(2, "--headless -dp 2 -dpl 1 -dpr 1 -dpa 10.77.0.1");
+    }
+}
+
 #[test]
 fn ranks_on_a_second_host_answer_behind_the_head() {
-    let Some(mut hosts) = Hosts::new(3) else {
-        return skip("headless ranks", "no network namespaces on one switch", "run the tests as root");
-    };
-    let folder = model(&["--arch", "llama"]);
-    let folder = folder.to_str().unwrap();
-    let transfer =
-        json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
-                          "kv_connector_extra_config": {"backends": ["TCP"]}})
-        .to_string();
-    let transfer = ["--kv-transfer-config", transfer.as_str(), "--served-model-name", "m"];
-    // The host is there first: it looks for its head.
-    let headless = format!("serve {folder} --headless -dp 2 -dpl 1 -dpr 1 -dpa 10.77.0.1");
-    run(&mut hosts, 2, &headless, &transfer);
-    run(&mut hosts, 1, &format!("serve {folder} -dp 2 -dpl 1 -dpa 10.77.0.1"), &transfer);
-    run(&mut hosts, 3, &format!("serve {folder} --port 8200"), &transfer);
-    run(&mut hosts, 3, &format!("proxy --prefill {HEAD} --decode http://10.77.0.3:8200 --port 8192"), &[]);
-    run(&mut hosts, 3, &format!("serve {folder} --port 8300 --served-model-name m"), &[]);
-    let [head, second, decode] = &mut hosts.each[..] else { unreachable!("three hosts") };
-    for (host, url) in
-        [(&*decode, "localhost:8300"), (&*decode, "localhost:8200"), (&*head, "localhost:8000")]
-    {
-        host.wait(&format!("http://{url}/health"));
-    }
-    decode.wait("http://localhost:8192/ready");
-
-    // The proxy knows the head alone; blocks come from either host.
-    for at in 0..4 {
-        let body = greedy(&prompt(at, 30 + 5 * at), 8);
-        let answer = tokens(decode, "http://localhost:8192", &body);
-        assert_eq!(answer, tokens(decode, "http://localhost:8300", &body), "{at}");
-    }
-    assert_eq!([0, 1].map(|rank| answered(head, rank)), [2.0, 2.0]);
+    let Some(mut fleet) = Fleet::start("NixlConnector", HEAD) else { return };
+    let [head, second, decode] = &mut fleet.hosts.each[..] else { unreachable!("three hosts") };
     assert_eq!(decode.metric(8200, "vllm:nixl_bytes_transferred_count", ""), 4.0);
 
     // A chosen rank, streamed; and a request that it refuses in its own words.
@@ -96,8 +123,8 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
     }
 
     // Started again it joins again.
-    run(&mut hosts, 2, &headless, &transfer);
-    let [_, _, decode] = &hosts.each[..] else { unreachable!("three hosts") };
+    fleet.start_second();
+    let [_, _, decode] = &fleet.hosts.each[..] else { unreachable!("three hosts") };
     let until = Instant::now() + LIMIT;
     let again = loop {
         let again = second_rank(decode, &body);
@@ -110,62 +137,16 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
 
 #[test]
 fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
-    let Some(mut hosts) = Hosts::new(3) else {
-        return skip(
-            "headless ranks of Mooncake",
-            "no network namespaces on one switch",
-            "run the tests as root",
-        );
-    };
-    let folder = model(&["--arch", "llama"]);
-    let folder = folder.to_str().unwrap();
-    let transfer =
-        json!({"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "fail", "kv_role": "kv_both",
-                          "kv_connector_extra_config": {"backends": ["TCP"]}})
-        .to_string();
-    let transfer = ["--kv-transfer-config", transfer.as_str(), "--served-model-name", "m"];
-    run(&mut hosts, 1, &format!("serve {folder} -dp 2 -dpl 1 -dpa 10.77.0.1"), &transfer);
-    run(&mut hosts, 2, &format!("serve {folder} --headless -dp 2 -dpl 1 -dpr 1 -dpa 10.77.0.1"), &transfer);
-    run(&mut hosts, 3, &format!("serve {folder} --port 8200"), &transfer);
-    run(
-        &mut hosts,
-        3,
-        &format!("proxy --prefill {HEAD} 8998 --decode http://10.77.0.3:8200 --port 8192"),
-        &[],
-    );
-    run(&mut hosts, 3, &format!("serve {folder} --port 8300 --served-model-name m"), &[]);
-    let [head, _, decode] = &hosts.each[..] else { unreachable!("three hosts") };
-    for (host, url) in [(decode, "localhost:8300"), (decode, "localhost:8200"), (head, "localhost:8000")] {
-        host.wait(&format!("http://{url}/health"));
-    }
-    decode.wait("http://localhost:8192/ready");
-    let until = Instant::now() + LIMIT;
-    let listed = loop {
-        let listed = decode.curl("http://10.77.0.1:8998/query", None).unwrap_or_default();
-        if listed["1"].is_object() || Instant::now() > until {
-            break listed;
-        }
-    };
+    let Some(fleet) = Fleet::start("MooncakeConnector", &format!("{HEAD} 8998")) else { return };
+    let listed = fleet.hosts.each[2].curl("http://10.77.0.1:8998/query", None).expect("a list of workers");
     let address = |rank: &str| listed[rank]["worker_addr"]["0"]["0"].as_str().unwrap_or_default().to_owned();
     assert!(address("0").starts_with("tcp://10.77.0.1:"), "{listed}");
     assert!(address("1").starts_with("tcp://10.77.0.2:"), "{listed}");
-    for at in 0..4 {
-        let body = greedy(&prompt(at, 30 + 5 * at), 8);
-        let answer = tokens(decode, "http://localhost:8192", &body);
-        assert_eq!(answer, tokens(decode, "http://localhost:8300", &body), "{at}");
-    }
-    assert_eq!([0, 1].map(|rank| answered(head, rank)), [2.0, 2.0]);
 }
 
 #[test]
 fn a_host_of_another_model_is_refused_in_words() {
-    let Some(mut hosts) = Hosts::new(2) else {
-        return skip(
-            "headless ranks of another model",
-            "no network namespaces on one switch",
-            "run the tests as root",
-        );
-    };
+    let Some(mut hosts) = hosts(2) else { return };
     let folder = model(&["--arch", "llama"]);
     let folder = folder.to_str().unwrap();
     run(&mut hosts, 1, &format!("serve {folder} -dp 2 -dpl 1 -dpa 10.77.0.1"), &[]);

@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 /// A request as one engine names it. The two engines of a request name it differently.
@@ -92,6 +93,16 @@ impl Address {
     }
 }
 
+/// A host as it is written, IPv6 without brackets.
+pub(crate) fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+/// Whether a host as it is written leads to this machine alone.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    bare(host).parse::<IpAddr>().map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
+}
+
 /// Block numbers of one request, a list for each KV cache group. Shared: a clone copies no number.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct BlockLists(Arc<[Arc<[u32]>]>);
@@ -146,6 +157,15 @@ impl fmt::Debug for BlockLists {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_that_leads_to_this_machine_alone_is_told() {
+        for (host, loopback) in
+            [("LocalHost", true), ("[::1]", true), ("127.0.0.9", true), ("10.0.0.1", false)]
+        {
+            assert_eq!(is_loopback(host), loopback, "{host}");
+        }
+    }
 
     #[test]
     fn the_shared_part_of_a_name_is_without_the_engines_own_suffix() {

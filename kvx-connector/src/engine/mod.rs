@@ -52,6 +52,8 @@ pub use aggregate::{EngineOutput, OutputAggregator};
 pub use failure::{FailureKind, LoadFailure, TransferFailure};
 pub use generations::{BlockReference, Generations, NoReference};
 pub use identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
+#[cfg(feature = "runtime")]
+pub(crate) use identity::{bare, is_loopback};
 pub use plan::{PeerLane, PeerPlan, PoolBlocks};
 pub use recovery::{Affected, Holding, Recovery};
 pub use scheduler::{

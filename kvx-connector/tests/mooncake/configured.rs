@@ -5,22 +5,24 @@ use std::time::Duration;
 use kvx_config::{BlockRelease, KvTransferConfig, LoadFailurePolicy, Role, Surroundings};
 use kvx_connector::engine::mooncake::{Bootstrap, Mooncake};
 use kvx_connector::engine::{Address, Settings, WorkerRank};
-use kvx_core::Kind;
+use kvx_core::{Kind, Result};
 
-fn settings(
-    connector: &str,
-    role: &str,
-    extra: &str,
-    variables: &[(&str, &str)],
-) -> kvx_core::Result<Settings> {
+fn config(connector: &str, role: &str, extra: &str, variables: &[(&str, &str)]) -> KvTransferConfig {
     let text = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "{role}", "engine_id": "e",
              "kv_connector_extra_config": {{{extra}}}}}"#
     );
     let surroundings =
         variables.iter().fold(Surroundings::default(), |all, (name, value)| all.variable(*name, *value));
-    let config = KvTransferConfig::from_json(&text, &surroundings).unwrap();
-    Settings::of_mooncake(&config, 1, Address { host: "h".into(), port: 1 })
+    KvTransferConfig::from_json(&text, &surroundings).unwrap()
+}
+
+fn of(config: &KvTransferConfig, data_parallel: u32) -> Result<Settings> {
+    Settings::of_mooncake(config, data_parallel, Address { host: "h".into(), port: 1 })
+}
+
+fn settings(connector: &str, role: &str, extra: &str, variables: &[(&str, &str)]) -> Result<Settings> {
+    of(&config(connector, role, extra, variables), 1)
 }
 
 fn mooncake(role: &str, extra: &str, variables: &[(&str, &str)]) -> Mooncake {
@@ -76,6 +78,23 @@ fn the_first_rank_of_a_prefill_serves_the_bootstrap_server() {
         let external = mooncake(role, r#""bootstrap_server_address": "h:1""#, &[]);
         assert!(!external.serves_bootstrap(0, first));
     }
+}
+
+#[test]
+fn other_data_parallel_ranks_register_at_the_host_of_the_first() {
+    let bootstrap = |data_parallel, host: &str, extra| {
+        let config = config("MooncakeConnector", "kv_both", extra, &[]).with_first_rank_at(host);
+        of(&config, data_parallel).unwrap().mooncake.unwrap().bootstrap
+    };
+    let at = |host: &str, port| Bootstrap::External(Address { host: host.into(), port });
+    assert_eq!(bootstrap(1, "10.0.0.1", ""), at("10.0.0.1", 8998));
+    assert_eq!(bootstrap(1, "[fd00::1]", ""), at("fd00::1", 8998));
+    assert_eq!(bootstrap(0, "10.0.0.1", ""), Bootstrap::Own(8998), "it is the first");
+    for this_host in ["localhost", "127.0.0.1", "[::1]"] {
+        assert_eq!(bootstrap(1, this_host, ""), Bootstrap::Own(8998), "{this_host}");
+    }
+    let named = r#""bootstrap_server_address": "10.0.0.9:1""#;
+    assert_eq!(bootstrap(1, "10.0.0.1", named), at("10.0.0.9", 1));
 }
 
 #[test]

@@ -3,8 +3,6 @@
 mod end;
 mod words;
 
-use std::ffi::OsStr;
-use std::process;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,12 +41,7 @@ struct Started {
 
 impl Started {
     fn again(&self) -> Result<Child, Failure> {
-        let program = std::env::current_exe()?;
-        let mut words = self.through.iter().map(OsStr::new).chain([program.as_os_str()]);
-        let mut command = process::Command::new(words.next().unwrap_or_default());
-        command.args(words).envs(self.variables.iter().map(|(name, value)| (name, value)));
-        let child = Child::start(command)?;
-        Ok(if self.through.is_empty() { child } else { child.starting_another() })
+        Child::start_self_through(self.through, &self.variables)
     }
 }
 
@@ -73,7 +66,7 @@ impl Far {
         Far { place: Location::SameProcess(End::new(registry, device)) }
     }
 
-    /// `suite`: whose device it has; `through`: the words of the program that its process is started by.
+    /// `suite`: whose device it has; `through`: the program and its words, behind which its process is started.
     pub(crate) fn there(
         variant: &str,
         suite: Option<&str>,

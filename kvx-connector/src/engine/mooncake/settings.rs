@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Rank, Role};
 use kvx_core::{Error, Kind, Result};
 
-use super::super::identity::{Address, WorkerRank};
+use super::super::identity::{Address, WorkerRank, bare, is_loopback};
 use super::super::settings::{Settings, multi};
 
 /// How much longer than a prefill keeps blocks and waiting pulls a decode waits for an answer.
@@ -30,7 +30,7 @@ pub struct Mooncake {
 pub enum Bootstrap {
     /// The prefill instance's own, on this port: its first rank serves it.
     Own(u16),
-    /// Another one, `bootstrap_server_address`.
+    /// Another one: `bootstrap_server_address`, or that of the first data-parallel rank's host.
     External(Address),
 }
 
@@ -102,9 +102,13 @@ impl Settings {
             ));
         }
         let (given, environment) = (config.mooncake(), config.environment());
-        let bootstrap = match &given.bootstrap_server_address {
-            Some(text) => Bootstrap::External(external(text)?),
-            None => Bootstrap::Own(config.mooncake_port(Rank::default())?),
+        let port = config.mooncake_port(Rank::default())?;
+        // A loopback address is this host, whose own the first rank's is then.
+        let first_rank_host = config.first_rank_host().filter(|host| dp > 0 && !is_loopback(host));
+        let bootstrap = match (&given.bootstrap_server_address, first_rank_host) {
+            (Some(text), _) => Bootstrap::External(external(text)?),
+            (None, Some(host)) => Bootstrap::External(Address { host: bare(host).into(), port }),
+            (None, None) => Bootstrap::Own(port),
         };
         let mooncake = Mooncake {
             role: config.kv_role().unwrap_or(Role::Both),

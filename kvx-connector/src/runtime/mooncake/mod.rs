@@ -32,11 +32,10 @@ pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len
 pub(super) use self::way::{Way, WayPairs};
 use super::builder::Setup;
 use super::half::Half;
-use super::side::is_loopback;
 use super::state::Shared;
-use super::zmtp::{Budget, Router, bare, resolve};
+use super::zmtp::{Budget, Router, resolve};
 use crate::engine::mooncake::{Bootstrap, MooncakeAction, MooncakeWorker, PullId};
-use crate::engine::{Address, Connection, Time, WorkerRank};
+use crate::engine::{Address, Connection, Time, WorkerRank, bare, is_loopback};
 
 /// How long the name of this host may take to resolve.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);

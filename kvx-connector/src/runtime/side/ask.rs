@@ -7,9 +7,9 @@ use kvx_core::{Error, Kind, Result, Secret};
 
 use super::super::clock::Clock;
 use super::super::zmtp::{Budget, Client, Limits, Message, SocketType, resolve};
-use super::{hosts, proof};
+use super::proof;
 use crate::Dialect;
-use crate::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank};
+use crate::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback};
 use crate::wire::{
     Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge, KvxRequest,
 };
@@ -213,7 +213,7 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
     let Address { host, port } = address;
     let there = format!("the side channel of engine {engine} at {host} port {port}");
     let cure = match error.kind() {
-        Kind::PeerLost | Kind::TimedOut if hosts::is_loopback(host) => {
+        Kind::PeerLost | Kind::TimedOut if is_loopback(host) => {
             "; that is this machine: if the engine is on another one, set VLLM_NIXL_SIDE_CHANNEL_HOST there to an \
              address that is reached from here (and, unless TCP is to listen there too, \
              kv_connector_extra_config.tcp.bind)"

@@ -5,15 +5,10 @@ use std::time::Duration;
 
 use kvx_config::KvTransferConfig;
 
-use super::super::zmtp::{bare, resolve};
+use super::super::zmtp::resolve;
 
 /// How long the system may take to know a name.
 const TO_RESOLVE: Duration = Duration::from_secs(5);
-
-/// Whether a host as it is written in `VLLM_NIXL_SIDE_CHANNEL_HOST` leads to this machine alone.
-pub(crate) fn is_loopback(host: &str) -> bool {
-    bare(host).parse::<IpAddr>().map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
-}
 
 /// The address of this machine, and of its network, that a host names.
 async fn own_address(host: &str) -> Option<IpAddr> {
@@ -61,11 +56,6 @@ mod tests {
         for host in ["localhost", "127.0.0.1", "::1", "0.0.0.0", "[::1]", "192.0.2.1", "no.such.host.invalid"]
         {
             assert_eq!(bound(&config(host, "{}")), None, "{host}");
-        }
-        for (host, loopback) in
-            [("LocalHost", true), ("[::1]", true), ("127.0.0.9", true), ("10.0.0.1", false)]
-        {
-            assert_eq!(is_loopback(host), loopback, "{host}");
         }
     }
 

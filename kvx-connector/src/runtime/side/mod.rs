@@ -15,6 +15,6 @@ mod tests;
 #[cfg(test)]
 pub(crate) use ask::Asked;
 pub(crate) use ask::{Asker, Look, Standing, handshake_failure};
-pub(crate) use hosts::{is_loopback, tcp_bind};
+pub(crate) use hosts::tcp_bind;
 pub(crate) use server::SideServer;
 pub(crate) use settings::SideSettings;

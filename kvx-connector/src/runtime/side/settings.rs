@@ -5,9 +5,9 @@ use std::sync::Arc;
 use kvx_config::{KvTransferConfig, Rank};
 use kvx_core::{Result, Secret};
 
-use super::super::zmtp::bare;
 use super::hosts;
 use crate::engine::SideChannels;
+use crate::engine::{bare, is_loopback};
 
 /// What a side channel is made of.
 #[derive(Clone, Debug)]
@@ -53,8 +53,8 @@ impl SideSettings {
 
 fn warnings(config: &KvTransferConfig, advertise: &str) -> Vec<String> {
     let mut warnings = Vec::new();
-    let data = hosts::written_tcp_bind(config).filter(|bind| !hosts::is_loopback(bind));
-    if let Some(bind) = data.filter(|_| hosts::is_loopback(advertise)) {
+    let data = hosts::written_tcp_bind(config).filter(|bind| !is_loopback(bind));
+    if let Some(bind) = data.filter(|_| is_loopback(advertise)) {
         warnings.push(format!(
             "peers are told that the side channel is at {advertise}, which leads each of them to itself, while \
              kv_connector_extra_config.tcp.bind is {bind}: set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this \

@@ -10,6 +10,7 @@ use tokio::time::timeout;
 
 use super::connection::Connection;
 use super::{Budget, Limits, Message, SocketType};
+use crate::engine::bare;
 
 /// A socket that asks. After an error it is of no use: drop it.
 #[derive(Debug)]
@@ -89,11 +90,6 @@ impl Client {
         }
         Ok(message)
     }
-}
-
-/// IPv6 without brackets.
-pub(crate) fn bare(host: &str) -> &str {
-    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
 }
 
 /// The addresses of a host, IPv4 first: that is where ZeroMQ binds a name.

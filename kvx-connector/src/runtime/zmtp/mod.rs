@@ -14,7 +14,7 @@ mod router;
 mod tests;
 
 pub(crate) use budget::Budget;
-pub(crate) use client::{Client, bare, resolve};
+pub(crate) use client::{Client, resolve};
 pub(crate) use codec::{Limits, SocketType};
 pub(crate) use connection::{Message, Received};
 pub(crate) use router::{Handler, Router, RouterLimits, Talk, Talker};

@@ -42,6 +42,9 @@ impl<'a> Prefill<'a> {
     /// blocks stay as they are until the lease says otherwise. Blocks beyond those that the tokens need are left out of
     /// it.
     ///
+    /// A request has a name of its own, as in vLLM: a decode's last word on an earlier one of this name may still be
+    /// under way, and would end this lease (whoever loads it then is refused, and nothing wrong is loaded).
+    ///
     /// # Errors
     /// `Invalid` for a name that is in use, and for blocks that do not fit the tokens or the registered caches;
     /// `Closed`.

@@ -1,5 +1,7 @@
 //! Blocks with digests: what is loaded, what is refused, and with whom.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use kvx_connector::engine::{LoadFailure, Then, WorkerRank};
 use kvx_connector::runtime::{Decode, LoadError, Prefill};
 use kvx_core::MemoryKind;
@@ -15,8 +17,11 @@ fn digesting(engine: &str, tp: u32) -> Engine {
 
 /// Publishes three blocks, lets somebody `spoil` the prefill's, and loads them into blocks 1 to 3.
 fn loaded_after(prefill: &Engine, decode: &Engine, spoil: impl FnOnce(&Engine)) -> Result<(), LoadError> {
+    // Each request has a name of its own: the decode's last word on the one before may still be under way.
+    static REQUESTS: AtomicU32 = AtomicU32::new(0);
+    let request = format!("r{}", REQUESTS.fetch_add(1, Ordering::Relaxed));
     prefill.compute(7, &[5, 6, 8], 3 * BLOCK);
-    let publish = Prefill::new(&prefill.connector).publish("r", lists(&[5, 6, 8]), 3 * BLOCK);
+    let publish = Prefill::new(&prefill.connector).publish(request, lists(&[5, 6, 8]), 3 * BLOCK);
     let (_lease, params) = publish.unwrap();
     spoil(prefill);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2, 3]), LIMIT);

@@ -45,13 +45,18 @@ pub fn kill_after(child: &std::process::Child, limit: Duration) {
 /// When it cannot be started, or what it has started itself holds its output long after it.
 #[expect(clippy::expect_used, reason = "a test that cannot run its program is at its end")]
 pub fn output(command: &mut Command, limit: Duration) -> Output {
+    output_if_started(command, limit).expect("the program starts, and its output can be read")
+}
+
+/// The same, where the program may not be there.
+#[expect(clippy::expect_used, reason = "a test that cannot end its program is at its end")]
+pub(crate) fn output_if_started(command: &mut Command, limit: Duration) -> std::io::Result<Output> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = command.spawn().expect("the program starts");
+    let child = command.spawn()?;
     kill_after(&child, limit);
     let (sender, output) = channel();
     std::thread::spawn(move || sender.send(child.wait_with_output()));
-    let output = output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output");
-    output.expect("its output can be read")
+    output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output")
 }
 
 /// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where

@@ -11,7 +11,7 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::process::{answers_apart, output};
+use crate::process::{answers_apart, output_if_started};
 use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 use crate::tier::Tier;
@@ -198,17 +198,16 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
 
 /// Why this program cannot be started through what the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
-    if suite.through.is_empty() {
-        return None;
-    }
+    let (program, words) = suite.through.split_first()?;
     let itself = std::env::current_exe().ok()?;
-    // `env` says what is not there.
-    let mut test = Command::new("env");
-    let tested = output(test.args(suite.through).args(["test", "-x"]).arg(&itself), CUT_OFF);
-    let why = match String::from_utf8_lossy(&tested.stderr).trim() {
-        _ if tested.status.success() => return None,
-        "" => format!("it has no way to {} [cannot run here]", itself.display()),
-        said => said.to_owned(),
+    let mut test = Command::new(program);
+    let why = match output_if_started(test.args(words).args(["test", "-x"]).arg(&itself), CUT_OFF) {
+        Err(error) => error.to_string(),
+        Ok(tested) => match String::from_utf8_lossy(&tested.stderr).trim() {
+            _ if tested.status.success() => return None,
+            "" => format!("it has no way to {} [cannot run here]", itself.display()),
+            said => said.to_owned(),
+        },
     };
     Some(format!("{}: {why}", suite.through.join(" ")))
 }

@@ -45,5 +45,10 @@ const DEVICE: Suite = Suite {
 fn main() -> ExitCode {
     let namespace = Suite { label: "LIBFABRIC-namespace", ..TCP }.in_another_namespace();
     let user = Suite { label: "LIBFABRIC-user", ..TCP }.as_another_user();
-    conformance_main(registry, &[TCP, SHM, DEVICE, namespace, user])
+    let hosts = Suite {
+        label: "LIBFABRIC-hosts",
+        options: r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": "eth0"}}"#,
+        ..TCP
+    };
+    conformance_main(registry, &[TCP, SHM, DEVICE, namespace, user, hosts.on_two_hosts()])
 }

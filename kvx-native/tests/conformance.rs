@@ -50,8 +50,10 @@ fn main() -> ExitCode {
         on_device("TCP", "TCP-to-device", Device, Owned),
         Suite { label: "SHM-namespace", ..Suite::over("SHM") }.in_another_namespace(),
         Suite { label: "TCP-namespace", ..Suite::over("TCP") }.in_another_namespace(),
-        // Not SHM, which refuses another user in words.
+        // Not SHM, which refuses another user and another host in words.
         Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
+        Suite { label: "TCP-hosts", options: r#"{"tcp": {"bind": "ADDRESS"}}"#, ..Suite::over("TCP") }
+            .on_two_hosts(),
     ];
     conformance_main(registry, &suites)
 }

@@ -89,7 +89,7 @@ impl Child {
 
     /// The same behind a program and its words, if there are any.
     pub(crate) fn start_self_through(
-        through: &[&str],
+        through: &[String],
         variables: &[(&str, String)],
     ) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;

@@ -14,8 +14,11 @@ use crate::chaos::{Chaos, Gate};
 use crate::check::Failure;
 use crate::device::Device;
 use crate::far::{AgentSpec, Far};
+use crate::hosts::Hosts;
 use crate::pattern;
 
+/// In options: the address of the host that their agent is on.
+const ADDRESS: &str = "ADDRESS";
 /// The most that any single step of a clause may take before it counts as a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
@@ -78,7 +81,7 @@ pub struct Setup {
     pub variant: String,
     /// Backends that the agents are restricted to.
     pub backends: Vec<String>,
-    /// Options of both agents, as JSON.
+    /// Options of both agents, as JSON, with `ADDRESS` for that of the host of either.
     pub options: String,
     /// The shared secret of both agents.
     pub secret: Option<[u8; 32]>,
@@ -95,7 +98,7 @@ pub struct Setup {
     /// The device of both ends: the far end finds it by the suite's label.
     pub device: Option<(&'static str, DeviceSource)>,
     /// A program and its words, behind which the far end's process is started; empty: it is started as it is.
-    pub through: &'static [&'static str],
+    pub through: Vec<String>,
     /// Shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,
 }
@@ -115,7 +118,7 @@ impl Setup {
             near: Backing::Pool,
             far: Backing::Pool,
             device: None,
-            through: &[],
+            through: Vec::new(),
             quick: false,
         }
     }
@@ -127,9 +130,18 @@ impl Setup {
 
     /// What the backend promises on whatever link. Fails when it is not available.
     pub fn capabilities(&self) -> Result<Capabilities, Failure> {
-        let options = Options::parse(&self.options)?;
         let registry = self.registry();
-        Ok(registry.require(&self.backends[0], &options)?.1.capabilities)
+        Ok(registry.require(&self.backends[0], &self.options_here()?)?.1.capabilities)
+    }
+
+    /// Those of agents in this process.
+    pub(crate) fn options_here(&self) -> kvx_core::Result<Options> {
+        Options::parse(&self.options_at(1))
+    }
+
+    /// Those of the end that is on the host of this number.
+    fn options_at(&self, number: usize) -> String {
+        self.options.replace(ADDRESS, &Hosts::address(number))
     }
 
     /// An agent of this setup in this process.
@@ -141,7 +153,7 @@ impl Setup {
     pub fn builder(&self, name: &str) -> Result<kvx_core::Builder, Failure> {
         let builder = Agent::builder(name)
             .backends(self.backends.clone())
-            .options(Options::parse(&self.options)?)
+            .options(self.options_here()?)
             .peer_timeout(self.peer_timeout)
             .notifications(self.inbox.0, self.inbox.1);
         let builder = match &self.secret {
@@ -179,7 +191,7 @@ impl Setup {
         AgentSpec {
             name: name.to_owned(),
             backends: self.backends.clone(),
-            options: self.options.clone(),
+            options: self.options_at(2),
             secret: self.secret,
             peer_timeout: self.peer_timeout,
             inbox: self.inbox,
@@ -207,7 +219,7 @@ impl Setup {
 
     /// What its backend says of who is heard.
     pub(crate) fn admission(&self) -> Result<Admission, Failure> {
-        Ok(self.registry().require(&self.backends[0], &Options::parse(&self.options)?)?.0.admission())
+        Ok(self.registry().require(&self.backends[0], &self.options_here()?)?.0.admission())
     }
 
     /// A far end without agents.
@@ -215,7 +227,7 @@ impl Setup {
         match self.mode {
             Mode::OneProcess => Ok(Far::in_this_process(self.registry(), self.device()?)),
             Mode::TwoProcesses => {
-                Far::there(&self.variant, self.device.map(|(suite, _)| suite), self.through)
+                Far::there(&self.variant, self.device.map(|(suite, _)| suite), &self.through)
             }
         }
     }

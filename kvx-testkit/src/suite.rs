@@ -11,7 +11,8 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::process::{answers_apart, output_if_started};
+use crate::hosts::Hosts;
+use crate::process::{answers_apart, output, output_if_started};
 use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 use crate::tier::Tier;
@@ -48,9 +49,8 @@ pub struct Suite {
     /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its
     /// memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
-    /// A program and its words, behind which the far end's process is started: in namespaces of its own, or as another
-    /// user. Clauses run in two processes then. Empty: it is started as it is.
-    pub through: &'static [&'static str],
+    /// Where the far end's process is, in clauses that have one.
+    pub apart: Apart,
     /// The ids of the clauses that run; none: all of them.
     pub only: &'static [&'static str],
     /// What the backend cannot keep.
@@ -58,6 +58,22 @@ pub struct Suite {
     /// The least tier that runs it; the fast one runs what needs one process.
     pub tier: Tier,
 }
+
+/// How far the processes of a pair are from each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Apart {
+    /// As this process starts it, or in this process.
+    Beside,
+    /// Behind a program and its words: in namespaces of its own, or as another user.
+    Behind(&'static [&'static str]),
+    /// Either is on a host of its own.
+    OnHosts,
+}
+
+/// How long a clause may take.
+const LIMIT: Duration = Duration::from_secs(90);
+/// The way to the far end's host, in the process that runs a clause on a host of its own.
+const WAY: &str = "KVX_TESTKIT_WAY";
 
 impl Suite {
     /// The suite over a backend as it comes.
@@ -70,7 +86,7 @@ impl Suite {
             near: Backing::Pool,
             far: Backing::Pool,
             device: None,
-            through: &[],
+            apart: Apart::Beside,
             only: &[],
             gaps: &[],
             tier: Tier::Usual,
@@ -80,7 +96,7 @@ impl Suite {
     /// The clauses that depend on seeing the far end's process end, with that process in another namespace of processes
     /// as in another container: its number says nothing there.
     pub const fn in_another_namespace(self) -> Self {
-        self.through(&["unshare", "--pid", "--fork", "--kill-child"])
+        self.apart(Apart::Behind(&["unshare", "--pid", "--fork", "--kill-child"]))
     }
 
     /// The same clauses, with the far end as a user without privileges, who may lock little memory and open few files.
@@ -94,11 +110,16 @@ impl Suite {
             "--regid=65534",
             "--clear-groups",
         ];
-        self.through(&USER)
+        self.apart(Apart::Behind(&USER))
     }
 
-    const fn through(self, through: &'static [&'static str]) -> Self {
-        Suite { through, only: &["P3", "P4", "O6"], ..self }
+    /// The same clauses, with either end on a host of its own, as namespaces of the network are.
+    pub const fn on_two_hosts(self) -> Self {
+        self.apart(Apart::OnHosts)
+    }
+
+    const fn apart(self, apart: Apart) -> Self {
+        Suite { apart, only: &["P3", "P4", "O6"], ..self }
     }
 
     fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
@@ -106,7 +127,13 @@ impl Suite {
         setup.options = self.options.to_owned();
         (setup.near, setup.far) = (self.near, self.far);
         setup.device = self.device.map(|source| (self.label, source));
-        setup.through = self.through;
+        setup.through = match self.apart {
+            Apart::Beside => Vec::new(),
+            Apart::Behind(words) => words.iter().map(|word| (*word).to_owned()).collect(),
+            Apart::OnHosts => {
+                std::env::var(WAY).unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+            }
+        };
         setup
     }
 }
@@ -134,7 +161,8 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
     let suite = asked.and_then(|label| suites.iter().find(|suite| suite.label == label));
     serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
-    for suite in suites {
+    let on_a_host = std::env::var_os(WAY).is_some();
+    for suite in suites.iter().filter(|suite| !on_a_host || suite.apart == Apart::OnHosts) {
         if !suite.tier.runs_or_says(suite.label) {
             continue;
         }
@@ -152,13 +180,17 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
         }
         let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
         for clause in CLAUSES.iter().flat_map(|room| room.iter()).filter(wanted) {
-            let here = |mode: &&Mode| suite.through.is_empty() || **mode == Mode::TwoProcesses;
+            let here = |mode: &&Mode| suite.apart == Apart::Beside || **mode == Mode::TwoProcesses;
             for mode in modes(clause.runs).iter().filter(here).filter(|mode| tier_of(**mode).runs()) {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
                 let place = if *mode == Mode::OneProcess { "one" } else { "two" };
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
                 let title = name.clone();
-                trials.push(Trial::test(name, move || judge(&title, &suite, clause, setup)));
+                let to_hosts = suite.apart == Apart::OnHosts && !on_a_host;
+                trials.push(Trial::test(name, move || match to_hosts {
+                    true => judge_on_hosts(&title),
+                    false => judge(&title, &suite, clause, setup),
+                }));
             }
         }
     }
@@ -198,7 +230,8 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
 
 /// Why this program cannot be started through what the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
-    let (program, words) = suite.through.split_first()?;
+    let Apart::Behind(through) = suite.apart else { return None };
+    let (program, words) = through.split_first()?;
     let itself = std::env::current_exe().ok()?;
     let mut test = Command::new(program);
     let why = match output_if_started(test.args(words).args(["test", "-x"]).arg(&itself), CUT_OFF) {
@@ -209,16 +242,34 @@ fn does_not_go_through(suite: &Suite) -> Option<String> {
             said => said.to_owned(),
         },
     };
-    Some(format!("{}: {why}", suite.through.join(" ")))
+    Some(format!("{}: {why}", through.join(" ")))
+}
+
+/// Runs this one test in a process on one of two hosts, whose far end is on the other.
+fn judge_on_hosts(title: &str) -> Result<(), Failed> {
+    let hosts = match Hosts::new(2) {
+        Ok(hosts) => hosts,
+        Err(why) => {
+            skip(title, &why.to_string(), "run the tests as root, with iproute2");
+            return Ok(());
+        }
+    };
+    let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };
+    let mut test = near.command(std::env::current_exe()?);
+    test.args(["--exact", title]).env(WAY, far.way().join(" "));
+    let done = output(&mut test, LIMIT + CUT_OFF);
+    eprint!("{}", String::from_utf8_lossy(&done.stderr));
+    let said = String::from_utf8_lossy(&done.stdout);
+    if done.status.success() && said.contains("1 passed") { Ok(()) } else { Err(said.into_owned().into()) }
 }
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {
-    if let Err(error) = setup.registry().require(suite.backend, &Options::parse(suite.options)?) {
+    if let Err(error) = setup.registry().require(suite.backend, &setup.options_here()?) {
         skip(title, &error.to_string(), "see the reason");
         return Ok(());
     }
     let gap = suite.gaps.iter().find(|gap| gap.clause == clause.id);
-    let check = || within(clause, setup.clone(), Duration::from_secs(90));
+    let check = || within(clause, setup.clone(), LIMIT);
     match (check(), gap) {
         (Ok(()), None) => Ok(()),
         (Err(failure), None) => Err(failure.to_string().into()),

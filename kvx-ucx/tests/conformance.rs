@@ -65,6 +65,7 @@ fn suites(version: &Version) -> Vec<Suite> {
             Suite { tier: Tier::Whole, ..suite("UCX-1.22-threads", THREADS) },
             suite("UCX-1.22-namespace", TCP).in_another_namespace(),
             suite("UCX-1.22-user", TCP).as_another_user(),
+            suite("UCX-1.22-hosts", TCP).on_two_hosts(),
             DEVICE,
         ],
         other => panic!("{other} has no suites"),

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure, Grandchild};
+use kvx_testkit::{Child, Failure, Grandchild, Host};
 use serde_json::{Value, json};
 
 use crate::engine::{Answer, Order, Spec};
@@ -33,17 +33,10 @@ impl Engine {
         Engine::start_in(spec, None)
     }
 
-    /// In a network namespace of this machine.
-    pub(crate) fn start_in(spec: Spec, namespace: Option<&str>) -> Result<Self, Failure> {
+    /// On a host of its own, if there is one.
+    pub(crate) fn start_in(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
-        let mut command = match namespace {
-            None => Command::new(program),
-            Some(name) => {
-                let mut ip = Command::new("ip");
-                ip.args(["netns", "exec", name]).arg(program);
-                ip
-            }
-        };
+        let mut command = host.map_or_else(|| Command::new(&program), |host| host.command(&program));
         command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));
         command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
         command.envs(spec.variables.iter().map(|(name, value)| (name, value)));

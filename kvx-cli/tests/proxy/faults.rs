@@ -8,6 +8,7 @@ use kvx_instance::{
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::oneshot;
 
 use crate::client::{CUT_OFF, Call, completion, prompt, streamed};
 use crate::fleet::{Plan, Proxy, SetupFile};
@@ -327,6 +328,8 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
 struct Deaf {
     listener: Arc<TcpListener>,
     answers: tokio::task::JoinHandle<()>,
+    /// Sent, it ends them.
+    no_more: Option<oneshot::Sender<()>>,
     waiting: Vec<TcpStream>,
 }
 
@@ -336,9 +339,13 @@ impl Deaf {
         socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
         let listener = Arc::new(socket.listen(1).unwrap());
         let listens = Arc::clone(&listener);
+        let (no_more, mut ends) = oneshot::channel();
         let answers = tokio::spawn(async move {
             loop {
-                let (mut stream, _) = listens.accept().await.unwrap();
+                let (mut stream, _) = tokio::select! {
+                    accepted = listens.accept() => accepted.unwrap(),
+                    _ = &mut ends => break,
+                };
                 // Questions of a router are short and come in one piece.
                 if stream.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {
                     let answer = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\
@@ -347,7 +354,7 @@ impl Deaf {
                 }
             }
         });
-        Deaf { listener, answers, waiting: Vec::new() }
+        Deaf { listener, answers, no_more: Some(no_more), waiting: Vec::new() }
     }
 
     fn url(&self) -> String {
@@ -356,7 +363,9 @@ impl Deaf {
 
     /// From now on a connection takes for ever.
     async fn take_none(&mut self) {
-        self.answers.abort();
+        // Whoever is being answered is not cut off: that is another fault.
+        self.no_more.take().unwrap().send(()).unwrap();
+        (&mut self.answers).await.unwrap();
         let address = self.listener.local_addr().unwrap();
         let connect = || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
         while let Ok(connected) = connect().await {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_testkit::output;
@@ -12,7 +13,7 @@ use crate::server::{LIMIT, sum};
 
 /// A host of its own. What runs there is killed when it is dropped.
 pub(crate) struct Host {
-    keeper: Child,
+    network: kvx_testkit::Host,
     running: Vec<Child>,
     /// What each of those says.
     logs: Vec<PathBuf>,
@@ -21,82 +22,45 @@ pub(crate) struct Host {
 /// Hosts that reach each other, and what they are plugged into.
 pub(crate) struct Hosts {
     pub(crate) each: Vec<Host>,
-    _switch: Host,
+    _switch: kvx_testkit::Hosts,
 }
 
 impl Hosts {
     /// So many; none where there are no namespaces.
     pub(crate) fn new(count: usize) -> Option<Hosts> {
-        let switch = Host::new()?;
-        switch.ip("link add name bridge type bridge")?;
-        switch.ip("link set bridge up")?;
-        let mut each = Vec::new();
-        for at in 1..=count {
-            let host = Host::new()?;
-            switch.ip(&format!("link add port{at} type veth peer name eth0 netns {}", host.keeper.id()))?;
-            switch.ip(&format!("link set port{at} master bridge up"))?;
-            host.ip(&format!("addr add {}/24 dev eth0", Hosts::address(at)))?;
-            host.ip("link set eth0 up")?;
-            each.push(host);
-        }
-        Some(Hosts { each, _switch: switch })
+        let mut hosts = kvx_testkit::Hosts::new(count).ok()?;
+        let each = std::mem::take(&mut hosts.each).into_iter().map(Host::on).collect();
+        Some(Hosts { each, _switch: hosts })
     }
 
     /// Of the host of this number, counted from 1.
     pub(crate) fn address(number: usize) -> String {
-        format!("10.77.0.{number}")
+        kvx_testkit::Hosts::address(number)
     }
 }
 
 impl Host {
     pub(crate) fn new() -> Option<Host> {
-        let mut command = Command::new("unshare");
-        command.args(["--net", "sh", "-c", "ip link set lo up && exec sleep 300"]).stderr(Stdio::null());
-        let mut host = Host { keeper: command.spawn().ok()?, running: Vec::new(), logs: Vec::new() };
-        let until = Instant::now() + LIMIT;
-        while Instant::now() < until && host.keeper.try_wait().ok()?.is_none() {
-            if host.is_up() {
-                return Some(host);
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        None
+        kvx_testkit::Host::new().ok().map(Host::on)
     }
 
-    fn is_up(&self) -> bool {
-        let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
-        // The keeper begins in our network, where `lo` is up as well: what entered too early would work on ours.
-        network(&self.keeper.id().to_string()) != network("self")
-            && String::from_utf8_lossy(&output(self.command("ip").args(["addr", "show", "lo"]), LIMIT).stdout)
-                .contains("LOOPBACK,UP")
-    }
-
-    fn command(&self, program: &str) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["-t", &self.keeper.id().to_string(), "-n", program]);
-        command
-    }
-
-    fn ip(&self, arguments: &str) -> Option<()> {
-        let done = output(self.command("ip").args(arguments.split(' ')), LIMIT);
-        done.status.success().then_some(())
+    fn on(network: kvx_testkit::Host) -> Host {
+        Host { network, running: Vec::new(), logs: Vec::new() }
     }
 
     /// `kvx` there.
     pub(crate) fn kvx(&self, arguments: &[String], variables: &[(String, String)], cache: &Path) -> Command {
-        let mut command = self.command(env!("CARGO_BIN_EXE_kvx"));
+        let mut command = self.network.command(env!("CARGO_BIN_EXE_kvx"));
         command.args(arguments).envs(variables.iter().cloned()).env("HF_HUB_CACHE", cache);
         command
     }
 
     /// Runs this until the end of the test.
     pub(crate) fn run(&mut self, mut command: Command) {
-        let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
-            "host-{}-{}-{}",
-            std::process::id(),
-            self.keeper.id(),
-            self.logs.len()
-        ));
+        static LOGS: AtomicU32 = AtomicU32::new(0);
+        let number = LOGS.fetch_add(1, Ordering::Relaxed);
+        let log =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("host-{}-{number}", std::process::id()));
         let show = std::env::var_os("KVX_TEST_SHOW").is_some();
         command.stderr(match show {
             true => Stdio::inherit(),
@@ -114,7 +78,7 @@ impl Host {
 
     /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the usual ones.
     pub(crate) fn ask(&self, url: &str, body: Option<&Value>, header: Option<&str>) -> (u16, String) {
-        let mut curl = self.command("curl");
+        let mut curl = self.network.command("curl");
         curl.args(["-s", "--max-time", "25", "-w", "\n%{http_code}", url]);
         if let Some(header) = header {
             curl.args(["-H", header]);
@@ -169,8 +133,6 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         self.stop();
-        let _ = self.keeper.kill();
-        let _ = self.keeper.wait();
         for log in &self.logs {
             let _ = std::fs::remove_file(log);
         }

@@ -427,7 +427,8 @@ def many_regions_take_linear_time():
         return taken
 
     few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 10_000))
-    check(many < 15 * few, f"{many} s for 10,000 regions, {few} s for 1,000")
+    # Quadratic time would be a hundred times; a thousand regions take 4 ms, which noise changes by half.
+    check(many < 40 * few, f"{many} s for 10,000 regions, {few} s for 1,000")
 
 
 def rolling_over():

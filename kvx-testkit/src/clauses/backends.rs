@@ -86,7 +86,7 @@ struct Choice {
 impl Choice {
     fn new(setup: &Setup) -> Result<Self, Failure> {
         let whole = setup.registry();
-        let (inner, _) = whole.require(&setup.backends[0], &Options::parse(&setup.options)?)?;
+        let (inner, _) = whole.require(&setup.backends[0], &setup.options_here()?)?;
         let (backend, inner) = (inner.name(), Arc::clone(inner));
         let mut registry = Registry::new();
         registry.add_shared(Arc::clone(&inner))?;
@@ -115,7 +115,7 @@ impl Choice {
 
     /// An agent of these backends; `None` is no list.
     fn agent(&self, setup: &Setup, backends: Option<&[&str]>) -> kvx_core::Result<Agent> {
-        let mut builder = Agent::builder(unique("chooser")).options(Options::parse(&setup.options)?);
+        let mut builder = Agent::builder(unique("chooser")).options(setup.options_here()?);
         if let Some((_, source)) = setup.device {
             builder = builder.device(source()?.access());
         }

@@ -36,12 +36,12 @@ enum Location {
 /// How its process is started.
 struct Started {
     variables: Vec<(&'static str, String)>,
-    through: &'static [&'static str],
+    through: Vec<String>,
 }
 
 impl Started {
     fn again(&self) -> Result<Child, Failure> {
-        Child::start_self_through(self.through, &self.variables)
+        Child::start_self_through(&self.through, &self.variables)
     }
 }
 
@@ -67,14 +67,10 @@ impl Far {
     }
 
     /// `suite`: whose device it has; `through`: the program and its words, behind which its process is started.
-    pub(crate) fn there(
-        variant: &str,
-        suite: Option<&str>,
-        through: &'static [&'static str],
-    ) -> Result<Self, Failure> {
+    pub(crate) fn there(variant: &str, suite: Option<&str>, through: &[String]) -> Result<Self, Failure> {
         let mut variables = vec![(VARIABLE, variant.to_owned())];
         variables.extend(suite.map(|suite| (SUITE, suite.to_owned())));
-        let started = Started { variables, through };
+        let started = Started { variables, through: through.to_vec() };
         Ok(Far { place: Location::OtherProcess { child: started.again()?, started } })
     }
 

@@ -1,0 +1,87 @@
+//! Another user's process attacks all that an owner listens at, while honest readers come and go.
+#![cfg(all(feature = "shm", feature = "tcp"))]
+#![allow(clippy::unwrap_used, reason = "a test fails by it")]
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Memory, Plan, Registry, Secret};
+use kvx_testkit::{Child, skip};
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const SECONDS: u64 = 4;
+const NAME: &str = "an owner whom nobody knows";
+
+fn agent(name: &str, backend: &str, secret: Option<u8>) -> Agent {
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).unwrap();
+    let builder = Agent::builder(name).backends([backend]);
+    let builder =
+        secret.into_iter().fold(builder, |builder, secret| builder.secret(Secret::from_bytes([secret; 32])));
+    builder.build(&registry).unwrap()
+}
+
+fn pool(agent: &Agent) -> kvx_core::Region {
+    agent.register("kv", Memory::pool(1 << 16).build().unwrap()).unwrap()
+}
+
+/// A reader that comes, reads a block and goes; how long it waited for the block.
+fn honest(owner: &[u8], backend: &str, secret: Option<u8>) -> Duration {
+    let reader = agent("reader", backend, secret);
+    let here = pool(&reader);
+    let begun = Instant::now();
+    let peer = reader.connect(owner).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    let grid = Grid::packed(4096, 16);
+    let there = peer.region("kv").unwrap().grid(grid).unwrap().blocks(vec![3]);
+    let plan = Plan::read(here.grid(grid).unwrap().blocks(vec![5]), there).unwrap();
+    peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+    let waited = begun.elapsed();
+    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    waited
+}
+
+#[test]
+fn another_user_keeps_nobody_waiting_and_learns_nothing() {
+    const TITLE: &str = "another_user_keeps_nobody_waiting_and_learns_nothing";
+    if !rustix::process::geteuid().is_root() {
+        return skip(TITLE, "a process of another user is started by root only", "run the tests as root");
+    }
+    for secret in [None, Some(3)] {
+        let owners = ["SHM", "TCP"].map(|backend| (backend, agent(NAME, backend, secret)));
+        let _regions = owners.each_ref().map(|(_, owner)| pool(owner));
+        let mut python = Command::new("python3");
+        python.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/attackers.py"));
+        python.args([SECONDS, u64::from(std::process::id())].map(|number| number.to_string()));
+        let attacker = Child::start(python).unwrap();
+        assert_eq!(attacker.hear(CUT_OFF).unwrap(), "begun");
+        let until = Instant::now() + Duration::from_secs(SECONDS - 1);
+        while Instant::now() < until {
+            for (backend, owner) in &owners {
+                let waited = honest(&owner.metadata().unwrap(), backend, secret);
+                assert!(waited < Duration::from_secs(1), "an honest reader over {backend} waited {waited:?}");
+            }
+        }
+        // An owner over SHM listens under its name as well.
+        for family in ["AF_INET", "AF_UNIX", "AF_UNIX"] {
+            let said = attacker.hear(CUT_OFF + Duration::from_secs(SECONDS)).unwrap();
+            let [its, connections, heard] = said.splitn(3, ' ').collect::<Vec<_>>()[..] else {
+                panic!("{said}")
+            };
+            assert_eq!(its, family, "{said}");
+            assert!(connections.parse::<u32>().unwrap() > 500, "{said}");
+            for (_, owner) in &owners {
+                for word in [NAME.as_bytes(), &owner.identity().incarnation.0].map(hex) {
+                    assert!(!heard.contains(&word), "{said}");
+                }
+            }
+        }
+        for (_, owner) in owners {
+            owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

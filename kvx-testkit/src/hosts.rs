@@ -1,0 +1,111 @@
+//! Hosts with addresses of their own: namespaces of the network on this machine.
+
+use std::ffi::OsStr;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::check::{Check, Failure};
+use crate::process::output_if_started;
+use crate::setup::CUT_OFF;
+
+/// A host of its own, which nothing reaches. Programs that run there outlive it.
+pub struct Host {
+    /// Keeps the namespaces, for some minutes at most.
+    keeper: std::process::Child,
+}
+
+/// Hosts on one switch, which is there as long as this is.
+pub struct Hosts {
+    /// In the order of their numbers, which count from 1.
+    pub each: Vec<Host>,
+    switch: Host,
+}
+
+impl Host {
+    /// With loopback alone.
+    ///
+    /// # Errors
+    /// What it says that cannot be done: it needs root.
+    pub fn new() -> Result<Self, Failure> {
+        // Libraries look for cards in `/sys`.
+        const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec sleep 300";
+        let mut command = Command::new("unshare");
+        command.args(["--net", "--mount", "sh", "-c", KEEPER]).stdin(Stdio::null()).stdout(Stdio::null());
+        let mut host = Host { keeper: command.stderr(Stdio::piped()).spawn()? };
+        let until = Instant::now() + CUT_OFF;
+        while host.keeper.try_wait()?.is_none() {
+            if host.is_up() {
+                return Ok(host);
+            }
+            if Instant::now() > until {
+                return Err(Failure::new("a network namespace does not come up"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let said = host.keeper.stderr.take().map(std::io::read_to_string).transpose()?;
+        Err(Failure::new(format!("no network namespace: {}", said.unwrap_or_default().trim())))
+    }
+
+    fn is_up(&self) -> bool {
+        let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
+        // The keeper begins in our network, where `lo` is up as well: what entered too early would work on ours.
+        network(&self.keeper.id().to_string()) != network("self")
+            && output_if_started(self.command("ip").args(["addr", "show", "lo"]), CUT_OFF)
+                .is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("LOOPBACK,UP"))
+    }
+
+    /// The words behind which a program runs there, in the folder of this one.
+    pub fn way(&self) -> [String; 6] {
+        ["nsenter", "-t", &self.keeper.id().to_string(), "-n", "-m", "-w"].map(str::to_owned)
+    }
+
+    /// A program there, under the number of this command's process.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let way = self.way();
+        let mut command = Command::new(&way[0]);
+        command.args(&way[1..]).arg(program);
+        command
+    }
+
+    fn ip(&self, arguments: &str) -> Check {
+        let done = output_if_started(self.command("ip").args(arguments.split(' ')), CUT_OFF)?;
+        if done.status.success() {
+            return Ok(());
+        }
+        Err(Failure::new(format!("ip {arguments}: {}", String::from_utf8_lossy(&done.stderr).trim())))
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.keeper.kill().ok(); // an error: it has ended
+        self.keeper.wait().ok();
+    }
+}
+
+impl Hosts {
+    /// So many, each with an interface `eth0`.
+    ///
+    /// # Errors
+    /// As [`Host::new`].
+    pub fn new(count: usize) -> Result<Self, Failure> {
+        let mut hosts = Hosts { each: Vec::new(), switch: Host::new()? };
+        let switch = &hosts.switch;
+        switch.ip("link add name bridge type bridge")?;
+        switch.ip("link set bridge up")?;
+        for at in 1..=count {
+            let host = Host::new()?;
+            switch.ip(&format!("link add port{at} type veth peer name eth0 netns {}", host.keeper.id()))?;
+            switch.ip(&format!("link set port{at} master bridge up"))?;
+            host.ip(&format!("addr add {}/24 dev eth0", Hosts::address(at)))?;
+            host.ip("link set eth0 up")?;
+            hosts.each.push(host);
+        }
+        Ok(hosts)
+    }
+
+    /// The address of the host of this number.
+    pub fn address(number: usize) -> String {
+        format!("10.77.0.{number}")
+    }
+}

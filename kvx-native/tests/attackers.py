@@ -1,4 +1,6 @@
-"""Another user, who attacks every socket that a process listens at: SECONDS PID.
+"""Another user, who attacks every socket that a process listens at: SECONDS PID OPENING.
+
+The opening, in hexadecimal digits, is what a stranger says over TCP who speaks the protocol and has no key.
 
 Says for each socket, in a line: its family, connections, and what was heard.
 """
@@ -12,14 +14,21 @@ import sys
 import time
 
 NOBODY = 65534
-OPEN_AT_MOST = 700
+# For each socket; the usual limit of descriptors is 1,024.
+OPEN_AT_MOST = 200
 LISTENING = {"tcp": "0A", "unix": "00010000"}
 
 
 def sockets_of(pid):
     """Addresses that the process listens at."""
-    links = (os.readlink(name) for name in glob.glob(f"/proc/{pid}/fd/*") if os.path.islink(name))
-    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    inodes = set()
+    for name in glob.glob(f"/proc/{pid}/fd/*"):
+        try:
+            link = os.readlink(name)
+        except FileNotFoundError:  # it was closed meanwhile
+            continue
+        if link.startswith("socket:["):
+            inodes.add(link[8:-1])
     for line in open(f"/proc/{pid}/net/tcp"):
         field = line.split()
         if field[3] == LISTENING["tcp"] and field[9] in inodes:
@@ -33,7 +42,7 @@ def sockets_of(pid):
 
 
 class Attack:
-    """Upon one socket: silence, garbage, and openings that come a byte at a time."""
+    """Upon one socket: silence, garbage, a byte at a time, and openings by no key."""
 
     def __init__(self, family, kind, address):
         self.family, self.kind, self.address = family, kind, address
@@ -42,20 +51,20 @@ class Attack:
 
     def turn(self):
         stranger = socket.socket(self.family, self.kind)
-        stranger.setblocking(False)
+        stranger.settimeout(1)
         try:
             stranger.connect(self.address)
-        except BlockingIOError:
-            if self.family == socket.AF_UNIX:  # no room in its queue
-                stranger.close()
-                return
-        except OSError:
+        except OSError:  # among others, there is no room in its queue
             stranger.close()
             return
+        stranger.setblocking(False)
         self.connections += 1
-        self.open.append((stranger, self.connections % 3))
-        if self.connections % 3 == 1:
+        way = self.connections % 4
+        self.open.append((stranger, way))
+        if way == 1:
             self.say(stranger, random.randbytes(random.choice([1, 16, 40, 1000, 60000])))
+        if way == 3 and self.family == socket.AF_INET:
+            self.say(stranger, bytes.fromhex(sys.argv[3]))
         for slow in [one for one, way in list(self.open)[-20:] if way == 2]:
             self.say(slow, b"\1" if random.random() < 0.5 else b"\0")
         if len(self.open) > OPEN_AT_MOST:

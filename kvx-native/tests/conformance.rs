@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         Suite { label: "TCP-namespace", ..Suite::over("TCP") }.in_another_namespace(),
         // Not SHM, which refuses another user and another host in words.
         Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
-        Suite { label: "TCP-hosts", options: r#"{"tcp": {"bind": "ADDRESS"}}"#, ..Suite::over("TCP") }
+        Suite { label: "TCP-hosts", options: r#"{"tcp": {"bind": "{address}"}}"#, ..Suite::over("TCP") }
             .on_two_hosts(),
     ];
     conformance_main(registry, &suites)

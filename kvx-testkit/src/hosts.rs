@@ -8,9 +8,12 @@ use crate::check::{Check, Failure};
 use crate::process::output_if_started;
 use crate::setup::CUT_OFF;
 
+/// A program and its words, behind which another one has namespaces of its own.
+pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
+
 /// A host of its own, which nothing reaches. Programs that run there outlive it.
 pub struct Host {
-    /// Keeps the namespaces, for some minutes at most.
+    /// Keeps the namespaces, until this process closes its input or ends.
     keeper: std::process::Child,
 }
 
@@ -25,12 +28,12 @@ impl Host {
     /// With loopback alone.
     ///
     /// # Errors
-    /// What it says that cannot be done: it needs root.
+    /// What it says that cannot be done. Where [`refused`](Self::refused) says nothing, that is a failure.
     pub fn new() -> Result<Self, Failure> {
         // Libraries look for cards in `/sys`.
-        const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec sleep 300";
-        let mut command = Command::new("unshare");
-        command.args(["--net", "--mount", "sh", "-c", KEEPER]).stdin(Stdio::null()).stdout(Stdio::null());
+        const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec cat";
+        let mut command = Command::new(UNSHARE[0]);
+        command.args(&UNSHARE[1..]).args(["sh", "-c", KEEPER]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut host = Host { keeper: command.stderr(Stdio::piped()).spawn()? };
         let until = Instant::now() + CUT_OFF;
         while host.keeper.try_wait()?.is_none() {
@@ -46,6 +49,11 @@ impl Host {
         Err(Failure::new(format!("no network namespace: {}", said.unwrap_or_default().trim())))
     }
 
+    /// Why there are no such hosts here, if there are none: they need root.
+    pub fn refused() -> Option<String> {
+        refused_behind(&UNSHARE, &["true"])
+    }
+
     fn is_up(&self) -> bool {
         let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
         // The keeper begins in our network, where `lo` is up as well: what entered too early would work on ours.
@@ -55,7 +63,7 @@ impl Host {
     }
 
     /// The words behind which a program runs there, in the folder of this one.
-    pub fn way(&self) -> [String; 6] {
+    pub(crate) fn way(&self) -> [String; 6] {
         ["nsenter", "-t", &self.keeper.id().to_string(), "-n", "-m", "-w"].map(str::to_owned)
     }
 
@@ -74,6 +82,17 @@ impl Host {
         }
         Err(Failure::new(format!("ip {arguments}: {}", String::from_utf8_lossy(&done.stderr).trim())))
     }
+}
+
+/// Why nothing can be started behind these words, if it cannot.
+pub(crate) fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
+    let (program, more) = words.split_first()?;
+    let why = match output_if_started(Command::new(program).args(more).args(test), CUT_OFF) {
+        Err(error) => error.to_string(),
+        Ok(tested) if tested.status.success() => return None,
+        Ok(tested) => String::from_utf8_lossy(&tested.stderr).trim().to_owned(),
+    };
+    Some(format!("{}: {why}", words.join(" ")))
 }
 
 impl Drop for Host {

@@ -38,6 +38,6 @@ pub use random::Random;
 pub use setup::{Backing, DeviceSource, Mode, Pair, Setup, free_port};
 pub use skip::skip;
 pub use soak::{Done, Soak, soak};
-pub use suite::{Gap, Suite, conformance_main, serve_if_asked};
+pub use suite::{Apart, Gap, Suite, conformance_main, serve_if_asked};
 pub use surroundings::{Holdings, Surroundings};
 pub use tier::Tier;

@@ -18,7 +18,7 @@ use crate::hosts::Hosts;
 use crate::pattern;
 
 /// In options: the address of the host that their agent is on.
-const ADDRESS: &str = "ADDRESS";
+const ADDRESS: &str = "{address}";
 /// The most that any single step of a clause may take before it counts as a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
@@ -81,7 +81,7 @@ pub struct Setup {
     pub variant: String,
     /// Backends that the agents are restricted to.
     pub backends: Vec<String>,
-    /// Options of both agents, as JSON, with `ADDRESS` for that of the host of either.
+    /// Options of both agents, as JSON, with `{address}` for that of the host of either.
     pub options: String,
     /// The shared secret of both agents.
     pub secret: Option<[u8; 32]>,

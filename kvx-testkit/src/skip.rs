@@ -5,7 +5,8 @@ use std::io::Write as _;
 /// Notes that a test was skipped: one line `SKIP <test>: <reason>; cure: <cure>` on standard error and, if `KVX_SKIPS`
 /// names a file, at its end, where `cargo xtask test` counts it.
 pub fn skip(test: &str, reason: &str, cure: &str) {
-    let line = format!("SKIP {test}: {reason}; cure: {cure}\n");
+    let words = format!("SKIP {test}: {reason}; cure: {cure}");
+    let line = words.lines().collect::<Vec<_>>().join(" ") + "\n";
     note(&line);
 }
 

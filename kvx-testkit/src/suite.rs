@@ -1,6 +1,6 @@
 //! Runs the clauses as a test program, once per backend and mode.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::hosts::Hosts;
-use crate::process::{answers_apart, output, output_if_started};
+use crate::hosts::{Hosts, UNSHARE, refused_behind};
+use crate::process::{answers_apart, output};
 use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 use crate::tier::Tier;
@@ -40,7 +40,7 @@ pub struct Suite {
     pub label: &'static str,
     /// The registry's variant.
     pub variant: &'static str,
-    /// Options of both agents, as JSON.
+    /// Options of both agents, as JSON, with `{address}` for that of the host of either.
     pub options: &'static str,
     /// What the regions of the process that runs the clauses lie on.
     pub near: Backing,
@@ -175,7 +175,7 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
             continue;
         }
         if let Some(reason) = does_not_go_through(suite) {
-            skip(suite.label, &reason, "run the tests as root, with util-linux");
+            skip(suite.label, &reason, "run the tests as root, with util-linux and iproute2");
             continue;
         }
         let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
@@ -228,39 +228,34 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
     (!reached).then(|| format!("{} does not reach {kind} memory here", suite.backend))
 }
 
-/// Why this program cannot be started through what the suite wants.
+/// Why this program cannot be started as the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
-    let Apart::Behind(through) = suite.apart else { return None };
-    let (program, words) = through.split_first()?;
-    let itself = std::env::current_exe().ok()?;
-    let mut test = Command::new(program);
-    let why = match output_if_started(test.args(words).args(["test", "-x"]).arg(&itself), CUT_OFF) {
-        Err(error) => error.to_string(),
-        Ok(tested) => match String::from_utf8_lossy(&tested.stderr).trim() {
-            _ if tested.status.success() => return None,
-            "" => format!("it has no way to {} [cannot run here]", itself.display()),
-            said => said.to_owned(),
-        },
+    let words = match &suite.apart {
+        Apart::Beside => return None,
+        Apart::Behind(words) => words,
+        Apart::OnHosts => &UNSHARE[..],
     };
-    Some(format!("{}: {why}", through.join(" ")))
+    let itself = std::env::current_exe().ok()?;
+    let why = refused_behind(words, &["test", "-x", &itself.to_string_lossy()])?;
+    Some(match why.strip_suffix(": ") {
+        Some(_) => format!("{why}it has no way to {} [cannot run here]", itself.display()),
+        None => why,
+    })
 }
 
 /// Runs this one test in a process on one of two hosts, whose far end is on the other.
 fn judge_on_hosts(title: &str) -> Result<(), Failed> {
-    let hosts = match Hosts::new(2) {
-        Ok(hosts) => hosts,
-        Err(why) => {
-            skip(title, &why.to_string(), "run the tests as root, with iproute2");
-            return Ok(());
-        }
-    };
+    let hosts = Hosts::new(2)?;
     let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };
     let mut test = near.command(std::env::current_exe()?);
     test.args(["--exact", title]).env(WAY, far.way().join(" "));
     let done = output(&mut test, LIMIT + CUT_OFF);
     eprint!("{}", String::from_utf8_lossy(&done.stderr));
     let said = String::from_utf8_lossy(&done.stdout);
-    if done.status.success() && said.contains("1 passed") { Ok(()) } else { Err(said.into_owned().into()) }
+    match done.status.success() && said.contains("1 passed") {
+        true => Ok(()),
+        false => Err(format!("{}: {said}", done.status).into()),
+    }
 }
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {

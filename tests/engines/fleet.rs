@@ -30,11 +30,11 @@ fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
 
 impl Engine {
     pub(crate) fn start(spec: Spec) -> Result<Self, Failure> {
-        Engine::start_in(spec, None)
+        Engine::start_on(spec, None)
     }
 
     /// On a host of its own, if there is one.
-    pub(crate) fn start_in(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+    pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
         let mut command = host.map_or_else(|| Command::new(&program), |host| host.command(&program));
         command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));

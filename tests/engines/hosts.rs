@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_testkit::{Check, Failure, Hosts, Tier, skip};
+use kvx_testkit::{Check, Failure, Host, Hosts, Tier, skip};
 
 use crate::Case;
 use crate::engine::Spec;
@@ -16,21 +16,15 @@ pub(crate) fn cases() -> Vec<Case> {
 /// An engine on one of them, whose side channel is told to be there.
 fn start(hosts: &Hosts, at: usize, name: &str, backend: &str, side: &str) -> Result<Engine, Failure> {
     let variables = vec![("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), side.to_owned())];
-    Engine::start_in(Spec { variables, ..spec(name, backend) }, Some(&hosts.each[at]))
+    Engine::start_on(Spec { variables, ..spec(name, backend) }, Some(&hosts.each[at]))
 }
 
 fn two_hosts(backend: &str) -> Check {
-    let hosts = match Hosts::new(2) {
-        Ok(hosts) => hosts,
-        Err(why) => {
-            skip(
-                "one_variable_is_enough_for_two_hosts",
-                &why.to_string(),
-                "as root, cargo xtask test --install",
-            );
-            return Ok(());
-        }
-    };
+    if let Some(why) = Host::refused() {
+        skip("one_variable_is_enough_for_two_hosts", &why, "as root, cargo xtask test --install");
+        return Ok(());
+    }
+    let hosts = Hosts::new(2)?;
     let [at, from] = [1, 2].map(Hosts::address);
     let mut prefill = start(&hosts, 0, "prefill", backend, &at)?;
     let mut decode = start(&hosts, 1, "decode", backend, &from)?;

@@ -365,7 +365,8 @@ impl Deaf {
     async fn take_none(&mut self) {
         // Whoever is being answered is not cut off: that is another fault.
         self.no_more.take().unwrap().send(()).unwrap();
-        (&mut self.answers).await.unwrap();
+        let answered = tokio::time::timeout(CUT_OFF, &mut self.answers).await;
+        answered.expect("nobody opens a connection and asks nothing").unwrap();
         let address = self.listener.local_addr().unwrap();
         let connect = || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
         while let Ok(connected) = connect().await {

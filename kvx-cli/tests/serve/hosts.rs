@@ -28,7 +28,10 @@ pub(crate) struct Hosts {
 impl Hosts {
     /// So many; none where there are no namespaces.
     pub(crate) fn new(count: usize) -> Option<Hosts> {
-        let mut hosts = kvx_testkit::Hosts::new(count).ok()?;
+        if kvx_testkit::Host::refused().is_some() {
+            return None;
+        }
+        let mut hosts = kvx_testkit::Hosts::new(count).expect("hosts");
         let each = std::mem::take(&mut hosts.each).into_iter().map(Host::on).collect();
         Some(Hosts { each, _switch: hosts })
     }
@@ -41,7 +44,10 @@ impl Hosts {
 
 impl Host {
     pub(crate) fn new() -> Option<Host> {
-        kvx_testkit::Host::new().ok().map(Host::on)
+        match kvx_testkit::Host::refused() {
+            Some(_) => None,
+            None => Some(Host::on(kvx_testkit::Host::new().expect("a host"))),
+        }
     }
 
     fn on(network: kvx_testkit::Host) -> Host {

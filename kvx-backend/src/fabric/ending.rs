@@ -221,9 +221,7 @@ impl<F: Fabric> Machine<F> {
                 Due::Ask => self.send(number, &Message::Ping, out),
                 Due::Gone => self.remove(number, out),
                 Due::Died => self.peer_died(number, out),
-                Due::Unanswered => {
-                    self.lose(number, no_handshake().backend(self.name), false, out);
-                }
+                Due::Unanswered => self.unanswered(number, out),
                 Due::Silent => {
                     let why = peer_silent(self.peer_timeout).backend(self.name);
                     self.lose(number, why, false, out);
@@ -232,6 +230,10 @@ impl<F: Fabric> Machine<F> {
         }
         self.check_unproven(out);
         1
+    }
+
+    pub(super) fn unanswered(&mut self, number: u64, out: &mut Outbox) {
+        self.lose(number, no_handshake().backend(self.name), false, out);
     }
 
     pub(super) fn peer_died(&mut self, number: u64, out: &mut Outbox) {

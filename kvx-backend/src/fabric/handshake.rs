@@ -170,7 +170,7 @@ impl<F: Fabric> Machine<F> {
                 ),
             },
         };
-        let accepted = self.sessions.values().filter(|session| session.link.is_none()).count();
+        let accepted = self.accepted(out);
         if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
             return self.strangers.tell(|| {
                 tracing::warn!(backend = self.name, "no peer is answered: {accepted} are connected");
@@ -214,6 +214,23 @@ impl<F: Fabric> Machine<F> {
                 }
             }
         }
+    }
+
+    /// How many sessions peers began. If there are as many as there may be, the oldest that is not confirmed makes room:
+    /// each recorded hello begins one.
+    fn accepted(&mut self, out: &mut Outbox) -> usize {
+        let begun = |session: &&Session<F>| session.link.is_none();
+        if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {
+            let unconfirmed =
+                self.sessions.values().filter(begun).filter_map(|session| match session.phase {
+                    Phase::Greeting(until) => Some((until, session.number)),
+                    _ => None,
+                });
+            if let Some((_, oldest)) = unconfirmed.min() {
+                self.unanswered(oldest, out);
+            }
+        }
+        self.sessions.values().filter(begun).count()
     }
 
     /// Acts on a message. Errors end the link.

@@ -238,10 +238,26 @@ fn what_strangers_make_us_keep_is_bounded() {
     assert_eq!(machine.greetings.len(), 64);
     assert!(machine.sessions.is_empty());
     let hello = hello(b"somewhere");
+    // A recorded one, again and again: who means it comes in all the same.
     for from in 10_000..15_000 {
         machine.take_frame(&frame(0, from, 0, &hello), &mut Outbox::default());
+        machine.fabric.sent.clear();
+        if from % 1_000 == 0 {
+            link(&mut machine, ProcessId::this(), from + 10_000);
+        }
     }
-    assert_eq!(machine.sessions.len(), 64, "the others were told that there is no room, and are gone");
+    let up = |machine: &Machine<Quiet>| machine.sessions.values().filter(|session| session.is_up()).count();
+    assert_eq!(
+        (up(&machine), machine.sessions.len()),
+        (5, 64),
+        "the oldest that is not confirmed makes room"
+    );
+    for from in 30_000..30_059 {
+        link(&mut machine, ProcessId::this(), from);
+    }
+    assert_eq!(up(&machine), 64);
+    take(&mut machine, frame(0, 40_000, 0, &hello));
+    assert_eq!(up(&machine), 64, "this one was told that there is no room");
     let (_, told) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
     let Ok(Message::Refuse { why, .. }) = Message::decode(&told) else { panic!("{told:?}") };
     assert_eq!(why.kind, Kind::Exhausted);

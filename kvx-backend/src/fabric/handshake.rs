@@ -216,8 +216,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// How many sessions peers began. If there are as many as there may be, the oldest that is not confirmed makes room:
-    /// each recorded hello begins one.
+    /// How many sessions peers began. If there are as many as there may be, the oldest that is not confirmed makes
+    /// room: each recorded hello begins one.
     fn accepted(&mut self, out: &mut Outbox) -> usize {
         let begun = |session: &&Session<F>| session.link.is_none();
         if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {

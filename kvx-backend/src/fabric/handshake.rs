@@ -170,7 +170,7 @@ impl<F: Fabric> Machine<F> {
                 ),
             },
         };
-        let accepted = self.accepted(out);
+        let accepted = self.make_room_and_count(out);
         if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
             return self.strangers.tell(|| {
                 tracing::warn!(backend = self.name, "no peer is answered: {accepted} are connected");
@@ -218,7 +218,7 @@ impl<F: Fabric> Machine<F> {
 
     /// How many sessions peers began. If there are as many as there may be, the oldest that is not confirmed makes
     /// room: each recorded hello begins one.
-    fn accepted(&mut self, out: &mut Outbox) -> usize {
+    fn make_room_and_count(&mut self, out: &mut Outbox) -> usize {
         let begun = |session: &&Session<F>| session.link.is_none();
         if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {
             let unconfirmed =

@@ -7,11 +7,14 @@ use std::time::{Duration, Instant};
 use crate::check::{Check, Failure};
 use crate::process::output_if_started;
 use crate::setup::CUT_OFF;
+use crate::skip::skip;
 
 /// A program and its words, behind which another one has namespaces of its own.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
+/// What helps where that is refused.
+pub(crate) const CURE: &str = "run the tests as root, with util-linux and iproute2";
 
-/// A host of its own, which nothing reaches. Programs that run there outlive it.
+/// One of [`Hosts`]. Programs that run there outlive it.
 pub struct Host {
     /// Keeps the namespaces, until this process closes its input or ends.
     keeper: std::process::Child,
@@ -26,10 +29,7 @@ pub struct Hosts {
 
 impl Host {
     /// With loopback alone.
-    ///
-    /// # Errors
-    /// What it says that cannot be done. Where [`refused`](Self::refused) says nothing, that is a failure.
-    pub fn new() -> Result<Self, Failure> {
+    fn new() -> Result<Self, Failure> {
         // Libraries look for cards in `/sys`.
         const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec cat";
         let mut command = Command::new(UNSHARE[0]);
@@ -47,11 +47,6 @@ impl Host {
         }
         let said = host.keeper.stderr.take().map(std::io::read_to_string).transpose()?;
         Err(Failure::new(format!("no network namespace: {}", said.unwrap_or_default().trim())))
-    }
-
-    /// Why there are no such hosts here, if there are none: they need root.
-    pub fn refused() -> Option<String> {
-        refused_behind(&UNSHARE, &["true"])
     }
 
     fn is_up(&self) -> bool {
@@ -90,7 +85,10 @@ pub(crate) fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     let why = match output_if_started(Command::new(program).args(more).args(test), CUT_OFF) {
         Err(error) => error.to_string(),
         Ok(tested) if tested.status.success() => return None,
-        Ok(tested) => String::from_utf8_lossy(&tested.stderr).trim().to_owned(),
+        Ok(tested) => match String::from_utf8_lossy(&tested.stderr).trim() {
+            "" => format!("{} fails without a word [cannot run here]", test.join(" ")),
+            said => said.to_owned(),
+        },
     };
     Some(format!("{}: {why}", words.join(" ")))
 }
@@ -103,11 +101,20 @@ impl Drop for Host {
 }
 
 impl Hosts {
-    /// So many, each with an interface `eth0`.
+    /// So many, for the test of this title; none, and it is skipped in words, where there are none: they need root.
     ///
     /// # Errors
-    /// As [`Host::new`].
-    pub fn new(count: usize) -> Result<Self, Failure> {
+    /// What it says that cannot be done.
+    pub fn for_test(title: &str, count: usize) -> Result<Option<Self>, Failure> {
+        if let Some(why) = refused_behind(&UNSHARE, &["true"]) {
+            skip(title, &why, CURE);
+            return Ok(None);
+        }
+        Hosts::new(count).map(Some)
+    }
+
+    /// So many, each with an interface `eth0`.
+    pub(crate) fn new(count: usize) -> Result<Self, Failure> {
         let mut hosts = Hosts { each: Vec::new(), switch: Host::new()? };
         let switch = &hosts.switch;
         switch.ip("link add name bridge type bridge")?;

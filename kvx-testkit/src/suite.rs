@@ -11,7 +11,7 @@ use crate::check::Check;
 use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
-use crate::hosts::{Hosts, UNSHARE, refused_behind};
+use crate::hosts::{CURE, Hosts, UNSHARE, refused_behind};
 use crate::process::{answers_apart, output};
 use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
@@ -175,7 +175,7 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
             continue;
         }
         if let Some(reason) = does_not_go_through(suite) {
-            skip(suite.label, &reason, "run the tests as root, with util-linux and iproute2");
+            skip(suite.label, &reason, CURE);
             continue;
         }
         let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
@@ -236,11 +236,7 @@ fn does_not_go_through(suite: &Suite) -> Option<String> {
         Apart::OnHosts => &UNSHARE[..],
     };
     let itself = std::env::current_exe().ok()?;
-    let why = refused_behind(words, &["test", "-x", &itself.to_string_lossy()])?;
-    Some(match why.strip_suffix(": ") {
-        Some(_) => format!("{why}it has no way to {} [cannot run here]", itself.display()),
-        None => why,
-    })
+    refused_behind(words, &["test", "-x", &itself.to_string_lossy()])
 }
 
 /// Runs this one test in a process on one of two hosts, whose far end is on the other.

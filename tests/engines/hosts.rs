@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_testkit::{Check, Failure, Host, Hosts, Tier, skip};
+use kvx_testkit::{Check, Failure, Hosts, Tier};
 
 use crate::Case;
 use crate::engine::Spec;
@@ -20,11 +20,7 @@ fn start(hosts: &Hosts, at: usize, name: &str, backend: &str, side: &str) -> Res
 }
 
 fn two_hosts(backend: &str) -> Check {
-    if let Some(why) = Host::refused() {
-        skip("one_variable_is_enough_for_two_hosts", &why, "as root, cargo xtask test --install");
-        return Ok(());
-    }
-    let hosts = Hosts::new(2)?;
+    let Some(hosts) = Hosts::for_test("one_variable_is_enough_for_two_hosts", 2)? else { return Ok(()) };
     let [at, from] = [1, 2].map(Hosts::address);
     let mut prefill = start(&hosts, 0, "prefill", backend, &at)?;
     let mut decode = start(&hosts, 1, "decode", backend, &from)?;

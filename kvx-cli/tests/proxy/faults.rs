@@ -8,7 +8,7 @@ use kvx_instance::{
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::oneshot;
+use tokio::sync::Notify;
 
 use crate::client::{CUT_OFF, Call, completion, prompt, streamed};
 use crate::fleet::{Plan, Proxy, SetupFile};
@@ -328,8 +328,8 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
 struct Deaf {
     listener: Arc<TcpListener>,
     answers: tokio::task::JoinHandle<()>,
-    /// Sent, it ends them.
-    no_more: Option<oneshot::Sender<()>>,
+    /// Ends them.
+    no_more: Arc<Notify>,
     waiting: Vec<TcpStream>,
 }
 
@@ -339,12 +339,13 @@ impl Deaf {
         socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
         let listener = Arc::new(socket.listen(1).unwrap());
         let listens = Arc::clone(&listener);
-        let (no_more, mut ends) = oneshot::channel();
+        let no_more = Arc::new(Notify::new());
+        let ends = Arc::clone(&no_more);
         let answers = tokio::spawn(async move {
             loop {
                 let (mut stream, _) = tokio::select! {
                     accepted = listens.accept() => accepted.unwrap(),
-                    _ = &mut ends => break,
+                    () = ends.notified() => break,
                 };
                 // Questions of a router are short and come in one piece.
                 if stream.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {
@@ -354,7 +355,7 @@ impl Deaf {
                 }
             }
         });
-        Deaf { listener, answers, no_more: Some(no_more), waiting: Vec::new() }
+        Deaf { listener, answers, no_more, waiting: Vec::new() }
     }
 
     fn url(&self) -> String {
@@ -364,7 +365,7 @@ impl Deaf {
     /// From now on a connection takes for ever.
     async fn take_none(&mut self) {
         // Whoever is being answered is not cut off: that is another fault.
-        self.no_more.take().unwrap().send(()).unwrap();
+        self.no_more.notify_one();
         let answered = tokio::time::timeout(CUT_OFF, &mut self.answers).await;
         answered.expect("nobody opens a connection and asks nothing").unwrap();
         let address = self.listener.local_addr().unwrap();

@@ -15,8 +15,6 @@ const PAGE: &str = include_str!("../../../docs/vllm-parity.md");
 /// What commands that leave the model open are run with.
 const MODEL: &str = "Qwen/Qwen3-0.6B";
 
-const CURE: &str = "run the tests as root";
-
 /// A command's arguments, `kvx`'s own first, and its variables.
 fn command(id: &str) -> (Vec<String>, Vec<(String, String)>) {
     let guides: Value = serde_json::from_str(GUIDES).unwrap();
@@ -70,14 +68,13 @@ const PROMPTS: [&str; 3] = [
 ];
 
 fn one_host(guide: &str) {
-    let Some(mut host) = Host::new() else {
-        return skip(&format!("guides::{guide}.same-host"), "no network namespace", CURE);
-    };
+    let Some(mut hosts) = Hosts::for_test(&format!("guides::{guide}.same-host"), 1) else { return };
+    let host = &mut hosts.each[0];
     let cache = cache(guide);
     for command in ["prefill", "decode", "proxy"] {
-        run(&mut host, &format!("{guide}.same-host.{command}"), &cache);
+        run(host, &format!("{guide}.same-host.{command}"), &cache);
     }
-    run_single(&mut host, &cache);
+    run_single(host, &cache);
     for port in [8100, 8200, 8300] {
         host.wait(&format!("http://localhost:{port}/health"));
     }
@@ -105,9 +102,7 @@ fn four_hosts(guide: &str) {
     if !Tier::Whole.runs_or_says(&format!("kvx serve: the commands of {guide} for four hosts")) {
         return;
     }
-    let Some(mut hosts) = Hosts::new(5) else {
-        return skip(&format!("guides::{guide}.four-hosts"), "no network namespaces on one switch", CURE);
-    };
+    let Some(mut hosts) = Hosts::for_test(&format!("guides::{guide}.four-hosts"), 5) else { return };
     let cache = cache(&format!("{guide}-4"));
     let servers = ["prefill-A", "prefill-B", "decode-C", "decode-D"];
     for (host, command) in hosts.each.iter_mut().zip(servers.into_iter().chain(["proxy"])) {
@@ -146,9 +141,7 @@ fn the_guides_commands_for_four_hosts_work_as_they_are() {
 /// and the proxy on a third: the tokens of one server, moved by this backend if one is named. Both servers are told
 /// `more`, and the decode has these variables.
 fn pair(name: &str, [prefill, decode]: [&str; 2], variables: &[(&str, &str)], more: &[&str], backend: &str) {
-    let Some(mut hosts) = Hosts::new(3) else {
-        return skip(&format!("guides::{name}"), "no network namespaces on one switch", CURE);
-    };
+    let Some(mut hosts) = Hosts::for_test(&format!("guides::{name}"), 3) else { return };
     let cache = cache(name);
     let mut proxy = vec!["proxy".to_owned(), "--port".to_owned(), "8192".to_owned()];
     let mut ports = Vec::new();
@@ -206,9 +199,7 @@ fn the_guides_permuting_decode_works_as_it_is() {
 /// The guide names no address: a host's own is beside its command, as on several hosts of any guide.
 #[test]
 fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
-    let Some(mut hosts) = Hosts::new(3) else {
-        return skip("guides::mooncake", "no network namespaces on one switch", CURE);
-    };
+    let Some(mut hosts) = Hosts::for_test("guides::mooncake", 3) else { return };
     let cache = cache("mooncake");
     for (at, id) in ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate() {
         let (arguments, mut variables) = command(id);

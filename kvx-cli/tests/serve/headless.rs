@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use kvx_testkit::skip;
 use serde_json::{Value, json};
 
 use crate::hosts::{Host, Hosts};
@@ -12,6 +11,7 @@ const HEAD: &str = "http://10.77.0.1:8000";
 /// A client chooses the second rank by it.
 const SECOND: &str = "x-data-parallel-rank: 1";
 const COMPLETIONS: &str = "/v1/completions";
+const TITLE: &str = "headless ranks";
 
 /// `kvx` with these words at the host of this number; its blocks are reached at its own address.
 fn run(hosts: &mut Hosts, number: usize, words: &str, more: &[&str]) {
@@ -37,15 +37,6 @@ fn answered(host: &Host, rank: usize) -> f64 {
     host.metric(8000, "vllm:request_success_total", &format!("engine=\"{rank}\""))
 }
 
-/// So many hosts, or the test is skipped.
-fn hosts(count: usize) -> Option<Hosts> {
-    let hosts = Hosts::new(count);
-    if hosts.is_none() {
-        skip("headless ranks", "no network namespaces on one switch", "run the tests as root");
-    }
-    hosts
-}
-
 /// A head with a rank, a second host with another, and a third host with the decode, the proxy and a single server.
 struct Fleet {
     hosts: Hosts,
@@ -60,7 +51,7 @@ impl Fleet {
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                               "kv_connector_extra_config": {"backends": ["TCP"]}});
         let folder = model(&["--arch", "llama"]).to_str().unwrap().to_owned();
-        let mut fleet = Fleet { hosts: hosts(3)?, folder, transfer: transfer.to_string() };
+        let mut fleet = Fleet { hosts: Hosts::for_test(TITLE, 3)?, folder, transfer: transfer.to_string() };
         // The host is there first: it looks for its head.
         fleet.start_second();
         fleet.serve(1, "-dp 2 -dpl 1 -dpa 10.77.0.1");
@@ -146,7 +137,7 @@ fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
 
 #[test]
 fn a_host_of_another_model_is_refused_in_words() {
-    let Some(mut hosts) = hosts(2) else { return };
+    let Some(mut hosts) = Hosts::for_test(TITLE, 2) else { return };
     let folder = model(&["--arch", "llama"]);
     let folder = folder.to_str().unwrap();
     run(&mut hosts, 1, &format!("serve {folder} -dp 2 -dpl 1 -dpa 10.77.0.1"), &[]);

@@ -26,12 +26,9 @@ pub(crate) struct Hosts {
 }
 
 impl Hosts {
-    /// So many; none where there are no namespaces.
-    pub(crate) fn new(count: usize) -> Option<Hosts> {
-        if kvx_testkit::Host::refused().is_some() {
-            return None;
-        }
-        let mut hosts = kvx_testkit::Hosts::new(count).expect("hosts");
+    /// So many; none, and the test of this title is skipped in words, where there are none.
+    pub(crate) fn for_test(title: &str, count: usize) -> Option<Hosts> {
+        let mut hosts = kvx_testkit::Hosts::for_test(title, count).expect("hosts")?;
         let each = std::mem::take(&mut hosts.each).into_iter().map(Host::on).collect();
         Some(Hosts { each, _switch: hosts })
     }
@@ -43,13 +40,6 @@ impl Hosts {
 }
 
 impl Host {
-    pub(crate) fn new() -> Option<Host> {
-        match kvx_testkit::Host::refused() {
-            Some(_) => None,
-            None => Some(Host::on(kvx_testkit::Host::new().expect("a host"))),
-        }
-    }
-
     fn on(network: kvx_testkit::Host) -> Host {
         Host { network, running: Vec::new(), logs: Vec::new() }
     }

@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use kvx_paged_llama::model::{Architecture, Dtype, Made, make_model};
+use kvx_paged_llama::model::{Architecture, Dtype};
+use kvx_random_model::{Made, make_model};
 
 use crate::Result;
 

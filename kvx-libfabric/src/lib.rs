@@ -30,3 +30,6 @@ pub use factory::Libfabric;
 pub mod raw {
     pub use crate::ffi::bindings_1_17::*;
 }
+
+#[cfg(test)]
+mod strangers;

@@ -18,5 +18,12 @@ const TCP: Suite = Suite {
 };
 
 fn main() -> ExitCode {
-    conformance_main(adapter::registry, &[TCP])
+    let namespace = Suite { label: "MOONCAKE-namespace", ..TCP }.in_another_namespace();
+    let user = Suite { label: "MOONCAKE-user", ..TCP }.as_another_user();
+    let hosts = Suite {
+        label: "MOONCAKE-hosts",
+        options: r#"{"mooncake": {"mooncake_protocol": "tcp", "host": "{address}"}}"#,
+        ..TCP
+    };
+    conformance_main(adapter::registry, &[TCP, namespace, user, hosts.on_two_hosts()])
 }

@@ -7,8 +7,8 @@ mod tcp_pair;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Invitation, Memory, Plan, Registry, Secret};
-use kvx_testkit::{Child, skip};
+use kvx_core::{Agent, Invitation, Memory, Registry, Secret};
+use kvx_testkit::{Child, newcomer, skip};
 use tcp_pair::CUT_OFF;
 
 const SECONDS: u64 = 4;
@@ -24,22 +24,6 @@ fn agent(name: &str, backend: &str, secret: Option<u8>) -> Agent {
 
 fn pool(agent: &Agent) -> kvx_core::Region {
     agent.register("kv", Memory::pool(1 << 16).build().unwrap()).unwrap()
-}
-
-/// A reader that comes, reads a block and goes; how long it waited for the block.
-fn honest(owner: &[u8], backend: &str, secret: Option<u8>) -> Duration {
-    let reader = agent("reader", backend, secret);
-    let here = pool(&reader);
-    let begun = Instant::now();
-    let peer = reader.connect(owner).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
-    let grid = Grid::packed(4096, 16);
-    let there = peer.region("kv").unwrap().grid(grid).unwrap().blocks(vec![3]);
-    let plan = Plan::read(here.grid(grid).unwrap().blocks(vec![5]), there).unwrap();
-    peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
-    let waited = begun.elapsed();
-    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    waited
 }
 
 #[test]
@@ -65,7 +49,8 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
         let until = Instant::now() + Duration::from_secs(SECONDS - 1);
         while Instant::now() < until {
             for (backend, owner) in &owners {
-                let waited = honest(&owner.metadata().unwrap(), backend, secret);
+                let reader = agent("reader", backend, secret);
+                let waited = newcomer(&reader, &owner.metadata().unwrap()).unwrap();
                 assert!(waited < Duration::from_secs(1), "an honest reader over {backend} waited {waited:?}");
             }
         }

@@ -5,7 +5,7 @@
 mod tcp_pair;
 
 use std::io::{ErrorKind, Write};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 
 use kvx_core::wire::Writer;
@@ -103,6 +103,34 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
     let late = agent("late");
     let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn a_crowd_at_one_address_makes_room_by_itself() {
+    let pair = Pair::new(4096);
+    let address = address_of(&pair.owner);
+    // The oldest, and silent: among those of its own address it would be the first to go.
+    let mut elsewhere = Raw::connect(address);
+    let crowd: Vec<_> = (0..600)
+        .map(|_| {
+            let mut raw = Raw::of(connected_from([127, 0, 0, 2], address));
+            raw.send(&hello(&invitation_of(&pair.owner))[..10]);
+            raw
+        })
+        .collect();
+    at_most_are_open(&crowd, 511);
+    elsewhere.send(&hello(&invitation_of(&pair.owner)));
+    assert_eq!(elsewhere.frame().unwrap().0, WELCOME);
+    pair.still_works();
+}
+
+/// A connection from this of the host's addresses.
+fn connected_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&socket, &SocketAddr::from((from, 0))).unwrap();
+    connect(&socket, &to).unwrap();
+    TcpStream::from(socket)
 }
 
 #[test]
@@ -340,6 +368,23 @@ fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
     assert!(begun.elapsed() < std::time::Duration::from_secs(1), "an honest reader is served meanwhile");
     // 64 MiB for one peer: at most 32 of them.
     at_most_are_open(&crowd, 32);
+    pair.still_works();
+}
+
+#[test]
+fn descriptions_of_writes_whose_bytes_never_come_count_into_the_memory_of_their_peer() {
+    const LANES: usize = 60;
+    const BLOCKS: u32 = 500_000;
+    let pair = bare_pair(1 << 20);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let indices: Vec<u32> = (0..BLOCKS).rev().collect();
+    let write = frame(WRITE, 1, &blocks(region, key, 1, BLOCKS, &indices));
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&write);
+    }
+    // 64 MiB for one peer, in steps of 64 KiB: at most 34 of them.
+    at_most_are_open(&crowd, 34);
     pair.still_works();
 }
 

@@ -69,5 +69,12 @@ fn main() -> ExitCode {
     if wheel::is_for(wheel::AS_RIXL) {
         return conformance_main(registry, &[CMA_AS_RIXL, TCP_AS_RIXL]);
     }
-    conformance_main(registry, &[CMA, TCP, THREAD, DEVICE])
+    let namespace = Suite { label: "RIXL-namespace", ..TCP }.in_another_namespace();
+    let user = Suite { label: "RIXL-user", ..TCP }.as_another_user();
+    let hosts = Suite {
+        label: "RIXL-hosts",
+        options: r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=eth0,TLS=tcp"}}}"#,
+        ..TCP
+    };
+    conformance_main(registry, &[CMA, TCP, THREAD, DEVICE, namespace, user, hosts.on_two_hosts()])
 }

@@ -101,7 +101,10 @@ impl Suite {
 
     /// The same clauses, with the far end as a user without privileges, who may lock little memory and open few files.
     pub const fn as_another_user(self) -> Self {
-        const USER: [&str; 7] = [
+        const USER: [&str; 9] = [
+            // Libraries look there for settings.
+            "env",
+            "HOME=/",
             "prlimit",
             "--memlock=65536",
             "--nofile=1024",

@@ -146,37 +146,42 @@ impl Factory for Ucx {
     }
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
-        let library = Library::open().map_err(|why| {
-            let error = Error::new(Kind::Unavailable, why.reason());
-            error.backend(NAME)
-        })?;
-        let config = Config::read(&agent.options)?;
-        let threads = Threads::now();
-        let ucx = context(library, &agent.options)?;
-        let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
-        let workers = workers.map_err(|status| error::native("UCX gives no worker", status))?;
-        threads.name_new();
-        let capabilities = capabilities(kinds(ucx.memory_types()));
-        let registrations = Arc::new(Registrations::new(ucx, workers.len()));
-        let mut lanes = Vec::with_capacity(workers.len());
-        for worker in workers {
-            let at =
-                worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
-            let address = Address { version: library.version(), worker: at.into() };
-            let (number, address) = (address.number(), address.encode());
-            let fabric = UcxFabric::new(
-                worker,
-                number,
-                Arc::clone(&registrations),
-                capabilities.clone(),
-                config.names_tcp(library.path()),
-            )?;
-            lanes.push(LaneParts { address: Box::new(move || Ok(address.clone())), fabric });
-        }
-        let LaneParts { address, fabric } = lanes.remove(0);
-        let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
-        kvx_backend::fabric::open_lanes(agent, parts, lanes)
+        let (first, more) = parts(&agent)?;
+        kvx_backend::fabric::open_lanes(agent, first, more)
     }
+}
+
+/// The workers of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, UCX's.
+pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<UcxFabric>>)> {
+    let library = Library::open().map_err(|why| {
+        let error = Error::new(Kind::Unavailable, why.reason());
+        error.backend(NAME)
+    })?;
+    let config = Config::read(&agent.options)?;
+    let threads = Threads::now();
+    let ucx = context(library, &agent.options)?;
+    let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
+    let workers = workers.map_err(|status| error::native("UCX gives no worker", status))?;
+    threads.name_new();
+    let capabilities = capabilities(kinds(ucx.memory_types()));
+    let registrations = Arc::new(Registrations::new(ucx, workers.len()));
+    let mut lanes = Vec::with_capacity(workers.len());
+    for worker in workers {
+        let at = worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
+        let address = Address { version: library.version(), worker: at.into() };
+        let (number, address) = (address.number(), address.encode());
+        let fabric = UcxFabric::new(
+            worker,
+            number,
+            Arc::clone(&registrations),
+            capabilities.clone(),
+            config.names_tcp(library.path()),
+        )?;
+        lanes.push(LaneParts { address: Box::new(move || Ok(address.clone())), fabric });
+    }
+    let LaneParts { address, fabric } = lanes.remove(0);
+    let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
+    Ok((parts, lanes))
 }
 
 #[cfg(test)]

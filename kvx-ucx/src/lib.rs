@@ -27,5 +27,7 @@ pub mod raw {
 }
 
 #[cfg(test)]
+mod strangers;
+#[cfg(test)]
 #[path = "../tests/versions/mod.rs"]
 mod versions;

@@ -11,8 +11,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use kvx_paged_llama::model::{
-    Architecture, Chunk, Dtype, Made, Model, Pool, PoolLayout, Shard, Wanted, make_model, multiply_alone,
+    Architecture, Chunk, Dtype, Model, Pool, PoolLayout, Shard, Wanted, multiply_alone,
 };
+use kvx_random_model::{Made, make_model};
 
 /// Tokens of the prompt whose prefill is measured.
 const PROMPT: usize = 512;

@@ -3,10 +3,11 @@
 
 mod folder;
 
+use std::os::unix::net::UnixStream;
+
 use folder::Folder;
-use kvx_paged_llama::model::{
-    Architecture, Chunk, Config, Dtype, Made, Model, Pool, PoolLayout, Shard, Threads, Wanted, make_model,
-};
+use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_random_model::{Made, make_model};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -71,8 +72,8 @@ fn weights_of_another_shape_are_told() {
 #[test]
 fn heads_that_ranks_cannot_share_are_told() {
     let folder = Folder::with(&Made { heads: 4, kv_heads: 4, ..small() });
-    let eight = Threads::shards(8).remove(3);
-    let error = Model::open(folder.path(), eight).err().unwrap().to_string();
+    let fourth = Shard::member(3, 8, UnixStream::pair().unwrap().0);
+    let error = Model::open(folder.path(), fourth).err().unwrap().to_string();
     assert!(error.contains("--tensor-parallel-size"), "{error}");
 }
 

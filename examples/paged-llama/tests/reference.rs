@@ -8,7 +8,8 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Command, Stdio};
 
 use folder::Folder;
-use kvx_paged_llama::model::{Architecture, Chunk, Dtype, Made, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::model::{Architecture, Chunk, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_random_model::Made;
 use kvx_testkit::Tier;
 use serde_json::{Map, Value, json};
 

@@ -24,6 +24,8 @@ mod machine;
 mod notices;
 mod regions;
 mod session;
+#[doc(hidden)]
+pub mod stranger;
 mod stream;
 
 use std::os::fd::RawFd;

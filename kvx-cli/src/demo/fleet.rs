@@ -8,7 +8,8 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvx_paged_llama::model::{Architecture, Dtype, Made, make_model};
+use kvx_paged_llama::model::{Architecture, Dtype};
+use kvx_random_model::{Made, make_model};
 use serde_json::json;
 
 use super::client::send;

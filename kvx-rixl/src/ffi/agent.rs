@@ -1,6 +1,7 @@
 //! A NIXL agent with one plugin.
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_void};
+use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +46,16 @@ pub(crate) struct NixlAgent {
 // SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
 unsafe impl Send for NixlAgent {}
 
+/// NIXL 1.5 looks for a file of settings in the user's home, and makes no agent where it may not look.
+fn without_a_home(home: Option<&OsStr>) -> String {
+    let hidden = home.map(|home| Path::new(home).join(".nixl.cfg")).filter(|path| {
+        std::fs::metadata(path).is_err_and(|why| why.kind() == std::io::ErrorKind::PermissionDenied)
+    });
+    hidden.map_or_else(String::new, |path| {
+        format!(" ({} may not be read by this user: set HOME to a folder of its own)", path.display())
+    })
+}
+
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::new(Kind::Invalid, format!("{what} {text:?} has a NUL byte")))
 }
@@ -78,10 +89,8 @@ impl NixlAgent {
         // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
         // is destroyed by `Drop`, whatever fails.
         unsafe {
-            check(
-                "making an agent",
-                (functions.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut agent.raw),
-            )?;
+            let made = (functions.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut agent.raw);
+            check(&format!("making an agent{}", without_a_home(std::env::var_os("HOME").as_deref())), made)?;
             let mut params = Params { functions, raw: ptr::null_mut() };
             check("making parameters", (functions.nixl_capi_create_params)(&mut params.raw))?;
             for (key, value) in settings.params {

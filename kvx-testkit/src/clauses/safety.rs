@@ -262,13 +262,18 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         let blocks = Traffic::new(&mut pair, "kv", LEN)?;
         let peer = pair.connect().await?;
         blocks.works(&mut pair.far, &peer, "at first").await?;
+        let route = peer.route().to_string();
+        ensure!(says_whom_it_trusts(&route, setup.admission()?), "the route trusts somebody else: {route}");
         let metadata = pair.far.metadata()?;
         // Whatever it is asked to hide, metadata of another agent has the invitation of that one.
         let other = Metadata::decode(&setup.agent(&unique("other"))?.metadata()?)?.invited;
-        let invited_by = |invited: Option<Invited>| {
-            let told = Metadata::decode(&metadata)?;
-            Ok::<_, Failure>(Metadata { invited, ..told }.encode()?)
-        };
+        // Two senders that were invented, who know everything of it but its invitation.
+        let both = pair.near.expect(b"go", 2, CUT_OFF * 2);
+        let to_near = with_invitation(&pair.near.metadata()?, other)?;
+        let impatient = Setup { peer_timeout: CUT_OFF / 10, ..setup.clone() };
+        let invented =
+            [0; 2].map(|_| Ok::<_, Failure>(impatient.agent(&unique("invented"))?.connect(&to_near)?));
+        let invited_by = |invited| with_invitation(&metadata, invited);
         let mut strangers =
             vec![("another invitation", setup.clone(), invited_by(other)?, Kind::PeerRestarted)];
         if secret.is_some() {
@@ -299,6 +304,16 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
             let sent = stranger.peer.notify(b"from a stranger", CUT_OFF).await;
             ensure!(sent.is_err(), "with {what} a notification was taken");
         }
+        for peer in invented {
+            ensure!(peer?.notify(b"go", CUT_OFF).await.is_err(), "a notification of nobody was taken");
+        }
+        let invited = [pair.near.clone(), setup.agent(&unique("invited"))?];
+        for agent in &invited {
+            agent.connect(pair.near.metadata()?)?.notify(b"go", CUT_OFF).await?;
+        }
+        let met = both.await?;
+        let counts = invited.iter().all(|agent| met.contains(agent.identity()));
+        ensure!(counts && met.len() == 2, "senders without an invitation were counted: {met:?}");
         blocks.check_near(ours, "after strangers")?;
         blocks.check_far(&mut pair.far, theirs, "after strangers")?;
         let heard = pair.far.take_many(0, 1, GRACE)?;
@@ -306,4 +321,17 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         blocks.works(&mut pair.far, &peer, "after strangers").await?;
     }
     Ok(())
+}
+
+fn with_invitation(metadata: &[u8], invited: Option<Invited>) -> Result<Vec<u8>, Failure> {
+    Ok(Metadata { invited, ..Metadata::decode(metadata)? }.encode()?)
+}
+
+/// Whether a route's words about who may harm this process are those of the backend's admission.
+fn says_whom_it_trusts(route: &str, admission: Admission) -> bool {
+    match admission {
+        Admission::Proven => !route.contains("which trusts"),
+        Admission::Keys => route.contains("which trusts whoever is let in"),
+        Admission::Open => route.contains("which trusts whoever reaches its library"),
+    }
 }

@@ -1,11 +1,9 @@
 //! Llama and Qwen, computed: a folder's weights, and one step over the paged pool.
 
 mod config;
-mod crew;
 mod error;
 mod kernels;
 mod lanes;
-mod make;
 mod pool;
 mod ranks;
 mod rope;
@@ -16,15 +14,15 @@ mod weights;
 
 use std::path::Path;
 
+use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
+
 pub use config::{Architecture, Config, Dtype};
 pub use error::{ModelError, Result};
 pub use lanes::Level;
-pub use make::{Made, make_model};
-pub use pool::{Pool, PoolLayout, PoolShape};
-pub use ranks::{PARTS, Ranks, Shard, Threads, sum_in_tree};
+pub use pool::{Pool, PoolLayout, PoolShape, bf16};
+pub use ranks::{PARTS, Ranks, Shard, sum_in_tree};
 pub use step::{Chunk, Logits, Wanted};
 
-use crew::Crew;
 use weights::Weights;
 
 /// A model, or one rank's share of it, ready to compute.
@@ -33,7 +31,7 @@ pub struct Model {
     shard: Shard,
     weights: Weights,
     level: Level,
-    crew: Crew,
+    threads: Option<rayon::ThreadPool>,
 }
 
 impl Model {
@@ -44,14 +42,14 @@ impl Model {
     pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, &shard)?;
-        let crew = Crew::new(std::thread::available_parallelism().map_or(1, usize::from));
-        Ok(Model { config, shard, weights, level: Level::detect(), crew })
+        let threads = several(std::thread::available_parallelism().map_or(1, usize::from));
+        Ok(Model { config, shard, weights, level: Level::detect(), threads })
     }
 
     /// Computes with so many threads: as many as there are cores unless this is called. No result depends on it.
     #[must_use]
     pub fn with_threads(mut self, threads: usize) -> Model {
-        self.crew = Crew::new(threads);
+        self.threads = several(threads);
         self
     }
 
@@ -87,6 +85,23 @@ impl Model {
         let Config { layers, head_dim, .. } = self.config;
         PoolShape { layers, blocks, block_tokens, kv_heads: self.kv_heads(), head_dim, dtype, layout }
     }
+
+    /// Does tasks `0..count` on all threads. A result depends on its task alone.
+    fn share(&self, count: usize, task: impl Fn(usize) + Sync + Send) {
+        match &self.threads {
+            Some(threads) if count > 1 => {
+                threads.install(|| (0..count).into_par_iter().with_max_len(1).for_each(task));
+            }
+            _ => (0..count).for_each(task),
+        }
+    }
+}
+
+/// So many threads that sleep until there is work; none where the caller's own is enough, or the system gives no more.
+fn several(threads: usize) -> Option<rayon::ThreadPool> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    let pool = pool.thread_name(|number| format!("kvx-llama-{number}"));
+    (threads > 1).then(|| pool.build().ok()).flatten()
 }
 
 /// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is measured beside.

@@ -210,7 +210,7 @@ fn strided(out: &mut [f32], dims: usize, strip: Strip, read: impl Fn(usize) -> f
 }
 
 /// The nearest of half the width, the even one of two.
-pub(super) fn bf16(value: f32) -> u16 {
+pub fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
         return (bits >> 16) as u16 | 0x40;

@@ -1,8 +1,8 @@
 //! What tensor-parallel ranks say to each other: sums, in one order.
 
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::Arc;
 
-use super::error::{ModelError, Result};
+use super::error::Result;
 use super::step::Chunk;
 
 /// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks get the same bits.
@@ -68,49 +68,6 @@ struct Alone;
 
 impl Ranks for Alone {
     fn sum(&self, _: &mut [f32]) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// Ranks that are threads without sockets, for tests: nobody notices one that has stopped.
-pub struct Threads {
-    given: Mutex<Vec<Vec<f32>>>,
-    barrier: Barrier,
-}
-
-impl Threads {
-    /// A shard for each of `size` threads. All of them take the same steps; one that stops leaves the others waiting.
-    pub fn shards(size: usize) -> Vec<Shard> {
-        let threads =
-            Arc::new(Threads { given: Mutex::new(vec![Vec::new(); size]), barrier: Barrier::new(size) });
-        (0..size)
-            .map(|rank| Shard { rank, size, ranks: Arc::new(OneThread { rank, threads: threads.clone() }) })
-            .collect()
-    }
-}
-
-struct OneThread {
-    rank: usize,
-    threads: Arc<Threads>,
-}
-
-impl Ranks for OneThread {
-    fn sum(&self, values: &mut [f32]) -> Result<()> {
-        let given = || self.threads.given.lock().unwrap_or_else(PoisonError::into_inner);
-        given()[self.rank] = values.to_vec();
-        if self.threads.barrier.wait().is_leader() {
-            sum_in_tree(&mut given());
-        }
-        self.threads.barrier.wait();
-        let sums = given()[0].clone();
-        // Nobody gives the next before all have taken these.
-        self.threads.barrier.wait();
-        if sums.len() != values.len() {
-            return Err(ModelError::new(
-                "the ranks of a model take different steps: give all of them the same chunks",
-            ));
-        }
-        values.copy_from_slice(&sums);
         Ok(())
     }
 }

@@ -181,8 +181,7 @@ impl Model {
         };
         // A thread is not woken for a few rows.
         let rows = 16;
-        self.crew
-            .run(count.div_ceil(rows), &|task| (task * rows..count.min((task + 1) * rows)).for_each(one));
+        self.share(count.div_ceil(rows), |task| (task * rows..count.min((task + 1) * rows)).for_each(one));
     }
 
     fn norm(&self, numbers: &[f32], weight: &[f32], out: &mut [f32]) {
@@ -209,7 +208,7 @@ impl Model {
             begin += rows;
         }
         let places = Places::new(out);
-        self.crew.run(tasks.len(), &|task| {
+        self.share(tasks.len(), |task| {
             let (linear, begin, rows) = &tasks[task];
             linear.multiply(self.level, rows.clone(), vectors, places.from(*begin), all);
             let Some(bias) = linear.bias.as_ref().filter(|_| !linear.is_partial()) else { return };
@@ -279,7 +278,7 @@ impl Model {
             row = end;
         }
         let places = Places::new(mixed);
-        self.crew.run(tasks.len(), &|task| {
+        self.share(tasks.len(), |task| {
             let (chunk, rows, head) = &tasks[task];
             let first = step.places[rows.start].1;
             self.mix(Mixing { number, chunk, rows: rows.clone(), head: *head, first }, qkv, pool, places);

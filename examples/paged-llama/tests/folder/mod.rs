@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_paged_llama::model::{Made, Pool, make_model};
+use kvx_paged_llama::model::Pool;
+use kvx_random_model::{Made, make_model};
 
 pub(crate) struct Folder(PathBuf);
 

@@ -1,15 +1,12 @@
-//! Models of random weights, written as Hugging Face folders, which vLLM and transformers load as well.
+#![doc = include_str!("../README.md")]
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
+use kvx_paged_llama::model::{Architecture, Config, Dtype, ModelError, Result, bf16};
 use serde_json::{Value, json};
-
-use super::config::{Architecture, Config, Dtype};
-use super::error::{ModelError, Result};
-use super::pool::bf16;
 
 /// The tokenizer's last three, after a token for each byte.
 const END_OF_TEXT: usize = 256;

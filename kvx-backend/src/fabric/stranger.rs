@@ -1,0 +1,132 @@
+//! Whoever reaches a library's own port, for tests: says hellos by hand, over a library of its own.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::transport::{Context, Events, Full, LinkState};
+use kvx_core::{
+    Error, Identity, Incarnation, Invitation, Kind, LinkId, Metadata, Options, Result, Secret, Sender,
+};
+
+use super::handshake::hello_rest;
+use super::lanes;
+use super::stream::Outgoing;
+use super::{EndpointId, Fabric, Parts, Sent};
+use crate::control::proof::{Keys, PROOF};
+use crate::control::{Greeting, Message, VERSIONS};
+use crate::process::ProcessId;
+use crate::sealed;
+
+/// How long the library may take for a frame.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a library is opened with for nobody's agent.
+pub fn context(options: Options) -> Context {
+    Context {
+        agent: stranger(),
+        options,
+        events: Arc::new(Deaf),
+        devices: Vec::new(),
+        invitation: Invitation::from_bytes([9; 32]),
+        secret: None,
+        peer_timeout: PATIENCE,
+    }
+}
+
+/// Greets `owner` for so long: with every byte of the address altered under a fresh checksum, by `wrong` in the place
+/// of the secret, which is what would end a process that parsed it; and with every byte of a true hello altered. Says
+/// how many hellos that were. Errors: the library's, `TimedOut` if it takes no frame.
+pub fn besiege<F: Fabric>(
+    parts: Parts<F>,
+    owner: &Metadata,
+    (secret, wrong): (&Secret, &Secret),
+    time: Duration,
+) -> Result<usize> {
+    let missing = || Error::new(Kind::Malformed, "the owner's metadata does not say how it is reached");
+    let own = (parts.address)()?;
+    let plain = sealed::open("address", &own)?;
+    let invitation = owner.invited.ok_or_else(missing)?.by;
+    let (_, section) = owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
+    let mut library = parts.fabric;
+    library.connect(TO, &owner.identity, lanes::decode(section)?[0])?;
+    let mut door = Door { library, said: 0 };
+    let until = Instant::now() + time;
+    while door.said == 0 || Instant::now() < until {
+        for flip in [0x01, 0x80, 0xff] {
+            for at in 0..plain.len() {
+                let lie = sealed::seal(altered(plain, at, flip));
+                door.say(&hello(&invitation, wrong, &lie)?)?;
+            }
+            let true_hello = hello(&invitation, secret, &own)?;
+            // Its versions stand before what is proven; of its two proofs behind that, one alone is worth an answer.
+            for at in BEFORE_PROVEN..true_hello.len() - 2 * PROOF - 4 {
+                door.say(&altered(&true_hello, at, flip))?;
+            }
+        }
+    }
+    door.library.sever(TO);
+    door.library.disconnect(TO);
+    door.library.stop();
+    Ok(door.said)
+}
+
+const TO: EndpointId = EndpointId(1);
+/// The message's kind, what kvx's messages begin with, and the versions that its sender speaks.
+const BEFORE_PROVEN: usize = 1 + 8 + 2 + 2;
+/// So many hellos, and then a pause: whoever says more than an owner can check has them queue in its library, where
+/// those of others queue as well.
+const BURST: (usize, Duration) = (32, Duration::from_millis(1));
+
+struct Door<F> {
+    library: F,
+    said: usize,
+}
+
+impl<F: Fabric> Door<F> {
+    /// Says that as the first word of a link of its own.
+    fn say(&mut self, message: &[u8]) -> Result<()> {
+        let until = Instant::now() + PATIENCE;
+        self.said += 1;
+        if self.said.is_multiple_of(BURST.0) {
+            std::thread::sleep(BURST.1);
+        }
+        let mut frames = Outgoing::default();
+        frames.push(0, self.said as u64, message, self.library.max_message());
+        while let Some(frame) = frames.front() {
+            match self.library.send(TO, frame)? {
+                Sent::Taken => frames.pop(),
+                Sent::Later if Instant::now() >= until => {
+                    return Err(Error::new(Kind::TimedOut, "the library does not take a frame"));
+                }
+                Sent::Later => {}
+            }
+            self.library.poll(&mut Vec::new());
+        }
+        Ok(())
+    }
+}
+
+fn altered(bytes: &[u8], at: usize, flip: u8) -> Vec<u8> {
+    let mut altered = bytes.to_vec();
+    altered[at] ^= flip;
+    altered
+}
+
+fn stranger() -> Identity {
+    Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) }
+}
+
+fn hello(invitation: &Invitation, secret: &Secret, address: &[u8]) -> Result<Vec<u8>> {
+    let rest = hello_rest(ProcessId::this(), address);
+    let (_, body) = Greeting::new(&stranger(), Keys::new(invitation, Some(secret)), &rest)?;
+    Ok(Message::Hello { versions: VERSIONS, body: &body }.encode())
+}
+
+struct Deaf;
+
+impl Events for Deaf {
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+        Err(Full)
+    }
+    fn link(&self, _: LinkId, _: LinkState) {}
+}

@@ -1,0 +1,43 @@
+//! Who has an owner's metadata and not its secret, and goes to libfabric's own port.
+
+use std::time::Duration;
+
+use kvx_backend::fabric::stranger;
+use kvx_core::{Agent, Memory, Metadata, Options, Registry, Secret};
+use kvx_testkit::{newcomer, newcomers_amid};
+
+use crate::error::NAME;
+use crate::factory::{Libfabric, parts};
+
+fn an_address_that_is_not_proven_reaches_no_parser(provider: &str) {
+    let options = Options::parse(&format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)).unwrap();
+    let mut registry = Registry::new();
+    registry.add(Libfabric).unwrap();
+    if let Err(why) = registry.require(NAME, &options) {
+        return kvx_testkit::skip("strangers", &why.to_string(), "cargo xtask test --install on Debian 12");
+    }
+    let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
+    let agent = |name| {
+        let builder = Agent::builder(name).backends([NAME]).options(options.clone());
+        builder.secret(secret.clone()).build(&registry).unwrap()
+    };
+    let owner = agent("owner");
+    let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
+    let metadata = owner.metadata().unwrap();
+    let told = Metadata::decode(&metadata).unwrap();
+    let library = parts(&stranger::context(options.clone())).unwrap();
+    let siege = || stranger::besiege(library, &told, (&secret, &wrong), Duration::from_secs(2));
+    let hellos = newcomers_amid(|| agent("reader"), &metadata, siege).unwrap();
+    assert!(hellos > 1_000, "{hellos} hellos");
+    newcomer(&agent("reader"), &metadata).unwrap();
+}
+
+#[test]
+fn an_address_that_is_not_proven_reaches_no_parser_over_shared_memory() {
+    an_address_that_is_not_proven_reaches_no_parser("shm");
+}
+
+#[test]
+fn an_address_that_is_not_proven_reaches_no_parser_over_sockets() {
+    an_address_that_is_not_proven_reaches_no_parser("tcp;ofi_rxm");
+}

@@ -1,0 +1,45 @@
+//! A reader that an owner has not seen before.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Grid, Memory, Plan, Result};
+
+use crate::setup::CUT_OFF;
+
+/// Has `reader` connect to the owner of this metadata, read a block of its region `kv` of 64 KiB, and go. Says how long
+/// it waited for the block.
+///
+/// # Errors
+/// Those of the agent.
+pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
+    let here = reader.register("kv", Memory::pool(64 << 10).build()?)?;
+    let begun = Instant::now();
+    let peer = reader.connect(owner)?;
+    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    let grid = Grid::packed(4096, 16);
+    let there = peer.region("kv")?.grid(grid)?.blocks(vec![3]);
+    peer.post(&Plan::read(here.grid(grid)?.blocks(vec![5]), there)?)?.wait(CUT_OFF)?;
+    let waited = begun.elapsed();
+    reader.shutdown(CUT_OFF).wait(CUT_OFF)?;
+    Ok(waited)
+}
+
+/// Newcomers one after another while something goes on: each is served within a second. Gives what it came to.
+///
+/// # Panics
+/// When a newcomer waits longer, or is not served at all.
+#[expect(clippy::expect_used, reason = "a test that cannot go on must fail")]
+pub fn newcomers_amid<T: Send>(
+    reader: impl Fn() -> Agent,
+    owner: &[u8],
+    trouble: impl FnOnce() -> T + Send,
+) -> T {
+    std::thread::scope(|scope| {
+        let trouble = scope.spawn(trouble);
+        while !trouble.is_finished() {
+            let waited = newcomer(&reader(), owner).expect("the owner serves a newcomer");
+            assert!(waited < Duration::from_secs(1), "a newcomer waited {waited:?}");
+        }
+        trouble.join().expect("the trouble comes to something")
+    })
+}

@@ -1,0 +1,32 @@
+//! Who has an owner's metadata and not its secret, and goes to UCX's own port.
+
+use std::time::Duration;
+
+use kvx_backend::fabric::stranger;
+use kvx_core::{Agent, Memory, Metadata, Options, Registry, Secret};
+use kvx_testkit::{newcomer, newcomers_amid};
+
+use crate::error::NAME;
+use crate::factory::{Ucx, parts};
+use crate::versions;
+
+#[test]
+fn an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting() {
+    const TITLE: &str = "strangers::an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting";
+    versions::on_each(TITLE, |_| {
+        let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
+        let mut registry = Registry::new();
+        registry.add(Ucx).unwrap();
+        let agent =
+            |name| Agent::builder(name).backends([NAME]).secret(secret.clone()).build(&registry).unwrap();
+        let owner = agent("owner");
+        let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
+        let metadata = owner.metadata().unwrap();
+        let told = Metadata::decode(&metadata).unwrap();
+        let (library, _) = parts(&stranger::context(Options::new())).unwrap();
+        let siege = || stranger::besiege(library, &told, (&secret, &wrong), Duration::from_secs(2));
+        let hellos = newcomers_amid(|| agent("reader"), &metadata, siege).unwrap();
+        assert!(hellos > 1_000, "{hellos} hellos");
+        newcomer(&agent("reader"), &metadata).unwrap();
+    });
+}

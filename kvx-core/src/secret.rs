@@ -187,13 +187,13 @@ mod tests {
     use super::*;
 
     /// A name of its own, and no file afterwards.
-    struct Place(PathBuf);
+    struct ScratchFile(PathBuf);
 
-    impl Place {
+    impl ScratchFile {
         fn new(name: &str) -> Self {
             let place = std::env::temp_dir().join(format!("kvx-secret-{}-{name}", std::process::id()));
             std::fs::remove_file(&place).ok();
-            Place(place)
+            ScratchFile(place)
         }
 
         fn write(&self, text: &[u8], mode: u32) {
@@ -208,7 +208,7 @@ mod tests {
         }
     }
 
-    impl Drop for Place {
+    impl Drop for ScratchFile {
         fn drop(&mut self) {
             std::fs::remove_file(&self.0).ok();
         }
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_secret_is_made_once_read_back_and_not_printed() {
-        let place = Place::new("made");
+        let place = ScratchFile::new("made");
         let secret = Secret::create(&place.0).unwrap();
         assert_eq!(std::fs::metadata(&place.0).unwrap().permissions().mode() & 0o777, 0o600);
         assert!(Secret::from_file(&place.0).unwrap() == secret);
@@ -224,12 +224,13 @@ mod tests {
         let again = Secret::create(&place.0).unwrap_err().to_string();
         assert!(again.contains("never overwritten"), "{again}");
         assert!(Secret::from_file(&place.0).unwrap() == secret, "it was overwritten");
-        assert!(Secret::create(&Place::new("other").0).unwrap() != secret, "all secrets are the same");
+        assert!(Secret::create(&ScratchFile::new("other").0).unwrap() != secret, "all secrets are the same");
     }
 
     #[test]
     fn a_file_that_was_cut_or_edited_holds_no_secret() {
-        let (place, secret) = (Place::new("edited"), Secret::from_bytes(std::array::from_fn(|at| at as u8)));
+        let (place, secret) =
+            (ScratchFile::new("edited"), Secret::from_bytes(std::array::from_fn(|at| at as u8)));
         let whole = secret.line();
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926, "not the checksum that others know");
         place.write(whole.trim_end().as_bytes(), 0o600);
@@ -257,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_file_that_others_can_read_is_refused() {
-        let place = Place::new("open");
+        let place = ScratchFile::new("open");
         let line = Secret::from_bytes([7; Secret::LEN]).line();
         for mode in [0o640, 0o604, 0o620, 0o644, 0o601, 0o777] {
             place.write(line.as_bytes(), mode);
@@ -272,7 +273,7 @@ mod tests {
 
     #[test]
     fn what_is_no_file_is_refused_at_once() {
-        let error = Secret::from_file(Place::new("missing").0.as_path()).unwrap_err().to_string();
+        let error = Secret::from_file(ScratchFile::new("missing").0.as_path()).unwrap_err().to_string();
         assert!(error.contains("cannot be read") && error.contains("`kvx secret FILE`"), "{error}");
         let error = Secret::from_file(std::env::temp_dir()).unwrap_err().to_string();
         assert!(error.contains("no regular file"), "{error}");

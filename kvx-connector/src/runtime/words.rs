@@ -232,7 +232,7 @@ impl Scratch {
     }
 
     /// Waits for a place, but not longer than this. Errors: `Busy`.
-    pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Result<Place> {
+    pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Result<ScratchPlace> {
         match tokio::time::timeout(limit, self.places.acquire()).await {
             Ok(permit) => permit.expect("nobody closes it").forget(),
             Err(_) => {
@@ -245,19 +245,19 @@ impl Scratch {
             }
         }
         let slot = self.free.lock().pop().expect("as many places as permits");
-        Ok(Place { scratch: Arc::clone(self), slot, lost: false })
+        Ok(ScratchPlace { scratch: Arc::clone(self), slot, lost: false })
     }
 }
 
 /// A place for [`AT_ONCE`] words; given back when it is dropped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ScratchPlace {
     scratch: Arc<Scratch>,
     slot: u32,
     lost: bool,
 }
 
-impl Place {
+impl ScratchPlace {
     pub(super) fn region(&self) -> &Region {
         &self.scratch.region
     }
@@ -285,7 +285,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ScratchPlace {
     fn drop(&mut self) {
         if !self.lost {
             self.scratch.free.lock().push(self.slot);

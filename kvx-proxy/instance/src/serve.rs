@@ -64,7 +64,7 @@ pub(crate) fn bind(port: u16) -> std::io::Result<TcpListener> {
 async fn connection(state: Arc<State>, stream: tokio::net::TcpStream, bootstrap: bool) {
     state.connections.fetch_add(1, Ordering::Relaxed);
     let mut listens = state.listens.subscribe();
-    let peer = Peer::of(&stream);
+    let peer = ClientSocket::of(&stream);
     let service = service_fn(|request| {
         let (state, peer) = (state.clone(), peer.clone());
         async move { if bootstrap { Ok(query(&state)) } else { answer(state, peer, request).await } }
@@ -91,12 +91,12 @@ fn query(state: &State) -> Answer {
 
 /// The other end of a connection.
 #[derive(Clone)]
-struct Peer(Option<Arc<std::net::TcpStream>>);
+struct ClientSocket(Option<Arc<std::net::TcpStream>>);
 
-impl Peer {
+impl ClientSocket {
     fn of(stream: &tokio::net::TcpStream) -> Self {
         let second = stream.as_fd().try_clone_to_owned();
-        Peer(second.ok().map(|second| Arc::new(second.into())))
+        ClientSocket(second.ok().map(|second| Arc::new(second.into())))
     }
 
     /// Whether it has closed the connection: nobody waits for an answer.
@@ -108,7 +108,11 @@ impl Peer {
     }
 }
 
-async fn answer(state: Arc<State>, peer: Peer, request: Request<Incoming>) -> Result<Answer, BrokenOff> {
+async fn answer(
+    state: Arc<State>,
+    peer: ClientSocket,
+    request: Request<Incoming>,
+) -> Result<Answer, BrokenOff> {
     let (parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     if path == "/health" {
@@ -233,7 +237,7 @@ async fn hand_over(state: &State, wanted: &Value) -> Answer {
 /// A completion or chat completion.
 async fn complete(
     state: Arc<State>,
-    peer: Peer,
+    peer: ClientSocket,
     mut seen: Seen,
     chat: bool,
     outer: &str,

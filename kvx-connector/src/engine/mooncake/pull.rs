@@ -18,7 +18,7 @@ use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, Pu
 #[derive(Debug)]
 pub(super) struct Load {
     order: ReceiveOrder,
-    stage: Stage,
+    stage: PullStage,
     /// Why it has failed, if it has: the first reason.
     failure: Option<LoadFailure>,
     /// Nobody waits for the contents any more.
@@ -43,7 +43,7 @@ struct PrefillWorker {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum PullStage {
     /// For the bootstrap server.
     Waiting,
     /// The prefill's workers were asked.
@@ -108,8 +108,10 @@ impl MooncakeWorker {
             self.load_deadlines.set(request.clone(), order.deadline);
             by_engine.entry(order.remote.peer.engine.clone()).or_default().push(request.clone());
             let (failure, answers) = (None, BTreeMap::new());
-            self.loads
-                .insert(request, Load { order, stage: Stage::Waiting, failure, cancelled: false, answers });
+            self.loads.insert(
+                request,
+                Load { order, stage: PullStage::Waiting, failure, cancelled: false, answers },
+            );
         }
         for (engine, requests) in by_engine {
             if self.listings.get(now, &engine).is_some() {
@@ -155,7 +157,8 @@ impl MooncakeWorker {
 
     /// Asks all workers of a prefill that hold a part of these requests' blocks.
     fn ask_all(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
-        let waits = |load: &Load| load.stage == Stage::Waiting && load.order.remote.peer.engine == *engine;
+        let waits =
+            |load: &Load| load.stage == PullStage::Waiting && load.order.remote.peer.engine == *engine;
         let mut requests = requests;
         requests.retain(|request| self.loads.get(request).is_some_and(waits));
         let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else { return };
@@ -174,7 +177,7 @@ impl MooncakeWorker {
                 let pull = self.ask(worker.clone(), asked.clone(), latest);
                 for request in requests {
                     let Some(load) = self.loads.get_mut(request) else { continue };
-                    load.stage = Stage::Asked;
+                    load.stage = PullStage::Asked;
                     if !load.order.local.is_empty() {
                         load.answers.insert(pull, Answer { said: Said::Nothing, of: worker.clone() });
                         self.pulls.entry(pull).and_modify(|pull| {
@@ -357,18 +360,18 @@ impl MooncakeWorker {
         let Some(load) = self.loads.get(request) else { return };
         let given_up = load.failure.is_some() || load.cancelled;
         match load.stage {
-            Stage::Waiting if !given_up => {}
-            Stage::Asked if !given_up && !load.is_written() => {}
-            Stage::Fencing if !load.is_settled() => {}
-            Stage::Asked if !load.is_settled() => self.fence(now, request),
-            Stage::Waiting | Stage::Asked | Stage::Fencing => self.finish(now, request),
+            PullStage::Waiting if !given_up => {}
+            PullStage::Asked if !given_up && !load.is_written() => {}
+            PullStage::Fencing if !load.is_settled() => {}
+            PullStage::Asked if !load.is_settled() => self.fence(now, request),
+            PullStage::Waiting | PullStage::Asked | PullStage::Fencing => self.finish(now, request),
         }
     }
 
     /// The blocks are wanted back from whoever may write into them.
     fn fence(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else { return };
-        load.stage = Stage::Fencing;
+        load.stage = PullStage::Fencing;
         self.actions.push_back(MooncakeAction::Engine(Action::Fence { request: request.clone() }));
         self.let_go(now, request);
     }
@@ -386,14 +389,14 @@ impl MooncakeWorker {
 
     /// No peer writes into the blocks of a request any more, whatever it still tries.
     pub fn fenced(&mut self, now: Time, request: &RequestId) {
-        if self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing) {
+        if self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing) {
             self.finish(now, request);
         }
     }
 
     /// It will never be proven that no peer writes into the blocks of a request. Whether a load waited for that.
     pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) -> bool {
-        let is_fencing = self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing);
+        let is_fencing = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
         if is_fencing {
             self.output.lost.push((request.clone(), Kept::Load));
             self.finish(now, request);
@@ -403,7 +406,7 @@ impl MooncakeWorker {
 
     /// Reports a load, and forgets it.
     fn finish(&mut self, now: Time, request: &RequestId) {
-        let told = self.loads.get(request).is_some_and(|load| load.stage == Stage::Fencing);
+        let told = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
         let failed = self.loads.get(request).is_some_and(|load| load.failure.is_some() || load.cancelled);
         if failed && !told {
             self.let_go(now, request);
@@ -437,8 +440,8 @@ impl MooncakeWorker {
         let Some(load) = self.loads.get_mut(request).filter(|load| !load.cancelled) else { return };
         load.cancelled = true;
         match load.stage {
-            Stage::Waiting => self.give_back(now, request),
-            Stage::Asked | Stage::Fencing => self.advance(now, request),
+            PullStage::Waiting => self.give_back(now, request),
+            PullStage::Asked | PullStage::Fencing => self.advance(now, request),
         }
     }
 
@@ -446,8 +449,13 @@ impl MooncakeWorker {
     fn give_back(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else { return };
         let order = ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
-        let rest =
-            Load { order, stage: Stage::Waiting, failure: None, cancelled: true, answers: BTreeMap::new() };
+        let rest = Load {
+            order,
+            stage: PullStage::Waiting,
+            failure: None,
+            cancelled: true,
+            answers: BTreeMap::new(),
+        };
         let load = std::mem::replace(load, rest);
         self.load_deadlines.set(request.clone(), now + self.settings.load_timeout);
         self.report(load);
@@ -456,14 +464,14 @@ impl MooncakeWorker {
     pub(super) fn load_timed_out(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else { return };
         match load.stage {
-            Stage::Waiting if load.order.awaited => {
+            PullStage::Waiting if load.order.awaited => {
                 load.failure.get_or_insert(LoadFailure::Deadline);
                 self.give_back(now, request);
             }
-            Stage::Waiting => {
+            PullStage::Waiting => {
                 self.loads.remove(request);
             }
-            Stage::Asked | Stage::Fencing => {
+            PullStage::Asked | PullStage::Fencing => {
                 self.fail_load(request, LoadFailure::NotPushed);
                 self.advance(now, request);
             }

@@ -6,7 +6,7 @@ use super::super::identity::RequestId;
 use super::super::step::FailedLoad;
 use super::super::time::Time;
 use super::Worker;
-use super::receive::{Invalid, Stage};
+use super::receive::{Invalid, ReceiveStage};
 use crate::params::TransferMode;
 
 impl Worker {
@@ -25,24 +25,24 @@ impl Worker {
     pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
         let Some(receive) = self.receives.get(request) else { return };
         match &receive.stage {
-            Stage::Reading(reading) if reading.unsettled > 0 => {}
-            Stage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
+            ReceiveStage::Reading(reading) if reading.unsettled > 0 => {}
+            ReceiveStage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
                 if receive.written_by.len() >= *expected {
                     self.finish(now, request);
                 }
             }
-            Stage::Awaiting { .. } => self.fence(request),
-            Stage::Fencing | Stage::Finishing => {}
-            Stage::Reading(reading)
+            ReceiveStage::Awaiting { .. } => self.fence(request),
+            ReceiveStage::Fencing | ReceiveStage::Finishing => {}
+            ReceiveStage::Reading(reading)
                 if reading.finishes && receive.failure.is_none() && !receive.cancelled =>
             {
                 self.finish_blocks(request);
             }
-            Stage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
+            ReceiveStage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
             // Another worker of this engine may have told the peer of the blocks of all of them.
-            Stage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
-            Stage::Waiting if receive.failure.is_none() => {}
-            Stage::Waiting | Stage::Reading(_) => self.finish(now, request),
+            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
+            ReceiveStage::Waiting if receive.failure.is_none() => {}
+            ReceiveStage::Waiting | ReceiveStage::Reading(_) => self.finish(now, request),
         }
     }
 
@@ -50,7 +50,7 @@ impl Worker {
     fn finish_blocks(&mut self, request: &RequestId) {
         let Some(receive) = self.receives.get_mut(request) else { return };
         let Some(connection) = receive.connection else { return };
-        receive.stage = Stage::Finishing;
+        receive.stage = ReceiveStage::Finishing;
         let lists = receive.order.lists();
         self.actions.push_back(Action::Finish { request: request.clone(), connection, lists });
     }
@@ -60,7 +60,7 @@ impl Worker {
         let Some(receive) = self.receives.remove(request) else { return };
         self.deadlines.clear(request);
         if let Some(connection) = receive.connection {
-            if let (Stage::Reading(reading), true, None) =
+            if let (ReceiveStage::Reading(reading), true, None) =
                 (&receive.stage, receive.cancelled, &receive.failure)
             {
                 // Nobody has taken the blocks, and nobody will.
@@ -81,7 +81,7 @@ impl Worker {
         }
         self.output.finished_recving.push(request.clone());
         let Some(failure) = receive.failure.filter(|_| !receive.cancelled) else { return };
-        let unfinished = matches!(&receive.stage, Stage::Reading(reading) if reading.finishes);
+        let unfinished = matches!(&receive.stage, ReceiveStage::Reading(reading) if reading.finishes);
         let invalid = match receive.invalid {
             Invalid::Blocks(blocks) if !unfinished => blocks.into_iter().collect(),
             _ => receive.order.local.ascending(),
@@ -97,11 +97,11 @@ impl Worker {
         }
         receive.cancelled = true;
         match receive.stage {
-            Stage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
-            Stage::Waiting => self.give_back(now, request),
-            Stage::Reading(_) => self.cancel_moves(request),
-            Stage::Awaiting { .. } => self.advance(now, request),
-            Stage::Fencing | Stage::Finishing => {}
+            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
+            ReceiveStage::Waiting => self.give_back(now, request),
+            ReceiveStage::Reading(_) => self.cancel_moves(request),
+            ReceiveStage::Awaiting { .. } => self.advance(now, request),
+            ReceiveStage::Fencing | ReceiveStage::Finishing => {}
         }
     }
 
@@ -131,11 +131,11 @@ impl Worker {
     pub(super) fn receive_timed_out(&mut self, now: Time, request: &RequestId) {
         let Some(receive) = self.receives.get_mut(request) else { return };
         let failure = match receive.stage {
-            Stage::Awaiting { .. } => LoadFailure::NotPushed,
+            ReceiveStage::Awaiting { .. } => LoadFailure::NotPushed,
             _ => LoadFailure::Deadline,
         };
         receive.fail(failure, None);
-        if matches!(receive.stage, Stage::Waiting)
+        if matches!(receive.stage, ReceiveStage::Waiting)
             && receive.order.awaited
             && self.settings.mode == TransferMode::Pull
         {

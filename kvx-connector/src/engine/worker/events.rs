@@ -10,7 +10,7 @@ use super::super::scheduler::Kept;
 use super::super::stats::Transferred;
 use super::super::step::Heartbeat;
 use super::super::time::Time;
-use super::receive::{MoveState, Phase, Receive, Stage};
+use super::receive::{MoveState, Phase, Receive, ReceiveStage};
 use super::send::Counted;
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
@@ -168,7 +168,7 @@ impl Worker {
 
     /// Blocks of a load are as [`Action::Finish`] wanted them, or cannot be made so; nothing touches them any more.
     pub fn finished(&mut self, now: Time, request: &RequestId, result: Result<(), String>) {
-        let finishing = |receive: &Receive| matches!(receive.stage, Stage::Finishing);
+        let finishing = |receive: &Receive| matches!(receive.stage, ReceiveStage::Finishing);
         if !self.receives.get(request).is_some_and(finishing) {
             return;
         }
@@ -199,7 +199,9 @@ impl Worker {
         error: impl Into<String>,
     ) {
         let awaiting = |request: &&RequestId| {
-            self.receives.get(*request).is_some_and(|receive| matches!(receive.stage, Stage::Awaiting { .. }))
+            self.receives
+                .get(*request)
+                .is_some_and(|receive| matches!(receive.stage, ReceiveStage::Awaiting { .. }))
         };
         let registration = request.filter(awaiting).cloned();
         let kind = match registration {
@@ -220,7 +222,7 @@ impl Worker {
 
     /// A peer writes no more into the blocks of a request, whatever it still tries.
     pub fn fenced(&mut self, now: Time, request: &RequestId) {
-        if self.receives.get(request).is_some_and(|receive| matches!(receive.stage, Stage::Fencing)) {
+        if self.receives.get(request).is_some_and(|receive| matches!(receive.stage, ReceiveStage::Fencing)) {
             self.finish(now, request);
         }
     }
@@ -230,7 +232,7 @@ impl Worker {
     pub fn connection_lost(&mut self, now: Time, connection: Connection) {
         self.peers.invalidate(connection, &mut self.actions);
         let awaiting = self.receives.iter().filter(|(_, receive)| {
-            receive.connection == Some(connection) && matches!(receive.stage, Stage::Awaiting { .. })
+            receive.connection == Some(connection) && matches!(receive.stage, ReceiveStage::Awaiting { .. })
         });
         let awaiting: Vec<_> = awaiting.map(|(request, _)| request.clone()).collect();
         for request in awaiting {
@@ -332,7 +334,7 @@ impl Worker {
     pub(super) fn fence(&mut self, request: &RequestId) {
         let Some(receive) = self.receives.get_mut(request) else { return };
         let connection = receive.connection;
-        receive.stage = Stage::Fencing;
+        receive.stage = ReceiveStage::Fencing;
         self.actions.push_back(Action::Fence { request: request.clone() });
         let Some(connection) = connection else { return };
         // A kvx peer forgets the registration; others note that they know no such request.

@@ -13,7 +13,7 @@ use super::super::peers::Reach;
 use super::super::plan::{PeerPlan, pair_push};
 use super::super::step::RemoteEngine;
 use super::super::time::{Deadlines, Time};
-use super::receive::{MoveState, Stage, lane_groups};
+use super::receive::{MoveState, ReceiveStage, lane_groups};
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
 use crate::wire::{Notification, PushGrant, PushRegistration};
@@ -232,7 +232,7 @@ impl Worker {
         registration.remote_port = Some(remote.peer.address.port);
         registration.remote_tp_size = Some(remote.peer.tp_size);
         registration.remote_pp_size = Some(remote.peer.pp_size);
-        receive.stage = Stage::Awaiting { expected: plan.completions.max(1) as usize };
+        receive.stage = ReceiveStage::Awaiting { expected: plan.completions.max(1) as usize };
         self.actions.push_back(Action::Register {
             request: request.clone(),
             connection,

@@ -23,7 +23,7 @@ use crate::params::TransferMode;
 pub(super) struct Receive {
     pub(super) order: ReceiveOrder,
     pub(super) connection: Option<Connection>,
-    pub(super) stage: Stage,
+    pub(super) stage: ReceiveStage,
     /// Why it has failed, if it has: the first reason.
     pub(super) failure: Option<LoadFailure>,
     /// Local blocks without the right contents.
@@ -35,7 +35,7 @@ pub(super) struct Receive {
 }
 
 #[derive(Debug)]
-pub(super) enum Stage {
+pub(super) enum ReceiveStage {
     /// For the handshake.
     Waiting,
     /// Reads are under way.
@@ -161,7 +161,7 @@ impl Worker {
         let receive = Receive {
             order,
             connection: None,
-            stage: Stage::Waiting,
+            stage: ReceiveStage::Waiting,
             failure: None,
             invalid: Invalid::Blocks(BTreeSet::new()),
             cancelled: false,
@@ -257,7 +257,7 @@ impl Worker {
             deadline: order.deadline,
             grants: [].into(),
         };
-        receive.stage = Stage::Reading(reading);
+        receive.stage = ReceiveStage::Reading(reading);
         for (at, lane) in plan.lanes.iter().enumerate() {
             self.read_lane(request, &remote, (at, lane), &all, checks);
         }
@@ -284,7 +284,7 @@ impl Worker {
             let id = MoveId(self.last_move);
             let mut state = MoveState::new(request, at, false);
             state.reads = (checks == Checks::WordsAndDigests).then(|| (part, Arc::clone(&groups)));
-            if let Some(Stage::Reading(reading)) =
+            if let Some(ReceiveStage::Reading(reading)) =
                 self.receives.get_mut(request).map(|receive| &mut receive.stage)
             {
                 reading.unsettled += 1;
@@ -308,7 +308,7 @@ impl Worker {
         let Some(receive) = self.receives.get_mut(&request) else { return };
         let Some(connection) = receive.connection else { return };
         self.peers.proven(connection);
-        let Stage::Reading(reading) = &mut receive.stage else { return };
+        let ReceiveStage::Reading(reading) = &mut receive.stage else { return };
         if reading.reference.is_some() && receive.failure.is_none() && !receive.cancelled {
             state.phase = Phase::Checking;
             self.actions.push_back(Action::ReadGenerations {
@@ -328,7 +328,7 @@ impl Worker {
         let Some(MoveState { request, lane, .. }) = self.moves.remove(&id) else { return };
         let Some(receive) = self.receives.get_mut(&request) else { return };
         let (failed, connection) = (receive.failure.is_some(), receive.connection);
-        let Stage::Reading(reading) = &mut receive.stage else { return };
+        let ReceiveStage::Reading(reading) = &mut receive.stage else { return };
         reading.unsettled -= 1;
         let lane = &mut reading.lanes[lane];
         lane.parts_left = lane.parts_left.saturating_sub(1);
@@ -345,7 +345,7 @@ impl Worker {
     /// One part of one lane is over without the right data.
     pub(super) fn part_failed(&mut self, now: Time, id: MoveId) {
         let Some(MoveState { request, .. }) = self.moves.remove(&id) else { return };
-        if let Some(Stage::Reading(reading)) =
+        if let Some(ReceiveStage::Reading(reading)) =
             self.receives.get_mut(&request).map(|receive| &mut receive.stage)
         {
             reading.unsettled -= 1;
@@ -359,7 +359,8 @@ impl Worker {
         let Some(state) = self.moves.get_mut(&id).filter(checking) else { return };
         let (request, lane) = (state.request.clone(), state.lane);
         let Some(receive) = self.receives.get_mut(&request) else { return };
-        let Stage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) = &receive.stage else {
+        let ReceiveStage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) = &receive.stage
+        else {
             return;
         };
         let expected: usize = paired.producer_blocks().iter().map(Indices::len).sum();
@@ -468,7 +469,7 @@ impl Worker {
 
     pub(super) fn rank_of_lane(&self, request: &RequestId, lane: usize) -> Option<WorkerRank> {
         match &self.receives.get(request)?.stage {
-            Stage::Reading(reading) => Some(reading.lanes.get(lane)?.rank),
+            ReceiveStage::Reading(reading) => Some(reading.lanes.get(lane)?.rank),
             _ => None,
         }
     }

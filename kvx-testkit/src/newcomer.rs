@@ -27,7 +27,8 @@ pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
 /// Newcomers one after another while something goes on. Gives what it came to.
 ///
 /// # Panics
-/// When one is not served in time, or most of them wait longer than a second: tests beside this one may keep some waiting.
+/// When one is not served in time, or most of them wait longer than a second: tests beside this one may keep some
+/// waiting.
 #[expect(clippy::expect_used, reason = "a test that cannot go on must fail")]
 pub fn newcomers_amid<T: Send>(
     reader: impl Fn() -> Agent,

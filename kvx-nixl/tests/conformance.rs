@@ -354,7 +354,7 @@ fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
             trials.push(Trial::test(format!("{NEWEST}::{heap}::{test}"), run));
         }
     }
-    if wheels::is_asked_for(VALGRIND, "two scripts under valgrind") {
+    if kvx_testkit::is_asked_for(VALGRIND, "two scripts under valgrind") {
         if Command::new("valgrind").arg("--version").output().is_err() {
             skip("conformance under valgrind", "valgrind is not installed", "apt-get install valgrind");
         } else {

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::Registry;
-use kvx_testkit::{Backing, Device, Gap, Suite, Tier, conformance_main, device, serve_if_asked};
+use kvx_testkit::{
+    Backing, Device, Gap, Suite, Tier, conformance_main, device, is_asked_for, serve_if_asked,
+};
 
 fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
@@ -16,6 +18,8 @@ fn registry(_: &str) -> Registry {
 }
 
 const GAPS: &[Gap] = &[];
+/// The variable that adds the older release's suite over TCP, which the newer one has as well.
+const MORE: &str = "KVX_RIXL_TEST_MORE";
 /// All suites of a release. Each clause has a limit of its own: this one is for a library that hangs as its process
 /// ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
@@ -67,7 +71,9 @@ fn main() -> ExitCode {
         return wheel::on_each("conformance", LIMIT);
     }
     if wheel::is_for(wheel::AS_RIXL) {
-        return conformance_main(registry, &[CMA_AS_RIXL, TCP_AS_RIXL]);
+        let more = is_asked_for(MORE, TCP_AS_RIXL.label).then_some(TCP_AS_RIXL);
+        let suites: Vec<Suite> = [CMA_AS_RIXL].into_iter().chain(more).collect();
+        return conformance_main(registry, &suites);
     }
     let namespace = Suite { label: "RIXL-namespace", ..TCP }.in_another_namespace();
     let user = Suite { label: "RIXL-user", ..TCP }.as_another_user();

@@ -42,4 +42,4 @@ pub use skip::skip;
 pub use soak::{Done, Soak, soak};
 pub use suite::{Apart, Gap, Suite, conformance_main, serve_if_asked};
 pub use surroundings::{Holdings, Surroundings};
-pub use tier::Tier;
+pub use tier::{Tier, is_asked_for};

@@ -49,6 +49,15 @@ impl Tier {
     }
 }
 
+/// Whether this variable is set, which adds to what any tier runs; if not, a line says what it would add.
+pub fn is_asked_for(variable: &str, what: &str) -> bool {
+    let is_set = std::env::var_os(variable).is_some();
+    if !is_set {
+        eprintln!("{variable}=1 adds {what}");
+    }
+    is_set
+}
+
 /// Whether one of a test program's arguments is a part of tests' names.
 fn names_tests(arguments: impl Iterator<Item = String>) -> bool {
     let mut is_value = false;

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use kvx_core::Registry;
 use kvx_testkit::{
-    Backing, Device, Gap, Suite, Tier, conformance_main, device, kill_after, serve_if_asked, skip,
+    Backing, Device, Gap, Suite, Tier, conformance_main, device, is_asked_for, kill_after, serve_if_asked,
+    skip,
 };
 use versions::Version;
 
@@ -23,6 +24,8 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
+/// The variable that adds suites through shared memory alone: on one host that is what UCX chooses by default as well.
+const MORE: &str = "KVX_UCX_TEST_MORE";
 /// Of 1.13 through shared memory.
 const QUEUES: &[Gap] = &[Gap {
     clause: "P11",
@@ -52,22 +55,25 @@ const DEVICE: Suite = Suite {
 
 /// Over tcp, over shared memory and cma, by default; with several threads.
 fn suites(version: &Version) -> Vec<Suite> {
+    let more = |suite: Suite| is_asked_for(MORE, suite.label).then_some(suite);
     match version.label {
-        "UCX-1.13" => vec![
-            suite("UCX-1.13-tcp", TCP),
-            Suite { gaps: QUEUES, ..suite("UCX-1.13-sm", SHARED) },
-            Suite { gaps: QUEUES, ..suite("UCX-1.13", "{}") },
-        ],
-        "UCX-1.22" => vec![
+        "UCX-1.13" => {
+            let shared = more(Suite { gaps: QUEUES, ..suite("UCX-1.13-sm", SHARED) });
+            let usual = [suite("UCX-1.13-tcp", TCP), Suite { gaps: QUEUES, ..suite("UCX-1.13", "{}") }];
+            usual.into_iter().chain(shared).collect()
+        }
+        "UCX-1.22" => [
             suite("UCX-1.22-tcp", TCP),
-            Suite { tier: Tier::Whole, ..suite("UCX-1.22-sm", SHARED) },
             suite("UCX-1.22", "{}"),
             Suite { tier: Tier::Whole, ..suite("UCX-1.22-threads", THREADS) },
             suite("UCX-1.22-namespace", TCP).in_another_namespace(),
             suite("UCX-1.22-user", TCP).as_another_user(),
             suite("UCX-1.22-hosts", TCP).on_two_hosts(),
             DEVICE,
-        ],
+        ]
+        .into_iter()
+        .chain(more(suite("UCX-1.22-sm", SHARED)))
+        .collect(),
         other => panic!("{other} has no suites"),
     }
 }

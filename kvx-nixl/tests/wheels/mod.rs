@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use kvx_testkit::{Tier, skip};
+use kvx_testkit::{Tier, is_asked_for, skip};
 
 /// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for is tested each time;
 /// one whose table is of the first 1.x by the whole run; the others where [`MORE`] is set.
@@ -37,15 +37,6 @@ pub(crate) fn of_this_run(what: &str) -> Vec<(&'static str, Wheel)> {
         Some((release, wheel?))
     });
     found.collect()
-}
-
-/// Whether this variable, which adds to what runs, is set; if not, a line says what it would add.
-pub(crate) fn is_asked_for(variable: &str, what: &str) -> bool {
-    let is_set = std::env::var_os(variable).is_some();
-    if !is_set {
-        eprintln!("{variable}=1 adds {what}");
-    }
-    is_set
 }
 
 /// A folder with the newest wheel's numpy, for the others.

@@ -14,6 +14,7 @@ use crate::Result;
 use crate::install::site_packages;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
+use crate::test::features_of_all;
 use crate::test::tier::{self, Tier};
 
 /// A program of the kit: a target of a package.
@@ -80,12 +81,14 @@ pub(crate) struct Device {
 impl Kit {
     /// Builds the programs.
     pub(crate) fn build(profile: Profile) -> Result<Self> {
-        let calls: &[&str] = match profile {
-            // As `cargo xtask test` calls it: another choice of packages would be another build of them.
-            Profile::Dev => &["test --workspace --no-run"],
-            Profile::Release => &[
-                "build --release -p kvx-cli -p kvx-nixl",
-                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in",
+        let calls = match profile {
+            // As `cargo xtask test` calls it: another choice of packages or features would be another build of them.
+            Profile::Dev => {
+                vec![format!("test --workspace --no-run{}", features_of_all(Tier::of_variable()))]
+            }
+            Profile::Release => vec![
+                "build --release -p kvx-cli -p kvx-nixl".to_owned(),
+                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in".to_owned(),
             ],
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);

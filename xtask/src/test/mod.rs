@@ -106,7 +106,7 @@ impl Run<'_> {
         skips::clear(&told)?;
         let line = call.line.replace("{crates}", &self.crates);
         let mut command = process::cargo(line.split(' '));
-        command.envs(call.environment.iter().copied()).env(skips::VARIABLE, &told);
+        command.envs(call.environment.iter().copied()).envs(self.variables()).env(skips::VARIABLE, &told);
         let shown = shown(&line, call);
         println!("{shown}");
         let finished = process::run(command, step.limit, Output::Shown)?;
@@ -179,11 +179,19 @@ fn features_of_tests(options: &TestOptions) -> Features {
     match (&options.package, options.tier) {
         // A crate by itself has its default features alone, and the tests of the others would be left out.
         (Some(_), _) => Features { of_chosen: " --all-features", of_one: " --all-features" },
-        // TLS, and with it HTTP/2, to clients of `kvx proxy`.
-        (None, Tier::Whole) => {
-            Features { of_chosen: " --features kvx-cli/tls", of_one: " -p kvx-cli --features kvx-cli/tls" }
+        (None, tier @ Tier::Whole) => {
+            Features { of_chosen: features_of_all(tier), of_one: " -p kvx-cli --features kvx-cli/tls" }
         }
-        (None, _) => Features { of_chosen: "", of_one: "" },
+        (None, tier) => Features { of_chosen: features_of_all(tier), of_one: "" },
+    }
+}
+
+/// The features that the test programs of all crates are built with, as cargo's arguments.
+pub(crate) fn features_of_all(tier: Tier) -> &'static str {
+    match tier {
+        // TLS, and with it HTTP/2, to clients of `kvx proxy`.
+        Tier::Whole => " --features kvx-cli/tls",
+        Tier::Fast | Tier::Usual => "",
     }
 }
 

@@ -17,6 +17,12 @@ pub(crate) enum Tier {
 pub(crate) const VARIABLE: &str = "KVX_TEST_TIER";
 
 impl Tier {
+    /// That of the run which this is a step of, or the usual one.
+    pub(crate) fn of_variable() -> Tier {
+        let named = std::env::var(VARIABLE).unwrap_or_default();
+        [Tier::Fast, Tier::Whole].into_iter().find(|tier| tier.name() == named).unwrap_or_default()
+    }
+
     /// As the variable has it, and a file's name.
     pub(crate) fn name(self) -> &'static str {
         match self {

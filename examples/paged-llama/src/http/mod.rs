@@ -22,6 +22,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
+use axum::serve::ListenerExt as _;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -158,6 +159,12 @@ pub async fn serve(
         stop.await;
         stopped.send_replace(true);
     };
+    // Else the second piece of an answer waits for the first to be acknowledged: 40 ms, from a router that takes its time.
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "a client was gone before it was served");
+        }
+    });
     let serving = axum::serve(listener, router(service)).with_graceful_shutdown(stop);
     let late = async move {
         // An error: it has been stopped.

@@ -159,7 +159,7 @@ pub async fn serve(
         stop.await;
         stopped.send_replace(true);
     };
-    // Else the second piece of an answer waits for the first to be acknowledged: 40 ms, from a router that takes its time.
+    // Else the second piece of an answer waits until the first is acknowledged, which a router takes 40 ms for.
     let listener = listener.tap_io(|stream| {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "a client was gone before it was served");

@@ -71,8 +71,10 @@ fn main() -> ExitCode {
         return wheel::on_each("conformance", LIMIT);
     }
     if wheel::is_for(wheel::AS_RIXL) {
-        let more = is_asked_for(MORE, TCP_AS_RIXL.label).then_some(TCP_AS_RIXL);
-        let suites: Vec<Suite> = [CMA_AS_RIXL].into_iter().chain(more).collect();
+        let mut suites = vec![CMA_AS_RIXL];
+        if is_asked_for(MORE, TCP_AS_RIXL.label) {
+            suites.push(TCP_AS_RIXL);
+        }
         return conformance_main(registry, &suites);
     }
     let namespace = Suite { label: "RIXL-namespace", ..TCP }.in_another_namespace();

@@ -191,13 +191,12 @@ fn tarballs(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Optio
     Ok(None)
 }
 
-/// Compiles each unpacked crate by itself, against the tarballs of the others: what it needs of them, it says. Machine
-/// code is made of what README's program needs.
+/// Builds each unpacked crate by itself, against the tarballs of the others: what it needs of them, it says.
 fn builds_alone(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Vec<String>> {
     let mut failures = Vec::new();
     for package in published(workspace) {
         println!("{package}, alone, from its tarball");
-        let mut cargo = process::cargo(["check", "--offline", "--quiet"]);
+        let mut cargo = process::cargo(["build", "--offline", "--quiet"]);
         cargo.current_dir(unpacked(folder, package));
         build_sparingly(&mut cargo, folder);
         for other in published(workspace).filter(|other| other.name() != package.name()) {

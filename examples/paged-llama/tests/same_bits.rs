@@ -151,51 +151,64 @@ fn ranks_change_no_bit() {
             let made = Made { kv_heads, ..crooked(architecture) };
             let folder = Folder::with(&made);
             let tokens = prompt(40, 4);
-            let expected = of_ranks(&folder, 1, &tokens, &[39]);
+            let with = |shard: Shard| {
+                let ranks = shard.ranks.clone();
+                let model = Model::open(folder.path(), shard).unwrap().with_threads(1);
+                let mut pool = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
+                // What rank 0 tells the others; each knows the step here.
+                ranks.next_step().unwrap();
+                bits(&run(&model, &mut pool, &tokens, &[39], 0))
+            };
+            let expected = with(Shard::alone());
             for size in [2, 4, 8] {
-                let got = of_ranks(&folder, size, &tokens, &[39]);
-                assert_eq!(got, expected, "{size} ranks, {kv_heads} heads of keys, {architecture:?}");
+                let (ours, theirs): (Vec<_>, Vec<_>) = (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
+                let head = Shard::head(ours, Duration::from_secs(10)).unwrap();
+                let members = theirs.into_iter().enumerate();
+                let members = members.map(|(index, socket)| Shard::member(index + 1, size, socket));
+                let shards: Vec<_> = std::iter::once(head).chain(members).collect();
+                let got = std::thread::scope(|scope| {
+                    let threads: Vec<_> =
+                        shards.into_iter().map(|shard| scope.spawn(|| with(shard))).collect();
+                    threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+                });
+                assert_eq!(got[0], expected, "{size} ranks, {kv_heads} heads of keys, {architecture:?}");
+                assert!(got[1..].iter().all(Vec::is_empty), "only rank 0 has logits");
             }
         }
     }
 }
 
-/// The bits of a model that so many ranks share: each but the first is told its steps, and ends when the first has.
-fn of_ranks(folder: &Folder, size: usize, tokens: &[u32], wanted: &[usize]) -> Vec<Vec<u32>> {
+/// Each rank but the first is told its steps, and ends when the first has.
+#[test]
+fn ranks_that_follow_change_no_bit_and_one_that_is_gone_fails_the_step() {
+    let folder = Folder::with(&crooked(Architecture::Llama));
+    let tokens = prompt(40, 6);
     let with = |shard: Shard| {
         let model = Model::open(folder.path(), shard).unwrap().with_threads(1);
         let pool = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
         (model, pool)
     };
-    let (ours, theirs): (Vec<_>, Vec<_>) = (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
-    let first = if size == 1 { Shard::alone() } else { Shard::head(ours, Duration::from_secs(10)).unwrap() };
+    let (model, mut own) = with(Shard::alone());
+    let expected = bits(&run(&model, &mut own, &tokens, &[7, 39], 0));
+    let (ours, mut theirs): (Vec<_>, Vec<_>) = (0..3).map(|_| UnixStream::pair().unwrap()).unzip();
+    let (model, mut first) = with(Shard::head(ours, Duration::from_secs(10)).unwrap());
     std::thread::scope(|scope| {
         let followers: Vec<_> = theirs
-            .into_iter()
+            .drain(..)
             .enumerate()
             .map(|(index, socket)| {
                 scope.spawn(move || {
-                    let (model, mut pool) = with(Shard::member(index + 1, size, socket));
+                    let (model, mut pool) = with(Shard::member(index + 1, 4, socket));
                     model.follow(&mut pool)
                 })
             })
             .collect();
-        let (model, mut pool) = with(first);
-        let got = bits(&run(&model, &mut pool, tokens, wanted, 0));
+        assert_eq!(bits(&run(&model, &mut first, &tokens, &[7, 39], 0)), expected);
         drop(model);
         assert!(followers.into_iter().all(|follower| follower.join().unwrap() == Ok(())));
-        got
-    })
-}
-
-#[test]
-fn a_rank_that_is_gone_fails_the_step() {
-    let folder = Folder::with(&crooked(Architecture::Llama));
-    let tokens = prompt(40, 6);
+    });
     let (ours, _theirs) = UnixStream::pair().unwrap();
-    let first = Shard::head(vec![ours], Duration::from_millis(50)).unwrap();
-    let model = Model::open(folder.path(), first).unwrap();
-    let mut first = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
+    let (model, mut first) = with(Shard::head(vec![ours], Duration::from_millis(50)).unwrap());
     let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[0, 1, 2], wanted: Wanted::Last };
     let error = model.forward(&mut first, &[chunk]).unwrap_err().to_string();
     assert!(error.contains("rank 1 of the model does not answer"), "{error}");

@@ -30,15 +30,19 @@ pub struct Greeting {
 impl Greeting {
     /// Begins: also gives the body of [`Message::Hello`]. `rest` is what the transport says with it.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
+        Self::offering(VERSIONS, me, keys, rest)
+    }
+
+    fn offering(versions: (u16, u16), me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
+        let offered = encoded(versions);
         let mut said = random_key()?.to_vec();
         said.put_identity(me);
         said.put(rest);
         let mut body = Vec::with_capacity(said.len() + 80);
         body.put_block(&said);
-        body.put(&keys.both(GREETS, &[&said]).proof());
-        body.put_block(
-            keys.secret(GREETS, &[&said]).map(|claim| claim.proof()).as_ref().map_or(&[], |proof| &proof[..]),
-        );
+        body.put(&keys.both(GREETS, &[&offered, &said]).proof());
+        let of_secret = keys.secret(GREETS, &[&offered, &said]).map(|claim| claim.proof());
+        body.put_block(of_secret.as_ref().map_or(&[], |proof| &proof[..]));
         Ok((Greeting { keys, said }, body))
     }
 
@@ -119,8 +123,9 @@ pub fn hear<'a>(
     }
     let refusal = || Refusal { kind: Kind::PeerRestarted, text: stranger().sentence().to_owned() };
     let (said, proof, of_secret) = read(body).map_err(|why| turned_away(why, refusal()))?;
-    let knows_secret = || keys.secret(GREETS, &[said]).is_some_and(|claim| claim.holds(of_secret));
-    if keys.both(GREETS, &[said]).holds(&proof) {
+    let offered = encoded(versions);
+    let knows_secret = || keys.secret(GREETS, &[&offered, said]).is_some_and(|claim| claim.holds(of_secret));
+    if keys.both(GREETS, &[&offered, said]).holds(&proof) {
         let (from, rest) = taken_apart(said).map_err(|why| turned_away(why, refusal()))?;
         return Ok(Greeted { from, rest, version: versions.1.min(VERSIONS.1), said });
     }
@@ -134,6 +139,14 @@ pub fn hear<'a>(
         );
     }
     Err(away)
+}
+
+/// Versions as they are proven: who is between may not choose an older one.
+fn encoded((from, to): (u16, u16)) -> [u8; 4] {
+    let mut bytes = [0; 4];
+    bytes[..2].copy_from_slice(&from.to_le_bytes());
+    bytes[2..].copy_from_slice(&to.to_le_bytes());
+    bytes
 }
 
 /// What was said, the proof of it, and that of the secret alone.
@@ -282,7 +295,16 @@ mod tests {
             let away = hear(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
             assert_eq!(away.refusal.kind, Kind::Incompatible, "{versions:?}");
         }
-        let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
-        assert!(hear(&keys(1, None), (0, 9), &body).is_ok());
+        let (_, body) = Greeting::offering((0, 9), &me(), keys(1, None), b"").unwrap();
+        assert_eq!(hear(&keys(1, None), (0, 9), &body).ok().unwrap().version, VERSIONS.1);
+    }
+
+    #[test]
+    fn versions_that_were_altered_on_their_way_are_those_of_a_stranger() {
+        let (_, body) = Greeting::offering((0, 9), &me(), keys(1, A), b"").unwrap();
+        for versions in [(0, 2), (2, 9), (2, 2), (1, 9)] {
+            let away = hear(&keys(1, A), versions, &body).err().unwrap();
+            assert!(away.rest.is_none() && away.proof.is_empty(), "{versions:?}");
+        }
     }
 }

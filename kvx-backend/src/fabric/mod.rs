@@ -24,7 +24,7 @@ mod machine;
 mod notices;
 mod regions;
 mod session;
-#[doc(hidden)]
+#[cfg(feature = "stranger-for-tests")]
 pub mod stranger;
 mod stream;
 

@@ -34,8 +34,8 @@ pub fn context(options: Options) -> Context {
 }
 
 /// Greets `owner` for so long, 25,000 times a second: with every byte of the address altered under a fresh checksum, by
-/// `wrong` in the place of the secret, which would end a process that parses it; and with every proven byte of a true
-/// hello altered. Says how many hellos that were. Errors: the library's, `TimedOut` if it takes no frame.
+/// `wrong` in the place of the secret, which would end a process that parses it; and with every byte of a true hello
+/// altered but its proofs. Says how many hellos that were. Errors: the library's, `TimedOut` if it takes no frame.
 pub fn besiege<F: Fabric>(
     parts: Parts<F>,
     owner: &Metadata,
@@ -58,8 +58,8 @@ pub fn besiege<F: Fabric>(
                 door.say(&hello(&invitation, wrong, &lie)?)?;
             }
             let true_hello = hello(&invitation, secret, &own)?;
-            // Its versions stand before what is proven; of its two proofs behind that, one alone is worth an answer.
-            for at in BEFORE_PROVEN..true_hello.len() - 2 * PROOF - 4 {
+            // Of the two proofs at its end one alone is worth an answer.
+            for at in 0..true_hello.len() - 2 * PROOF - 4 {
                 door.say(&altered(&true_hello, at, flip))?;
             }
         }
@@ -71,8 +71,6 @@ pub fn besiege<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// The message's kind, what kvx's messages begin with, and the versions that its sender speaks.
-const BEFORE_PROVEN: usize = 1 + 8 + 2 + 2;
 /// So many hellos, and then a pause: whoever says more than an owner can check has them queue in its library, where
 /// those of others queue as well.
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));

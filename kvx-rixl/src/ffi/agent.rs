@@ -1,6 +1,6 @@
 //! A NIXL agent with one plugin.
 
-use std::ffi::{CStr, CString, OsStr, c_char, c_void};
+use std::ffi::{CStr, CString, OsString, c_char, c_void};
 use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
@@ -47,8 +47,8 @@ pub(crate) struct NixlAgent {
 unsafe impl Send for NixlAgent {}
 
 /// NIXL 1.5 looks for a file of settings in the user's home, and makes no agent where it may not look.
-fn without_a_home(home: Option<&OsStr>) -> String {
-    let hidden = home.map(|home| Path::new(home).join(".nixl.cfg")).filter(|path| {
+fn unreadable_home(home: Option<OsString>) -> String {
+    let hidden = home.map(|home| Path::new(&home).join(".nixl.cfg")).filter(|path| {
         std::fs::metadata(path).is_err_and(|why| why.kind() == std::io::ErrorKind::PermissionDenied)
     });
     hidden.map_or_else(String::new, |path| {
@@ -90,7 +90,9 @@ impl NixlAgent {
         // is destroyed by `Drop`, whatever fails.
         unsafe {
             let made = (functions.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut agent.raw);
-            check(&format!("making an agent{}", without_a_home(std::env::var_os("HOME").as_deref())), made)?;
+            Status::check(made).map_err(|status| {
+                status.error(&format!("making an agent{}", unreadable_home(std::env::var_os("HOME"))))
+            })?;
             let mut params = Params { functions, raw: ptr::null_mut() };
             check("making parameters", (functions.nixl_capi_create_params)(&mut params.raw))?;
             for (key, value) in settings.params {

@@ -11,6 +11,7 @@ mod stream;
 mod tokens;
 
 use std::future::Future;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,9 +23,9 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use axum::serve::ListenerExt as _;
+use axum::serve::{Listener, ListenerExt as _};
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use self::answers::Grown;
@@ -159,13 +160,7 @@ pub async fn serve(
         stop.await;
         stopped.send_replace(true);
     };
-    // Else the second piece of an answer waits until the first is acknowledged, which a router takes 40 ms for.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "a client was gone before it was served");
-        }
-    });
-    let serving = axum::serve(listener, router(service)).with_graceful_shutdown(stop);
+    let serving = axum::serve(at_once(listener), router(service)).with_graceful_shutdown(stop);
     let late = async move {
         // An error: it has been stopped.
         let _ = stopping.wait_for(|stopped| *stopped).await;
@@ -175,6 +170,16 @@ pub async fn serve(
         served = serving => served,
         () = late => Ok(()),
     }
+}
+
+/// Clients to whom each piece of an answer is sent at once. Else the second one waits until the first is acknowledged,
+/// which a client may leave for 40 ms.
+fn at_once(listener: TcpListener) -> impl Listener<Io = TcpStream, Addr = SocketAddr> {
+    listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "a client was gone before it was served");
+        }
+    })
 }
 
 pub(crate) fn router(service: Arc<Service>) -> Router {
@@ -280,4 +285,19 @@ async fn version() -> Response<Body> {
 async fn show_metrics(State(service): Shared) -> Response<Body> {
     let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, service.hosts.metrics(service.recorder.to_string()).await).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn no_piece_of_an_answer_waits_for_the_one_before_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut clients = at_once(listener);
+        let (client, served) = tokio::join!(TcpStream::connect(address), clients.accept());
+        assert!(served.0.nodelay().unwrap());
+        drop(client.unwrap());
+    }
 }

@@ -99,9 +99,12 @@ impl Model {
 
 /// So many threads that sleep until there is work; none where the caller's own is enough, or the system gives no more.
 fn several(threads: usize) -> Option<rayon::ThreadPool> {
+    if threads <= 1 {
+        return None;
+    }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
-    let pool = pool.thread_name(|number| format!("kvx-llama-{number}"));
-    (threads > 1).then(|| pool.build().ok()).flatten()
+    let pool = pool.thread_name(|number| format!("kvx-llama-{number}")).build();
+    pool.inspect_err(|error| tracing::warn!(%error, "steps are computed by one thread, not {threads}")).ok()
 }
 
 /// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is measured beside.

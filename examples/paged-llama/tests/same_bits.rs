@@ -40,6 +40,18 @@ fn pool(model: &Model, block_tokens: usize, dtype: Dtype, layout: PoolLayout) ->
 
 /// All logits of `tokens`, in chunks that end at `cuts`.
 fn run(model: &Model, pool: &mut Pool, tokens: &[u32], cuts: &[usize], first_block: u32) -> Vec<Vec<f32>> {
+    run_after(|| {}, model, pool, tokens, cuts, first_block)
+}
+
+/// The same; each step comes after `before`.
+fn run_after(
+    before: impl Fn(),
+    model: &Model,
+    pool: &mut Pool,
+    tokens: &[u32],
+    cuts: &[usize],
+    first_block: u32,
+) -> Vec<Vec<f32>> {
     let count = tokens.len().div_ceil(pool.shape().block_tokens) as u32;
     let blocks: Vec<u32> = (first_block..first_block + count).rev().collect();
     let mut logits = Vec::new();
@@ -47,6 +59,7 @@ fn run(model: &Model, pool: &mut Pool, tokens: &[u32], cuts: &[usize], first_blo
     for end in cuts.iter().copied().filter(|cut| *cut < tokens.len()).chain([tokens.len()]) {
         if end > start {
             let chunk = Chunk { tokens: &tokens[start..end], start, blocks: &blocks, wanted: Wanted::All };
+            before();
             logits.extend(model.forward(pool, &[chunk]).unwrap().of(0).map(<[f32]>::to_vec));
             start = end;
         }
@@ -155,9 +168,9 @@ fn ranks_change_no_bit() {
                 let ranks = shard.ranks.clone();
                 let model = Model::open(folder.path(), shard).unwrap().with_threads(1);
                 let mut pool = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
-                // What rank 0 tells the others; each knows the step here.
-                ranks.next_step().unwrap();
-                bits(&run(&model, &mut pool, &tokens, &[39], 0))
+                // Rank 0 tells the others of each step, which they know here.
+                let told = || drop(ranks.next_step().unwrap());
+                bits(&run_after(told, &model, &mut pool, &tokens, &[39], 0))
             };
             let expected = with(Shard::alone());
             for size in [2, 4, 8] {

@@ -24,7 +24,7 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
-/// The variable that adds suites through shared memory alone: on one host that is what UCX chooses by default as well.
+/// The variable that adds suites through shared memory alone: on one host UCX chooses the same lanes by default.
 const MORE: &str = "KVX_UCX_TEST_MORE";
 /// Of 1.13 through shared memory.
 const QUEUES: &[Gap] = &[Gap {

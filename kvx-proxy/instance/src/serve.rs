@@ -163,7 +163,8 @@ async fn answer(
     if let Some(params) = seen.body.get("kv_transfer_params").filter(|params| !params.is_null()) {
         state.violation(&format!("{path} came with kv_transfer_params {params}"), false);
     }
-    seen.leg = Some(Leg::Alone);
+    // What a router looks at by itself is no request.
+    seen.leg = (parts.method == Method::POST).then_some(Leg::Alone);
     state.note(seen);
     Ok(other(&state, &parts, &path, body))
 }

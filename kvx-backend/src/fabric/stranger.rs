@@ -35,7 +35,9 @@ pub fn context(options: Options) -> Context {
 
 /// Greets `owner` for so long, some 20,000 times a second: with every byte of the address altered under a fresh
 /// checksum, by `wrong` in the place of the secret, which would end a process that parses it; and with every byte of
-/// a true hello altered but its proofs. Says how many hellos that were. Errors: the library's, `TimedOut` if it takes no frame.
+/// a true hello altered but its proofs. Says how many hellos that were.
+///
+/// Errors: the library's, `TimedOut` if it takes no frame.
 pub fn besiege<F: Fabric>(
     parts: Parts<F>,
     owner: &Metadata,

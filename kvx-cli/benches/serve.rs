@@ -1,7 +1,7 @@
 //! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts cost: the prefill's own
 //! time, a bare transfer of the same blocks by `kvx bench`, and one step of the decode. `cargo bench -p kvx-cli --bench
-//! serve` prints a JSON object a backend, medians of rounds in milliseconds, and how long `kvx demo` takes to its first
-//! answer. The model has the KV cache of a large one and narrow layers, so that no minutes are spent on what lies
+//! serve` prints a JSON object a backend, medians of rounds in milliseconds; the first token of a short prompt through
+//! `kvx proxy` beside that of a single server; and how long `kvx demo` takes to its first answer. The model has the KV cache of a large one and narrow layers, so that no minutes are spent on what lies
 //! before the transfer. With `-- --test` it takes one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
@@ -22,6 +22,10 @@ use self::server::{LIMIT, Server, Told, greedy, model};
 const NARROW: Shape = Shape { hidden: "256", intermediate: "512", layers: 11, kv_heads: 8, head_dim: 128 };
 const SMALL: Shape = Shape { hidden: "64", intermediate: "128", layers: 2, kv_heads: 8, head_dim: 8 };
 const PROMPT: u64 = 2000;
+/// Here what is paid for each request shows, and not for its tokens.
+const SHORT: u64 = 30;
+/// Of short prompts, so many times as many as of the long ones.
+const SHORT_ROUNDS: u64 = 10;
 /// Room in the pool for every round's prompt.
 const POOL: &[&str] = &["--kv-cache-memory-bytes", "1G", "--max-model-len", "4096"];
 /// Tokens of a block.
@@ -86,10 +90,10 @@ fn main() {
         for round in seed..seed + rounds {
             let before = decode.metric(TRANSFERRED);
             // Each round asks for what no cache has.
-            let (leg, first, step) = apart(&prefill, &decode, &prompt(round * 2));
+            let (leg, first, step) = apart(&prefill, &decode, &prompt(round * 2, PROMPT));
             let moved = (decode.metric(TRANSFERRED) - before) * 1e3;
             let bare = shape.bare_transfer(backend);
-            let (alone, _) = stream(&single, &prompt(round * 2 + 1), None);
+            let (alone, _) = stream(&single, &prompt(round * 2 + 1, PROMPT), None);
             let beyond = first - leg - TRANSFER * bare - step;
             for (figure, value) in figures.iter_mut().zip([alone, leg, moved, bare, step, first, beyond]) {
                 figure.push(value);
@@ -102,6 +106,21 @@ fn main() {
                 "what": "first token", "backend": backend, "tokens": PROMPT, "alone_ms": alone, "prefill_ms": prefill,
                 "transfer_ms": transfer, "bare_transfer_ms": bare, "step_ms": step, "apart_ms": first,
                 "beyond_ms": beyond,
+            })
+        );
+        let router = Server::proxy(&[&prefill], &[&decode], &[]);
+        let mut figures: [Vec<f64>; 2] = Default::default();
+        for round in seed * 1000..seed * 1000 + rounds * SHORT_ROUNDS {
+            for (figure, server) in figures.iter_mut().zip([&single, &router]) {
+                figure.push(stream(server, &prompt(round, SHORT), None).0);
+            }
+        }
+        let [alone, apart] = figures.map(median);
+        println!(
+            "{}",
+            json!({
+                "what": "first token", "backend": backend, "tokens": SHORT, "alone_ms": alone, "apart_ms": apart,
+                "beyond_ms": apart - alone,
             })
         );
     }
@@ -123,8 +142,8 @@ fn demo() -> Duration {
     took
 }
 
-fn prompt(seed: u64) -> Value {
-    json!((0..PROMPT).map(|at| 32 + (seed * 7919 + at * (17 + seed % 5)) % 90).collect::<Vec<_>>())
+fn prompt(seed: u64, tokens: u64) -> Value {
+    json!((0..tokens).map(|at| 32 + (seed * 7919 + at * (17 + seed % 5)) % 90).collect::<Vec<_>>())
 }
 
 /// Milliseconds of the prefill's leg, until the first token by both legs, and of a step of the decode.

@@ -128,18 +128,22 @@ impl End {
                 self.peer(peer)?.notify(&bytes, within).wait(within + Duration::from_secs(5))?;
                 Reply::Done
             }
-            Command::Post { peer, post } => {
+            Command::Post { peer, post, times } => {
                 let grid = Grid::packed(post.grid.0, post.grid.1);
                 let local = self.region(post.region)?.grid(grid)?.blocks(Indices::from(post.local));
                 let peer = self.peer(peer)?;
                 let remote = peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
                 let op = if post.write { Op::Write } else { Op::Read };
-                let mut posting = peer.transfer(&Plan::of(op, [(local, remote)])?).deadline(post.within);
-                if let Some(bytes) = post.notify {
-                    posting = posting.notify(bytes);
+                let plan = Plan::of(op, [(local, remote)])?;
+                let mut bytes = 0;
+                for _ in 0..times {
+                    let mut posting = peer.transfer(&plan).deadline(post.within);
+                    if let Some(bytes) = &post.notify {
+                        posting = posting.notify(bytes);
+                    }
+                    bytes = posting.post()?.wait(post.within + Duration::from_secs(5))?.bytes;
                 }
-                let report = posting.post()?.wait(post.within + Duration::from_secs(5))?;
-                Reply::Number(report.bytes)
+                Reply::Number(bytes)
             }
             Command::Take { agent, within } => {
                 Reply::Notifications(vec![self.agents[agent].notification(within).join()?.into()])

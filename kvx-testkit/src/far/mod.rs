@@ -246,15 +246,16 @@ impl Far {
     /// Posts a transfer and waits for it; the inner result is the transfer's, with its bytes.
     pub fn post(&mut self, peer: usize, post: PostSpec) -> Result<kvx_core::Result<u64>, Failure> {
         let within = post.within;
-        number_in(self.call(Command::Post { peer, post }, within)?)
+        number_in(self.call(Command::Post { peer, post, times: 1 }, within)?)
     }
 
-    /// Has its process post a transfer, and waits for nothing; [`posted`](Far::posted) hears what came of it.
-    pub fn begin_post(&mut self, peer: usize, post: PostSpec) -> Result<(), Failure> {
-        self.tell(&Command::Post { peer, post })
+    /// Has its process post a transfer so often, each after the one before, until one fails; and waits for nothing:
+    /// [`posted`](Far::posted) hears what came of the last.
+    pub fn begin_posts(&mut self, peer: usize, post: PostSpec, times: u32) -> Result<(), Failure> {
+        self.tell(&Command::Post { peer, post, times })
     }
 
-    /// What came of the transfer that [`begin_post`](Far::begin_post) has begun.
+    /// What came of the transfers that [`begin_posts`](Far::begin_posts) has begun.
     pub fn posted(&mut self, within: Duration) -> Result<kvx_core::Result<u64>, Failure> {
         number_in(self.answer(within).and_then(said_by_kvx)?)
     }

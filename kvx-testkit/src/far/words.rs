@@ -70,6 +70,7 @@ pub(super) enum Command {
     Post {
         peer: usize,
         post: PostSpec,
+        times: u32,
     },
     Take {
         agent: usize,

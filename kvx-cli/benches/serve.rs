@@ -1,8 +1,9 @@
 //! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts cost: the prefill's own
 //! time, a bare transfer of the same blocks by `kvx bench`, and one step of the decode. `cargo bench -p kvx-cli --bench
 //! serve` prints a JSON object a backend, medians of rounds in milliseconds; the first token of a short prompt through
-//! `kvx proxy` beside that of a single server; and how long `kvx demo` takes to its first answer. The model has the KV cache of a large one and narrow layers, so that no minutes are spent on what lies
-//! before the transfer. With `-- --test` it takes one round of a small model.
+//! `kvx proxy` beside that of a single server; and how long `kvx demo` takes to its first answer. The model has the KV
+//! cache of a large one and narrow layers, so that no minutes are spent on what lies before the transfer. With `--
+//! --test` it takes one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
 // Not all of what the tests ask a server for is asked here.
@@ -11,6 +12,7 @@
 mod server;
 
 use std::io::{BufRead as _, BufReader};
+use std::ops::Range;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -85,6 +87,8 @@ fn main() {
         let prefill = Server::with_peers(&model, backend, "fail", POOL);
         let decode = Server::with_peers(&model, backend, "fail", POOL);
         apart(&prefill, &decode, &json!("they meet")); // the handshake is no part of the bar
+        let router = Server::proxy(&[&prefill], &[&decode], &[]);
+        println!("{}", short(backend, [&single, &router], seed..seed + rounds * SHORT_ROUNDS));
         // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no part.
         let mut figures: [Vec<f64>; 7] = Default::default();
         for round in seed..seed + rounds {
@@ -108,23 +112,23 @@ fn main() {
                 "beyond_ms": beyond,
             })
         );
-        let router = Server::proxy(&[&prefill], &[&decode], &[]);
-        let mut figures: [Vec<f64>; 2] = Default::default();
-        for round in seed * 1000..seed * 1000 + rounds * SHORT_ROUNDS {
-            for (figure, server) in figures.iter_mut().zip([&single, &router]) {
-                figure.push(stream(server, &prompt(round, SHORT), None).0);
-            }
-        }
-        let [alone, apart] = figures.map(median);
-        println!(
-            "{}",
-            json!({
-                "what": "first token", "backend": backend, "tokens": SHORT, "alone_ms": alone, "apart_ms": apart,
-                "beyond_ms": apart - alone,
-            })
-        );
     }
     std::fs::remove_dir_all(model).unwrap();
+}
+
+/// The first token of short prompts, by a single server and through a router.
+fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
+    let mut figures: [Vec<f64>; 2] = Default::default();
+    for seed in seeds {
+        for (figure, server) in figures.iter_mut().zip(servers) {
+            figure.push(stream(server, &prompt(seed, SHORT), None).0);
+        }
+    }
+    let [alone, apart] = figures.map(median);
+    json!({
+        "what": "first token", "backend": backend, "tokens": SHORT, "alone_ms": alone, "apart_ms": apart,
+        "beyond_ms": apart - alone,
+    })
 }
 
 /// How long `kvx demo` takes from its start to the end of its first answer.

@@ -73,8 +73,8 @@ pub fn besiege<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// So many hellos, and then a pause: whoever says more than an owner can check has them queue in its library, where
-/// those of others queue as well.
+/// So many hellos, and then a pause: libfabric's ofi_rxm keeps what an owner has not checked yet, without a bound, and
+/// those of others behind it.
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct Door<F> {

@@ -116,15 +116,12 @@ fn main() {
     std::fs::remove_dir_all(model).unwrap();
 }
 
-/// The first token of short prompts, by a single server and through a router.
+/// The first token of short prompts, by a single server and through a router; each right after the one before: only
+/// then do sockets wait for acknowledgements, where they may.
 fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
-    let mut figures: [Vec<f64>; 2] = Default::default();
-    for seed in seeds {
-        for (figure, server) in figures.iter_mut().zip(servers) {
-            figure.push(stream(server, &prompt(seed, SHORT), None).0);
-        }
-    }
-    let [alone, apart] = figures.map(median);
+    let [alone, apart] = servers.map(|server| {
+        median(seeds.clone().map(|seed| stream(server, &prompt(seed, SHORT), None).0).collect())
+    });
     json!({
         "what": "first token", "backend": backend, "tokens": SHORT, "alone_ms": alone, "apart_ms": apart,
         "beyond_ms": apart - alone,

@@ -73,8 +73,8 @@ pub fn besiege<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// So many hellos, and then a pause: libfabric's ofi_rxm keeps what an owner has not checked yet, without a bound, and
-/// those of others behind it.
+/// So many hellos, and then a pause: without one libfabric's ofi_rxm may read on and on, and give the owner no turn
+/// (kvx-libfabric/DECISIONS.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct Door<F> {

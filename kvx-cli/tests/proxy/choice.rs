@@ -126,8 +126,8 @@ pub(crate) async fn ranks_are_asked_in_turn() {
         let body = json!({"model": "m", "prompt": "alone", "max_tokens": 1, "n": 2});
         assert_eq!(Call::post(proxy.port, COMPLETIONS, &body).send().await.status, 200);
     }
-    let alone = seen(&mut decode, Leg::Alone).into_iter();
-    let mut ranks: Vec<_> = alone.map(|seen| seen.headers["x-data-parallel-rank"].clone()).collect();
+    let alone = seen(&mut decode, Leg::Alone);
+    let mut ranks: Vec<_> = alone.iter().map(|seen| seen.headers["x-data-parallel-rank"].clone()).collect();
     ranks.sort();
     assert_eq!(ranks, ["0", "1"]);
     assert!([prefill, decode].iter_mut().all(|instance| instance.violations().is_empty()));

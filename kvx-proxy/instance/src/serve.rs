@@ -163,7 +163,7 @@ async fn answer(
     if let Some(params) = seen.body.get("kv_transfer_params").filter(|params| !params.is_null()) {
         state.violation(&format!("{path} came with kv_transfer_params {params}"), false);
     }
-    // What a router looks at by itself is no request.
+    // A GET asks for no work, and a router looks by itself.
     seen.leg = (parts.method == Method::POST).then_some(Leg::Alone);
     state.note(seen);
     Ok(other(&state, &parts, &path, body))

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Capabilities, Grid, Kind, Plan, Revocation};
+use kvx_core::{Capabilities, Error, Grid, Kind, Plan, Revocation};
 
 use super::peers::{AT_ONCE, LEN};
 use super::traffic::{GRACE, OPS, Traffic, until};
@@ -31,14 +31,18 @@ fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool)
     (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
 }
 
+/// Whether this may be said of what a killed peer was to do.
+fn is_loss(error: &Error, late_allowed: bool) -> bool {
+    error.kind() == Kind::PeerLost || late_allowed && error.kind() == Kind::TimedOut
+}
+
 /// P3: a post to a killed peer says so promptly.
 pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_secs(8);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
     let check = |result: kvx_core::Result<()>, took: Took, what: &str| {
         match result {
-            Err(error) if error.kind() == Kind::PeerLost => {}
-            Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
+            Err(error) if is_loss(&error, late_allowed) => {}
             other => {
                 return Err(Failure::new(format!(
                     "{what} to a killed peer: PeerLost was wanted, not {other:?}"
@@ -141,8 +145,10 @@ async fn killed_in_mid_transfer(setup: &Setup, slots: usize, first_arrives: bool
     }
     let failed: Vec<_> = results.into_iter().filter_map(Result::err).collect();
     for error in &failed {
-        let fits = error.kind() == Kind::PeerLost || late_allowed && error.kind() == Kind::TimedOut;
-        ensure!(fits, "PeerLost was wanted of a transfer in flight at the kill, not {error:?}");
+        ensure!(
+            is_loss(error, late_allowed),
+            "PeerLost was wanted of a transfer in flight at the kill, not {error:?}"
+        );
     }
     // The link is gone for good, and that is noticed without a post.
     if !late_allowed {
@@ -259,8 +265,7 @@ async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
     if !owner_survives {
         let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
         match survivor.posted(promptly + DEADLINE)? {
-            Err(error) if error.kind() == Kind::PeerLost => {}
-            Err(error) if error.kind() == Kind::TimedOut && late_allowed => {}
+            Err(error) if is_loss(&error, late_allowed) => {}
             other => {
                 return Err(Failure::new(format!(
                     "PeerLost was wanted of a transfer in flight at the kill, not {other:?}"

@@ -135,15 +135,15 @@ impl End {
                 let remote = peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
                 let op = if post.write { Op::Write } else { Op::Read };
                 let plan = Plan::of(op, [(local, remote)])?;
-                let mut bytes = 0;
+                let mut moved = 0;
                 for _ in 0..times {
                     let mut posting = peer.transfer(&plan).deadline(post.within);
                     if let Some(bytes) = &post.notify {
                         posting = posting.notify(bytes);
                     }
-                    bytes = posting.post()?.wait(post.within + Duration::from_secs(5))?.bytes;
+                    moved = posting.post()?.wait(post.within + Duration::from_secs(5))?.bytes;
                 }
-                Reply::Number(bytes)
+                Reply::Number(moved)
             }
             Command::Take { agent, within } => {
                 Reply::Notifications(vec![self.agents[agent].notification(within).join()?.into()])

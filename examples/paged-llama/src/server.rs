@@ -71,6 +71,10 @@ pub struct Options {
     pub prefix_cache: bool,
     /// Usage says how many tokens of the prompt were not computed.
     pub prompt_details: bool,
+    /// Probabilities that a request may have of each token.
+    pub most_logprobs: usize,
+    /// It has logits instead.
+    pub raw_logits: bool,
     /// Makes one moved block wrong, to show that moved blocks make the answers.
     pub spoil: bool,
     /// Peers, if there are any.
@@ -175,6 +179,7 @@ impl Opened {
             requests: options.requests,
             step_tokens: options.step_tokens,
             prefix_cache: options.prefix_cache,
+            raw_logits: options.raw_logits,
             engine,
         };
         let mut opened = Opened { computing, ranks, config, limits };
@@ -319,6 +324,7 @@ pub async fn serve(
         root: options.model,
         vocabulary: config.vocab,
         prompt_details: options.prompt_details,
+        most_logprobs: options.most_logprobs,
         recorder,
         readers: http::Readers::default(),
         turn: AtomicUsize::new(0),

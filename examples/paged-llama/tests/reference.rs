@@ -8,7 +8,8 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Command, Stdio};
 
 use folder::Folder;
-use kvx_paged_llama::model::{Architecture, Chunk, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::tokenizer::Tokenizer;
 use kvx_random_model::Made;
 use kvx_testkit::Tier;
 use serde_json::{Map, Value, json};
@@ -82,6 +83,10 @@ fn cases() -> Vec<Case> {
     ]
 }
 
+fn messages() -> Value {
+    json!([{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi ☕"}])
+}
+
 fn prompt(len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| (at * 89 + at * at * 7) % 256).collect()
 }
@@ -135,9 +140,13 @@ fn logits_and_tokens_are_those_of_transformers() {
             numbers("greedy").map(|token| token.as_u64().unwrap() as u32).collect::<Vec<_>>(),
             "{name}"
         );
-        if python.is_some() {
-            assert_eq!(theirs["back"], TEXT, "its tokenizer reads what it wrote");
-        }
+        assert_eq!(theirs["back"], TEXT, "{name}: its tokenizer reads what it wrote");
+        let tokenizer = Tokenizer::open(folder.path(), &Config::read(folder.path()).unwrap()).unwrap();
+        assert_eq!(json!(tokenizer.encode(TEXT, true).unwrap()), theirs["ids"], "{name}");
+        let chat = tokenizer
+            .chat(&messages(), &Map::from_iter([("add_generation_prompt".into(), true.into())]))
+            .unwrap();
+        assert_eq!(theirs["chat"], chat, "{name}");
         answers.insert(name.into(), theirs);
     }
     if python.is_some() && std::env::var_os(RECORD).is_some() {
@@ -164,10 +173,8 @@ impl Python {
     }
 
     fn ask(&mut self, folder: &Folder, prompt: &[u32], count: usize) -> Value {
-        let messages =
-            json!([{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi ☕"}]);
         let mut asked = json!({"folder": folder.path(), "prompt": prompt, "count": count});
-        (asked["text"], asked["messages"]) = (TEXT.into(), messages);
+        (asked["text"], asked["messages"]) = (TEXT.into(), messages());
         writeln!(self.child.stdin.as_mut().unwrap(), "{asked}").unwrap();
         let mut line = String::new();
         self.answers.read_line(&mut line).unwrap();

@@ -46,11 +46,7 @@ pub(super) fn show(
         let equal = alone.tokens == apart.tokens && apart.tokens.len() == TOKENS;
         different += usize::from(!equal);
         row(out, name, &alone, &apart, &moved, equal)?;
-        // Equality by computing the prompt again would show nothing.
-        let computed = apart.prompt_tokens - apart.not_computed;
-        if computed > 1 {
-            return Err(format!("the decode server computed {computed} tokens of the prompt").into());
-        }
+        assert_moved(computed(&apart))?;
     }
     if different > 0 {
         let why = if arguments.corrupt { ", as it has to be: a moved block was spoiled" } else { "" };
@@ -78,6 +74,19 @@ pub(super) fn show(
     }
     let killed = fleet.prefills.pop().ok_or("there is a prefill")?;
     kill(killed, &fleet.decodes[0], &fleet.single, out)
+}
+
+/// How many tokens of the prompt the decode server computed: the last one always, for what comes behind it.
+fn computed(apart: &Streamed) -> u64 {
+    apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
+}
+
+/// Equality by computing the prompt again would show nothing.
+fn assert_moved(computed: u64) -> Result<()> {
+    match computed {
+        1 => Ok(()),
+        more => Err(format!("the decode server computed {more} tokens of the prompt").into()),
+    }
 }
 
 /// What a client gets whose prefill dies while its blocks are moved.
@@ -167,7 +176,7 @@ fn row(
         out,
         "  {name:<22}{:>7}{:>9}{:>8}{:>10}{:>7}{:>11}{:>11}{:>12}{:>12}  {}",
         apart.prompt_tokens,
-        apart.prompt_tokens.saturating_sub(apart.not_computed).max(1),
+        computed(apart),
         moved.blocks,
         bytes::show(moved.bytes as u64),
         moved.route(),
@@ -250,4 +259,21 @@ fn prompts() -> Vec<(&'static str, Value)> {
 /// So many tokens, others for each `from`.
 fn tokens(from: u64, count: u64) -> Value {
     json!((0..count).map(|at| 33 + (from * 31 + at * 7) % 90).collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_that_was_computed_again_shows_nothing() {
+        let answered = |not_computed| Streamed { prompt_tokens: 49, not_computed, ..Streamed::default() };
+        for all_but_the_last in [49, 48] {
+            assert!(assert_moved(computed(&answered(all_but_the_last))).is_ok());
+        }
+        for (not_computed, words) in [(47, "computed 2 tokens"), (0, "computed 49 tokens")] {
+            let error = assert_moved(computed(&answered(not_computed))).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
 }

@@ -36,6 +36,9 @@ pub(super) struct Flags {
     pub(super) cpu_attention: bool,
     pub(super) no_prefix_cache: bool,
     pub(super) prompt_details: bool,
+    /// Probabilities that a request may have of each token.
+    pub(super) most_logprobs: Option<usize>,
+    pub(super) raw_logits: bool,
     /// For `kvx demo --corrupt`: not in the help.
     pub(super) spoil: bool,
     /// What was said of flags that mean nothing.
@@ -80,6 +83,8 @@ const MEANT: &[(&str, Takes)] = &[
     ("--enable-prefix-caching", Nothing),
     ("--no-enable-prefix-caching", Nothing),
     ("--enable-prompt-tokens-details", Nothing),
+    ("--max-logprobs", Value),
+    ("--logprobs-mode", Value),
     ("--spoil-a-moved-block", Nothing),
 ];
 
@@ -245,6 +250,15 @@ impl Flags {
             "--headless" => self.headless = true,
             "--no-enable-prefix-caching" => self.no_prefix_cache = true,
             "--enable-prompt-tokens-details" => self.prompt_details = true,
+            "--max-logprobs" if value == "-1" => self.most_logprobs = Some(usize::MAX),
+            "--max-logprobs" => self.most_logprobs = Some(if value == "0" { 0 } else { count()? }),
+            "--logprobs-mode" => match value.as_str() {
+                "raw_logprobs" => self.raw_logits = false,
+                "raw_logits" => self.raw_logits = true,
+                _ => {
+                    return Err(format!("{name} {value}: this server has raw_logprobs and raw_logits").into());
+                }
+            },
             "--spoil-a-moved-block" => self.spoil = true,
             _ => {}
         }
@@ -301,6 +315,8 @@ mod tests {
         assert_eq!(flags.notes, ["--enforce-eager means nothing here: nothing is compiled or captured"]);
         let flags = read("m --served-model-name a -tp 2 -dp=3").unwrap();
         assert_eq!((flags.names, flags.ranks, flags.engines), (vec!["a".to_owned()], Some(2), Some(3)));
+        let all = read("m --max-logprobs -1 --logprobs-mode raw_logits").unwrap();
+        assert_eq!((all.most_logprobs, all.raw_logits), (Some(usize::MAX), true));
         let backend = |name| read(&format!("m --attention-backend {name}")).unwrap();
         assert!(backend("CPU_ATTN").cpu_attention && backend("CPU_ATTN").notes.is_empty());
         assert!(!backend("FLASH_ATTN").cpu_attention && backend("FLASH_ATTN").notes.len() == 1);
@@ -319,6 +335,8 @@ mod tests {
             ("m --data-parallel-rank -1", "from 0"),
             ("m --enforce-eager=1", "--enforce-eager takes no value"),
             ("m --dtype half", "--kv-cache-dtype"),
+            ("m --logprobs-mode processed_logits", "raw_logprobs and raw_logits"),
+            ("m --max-logprobs all", "it takes a count"),
         ] {
             let error = read(line).unwrap_err().to_string();
             assert!(error.contains(words), "{line}: {error}");

@@ -45,6 +45,8 @@ name that is in the local Hugging Face cache. It is an example on the CPU, not a
   --attention-backend CPU_ATTN     blocks as a vLLM on the CPU has them, to exchange with one
   --no-enable-prefix-caching       requests that begin alike share nothing
   --enable-prompt-tokens-details   usage says how many tokens of a prompt were not computed
+  --max-logprobs N                 tokens whose probabilities a request may have, -1: all [default: 20]
+  --logprobs-mode MODE             raw_logprobs, or raw_logits to have logits instead
   --kv-transfer-config JSON        other servers, as in vLLM; also --kv-transfer-config.KEY VALUE; `kvx config` tells
 
 VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, VLLM_KV_CACHE_LAYOUT, UCX_* and what else `kvx config` lists are heeded. Flags of
@@ -162,6 +164,8 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         layout,
         prefix_cache: !flags.no_prefix_cache,
         prompt_details: flags.prompt_details,
+        most_logprobs: flags.most_logprobs.unwrap_or(20),
+        raw_logits: flags.raw_logits,
         spoil: flags.spoil,
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
     })

@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use crate::server::LIMIT;
+use crate::server::{LIMIT, model};
 
 fn demo(arguments: &[&str]) -> (Output, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
@@ -136,6 +136,17 @@ fn a_demo_that_is_interrupted_while_it_starts_leaves_nothing() {
         assert!(Instant::now() < until, "a server still runs");
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+#[test]
+fn a_models_own_folder_is_served_and_stays() {
+    let folder = model(&["--arch", "qwen3", "--dtype", "bfloat16", "--kv-heads", "2"]);
+    let (output, text) = demo(&["--backend", "SHM", "--model", folder.to_str().unwrap()]);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(text.matches("  equal\n").count(), 8, "{text}");
+    assert!(folder.join("model.safetensors").exists());
+    let (output, text) = demo(&["--backend", "SHM", "--model", "/nowhere"]);
+    assert!(!output.status.success() && text.contains("/nowhere"), "{text}");
 }
 
 #[test]

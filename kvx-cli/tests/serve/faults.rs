@@ -1,8 +1,9 @@
 //! Faults of a fleet behind `kvx proxy`: the client has the right answer or a clear error in time, no block is kept
 //! beyond its lease, and the next answer is right.
 
+use std::fs::File;
 use std::io::Read as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -10,19 +11,22 @@ use serde_json::{Value, json};
 
 use crate::assert_same;
 use crate::server::{LIMIT, Server, Told, completion, greedy, model, prompt};
+use crate::transfers::published;
 
 /// How long a lease lasts, and a load may take.
 const LEASE: Duration = Duration::from_secs(2);
 /// Beyond the lease no block is kept for longer than this.
 const BEYOND: Duration = Duration::from_secs(2);
+/// An answer or an error is there after the time that a load may take, and this.
+const IN_TIME: Duration = LEASE.saturating_add(BEYOND);
 /// Tokens of each prompt.
 const PROMPT: u64 = 60;
 
 /// A server that may be a prefill or a decode.
-fn engine(model: &Path) -> Server {
+fn engine(model: &Path, policy: &str) -> Server {
     let extra =
         json!({"backends": ["TCP"], "kv_lease_duration": LEASE.as_secs(), "load_timeout": LEASE.as_secs()});
-    let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
+    let fields = json!({"kv_load_failure_policy": policy, "kv_connector_extra_config": extra});
     Server::configured(model, "TCP", &fields, Told::default())
 }
 
@@ -34,12 +38,17 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// One decode, so many prefills, each of which has met the decode.
+    /// One decode that tells what fails, so many prefills, each of which has met the decode.
     fn start(prefills: usize) -> Fleet {
-        let model = model(&["--arch", "llama"]);
-        let single = Server::start(&model, Told::default());
-        let prefills: Vec<Server> = (0..prefills).map(|_| engine(&model)).collect();
-        let decode = engine(&model);
+        Fleet::of(prefills, &model(&["--arch", "llama"]), "fail", || ())
+    }
+
+    /// What fails is told, or computed by the decode, which starts after `between`.
+    fn of(prefills: usize, folder: &Path, policy: &str, between: impl FnOnce()) -> Fleet {
+        let single = Server::start(&model(&["--arch", "llama"]), Told::default());
+        let prefills: Vec<Server> = (0..prefills).map(|_| engine(folder, policy)).collect();
+        between();
+        let decode = engine(folder, policy);
         let proxy = proxy(&prefills, &decode);
         let fleet = Fleet { single, prefills, decode, proxy };
         for at in 0..fleet.prefills.len() as u64 {
@@ -52,6 +61,12 @@ impl Fleet {
     fn serves(&self, prompt: u64) {
         let prompt = self::prompt(prompt, PROMPT);
         assert_same(&self.proxy.tokens(&prompt, 6, None), &self.single.tokens(&prompt, 6, None), "a request");
+    }
+
+    /// So is that of a server that is left alone.
+    fn serves_alone(&self, server: &Server) {
+        let prompt = prompt(21, PROMPT);
+        assert_same(&server.tokens(&prompt, 6, None), &self.single.tokens(&prompt, 6, None), "alone");
     }
 
     /// Lets the decode wait while `ask` asks for prompt 9, until its prefill has answered the proxy: the prefill that
@@ -73,7 +88,7 @@ impl Fleet {
             let begun = Instant::now();
             fault(prefill);
             let answer = asked.join().expect("an answer");
-            assert!(begun.elapsed() < LIMIT / 2, "{:?}", begun.elapsed());
+            assert!(begun.elapsed() < IN_TIME, "{:?}", begun.elapsed());
             answer
         })
     }
@@ -148,6 +163,37 @@ fn a_prefill_that_is_killed_while_its_blocks_are_fetched() {
     fleet.assert_recovers(&[&fleet.decode]);
 }
 
+/// No proxy asks another one: the decode tells it in time, or computes what did not come.
+#[test]
+fn the_only_prefill_is_killed_or_stands_still_while_its_blocks_are_fetched() {
+    let model = model(&["--arch", "llama"]);
+    for (policy, status) in [("fail", 500), ("recompute", 200)] {
+        for signal in [Signal::KILL, Signal::STOP] {
+            let fleet = Fleet::of(1, &model, policy, || ());
+            let prefill = &fleet.prefills[0];
+            let mut body = body(9);
+            body["kv_transfer_params"] = published(prefill, &prompt(9, PROMPT));
+            prefill.signal(Signal::STOP);
+            let begun = Instant::now();
+            let answer = std::thread::scope(|scope| {
+                let asked = scope.spawn(|| fleet.decode.post("/v1/completions", &body));
+                fleet.decode.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
+                prefill.signal(signal);
+                asked.join().expect("an answer")
+            });
+            assert!(begun.elapsed() < IN_TIME, "{:?}", begun.elapsed());
+            assert_eq!(answer.0, status, "{policy}");
+            fleet.assert_right_or_clear(&answer);
+            if signal == Signal::STOP {
+                prefill.signal(Signal::CONT);
+                fleet.assert_recovers(&[prefill, &fleet.decode]);
+            } else {
+                fleet.serves_alone(&fleet.decode);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_prefill_that_is_killed_after_its_blocks_were_fetched() {
     let fleet = Fleet::start(2);
@@ -181,11 +227,11 @@ fn tokens<'a>(events: impl Iterator<Item = &'a str>) -> Vec<u64> {
 fn a_decode_that_is_killed_leaves_no_block_leased() {
     let mut fleet = Fleet::start(1);
     let answer = fleet.asked(|_| fleet.decode.signal(Signal::KILL));
-    assert!(answer.0 >= 500, "{answer:?}");
+    assert!(answer.0 >= 500, "{}", answer.0);
     fleet.assert_right_or_clear(&answer);
     fleet.prefills[0].keeps_nothing(LEASE + BEYOND);
     // Another one takes its place.
-    fleet.decode = engine(&model(&["--arch", "llama"]));
+    fleet.decode = engine(&model(&["--arch", "llama"]), "fail");
     fleet.proxy = proxy(&fleet.prefills, &fleet.decode);
     fleet.serves(20);
 }
@@ -230,14 +276,56 @@ fn a_client_that_goes_while_its_blocks_are_fetched_leaves_none() {
 }
 
 #[test]
-fn a_model_whose_folder_is_removed_is_served_on() {
+fn a_model_whose_disk_is_gone_ends_its_server_alone() {
     let model = model(&["--arch", "llama"]);
-    let copy = model.with_extension("gone");
+    let folder = copied(&model, "disk");
+    // Each side has the weights on a disk of its own: peers have to be told of the same path.
+    let disk = || {
+        let weights = folder.join("model.safetensors");
+        std::fs::remove_file(&weights).unwrap();
+        std::fs::copy(model.join("model.safetensors"), &weights).unwrap();
+        File::options().write(true).open(weights).unwrap()
+    };
+    // What is mapped can no longer be read.
+    let gone = |disk: &File| disk.set_len(0).unwrap();
+
+    let of_prefill = disk();
+    let fleet = Fleet::of(1, &folder, "fail", || drop(disk()));
+    gone(&of_prefill);
+    let answer = fleet.proxy.post("/v1/completions", &body(9));
+    assert!(answer.0 >= 500, "{}", answer.0);
+    fleet.assert_right_or_clear(&answer);
+    fleet.decode.keeps_nothing(LEASE + BEYOND);
+    fleet.serves_alone(&fleet.decode);
+
+    drop(disk());
+    let mut of_decode = None;
+    let fleet = Fleet::of(1, &folder, "fail", || of_decode = Some(disk()));
+    let answer = fleet.asked(|_| {
+        of_decode.iter().for_each(gone);
+        fleet.decode.signal(Signal::CONT);
+    });
+    assert!(answer.0 >= 500, "{}", answer.0);
+    fleet.assert_right_or_clear(&answer);
+    fleet.prefills[0].keeps_nothing(LEASE + BEYOND);
+    fleet.serves_alone(&fleet.prefills[0]);
+}
+
+/// A copy of a model's folder that a test may spoil.
+fn copied(model: &Path, name: &str) -> PathBuf {
+    let copy = model.with_extension(name);
     std::fs::create_dir_all(&copy).unwrap();
-    for entry in std::fs::read_dir(&model).unwrap() {
+    for entry in std::fs::read_dir(model).unwrap() {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
     }
+    copy
+}
+
+#[test]
+fn a_model_whose_folder_is_removed_is_served_on() {
+    let model = model(&["--arch", "llama"]);
+    let copy = copied(&model, "gone");
     let single = Server::start(&model, Told::default());
     let server =
         Server::start(&copy, Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() });

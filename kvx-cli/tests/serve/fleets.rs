@@ -1,33 +1,61 @@
 //! Fleets behind `kvx proxy`: the answers are those of one server.
 
 use std::path::Path;
+use std::time::Duration;
 
 use kvx_testkit::free_port;
 use serde_json::json;
 
 use crate::assert_same;
+use crate::backends::{Backend, backends};
 use crate::server::{LIMIT, Server, Told, completion, model, prompt};
 
 const LLAMA: &[&str] = &["--arch", "llama"];
 
-#[test]
-fn three_prefills_and_one_decode() {
+/// Each server has its turn, and answers are those of one server.
+fn a_fleet_answers(name: &str, usual: &str, prefills: usize, decodes: usize) {
     let model = model(LLAMA);
     let single = Server::start(&model, Told::default());
-    let [first, second, third, decode] = [(); 4].map(|()| Server::with_peers(&model, "TCP", "fail", &[]));
-    let prefills = [&first, &second, &third];
-    let proxy = Server::proxy(&prefills, &[&decode], &["--choice", "round-robin"]);
-    for at in 0..6 {
-        let prompt = prompt(at, 10 + 15 * at);
-        let answer = proxy.tokens(&prompt, 8, None);
-        assert_same(&answer, &single.tokens(&prompt, 8, None), at);
-        assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 10 + 15 * at, "{answer}");
+    for backend in backends(&format!("fleets::{name}"), usual) {
+        let fields = json!({"kv_load_failure_policy": "fail"});
+        let several = |count: usize| -> Vec<Server> {
+            (0..count).map(|_| backend.server(&model, &fields, Told::default())).collect()
+        };
+        let (prefills, decodes) = (several(prefills), several(decodes));
+        let proxy = Server::proxy(
+            &prefills.iter().collect::<Vec<_>>(),
+            &decodes.iter().collect::<Vec<_>>(),
+            &["--choice", "round-robin"],
+        );
+        for at in 0..6 {
+            let prompt = prompt(at, 10 + 15 * at);
+            let answer = proxy.tokens(&prompt, 8, None);
+            assert_same(
+                &answer,
+                &single.tokens(&prompt, 8, None),
+                format_args!("{at} over {}", backend.name),
+            );
+            assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 10 + 15 * at, "{answer}");
+        }
+        for prefill in &prefills {
+            assert_eq!(prefill.metric("vllm:request_success_total"), 6.0 / prefills.len() as f64);
+            prefill.keeps_nothing(LIMIT);
+        }
+        for decode in &decodes {
+            let loads = decode.metric("vllm:nixl_bytes_transferred_count");
+            assert_eq!(loads, 6.0 / decodes.len() as f64, "over {}", backend.name);
+        }
     }
-    for prefill in prefills {
-        assert_eq!(prefill.metric("vllm:request_success_total"), 2.0);
-        prefill.keeps_nothing(LIMIT);
-    }
-    assert_eq!(decode.metric("vllm:nixl_bytes_transferred_count"), 6.0);
+}
+
+#[test]
+fn three_prefills_and_one_decode() {
+    a_fleet_answers("three_prefills_and_one_decode", "TCP", 3, 1);
+}
+
+#[test]
+fn two_prefills_and_two_decodes() {
+    a_fleet_answers("two_prefills_and_two_decodes", "SHM", 2, 2);
 }
 
 #[test]
@@ -57,11 +85,17 @@ fn a_prefill_pushes_its_blocks_to_the_decode() {
 fn the_next_turn_loads_what_the_decode_has_added() {
     let model = model(LLAMA);
     let single = Server::start(&model, Told::default());
+    for backend in backends("fleets::the_next_turn_loads_what_the_decode_has_added", "TCP") {
+        the_next_turn_is_loaded(&backend, &model, &single);
+    }
+}
+
+fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
     // Few tokens would be computed again: these are to be loaded.
-    let extra = json!({"backends": ["TCP"], "kv_lease_duration": 6, "bidirectional_kv_xfer": true,
+    let extra = json!({"backends": [backend.name], "kv_lease_duration": 6, "bidirectional_kv_xfer": true,
                        "kv_recompute_threshold": 1});
     let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
-    let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "TCP", &fields, Told::default()));
+    let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, Told::default()));
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleets-{}.toml", std::process::id()));
     let config = format!(
         "[[pool]]\nbidirectional = true\nprefill = ['http://127.0.0.1:{}']\ndecode = ['http://127.0.0.1:{}']\n",
@@ -81,7 +115,7 @@ fn the_next_turn_loads_what_the_decode_has_added() {
         .find_map(|at| {
             // The answer fills the third block, so that the decode has one more than the prefill.
             let prompt = format!("{:.<46}", format!("{at}: a turn of a conversation"));
-            let right = ask(&single, &prompt);
+            let right = ask(single, &prompt);
             let text = right["choices"][0]["text"].as_str()?.to_owned();
             let (_, again) = single.post("/tokenize", &json!({"prompt": format!("{prompt}{text}")}));
             again["tokens"]
@@ -93,9 +127,34 @@ fn the_next_turn_loads_what_the_decode_has_added() {
     assert_same(&ask(&proxy, &first), &right, "the first turn");
     assert_eq!(prefill.metric("vllm:nixl_bytes_transferred_count"), 0.0);
     let second = format!("{first}{} And on it goes.", right["choices"][0]["text"].as_str().unwrap());
-    assert_same(&ask(&proxy, &second), &ask(&single, &second), "the second turn");
+    assert_same(&ask(&proxy, &second), &ask(single, &second), "the second turn");
     assert_eq!(prefill.metric("vllm:nixl_bytes_transferred_count"), 1.0, "the prefill reads from the decode");
     std::fs::remove_file(file).unwrap();
+}
+
+/// By the variables of vLLM's guides.
+#[test]
+fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
+    let model = model(LLAMA);
+    let port = free_port(1).unwrap().to_string();
+    let prompt = prompt(1, 60);
+    for (connector, variable) in [
+        ("NixlConnector", "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"),
+        ("MooncakeConnector", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"),
+    ] {
+        let fields = json!({"kv_connector": connector, "kv_role": "kv_producer",
+                            "kv_connector_extra_config": {"backends": ["TCP"]}});
+        let variables = [(variable, "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", port.as_str())];
+        let prefill =
+            Server::configured(&model, "TCP", &fields, Told { arguments: &[], variables: &variables });
+        let mut body = completion(&prompt, 1);
+        body["kv_transfer_params"] = json!({"do_remote_decode": true, "transfer_id": "one"});
+        let (status, answer) = prefill.post("/v1/completions", &body);
+        assert_eq!(status, 200, "{connector}: {answer}");
+        assert!(prefill.metric("kvx_blocks_kept") > 0.0, "{connector}");
+        // Without the variable: half a minute, and eight.
+        prefill.keeps_nothing(Duration::from_secs(3));
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
+mod backends;
 mod clients;
 mod demo;
 mod faults;
@@ -15,22 +16,40 @@ mod ranks;
 mod server;
 mod transfers;
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
-use crate::server::{Server, Told, model};
+use crate::server::{Server, Told, VOCABULARY, model};
 
 fn ids(answer: &Value) -> Vec<u64> {
     let ids = answer["choices"][0]["token_ids"].as_array().expect("token ids were asked for");
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()
 }
 
-/// Asserts that both answers have the same tokens, and the same bits of the logits that they were chosen by.
+/// Asserts that both answers have the same tokens, and the same bits of all logits that they were chosen by.
 #[track_caller]
 fn assert_same(answer: &Value, right: &Value, what: impl std::fmt::Display) {
     assert_eq!(ids(answer), ids(right), "{what}");
-    let logprobs = |answer: &Value| answer["choices"][0]["logprobs"].clone();
-    assert!(logprobs(right)["top_logprobs"][0].is_object(), "{right}");
-    assert_eq!(logprobs(answer), logprobs(right), "{what}: the probabilities");
+    let (logits, right) = (logits(answer), logits(right));
+    for (at, (logits, right)) in logits.iter().zip(&right).enumerate() {
+        assert!(logits == right, "{what}: the logits of token {at}");
+    }
+}
+
+/// The logits of all tokens, at each place of the answer.
+#[track_caller]
+fn logits(answer: &Value) -> Vec<BTreeMap<&str, u64>> {
+    let places = answer["choices"][0]["logprobs"]["top_logprobs"].as_array().expect("logits were asked for");
+    assert_eq!(places.len(), ids(answer).len());
+    places.iter().map(bits).collect()
+}
+
+#[track_caller]
+fn bits(place: &Value) -> BTreeMap<&str, u64> {
+    let logits = place.as_object().expect("logits");
+    assert_eq!(logits.len(), VOCABULARY);
+    logits.iter().map(|(name, logit)| (name.as_str(), logit.as_f64().expect("a logit").to_bits())).collect()
 }
 
 #[test]
@@ -63,7 +82,8 @@ fn a_completion_is_the_same_whole_streamed_by_tokens_and_among_others() {
 
 #[test]
 fn a_chat_uses_the_models_template_and_seeds_repeat() {
-    let server = Server::start(&model(&["--arch", "qwen3"]), Told::default());
+    let probabilities = Told { arguments: &["--logprobs-mode", "raw_logprobs"], ..Told::default() };
+    let server = Server::start(&model(&["--arch", "qwen3"]), probabilities);
     let messages = json!([{"role": "user", "content": "Hello!"}]);
     let body = json!({"messages": messages, "max_tokens": 12, "seed": 5, "temperature": 1.1, "top_p": 0.9, "top_k": 40,
                       "ignore_eos": true, "logprobs": true, "top_logprobs": 2, "return_token_ids": true});
@@ -126,12 +146,17 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
 
 #[test]
 fn an_echo_counts_among_what_is_told() {
-    let told = Told { arguments: &["--max-model-len", "256"], ..Told::default() };
+    let told = Told { arguments: &["--max-model-len", "256", "--max-logprobs", "20"], ..Told::default() };
     let server = Server::start(&model(&["--arch", "llama"]), told);
     let body = json!({"prompt": vec![7; 200], "n": 256, "echo": true, "logprobs": 20, "max_tokens": 0});
     let (status, answer) = server.post("/v1/completions", &body);
     assert_eq!(status, 400, "{answer}");
     assert!(answer.to_string().contains("too much to tell"), "{answer}");
+    for more in [-1, 21] {
+        let (status, answer) = server.post("/v1/completions", &json!({"prompt": "a", "logprobs": more}));
+        let words = format!("logprobs must be in [0, 20], got {more}.");
+        assert_eq!((status, &answer["error"]["message"]), (400, &json!(words)));
+    }
 }
 
 #[test]

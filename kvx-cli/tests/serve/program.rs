@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::server::{Server, Told, model};
+use crate::ids;
+use crate::server::{LIMIT, Server, Told, completion, model, prompt};
+use crate::transfers::{apart, published};
 
 #[test]
 fn what_keeps_it_from_serving_is_said_with_what_to_do() {
@@ -40,6 +42,51 @@ fn what_keeps_it_from_serving_is_said_with_what_to_do() {
 }
 
 #[test]
+fn what_means_nothing_here_is_said_to_mean_nothing() {
+    let arguments = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--max-num-seqs", "1"];
+    let told = Told { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
+    let server = Server::start(&model(&["--arch", "llama"]), told);
+    // One request at a time, and both are answered.
+    let body = json!({"prompt": ["a", "b"], "max_tokens": 1500, "temperature": 0, "ignore_eos": true});
+    let both = std::thread::scope(|scope| {
+        let both = scope.spawn(|| server.post("/v1/completions", &body));
+        server.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
+        assert!(server.metric("vllm:num_requests_running") <= 1.0);
+        both.join().unwrap()
+    });
+    assert_eq!(both.0, 200, "{}", both.1);
+    server.signal(rustix::process::Signal::INT);
+    let (_, said) = server.ended();
+    for words in [
+        "--gpu-memory-utilization means nothing here: there is no GPU; --kv-cache-memory-bytes sizes the pool",
+        "--enforce-eager means nothing here: ",
+        "CUDA_VISIBLE_DEVICES means nothing here: this server computes on the CPU",
+    ] {
+        assert!(said.contains(words), "{words}\n{said}");
+    }
+}
+
+/// As in vLLM: whoever names the model otherwise is not known to have the same.
+#[test]
+fn peers_have_to_name_the_model_in_the_same_words() {
+    let model = model(&["--arch", "llama"]);
+    let link = model.with_extension("link");
+    let _ = std::fs::remove_file(&link);
+    std::os::unix::fs::symlink(&model, &link).unwrap();
+    let [prefill, decode, other] =
+        [&model, &model, &link].map(|written| Server::with_peers(written, "TCP", "fail", &[]));
+    let prompt = prompt(3, 40);
+    let right = ids(&prefill.tokens(&prompt, 6, None));
+    assert_eq!(ids(&apart(&prefill, &decode, &prompt, 6)), right);
+    let mut body = completion(&prompt, 6);
+    body["kv_transfer_params"] = published(&prefill, &prompt);
+    let (status, answer) = other.post("/v1/completions", &body);
+    assert_eq!(status, 500, "{answer}");
+    assert_eq!(ids(&other.tokens(&prompt, 6, None)), right, "the next request is served");
+    std::fs::remove_file(link).unwrap();
+}
+
+#[test]
 fn an_interrupted_server_ends_what_it_has_begun() {
     let server = Server::start(&model(&["--arch", "llama"]), Told::default());
     let body =
@@ -67,16 +114,22 @@ fn several_engines_tell_what_their_pools_have_together_and_end_when_interrupted(
 
 #[test]
 fn a_client_that_goes_ends_its_request_and_idle_costs_nothing() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told::default());
+    let model = model(&["--arch", "llama"]);
+    let alone = Server::start(&model, Told::default());
     let body = json!({"prompt": "long", "max_tokens": 4000, "temperature": 0, "ignore_eos": true});
-    drop(server.send("POST", "/v1/completions", Some(&body)));
-    let until = std::time::Instant::now() + crate::server::LIMIT;
-    loop {
-        let before = server.processor_time();
-        std::thread::sleep(Duration::from_secs(1));
-        if server.processor_time() - before <= Duration::from_millis(10) {
-            break;
+    drop(alone.send("POST", "/v1/completions", Some(&body)));
+    // Two that know each other, and have nothing to do either.
+    let [prefill, decode] = [(); 2].map(|()| Server::with_peers(&model, "TCP", "fail", &[]));
+    apart(&prefill, &decode, &prompt(1, 40), 4);
+    for server in [&alone, &prefill, &decode] {
+        let until = std::time::Instant::now() + LIMIT;
+        loop {
+            let before = server.processor_time();
+            std::thread::sleep(Duration::from_secs(1));
+            if server.processor_time() - before <= Duration::from_millis(10) {
+                break;
+            }
+            assert!(std::time::Instant::now() < until, "the server still computes");
         }
-        assert!(std::time::Instant::now() < until, "the server still computes");
     }
 }

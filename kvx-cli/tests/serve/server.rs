@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
+/// Tokens that a model of random weights knows.
+pub(crate) const VOCABULARY: usize = 259;
+
 /// Nothing takes longer.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
@@ -49,10 +52,11 @@ pub(crate) fn greedy(prompt: &Value, count: usize) -> Value {
            "return_token_ids": true})
 }
 
-/// The same with the likeliest twenty tokens at each place: what `assert_same` compares.
+/// The same with the logits of all tokens at each place: what `assert_same` compares.
 pub(crate) fn completion(prompt: &Value, count: usize) -> Value {
     let mut body = greedy(prompt, count);
-    body["logprobs"] = 20.into();
+    body["logprobs"] = (-1).into();
+    body["return_tokens_as_token_ids"] = true.into();
     body
 }
 
@@ -135,6 +139,10 @@ impl Server {
             "0",
             "--kv-cache-memory-bytes",
             "16M",
+            "--max-logprobs",
+            "-1",
+            "--logprobs-mode",
+            "raw_logits",
         ]);
         command.args(told.arguments).envs(told.variables.iter().copied());
         command.args(["--served-model-name", "m"]);
@@ -304,7 +312,7 @@ impl Server {
         }
     }
 
-    /// A greedy answer, with its tokens and the likeliest twenty at each place.
+    /// A greedy answer, with its tokens and the logits of all at each place.
     pub(crate) fn tokens(&self, prompt: &Value, count: usize, params: Option<&Value>) -> Value {
         let mut body = completion(prompt, count);
         if let Some(params) = params {

@@ -1,9 +1,8 @@
 //! Prefill and decode apart: the tokens of one server, and what happens when the prefill is gone.
 
-use kvx_testkit::Tier;
 use serde_json::{Value, json};
 
-use crate::matrix::{BACKENDS, here};
+use crate::backends::backends;
 use crate::server::{LIMIT, Server, Told, model};
 use crate::{assert_same, ids};
 
@@ -26,44 +25,6 @@ pub(crate) fn published(prefill: &Server, prompt: &Value) -> Value {
     params
 }
 
-/// Of one block less one token, to three blocks and one; two lengths beyond a step.
-fn prompts() -> impl Iterator<Item = Value> {
-    [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 300, 1025].into_iter().map(|len| {
-        let tokens: Vec<u64> = (0..len).map(|at| 32 + (len * 31 + at * 17) % 90).collect();
-        json!(tokens)
-    })
-}
-
-fn tokens_are_those_of_one_server(backend: &str, shape: &[&str]) {
-    let model = model(shape);
-    let single = Server::start(&model, Told::default());
-    let prefill = Server::with_peers(&model, backend, "fail", &[]);
-    let decode = Server::with_peers(&model, backend, "fail", &[]);
-    for prompt in prompts() {
-        let right = single.tokens(&prompt, 12, None);
-        let answer = apart(&prefill, &decode, &prompt, 12);
-        let len = prompt.as_array().unwrap().len() as u64;
-        assert_same(&answer, &right, format_args!("{len} tokens"));
-        // Nothing of the prompt was computed at the decode, but for the last token.
-        assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], len, "{answer}");
-    }
-    // A second time the decode has the prompt in its own cache.
-    let prompt = prompts().nth(9).unwrap();
-    assert_same(&apart(&prefill, &decode, &prompt, 12), &single.tokens(&prompt, 12, None), "a second time");
-    let (_, metrics) = decode.get("/metrics");
-    assert!(metrics.contains("vllm:nixl_bytes_transferred_count"), "{metrics}");
-}
-
-#[test]
-fn tokens_over_shm_are_those_of_one_server() {
-    tokens_are_those_of_one_server("SHM", &["--arch", "llama"]);
-}
-
-#[test]
-fn tokens_over_tcp_are_those_of_one_server() {
-    tokens_are_those_of_one_server("TCP", &["--arch", "qwen3", "--dtype", "bfloat16", "--kv-heads", "2"]);
-}
-
 /// A hundred prompts, of up to eight blocks.
 fn many() -> Vec<Value> {
     let tokens = |at: u64| (0..1 + at * 7 % 120).map(|token| 33 + (at + token * 3) % 80).collect::<Vec<_>>();
@@ -77,23 +38,17 @@ fn many_requests_at_once_are_all_right_and_no_block_stays() {
     let single = Server::start(&model, Told::default());
     let right: Vec<(Value, Value)> =
         many().into_iter().map(|prompt| (single.tokens(&prompt, 10, None), prompt)).collect();
-    for backend in BACKENDS {
-        let name = "many_requests_at_once_are_all_right_and_no_block_stays";
-        if backend != "TCP" && !Tier::Whole.runs_or_says(&format!("kvx serve: {name} over {backend}")) {
-            continue;
-        }
-        let Some(variables) = here(&format!("transfers::{name}"), backend) else { continue };
-        let variables: Vec<(&str, &str)> = variables.iter().map(|(name, value)| (*name, &**value)).collect();
+    let name = "transfers::many_requests_at_once_are_all_right_and_no_block_stays";
+    for backend in backends(name, "TCP") {
         let fields = json!({"kv_load_failure_policy": "fail"});
-        let start = |arguments: &[&str]| {
-            Server::configured(&model, backend, &fields, Told { arguments, variables: &variables })
-        };
+        let start =
+            |arguments: &[&str]| backend.server(&model, &fields, Told { arguments, ..Told::default() });
         let prefill = start(&[]);
         let decode = start(&["--num-gpu-blocks-override", "130", "--max-model-len", "1024"]);
         std::thread::scope(|scope| {
             let ask = |(right, prompt): &(Value, Value)| {
                 let answer = apart(&prefill, &decode, prompt, 10);
-                assert_same(&answer, right, format_args!("{prompt} over {backend}"));
+                assert_same(&answer, right, format_args!("{prompt} over {}", backend.name));
             };
             let asked: Vec<_> = right.iter().map(|one| scope.spawn(move || ask(one))).collect();
             for asked in asked {

@@ -54,6 +54,8 @@ pub struct Limits {
     pub step_tokens: usize,
     /// Requests share blocks that begin alike.
     pub prefix_cache: bool,
+    /// What is told of tokens are logits instead of the logarithms of probabilities.
+    pub raw_logits: bool,
     /// The engine's rank of data parallelism: its number in metrics and for peers.
     pub engine: usize,
 }

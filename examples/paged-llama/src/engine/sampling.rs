@@ -141,7 +141,7 @@ impl Random {
     }
 }
 
-/// The logarithm of a token's probability, its rank, and the likeliest tokens beside it.
+/// The logarithm of a token's probability, and the likeliest tokens beside it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprob {
     /// Of the token itself.
@@ -151,12 +151,12 @@ pub struct Logprob {
 }
 
 impl Logprob {
-    /// Of `token`, with so many others.
-    pub(crate) fn of(logits: &[f32], token: u32, top: usize) -> Self {
+    /// Of `token`, with so many others; or the logits of them.
+    pub(crate) fn of(logits: &[f32], token: u32, top: usize, raw: bool) -> Self {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|logit| f64::from(logit - highest).exp()).sum();
         let normal = f64::from(highest) + sum.ln();
-        let logprob = |logit: f32| (f64::from(logit) - normal) as f32;
+        let logprob = |logit: f32| if raw { logit } else { (f64::from(logit) - normal) as f32 };
         let mut all: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
         let by_logit =
             |a: &(u32, f32), b: &(u32, f32)| -> Ordering { b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)) };
@@ -245,9 +245,11 @@ mod tests {
     #[test]
     fn logprobs_are_of_the_logits_as_they_came() {
         let logits = [0.5f32.ln() + 3.0, 0.3f32.ln() + 3.0, 0.2f32.ln() + 3.0];
-        let said = Logprob::of(&logits, 2, 2);
+        let said = Logprob::of(&logits, 2, 2, false);
         assert!((said.logprob - 0.2f32.ln()).abs() < 1e-5);
         assert_eq!(said.top.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [0, 1]);
         assert!((said.top[0].1 - 0.5f32.ln()).abs() < 1e-5);
+        let raw = Logprob::of(&logits, 2, 1, true);
+        assert_eq!((raw.logprob, &raw.top[..]), (logits[2], &[(0, logits[0])][..]));
     }
 }

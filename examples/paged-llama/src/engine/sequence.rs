@@ -9,7 +9,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::blocks::{Blocks, Hash, hash};
 use super::counts::Counts;
 use super::text::Text;
-use super::{End, Failure, Logprob, Piece, Reason, Request, Told};
+use super::{End, Failure, Limits, Logprob, Piece, Reason, Request, Told};
 use crate::kv::TransferParams;
 use crate::tokenizer::{Detokenizer, Tokenizer};
 
@@ -125,20 +125,20 @@ impl Sequence {
     }
 
     /// The logits of the tokens from `start` on, in front of further tokens of the prompt.
-    pub(super) fn note_prompt(&mut self, start: usize, rows: &[Vec<f32>]) {
+    pub(super) fn note_prompt(&mut self, start: usize, rows: &[Vec<f32>], raw_logits: bool) {
         let Some(top) = self.request.prompt_logprobs else { return };
         for (at, row) in (start..).zip(rows) {
             // After an interruption some are computed a second time.
             if at == self.prompt_logprobs.len()
                 && let Some(token) = self.request.prompt.get(at + 1)
             {
-                self.prompt_logprobs.push(Logprob::of(row, *token, top));
+                self.prompt_logprobs.push(Logprob::of(row, *token, top, raw_logits));
             }
         }
     }
 
     /// Chooses the next token.
-    pub(super) fn choose(&mut self, logits: &[f32], tokenizer: &Tokenizer, model_len: usize) -> Chosen {
+    pub(super) fn choose(&mut self, logits: &[f32], tokenizer: &Tokenizer, limits: &Limits) -> Chosen {
         let (prompt, given) = self.tokens.split_at(self.request.prompt.len());
         let request = &self.request;
         let young = given.len() < request.min_tokens;
@@ -147,7 +147,7 @@ impl Sequence {
             false => Vec::new(),
         };
         let token = request.sampling.choose(logits, prompt, given, &banned);
-        let logprob = request.logprobs.map(|top| Logprob::of(logits, token, top));
+        let logprob = request.logprobs.map(|top| Logprob::of(logits, token, top, limits.raw_logits));
         self.tokens.push(token);
         let request = &self.request;
         let mut reason = if request.stop_tokens.contains(&token) {
@@ -162,7 +162,7 @@ impl Sequence {
             text = piece;
             reason = reason.or(stop.map(Reason::Stop));
         }
-        let full = self.given() >= self.request.max_tokens || self.tokens.len() >= model_len;
+        let full = self.given() >= self.request.max_tokens || self.tokens.len() >= limits.model_len;
         reason = reason.or(full.then_some(Reason::Length));
         if reason.is_some() && !matches!(reason, Some(Reason::Stop(_))) {
             text += &self.text.finish(tokenizer);

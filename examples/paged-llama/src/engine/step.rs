@@ -330,14 +330,14 @@ impl Loop {
     fn advance(&mut self, at: usize, count: usize, rows: &[Vec<f32>]) -> Option<(Status, Chosen)> {
         let sequence = &mut self.running[at];
         let before = sequence.computed;
-        sequence.note_prompt(before, rows);
+        sequence.note_prompt(before, rows, self.limits.raw_logits);
         sequence.computed += count;
         sequence.remember(&mut self.blocks, self.limits.block_size, before);
         if sequence.missing() > 0 {
             return None;
         }
         let logits = rows.last()?;
-        let chosen = sequence.choose(logits, &self.tokenizer, self.limits.model_len);
+        let chosen = sequence.choose(logits, &self.tokenizer, &self.limits);
         self.counts.generation_tokens.increment(1);
         let status = match chosen.reason {
             None => {

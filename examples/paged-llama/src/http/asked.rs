@@ -24,8 +24,6 @@ const LONGEST_STOP: usize = 4096;
 const MOST_STOP_TOKENS: usize = 1024;
 /// Probabilities that one request may ask for.
 const MOST_TOLD: usize = 1 << 19;
-/// The most likely tokens that are told of each token.
-const MOST_LOGPROBS: i64 = 20;
 
 /// One prompt.
 #[derive(Clone, Debug, PartialEq)]
@@ -149,7 +147,7 @@ impl Asked {
             nothing_new,
             return_token_ids: fields.flag("return_token_ids")?,
             tokens_as_ids: fields.flag("return_tokens_as_token_ids")?,
-            logprobs: logprobs(&fields, chat)?,
+            logprobs: logprobs(service, &fields, chat)?,
             max_tokens: limit,
             min_tokens,
             sampling,
@@ -285,12 +283,16 @@ fn stream_options(fields: &Fields<'_>, stream: bool) -> Read<(bool, bool)> {
     Ok((options.flag("include_usage")?, options.flag("continuous_usage_stats")?))
 }
 
-fn logprobs(fields: &Fields<'_>, chat: bool) -> Read<Option<usize>> {
+fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<usize>> {
+    let most = service.most_logprobs.min(service.vocabulary);
     let check = |key: &'static str, count: Option<i64>| match count {
-        Some(count) if !(0..=MOST_LOGPROBS).contains(&count) => {
-            Err(Refusal::of(key, format!("{key} must be in [0, {MOST_LOGPROBS}], got {count}.")))
-        }
-        count => Ok(count.map(|count| count as usize)),
+        None => Ok(None),
+        // All that there are.
+        Some(-1) if most == service.vocabulary => Ok(Some(most)),
+        Some(count) => match usize::try_from(count).ok().filter(|count| *count <= most) {
+            Some(count) => Ok(Some(count)),
+            None => Err(Refusal::of(key, format!("{key} must be in [0, {most}], got {count}."))),
+        },
     };
     if !chat {
         return check("logprobs", fields.integer("logprobs")?);

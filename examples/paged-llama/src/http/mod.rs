@@ -63,6 +63,8 @@ pub struct Service {
     pub vocabulary: usize,
     /// Usage says how many tokens of the prompt were not computed.
     pub prompt_details: bool,
+    /// Probabilities that a request may have of each token.
+    pub most_logprobs: usize,
     /// What `/metrics` shows.
     pub recorder: Recorder,
     /// Whoever reads a request has one of these.

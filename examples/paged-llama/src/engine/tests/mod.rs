@@ -20,6 +20,7 @@ fn limits(blocks: usize) -> Limits {
         model_len: 64.min(blocks * 4),
         requests: 8,
         step_tokens: 16,
+        raw_logits: false,
         prefix_cache: true,
         engine: 0,
     }
@@ -218,11 +219,11 @@ fn logprobs_are_those_of_the_model() {
         let all: Vec<u32> = prompt.iter().chain(&right).copied().collect();
         for (at, (token, logprob)) in answer.tokens.iter().enumerate() {
             let logits = logits(all[..9 + at].iter().copied());
-            assert_eq!(logprob.as_ref(), Some(&Logprob::of(&logits, *token, 2)));
+            assert_eq!(logprob.as_ref(), Some(&Logprob::of(&logits, *token, 2, false)));
         }
         assert_eq!(answer.prompt_logprobs.len(), 8);
         for (at, logprob) in answer.prompt_logprobs.iter().enumerate() {
-            assert_eq!(*logprob, Logprob::of(&logits(all[..=at].iter().copied()), all[at + 1], 0));
+            assert_eq!(*logprob, Logprob::of(&logits(all[..=at].iter().copied()), all[at + 1], 0, false));
         }
     }
 }

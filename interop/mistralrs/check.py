@@ -173,7 +173,9 @@ def run(wanted):
                 with Fleet(kvx(f"{model}-{backend}-kvx", model, backend)) as (ours,):
                     for way, one, other in (("mistral.rs to kvx serve", prefill, ours), ("kvx serve to mistral.rs", ours, decode)):
                         equal, most = edges(f"{what}, {way}", one, other, alone, seed + 6)
-                        row(model, backend, way, equal, batches(f"{what}, {way}", one, other, alone, seed + 7), most)
+                        together = batches(f"{what}, {way}", one, other, alone, seed + 7)
+                        spoilt(f"{what}, {way}", one, other, alone, seed + 9)
+                        row(model, backend, way, equal, together, most)
 
 
 run(sys.argv[4:])

@@ -49,6 +49,9 @@ pub(crate) struct Arguments {
     /// The same seed and shape give the same weights.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// The standard deviation of all matrices [default: what suits the width of each].
+    #[arg(long)]
+    init: Option<f32>,
     /// Files that the weights are spread over.
     #[arg(long, default_value_t = 1)]
     shards: usize,
@@ -79,6 +82,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         dtype: dtype.ok_or("--dtype is float32 or bfloat16")?,
         tied: *tied,
         seed: *seed,
+        init: arguments.init,
         shards: *shards,
         like: like.transpose()?,
     };

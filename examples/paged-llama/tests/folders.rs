@@ -105,6 +105,7 @@ fn a_model_is_made_once_and_the_same_each_time() {
     let weights = |folder: &Folder| std::fs::read(folder.path().join("model.safetensors")).unwrap();
     assert!(weights(&first) == weights(&second));
     assert!(weights(&first) != weights(&Folder::with(&Made { seed: 2, ..small() })));
+    assert!(weights(&first) != weights(&Folder::with(&Made { init: Some(0.02), ..small() })));
     let error = make_model(first.path(), &small()).unwrap_err().to_string();
     assert!(error.contains("holds a model already"), "{error}");
     let error = make_model(first.path(), &Made { vocab: 100, ..small() }).unwrap_err().to_string();

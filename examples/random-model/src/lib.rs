@@ -37,6 +37,8 @@ pub struct Made {
     pub tied: bool,
     /// The same seed and shape give the same weights.
     pub seed: u64,
+    /// The standard deviation of all matrices; unless it is said it follows from their width.
+    pub init: Option<f32>,
     /// Files that the weights are spread over.
     pub shards: usize,
     /// A `config.json` whose every word is kept but the number of layers and the vocabulary.
@@ -58,6 +60,7 @@ impl Default for Made {
             dtype: Dtype::F32,
             tied: false,
             seed: 1,
+            init: None,
             shards: 1,
             like: None,
         }
@@ -206,7 +209,10 @@ fn plans(config: &Config) -> Vec<Plan> {
 }
 
 fn write_weights(folder: &Path, config: &Config, made: &Made) -> std::io::Result<u64> {
-    let plans = plans(config);
+    let mut plans = plans(config);
+    if let Some(init) = made.init {
+        plans.iter_mut().filter(|plan| plan.shape.len() == 2).for_each(|plan| plan.deviation = init);
+    }
     let share = plans.len().div_ceil(made.shards);
     let files: Vec<&[Plan]> = plans.chunks(share).collect();
     let mut index = BTreeMap::new();

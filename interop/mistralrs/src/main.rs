@@ -10,6 +10,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse as _, Response as Answer};
+use axum::serve::ListenerExt as _;
 use axum::{Json, Router, routing};
 use either::Either::Right;
 use kv::{Kv, Requests};
@@ -142,6 +143,8 @@ async fn main() -> Result<()> {
     let stop = async move {
         tokio::select! { _ = told.recv() => {} _ = tokio::signal::ctrl_c() => {} }
     };
+    // What is short is not kept back until the client has acknowledged what came before.
+    let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
     axum::serve(listener, routes).with_graceful_shutdown(stop).await?;
     match &server.kv {
         Some(kv) => kv.end().await,

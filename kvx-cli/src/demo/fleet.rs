@@ -118,6 +118,7 @@ impl Model {
             dtype: Dtype::F32,
             tied: false,
             seed: 1,
+            init: None,
             shards: 1,
             like: None,
         };

@@ -1,22 +1,4 @@
 //! The order of the dimensions of a KV cache, and which orders two engines can have.
-//!
-//! What a block of one layer holds, outermost first, by the attention backend that vLLM names in a handshake. Blocks
-//! are moved whole and nothing here reads them: an engine that exchanges with a vLLM has the layout of that vLLM.
-//!
-//! | vLLM's attention backend | layout | a block of a layer | caches | known by |
-//! |---|---|---|---|---|
-//! | `CPU_ATTN` | `LBHNC` | for each head its keys `[dim][token]`, then its values `[token][dim]` | [`KvTensors::Together`], [`Caches::with_transposed_keys`] | runs with vLLM 0.32, both ways |
-//! | `FLASH_ATTN`, of late | `LBHNC` | for each head and token its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
-//! | `FLASH_ATTN`, of late | `LBNHC` | for each token and head its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
-//! | `FLASH_ATTN` up to 0.20 | `HND`, `NHD` | keys and values in regions of their own | [`KvTensors::Apart`] | vLLM's source; not run |
-//! | `FLASHINFER` up to 0.20 | `HND`, `NHD` | a half of keys, then a half of values, moved as two | [`KvTensors::Halves`] | vLLM's source; not run |
-//! | MLA | any | one latent for each token | [`KvTensors::Together`], [`Heads::Replicated`] | vLLM's source; not run |
-//!
-//! [`KvTensors::Together`]: super::KvTensors::Together
-//! [`KvTensors::Apart`]: super::KvTensors::Apart
-//! [`KvTensors::Halves`]: super::KvTensors::Halves
-//! [`Caches::with_transposed_keys`]: super::Caches::with_transposed_keys
-//! [`Heads::Replicated`]: super::Heads::Replicated
 
 use std::fmt;
 
@@ -25,6 +7,27 @@ use kvx_core::{Error, Kind, Result};
 use super::geometry::{malformed, shown};
 
 /// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head and token.
+///
+/// What a block of one layer holds, outermost first, by the attention backend that vLLM names in a handshake. Blocks
+/// are moved whole and nothing here reads them: an engine that exchanges with a vLLM has the layout of that vLLM.
+///
+/// | vLLM's attention backend | layout | a block of a layer | caches | known by |
+/// |---|---|---|---|---|
+/// | `CPU_ATTN` | `LBHNC` | for each head its keys `[dim][token]`, then its values `[token][dim]` | [`KvTensors::Together`], [`Caches::with_transposed_keys`] | runs with vLLM 0.32, both ways |
+/// | `FLASH_ATTN`, of late | `LBHNC` | for each head and token its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
+/// | `FLASH_ATTN`, of late | `LBNHC` | for each token and head its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
+/// | `FLASH_ATTN` up to 0.20 | `HND`, `NHD` | keys and values in regions of their own | [`KvTensors::Apart`] | vLLM's source; not run |
+/// | `FLASHINFER` up to 0.20 | `HND`, `NHD` | a half of keys, then a half of values, moved as two | [`KvTensors::Halves`] | vLLM's source; not run |
+/// | MLA | any | one latent for each token | [`KvTensors::Together`], [`Heads::Replicated`] | vLLM's source; not run |
+/// | `TRITON_ATTN`, `FLEX_ATTENTION`, `TREE_ATTN`, `XPU_ATTN`, `ROCM_ATTN`, `ROCM_AITER_*` | not read | | | nothing; two of the same exchange blocks whole |
+/// | `FLASHINFER`, of late | not read | | | likewise |
+/// | any, blocks of all layers together or heads outermost | `BLHNC`, `BLNHC`, `BHLNC`, `LHBNC` | not read | | likewise |
+///
+/// [`KvTensors::Together`]: super::KvTensors::Together
+/// [`KvTensors::Apart`]: super::KvTensors::Apart
+/// [`KvTensors::Halves`]: super::KvTensors::Halves
+/// [`Caches::with_transposed_keys`]: super::Caches::with_transposed_keys
+/// [`Heads::Replicated`]: super::Heads::Replicated
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvLayout {
     /// Tokens before heads; formerly NHD.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 
 use kvx_core::Result;
 use serde_json::{Value, json};
@@ -90,8 +91,8 @@ pub fn explain(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result
     let candidates = candidates(here)?;
     let mut tried = ours.clone();
     let found = |tried: &BTreeMap<String, String>| hashed(tried) == there.as_str();
-    if let Some(one) = alone(&ours, &candidates, there) {
-        return Ok(Some(differences(&ours, &[one])));
+    if let Some(one) = explain_by_one(here, there)? {
+        return Ok(Some(vec![one]));
     }
     for (index, one) in candidates.iter().enumerate() {
         put(&mut tried, one);
@@ -116,14 +117,15 @@ pub fn explain(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result
     Ok(None)
 }
 
-/// As [`explain`], of one factor alone: some hundred hashes, for whoever has no second to spare.
+/// As [`explain`], of one factor alone: a few milliseconds, for whoever has no second to spare. Releases of vLLM that
+/// are not known yet are among what is tried, as far as they hash what the newest known one does.
 ///
 /// # Errors
 ///
 /// As [`explain`].
 pub fn explain_by_one(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result<Option<Difference>> {
     let ours = written(here)?;
-    let candidates = candidates(here)?;
+    let candidates = candidates(here)?.into_iter().chain(unknown_versions(here)?).collect::<Vec<_>>();
     let one = alone(&ours, &candidates, there);
     Ok(one.and_then(|one| differences(&ours, &[one]).pop()))
 }
@@ -225,28 +227,58 @@ fn candidates(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
 /// Releases of vLLM and their builds, each with the factors that it hashes.
 fn versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
-    let own: Vec<&'static str> = FACTORS_OF_VERSIONS.to_vec();
     for (index, dialect) in Dialect::ALL.into_iter().enumerate() {
-        let minor = |dialect: Dialect| {
-            dialect.vllm_version().split('.').nth(1).and_then(|minor| minor.parse::<u32>().ok()).unwrap_or(0)
-        };
         let next = Dialect::ALL.get(index + 1).map_or(minor(dialect) + 1, |next| minor(*next));
-        let mut factors = here.clone();
-        // What an operator wrote of its version would win over it.
-        for key in &own {
-            factors.further.remove(*key);
-        }
-        (factors.dialect, factors.connector_version) = (dialect, dialect.connector_version());
         for minor in minor(dialect)..next {
-            for (patch, build) in (0..3).flat_map(|patch| BUILDS.iter().map(move |build| (patch, build))) {
-                factors.vllm_version = format!("0.{minor}.{patch}{build}");
-                let values = written(&factors)?;
-                let sets = own.iter().map(|key| (*key, values.get(*key).cloned())).collect();
-                all.push(Candidate { factor: "vllm_version", sets });
-            }
+            add_version(&mut all, here, dialect, dialect.connector_version(), (minor, 0..3))?;
         }
     }
     Ok(all)
+}
+
+/// Releases that were not out when this was written: further patches, and what may follow the newest.
+fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
+    let mut all = Vec::new();
+    for dialect in Dialect::ALL {
+        add_version(&mut all, here, dialect, dialect.connector_version(), (minor(dialect), 3..6))?;
+    }
+    let Some(newest) = Dialect::ALL.last().copied() else { return Ok(all) };
+    for minor in minor(newest)..=minor(newest) + LATER {
+        for further in 0..=LATER {
+            add_version(&mut all, here, newest, newest.connector_version() + further, (minor, 0..6))?;
+        }
+    }
+    Ok(all)
+}
+
+/// How many minor releases, and versions of the connector, may follow the newest known ones.
+const LATER: u32 = 6;
+
+fn minor(dialect: Dialect) -> u32 {
+    dialect.vllm_version().split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
+}
+
+/// All builds of these patches of a minor release.
+fn add_version(
+    all: &mut Vec<Candidate>,
+    here: &CompatibilityFactors,
+    dialect: Dialect,
+    connector_version: u32,
+    (minor, patches): (u32, Range<u32>),
+) -> Result<()> {
+    let mut factors = here.clone();
+    // What an operator wrote of its version would win over it.
+    for key in FACTORS_OF_VERSIONS {
+        factors.further.remove(key);
+    }
+    (factors.dialect, factors.connector_version) = (dialect, connector_version);
+    for (patch, build) in patches.flat_map(|patch| BUILDS.iter().map(move |build| (patch, build))) {
+        factors.vllm_version = format!("0.{minor}.{patch}{build}");
+        let values = written(&factors)?;
+        let sets = FACTORS_OF_VERSIONS.map(|key| (key, values.get(key).cloned())).to_vec();
+        all.push(Candidate { factor: "vllm_version", sets });
+    }
+    Ok(())
 }
 
 /// Those that are there or not, or have one value, by the version.
@@ -302,6 +334,19 @@ mod tests {
         assert_eq!(found(&there), Some(vec!["vllm_version", "model"]));
         there.dtype = "torch.float16".to_owned();
         assert_eq!(found(&there), None);
+    }
+
+    #[test]
+    fn a_release_that_is_not_known_yet_is_named() {
+        for (version, connector) in [("0.33.4+cpu", 15), ("0.34.0", 15), ("0.36.2+cu130", 18)] {
+            let there = CompatibilityFactors {
+                vllm_version: version.to_owned(),
+                connector_version: connector,
+                ..here()
+            };
+            let found = explain_by_one(&here(), &there.hash().unwrap()).unwrap().unwrap();
+            assert_eq!((found.factor, &*found.there), ("vllm_version", &*format!("\"{version}\"")));
+        }
     }
 
     #[test]

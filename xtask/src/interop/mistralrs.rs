@@ -35,7 +35,7 @@ pub(super) fn run(only: &[String]) -> Result<bool> {
     let (here, built) = (root().join("interop/mistralrs"), target.join("interop"));
     let (source, version) = downloaded(&here, &target.join("interop/download"), until)?;
     put_hook_in(&source, &version, &here)?;
-    let mut cargo = process::cargo(["build"]);
+    let mut cargo = process::cargo(["build", "--locked"]);
     cargo.current_dir(&here).env("CARGO_TARGET_DIR", &built);
     must_succeed(cargo, until)?;
     must_succeed(process::cargo(["build", "--release", "-p", "kvx-cli"]), until)?;
@@ -49,9 +49,10 @@ pub(super) fn run(only: &[String]) -> Result<bool> {
     Ok(finished.succeeded())
 }
 
-/// Has cargo download the crate as it was published; its folder and version.
+/// Has cargo download the crate as it was published, in the release that the lock file names; its folder and version.
 fn downloaded(here: &Path, folder: &Path, until: Instant) -> Result<(PathBuf, String)> {
-    let (name, version) = CRATE;
+    let name = CRATE.0;
+    let version = locked(&std::fs::read_to_string(here.join("Cargo.lock"))?)?;
     std::fs::create_dir_all(folder.join("src"))?;
     std::fs::write(folder.join("src/lib.rs"), "")?;
     std::fs::write(
@@ -110,6 +111,14 @@ fn put_hook_in(source: &Path, version: &str, here: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The release of the crate in a lock file.
+fn locked(text: &str) -> Result<String> {
+    let (_, rest) = text
+        .split_once(&format!("name = \"{}\"\nversion = \"", CRATE.0))
+        .ok_or("the lock file has no such crate")?;
+    Ok(rest.split('"').next().unwrap_or_default().to_owned())
 }
 
 fn insertions(text: &str) -> Result<Vec<Insertion>> {
@@ -181,5 +190,7 @@ mod tests {
     #[test]
     fn the_manifest_names_the_release_of_the_hook() {
         assert!(text("Cargo.toml").contains(&format!("{} = {{ version = \"={}\"", CRATE.0, CRATE.1)));
+        assert_eq!(locked(&text("Cargo.lock")).unwrap(), CRATE.1);
+        assert_eq!(locked("name = \"mistralrs-core\"\nversion = \"0.9.0\"\n").unwrap(), "0.9.0");
     }
 }

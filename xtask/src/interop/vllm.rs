@@ -162,6 +162,28 @@ mod tests {
     }
 
     #[test]
+    fn a_case_has_fields_that_make_model_takes() {
+        let text = |path: &std::path::Path| std::fs::read_to_string(path).unwrap();
+        let script_text = text(&script("mixed.py"));
+        let (_, rest) = script_text.split_once("SHAPE = (").unwrap();
+        let shape: Vec<_> =
+            rest.split_once(')').unwrap().0.split(',').map(|word| word.trim().trim_matches('"')).collect();
+        let flags = text(&crate::root().join("kvx-cli/src/make_model.rs"));
+        for field in &shape {
+            assert!(flags.contains(&format!("\n    {field}: ")), "kvx make-model has no --{field}");
+        }
+        let cases: serde_json::Value = serde_json::from_str(&text(&script("mixed.json"))).unwrap();
+        for case in cases.as_array().unwrap() {
+            for field in case.as_object().unwrap().keys() {
+                assert!(
+                    ["name", "block_size", "backend"].contains(&&**field) || shape.contains(&&**field),
+                    "{field}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn every_requirement_has_its_version() {
         let wanted = std::fs::read_to_string(script("requirements.txt")).unwrap();
         let lines: Vec<_> = wanted.lines().filter(|line| !line.starts_with('#')).collect();

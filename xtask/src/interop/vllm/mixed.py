@@ -30,7 +30,7 @@ APART = {"float32": 1e-4, "bfloat16": 0.1}  # what two engines may compute apart
 POSITIONS = 8  # of each answer in bfloat16 that are compared, each after the reference's tokens
 DEFAULTS = dict(arch="llama", layers=3, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=1024, max_positions=2048,
                 dtype="float32", seed=1234, block_size=128, backend="UCX")
-SHAPE = ("arch", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions", "dtype", "seed")
+SHAPE = ("arch", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions", "dtype", "seed", "init")
 
 
 def cases():

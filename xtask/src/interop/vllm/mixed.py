@@ -182,6 +182,9 @@ def hits(case, way, prefill, decode, reference, what, seed):
     check(first, f"{what}: after a hit of a prefix the tokens differ")
     read = blocks(case, len(whole)) - held
     bytes_become(decode, before, read * block_bytes(case), f"{what}, with {held} blocks held")
+    if answer and decode is not reference:
+        missing = len(whole) - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        check(missing <= 1, f"{what}, with {held} blocks held: the decode computed {missing} tokens")
     cached = answer and answer["params"].get("remote_prefill_cached_tokens")
     check(cached == held * size, f"{what}: the prefill found {cached} tokens of {held * size}")
     # Once more the same: the decode lacks at most the block that is not full.
@@ -326,6 +329,7 @@ def pairs(case, servers):
     if case["backend"] == "KVX":
         check("libplugin_KVX.so" in theirs.maps(), f"{case['name']}: KVX is not mapped in vLLM")
         check("libplugin_UCX.so" not in theirs.maps(), f"{case['name']}: NIXL's UCX is mapped in vLLM")
+        check(not any("plugin" in each for each in ours.maps()), f"{case['name']}: NIXL is mapped in kvx: {ours.maps()}")
 
 
 def equal_now(prefill, decode, reference, what, seed):
@@ -422,6 +426,7 @@ def fleet(case):
             words += [word for each in two for word in (side, f"http://127.0.0.1:{each.port}")]
         with Fleet(Kvx(case, "kvx-proxy", words, {})) as (proxy,):
             proxy.model, equal, asked = case["name"], 0, prompts(70) + prompts(71)[:15]
+            wanted = sum(blocks(case, len(prompt)) for prompt in asked) * block_bytes(case)
             for number, prompt in enumerate(asked):
                 if number == len(asked) // 2:
                     # It goes to a decode alone, which refuses two greedy answers: from here on the turns meet otherwise.
@@ -430,8 +435,10 @@ def fleet(case):
                 plain = servers[0].plain(prompt)
                 equal += check(status == 200, f"fleet: {status} {str(answer)[:200]}") and answer["choices"][0]["token_ids"] == plain
             check(equal == len(asked), f"fleet: {equal} of {len(asked)} prompts are equal")
-            reads = [moved(each) for each in servers[2:]]
-            check(all(reads), f"fleet: the decodes have read {reads} bytes")
+            until = time.time() + 20
+            while sum(reads := [moved(each) for each in servers[2:]]) != wanted and time.time() < until:
+                time.sleep(0.2)
+            check(all(reads) and sum(reads) == wanted, f"fleet: the decodes have read {reads} bytes, not {wanted} together")
             met = [len(each.said("connected to a worker of a peer")) for each in servers[3:]]
             check(met == [2], f"fleet: the decode of kvx has met {met} prefills, not 2")
             row(case["name"], case["backend"], case["block_size"], "a vLLM and a kvx on each side, kvx proxy",

@@ -383,7 +383,9 @@ impl<P: Progress> ReactorShared<P> {
         let gone = machine.take();
         drop(machine);
         catch_panic(|| drop((gone, out)));
-        for command in self.queue.lock().take().unwrap_or_default() {
+        // Without the lock of the queue: what a command's end wakes may submit another.
+        let left = self.queue.lock().take().unwrap_or_default();
+        for command in left {
             catch_panic(|| P::late(command));
         }
         self.wake();

@@ -1,5 +1,7 @@
 //! The reactor with machines of the tests' own.
 
+use std::sync::OnceLock;
+
 use super::*;
 use kvx_core::Completion;
 use kvx_core::Sender;
@@ -231,6 +233,49 @@ fn a_machine_that_panics_hangs_nobody() {
         reactor.submit(ticket);
         assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
     }
+    reactor.stop();
+}
+
+#[test]
+fn what_the_end_of_a_lost_command_submits_is_answered_too() {
+    /// Is given a command more in the turn in which it panics.
+    struct Refilled(Arc<OnceLock<Reactor<Refilled>>>, Option<Ticket>);
+
+    /// Submits a command when it is dropped, as what waits for a ticket may do when that is forgotten.
+    struct Submits(Arc<OnceLock<Reactor<Refilled>>>, Option<Ticket>);
+
+    impl Drop for Submits {
+        fn drop(&mut self) {
+            self.0.get().unwrap().submit(self.1.take().unwrap());
+        }
+    }
+
+    impl Progress for Refilled {
+        type Command = Ticket;
+        fn command(&mut self, _: Ticket, _: &mut Outbox) {
+            let last = Submits(Arc::clone(&self.0), self.1.take());
+            self.0.get().unwrap().submit(Ticket::new(move |_| drop(last)));
+            panic!("on purpose");
+        }
+        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+            Turn::did(0)
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, _: &mut Outbox) {}
+    }
+
+    let (done, ticket) = Completion::with_ticket();
+    let place = Arc::new(OnceLock::new());
+    let machine = Refilled(Arc::clone(&place), Some(ticket));
+    let reactor = Reactor::start("refilled".into(), machine, Arc::new(Nobody)).unwrap();
+    let reactor = place.get_or_init(|| reactor);
+    reactor.submit(Ticket::new(drop));
+    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
     reactor.stop();
 }
 

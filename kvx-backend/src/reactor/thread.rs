@@ -96,7 +96,8 @@ impl<P: Progress> ReactorShared<P> {
             return exit::wait();
         }
         if let Some(Driven { mut machine, .. }) = guard.take() {
-            for command in self.queue.lock().take().unwrap_or_default() {
+            let left = self.queue.lock().take().unwrap_or_default(); // and let go of the lock
+            for command in left {
                 machine.command(command, out);
             }
             machine.stop(out);

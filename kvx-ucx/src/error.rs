@@ -51,11 +51,28 @@ const ROWS: &[(RangeInclusive<ucs_status_t>, Kind, &str)] = &[
     (ucs_status_t::MIN..=ucs_status_t::MAX, Kind::Native, UNKNOWN),
 ];
 
+/// What tells more.
+const SAYS_WHICH: &str = "UCX_LOG_LEVEL=info says which";
+
 /// The error for UCX's answer to `what`, with what to do next, UCX's code and its words.
 pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");
     Error::new(*kind, format!("{what}: {cure}")).backend(NAME).native(i64::from(status.0), status.text())
+}
+
+/// Why there is no worker: no peer has part in that, whatever UCX's answer is to mean elsewhere.
+pub(crate) fn of_worker(status: Status) -> Error {
+    const WHAT: &str = "UCX gives no worker";
+    let error = native(WHAT, status);
+    match error.kind() {
+        Kind::PeerLost => {
+            let why =
+                format!("{WHAT}: raise the limits of open files (ulimit -n) and of memory; {SAYS_WHICH}");
+            Error::new(Kind::Exhausted, why).backend(NAME).native(i64::from(status.0), status.text())
+        }
+        _ => error,
+    }
 }
 
 /// Why a piece of a transfer has failed.
@@ -76,6 +93,14 @@ pub(crate) fn of_piece(status: Status) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_worker_that_there_is_none_of_is_no_peers_fault() {
+        let error = of_worker(Status(-3));
+        assert_eq!(error.kind(), Kind::Exhausted);
+        assert!(error.sentence().contains("ulimit -n"), "{error}");
+        assert_eq!(native("", Status(-3)).kind(), Kind::PeerLost, "else nothing is told apart here");
+    }
 
     #[test]
     fn each_status_has_its_kind_and_a_cure() {

@@ -161,7 +161,7 @@ pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<
     let threads = Threads::now();
     let ucx = context(library, &agent.options)?;
     let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
-    let workers = workers.map_err(|status| error::native("UCX gives no worker", status))?;
+    let workers = workers.map_err(error::of_worker)?;
     threads.name_new();
     let capabilities = capabilities(kinds(ucx.memory_types()));
     let registrations = Arc::new(Registrations::new(ucx, workers.len()));

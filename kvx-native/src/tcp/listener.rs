@@ -82,11 +82,16 @@ fn local_address(socket: &Private) -> Result<SocketAddr, Errno> {
 fn refused(bind: IpAddr, errno: Errno) -> Error {
     let hint = match errno {
         Errno::ADDRNOTAVAIL => format!(": it is not an address of this host, which has {}", list()),
+        Errno::MFILE | Errno::NFILE => ": raise the limit of open files".into(),
         Errno::ACCESS => ": ports below 1024 need privileges; choose others with \"tcp.ports\"".into(),
         _ => String::new(),
     };
     let error = Error::os(format!("cannot listen on {bind} (\"tcp.bind\"){hint}"), errno);
-    error.kind_is(if errno == Errno::ADDRNOTAVAIL { Kind::Invalid } else { Kind::Native })
+    error.kind_is(match errno {
+        Errno::ADDRNOTAVAIL => Kind::Invalid,
+        Errno::MFILE | Errno::NFILE => Kind::Exhausted,
+        _ => Kind::Native,
+    })
 }
 
 fn busy(bind: IpAddr, from: u16, to: u16) -> Error {
@@ -168,6 +173,13 @@ unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_socket_that_there_is_no_descriptor_for_is_a_limit_to_be_raised() {
+        let error = refused([127, 0, 0, 1].into(), Errno::MFILE);
+        assert_eq!(error.kind(), Kind::Exhausted);
+        assert!(error.sentence().contains("raise the limit of open files"), "{error}");
+    }
     use kvx_core::Options;
 
     fn open(json: &str) -> Result<Listener> {

@@ -14,6 +14,9 @@ pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
 /// What helps where that is refused.
 pub(crate) const CURE: &str = "run the tests as root, with util-linux and iproute2";
 
+/// In the process that runs a test on a host of its own: the ways to the far end's host and to the switch.
+const WAYS: [&str; 2] = ["KVX_TESTKIT_WAY", "KVX_TESTKIT_SWITCH"];
+
 /// One of [`Hosts`]. Programs that run there outlive it.
 pub struct Host {
     /// Keeps the namespaces, until this process closes its input or ends.
@@ -71,16 +74,24 @@ impl Host {
     }
 
     fn ip(&self, arguments: &str) -> Check {
-        let done = output_if_started(self.command("ip").args(arguments.split(' ')), CUT_OFF)?;
-        if done.status.success() {
-            return Ok(());
-        }
-        Err(Failure::new(format!("ip {arguments}: {}", String::from_utf8_lossy(&done.stderr).trim())))
+        run_there(&self.way(), "ip", arguments)
     }
 }
 
+/// Runs a program in the namespaces that this way leads to.
+fn run_there(way: &[String], program: &str, arguments: &str) -> Check {
+    let (enter, words) =
+        way.split_first().ok_or_else(|| Failure::new("this test is on no host of its own"))?;
+    let done =
+        output_if_started(Command::new(enter).args(words).arg(program).args(arguments.split(' ')), CUT_OFF)?;
+    if done.status.success() {
+        return Ok(());
+    }
+    Err(Failure::new(format!("{program} {arguments}: {}", String::from_utf8_lossy(&done.stderr).trim())))
+}
+
 /// Why nothing can be started behind these words, if it cannot.
-pub(crate) fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
+pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     let (program, more) = words.split_first()?;
     let why = match output_if_started(Command::new(program).args(more).args(test), CUT_OFF) {
         Err(error) => error.to_string(),
@@ -91,6 +102,20 @@ pub(crate) fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
         },
     };
     Some(format!("{}: {why}", words.join(" ")))
+}
+
+/// Runs a command that is one test of this program. Gives what it said.
+///
+/// # Errors
+/// What it said, if it failed or did nothing.
+pub fn run_one_test(test: &mut Command, limit: Duration) -> Result<String, Failure> {
+    let done = output_if_started(test, limit)?;
+    eprint!("{}", String::from_utf8_lossy(&done.stderr));
+    let said = String::from_utf8_lossy(&done.stdout).into_owned();
+    match done.status.success() && said.contains("1 passed") {
+        true => Ok(said),
+        false => Err(Failure::new(format!("{}: {said}", done.status))),
+    }
 }
 
 impl Drop for Host {
@@ -128,6 +153,39 @@ impl Hosts {
             hosts.each.push(host);
         }
         Ok(hosts)
+    }
+
+    /// Runs one test of this program in a process on one of two hosts, whose far ends are on the other. Gives what it
+    /// said.
+    ///
+    /// # Errors
+    /// What cannot be done, and what the test said if it failed.
+    pub fn run_test(title: &str, limit: Duration) -> Result<String, Failure> {
+        let hosts = Hosts::new(2)?;
+        let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };
+        let mut test = near.command(std::env::current_exe()?);
+        test.args(["--exact", title]);
+        WAYS.iter()
+            .zip([far, &hosts.switch])
+            .for_each(|(name, host)| _ = test.env(name, host.way().join(" ")));
+        run_one_test(&mut test, limit)
+    }
+
+    /// In such a process: the words behind which a far end is started.
+    pub fn way_to_far() -> Option<Vec<String>> {
+        Self::way_named(WAYS[0])
+    }
+
+    fn way_named(name: &str) -> Option<Vec<String>> {
+        Some(std::env::var(name).ok()?.split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// In such a process: has the switch let nothing through to the far end's host and from it, or let it through
+    /// again. Neither end is told.
+    pub fn cut_off_far(cut: bool) -> Check {
+        const PORT: [&str; 2] = ["master bridge", "nomaster"];
+        let switch = Self::way_named(WAYS[1]).unwrap_or_default();
+        run_there(&switch, "ip", &format!("link set port2 {}", PORT[usize::from(cut)]))
     }
 
     /// The address of the host of this number.

@@ -234,7 +234,16 @@ impl Setup {
 
     /// Builds a further agent at the far end; gives its number.
     pub fn far_agent(&self, far: &mut Far, name: &str) -> Result<usize, Failure> {
-        Ok(far.build(self.spec(name))??)
+        Ok(self.try_far_agent(far, name)??)
+    }
+
+    /// The same where it may be refused; the inner result is kvx's.
+    pub(crate) fn try_far_agent(
+        &self,
+        far: &mut Far,
+        name: &str,
+    ) -> Result<kvx_core::Result<usize>, Failure> {
+        far.build(self.spec(name))
     }
 
     /// A pair: an agent here, and an agent at the far end. Not connected yet.

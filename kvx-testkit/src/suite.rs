@@ -12,7 +12,7 @@ use crate::clauses::{CLAUSES, Clause, Runs};
 use crate::executor::run;
 use crate::far;
 use crate::hosts::{CURE, Hosts, UNSHARE, refused_behind};
-use crate::process::{answers_apart, output};
+use crate::process::answers_apart;
 use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
 use crate::skip::skip;
 use crate::tier::Tier;
@@ -72,8 +72,6 @@ pub enum Apart {
 
 /// How long a clause may take.
 const LIMIT: Duration = Duration::from_secs(90);
-/// The way to the far end's host, in the process that runs a clause on a host of its own.
-const WAY: &str = "KVX_TESTKIT_WAY";
 
 impl Suite {
     /// The suite over a backend as it comes.
@@ -133,9 +131,7 @@ impl Suite {
         setup.through = match self.apart {
             Apart::Beside => Vec::new(),
             Apart::Behind(words) => words.iter().map(|word| (*word).to_owned()).collect(),
-            Apart::OnHosts => {
-                std::env::var(WAY).unwrap_or_default().split_whitespace().map(str::to_owned).collect()
-            }
+            Apart::OnHosts => Hosts::way_to_far().unwrap_or_default(),
         };
         setup
     }
@@ -164,7 +160,7 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
     let suite = asked.and_then(|label| suites.iter().find(|suite| suite.label == label));
     serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
-    let on_a_host = std::env::var_os(WAY).is_some();
+    let on_a_host = Hosts::way_to_far().is_some();
     for suite in suites.iter().filter(|suite| !on_a_host || suite.apart == Apart::OnHosts) {
         if !suite.tier.runs_or_says(suite.label) {
             continue;
@@ -191,7 +187,7 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
                 let title = name.clone();
                 let to_hosts = suite.apart == Apart::OnHosts && !on_a_host;
                 trials.push(Trial::test(name, move || match to_hosts {
-                    true => judge_on_hosts(&title),
+                    true => Ok(Hosts::run_test(&title, LIMIT + CUT_OFF).map(drop)?),
                     false => judge(&title, &suite, clause, setup),
                 }));
             }
@@ -240,21 +236,6 @@ fn does_not_go_through(suite: &Suite) -> Option<String> {
     };
     let itself = std::env::current_exe().ok()?;
     refused_behind(words, &["test", "-x", &itself.to_string_lossy()])
-}
-
-/// Runs this one test in a process on one of two hosts, whose far end is on the other.
-fn judge_on_hosts(title: &str) -> Result<(), Failed> {
-    let hosts = Hosts::new(2)?;
-    let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };
-    let mut test = near.command(std::env::current_exe()?);
-    test.args(["--exact", title]).env(WAY, far.way().join(" "));
-    let done = output(&mut test, LIMIT + CUT_OFF);
-    eprint!("{}", String::from_utf8_lossy(&done.stderr));
-    let said = String::from_utf8_lossy(&done.stdout);
-    match done.status.success() && said.contains("1 passed") {
-        true => Ok(()),
-        false => Err(format!("{}: {said}", done.status).into()),
-    }
 }
 
 fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> Result<(), Failed> {

@@ -383,9 +383,9 @@ commands:
         --minutes N    for so long over each, instead of an hour
         --only BACKEND only over this one, may be repeated
   faults [connector] [--only PART]
-      peers that are killed, stopped, restarted, shut down, out of descriptors, before a link, while idle, amid
+      peers that are killed, stopped, cut off, out of descriptors or threads and more, before a link, while idle, amid
       reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
-      docs/reliability.md has; ten minutes
+      docs/reliability.md has; twenty minutes
         connector      engines and their ranks, and the loads between them; five minutes
         --only PART    only over this backend, or with this trouble; once
   fuzz [--seconds N] [--keep] [TARGET]...

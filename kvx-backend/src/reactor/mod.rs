@@ -7,6 +7,8 @@
 
 mod exit;
 mod mailbox;
+#[cfg(feature = "panic-for-tests")]
+pub mod panics;
 mod thread;
 mod work_queue;
 
@@ -399,6 +401,8 @@ impl<P: Progress> ReactorShared<P> {
         last: Option<P::Command>,
         out: &mut Outbox,
     ) -> Turn {
+        #[cfg(feature = "panic-for-tests")]
+        panics::take_turn();
         let mut count = usize::from(last.is_some());
         if self.queued.any() {
             if let Some(commands) = self.queue.lock().as_mut() {

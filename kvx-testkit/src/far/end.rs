@@ -10,8 +10,7 @@ use kvx_core::{
     quarantined_bytes,
 };
 
-use rustix::process::{Resource, Rlimit};
-
+use super::limits::{HungPage, limit};
 use super::words::{Command, Reply};
 use crate::device::Device;
 use crate::pattern;
@@ -27,12 +26,21 @@ pub(super) struct End {
     agents: Vec<Agent>,
     regions: Vec<Option<Region>>,
     peers: Vec<Option<Peer>>,
+    hung: Option<HungPage>,
 }
 
 impl End {
     pub(super) fn new(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
         let threads = device.iter().flat_map(|_| surroundings::threads()).map(|(tid, _)| tid).collect();
-        End { registry, device, threads, agents: Vec::new(), regions: Vec::new(), peers: Vec::new() }
+        End {
+            registry,
+            device,
+            threads,
+            agents: Vec::new(),
+            regions: Vec::new(),
+            peers: Vec::new(),
+            hung: None,
+        }
     }
 
     fn region(&self, number: usize) -> kvx_core::Result<&Region> {
@@ -168,8 +176,13 @@ impl End {
                     met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
                 )
             }
-            Command::OpenFiles { more } => {
-                limit_files(more).map_err(|error| Error::os("the limit of open files", error))?;
+            Command::Limit { what, more } => {
+                limit(what, more).map_err(|error| Error::os(format!("the limit of {what}"), error))?;
+                Reply::Done
+            }
+            Command::HangPage { region } => {
+                self.hung = None; // the one before comes
+                self.hung = region.map(|number| HungPage::of(self.region(number)?.memory())).transpose()?;
                 Reply::Done
             }
             Command::Fork { ends_after } => {
@@ -212,15 +225,6 @@ impl End {
             }
         })
     }
-}
-
-/// Forbids this process to open any file, or allows it again as far as the hard limit goes.
-pub(crate) fn limit_files(more: bool) -> rustix::io::Result<()> {
-    use std::os::fd::AsRawFd as _;
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let free = if more { None } else { Some(rustix::io::dup(std::io::stdin())?.as_raw_fd() as u64) };
-    let current = free.or(limit.maximum); // the lowest number that is free is the first that is too high
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current, ..limit })
 }
 
 /// CPU time that this process has used.

@@ -1,6 +1,7 @@
 //! The far end of a pair: agents in this process or in another one, asked in the same commands.
 
 mod end;
+mod limits;
 mod words;
 
 use std::sync::Arc;
@@ -17,7 +18,9 @@ use crate::setup::Backing;
 use crate::surroundings::{Holdings, Surroundings};
 
 pub use self::end::cpu_time;
-pub(crate) use self::end::{limit_files, serve};
+pub(crate) use self::end::serve;
+pub use self::limits::Limit;
+pub(crate) use self::limits::limit;
 pub use self::words::{PostSpec, Sent};
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.
@@ -172,6 +175,17 @@ impl Far {
         Ok(self.number(command)?? as usize)
     }
 
+    /// As `register_of`, where it may be refused; the inner result is kvx's.
+    pub(crate) fn try_register_of(
+        &mut self,
+        agent: usize,
+        name: &str,
+        len: usize,
+        backing: Backing,
+    ) -> Result<kvx_core::Result<u64>, Failure> {
+        self.number(Command::Register { agent, name: name.into(), len, backing, seed: None })
+    }
+
     /// Registers two regions of `len` bytes each of which the second begins where the first ends. Gives the number of
     /// the first; the second has the next.
     pub fn register_neighbours(
@@ -307,7 +321,17 @@ impl Far {
 
     /// Whether its process may open files beside those that it has open.
     pub fn open_files(&mut self, more: bool) -> Result<(), Failure> {
-        Ok(self.done(Command::OpenFiles { more }, Duration::ZERO)??)
+        self.limit(Limit::Files, more)
+    }
+
+    /// Whether its process may have more of something than it has.
+    pub fn limit(&mut self, what: Limit, more: bool) -> Result<(), Failure> {
+        Ok(self.done(Command::Limit { what, more }, Duration::ZERO)??)
+    }
+
+    /// Has a page of a region of the program's own memory not come, whoever touches it, until it is said of none.
+    pub fn hang_page(&mut self, region: Option<usize>) -> Result<(), Failure> {
+        Ok(self.done(Command::HangPage { region }, Duration::ZERO)??)
     }
 
     /// Has its process fork a child that does nothing, holds what it inherits, and ends by itself.

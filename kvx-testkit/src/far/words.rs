@@ -5,6 +5,7 @@ use std::time::Duration;
 use kvx_core::{Kind, Notification};
 use serde::{Deserialize, Serialize};
 
+use super::limits::Limit;
 use crate::setup::Backing;
 use crate::surroundings::{Holdings, Surroundings};
 
@@ -87,8 +88,12 @@ pub(super) enum Command {
         senders: usize,
         within: Duration,
     },
-    OpenFiles {
+    Limit {
+        what: Limit,
         more: bool,
+    },
+    HangPage {
+        region: Option<usize>,
     },
     Fork {
         ends_after: Duration,

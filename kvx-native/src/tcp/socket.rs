@@ -50,6 +50,8 @@ pub(super) fn connected(socket: &Private) -> Result<(), Errno> {
 /// # Safety
 /// Each piece names readable memory.
 pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+    #[cfg(test)]
+    let Some(pieces) = cut::short(pieces) else { return Ok(None) };
     // SAFETY: all zeros is a message header without address, pieces and ancillary data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
@@ -65,6 +67,8 @@ pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Resul
 /// # Safety
 /// Each piece names writable memory.
 pub(super) unsafe fn receive(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+    #[cfg(test)]
+    let Some(pieces) = cut::short(pieces) else { return Ok(None) };
     // SAFETY: the pieces outlive the call; the caller vouches for what they name.
     let got = unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
@@ -88,4 +92,43 @@ fn outcome(returned: libc::ssize_t) -> Result<Option<usize>> {
 /// An established connection failed.
 fn broken(errno: Errno) -> Error {
     Error::os("the connection to the peer broke: check whether it still runs", errno).kind_is(Kind::PeerLost)
+}
+
+/// Calls that move less than there is, or nothing, as a test's seed wants it.
+#[cfg(test)]
+pub(super) mod cut {
+    use std::cell::RefCell;
+
+    use kvx_testkit::Random;
+
+    thread_local! {
+        static CUTS: RefCell<Option<Random>> = const { RefCell::new(None) };
+    }
+
+    /// The calls of this thread are cut from now on, by this seed; or are not.
+    pub(in crate::tcp) fn by(seed: Option<u64>) {
+        CUTS.set(seed.map(Random::seeded));
+    }
+
+    /// What a call may move of these pieces; `None`: it says that nothing can be moved now.
+    pub(super) fn short(pieces: &mut [libc::iovec]) -> Option<&mut [libc::iovec]> {
+        /// A call that is cut moves no more: some headers, or a part of a record.
+        const MOST: usize = 3000;
+        let Some(draw) = CUTS.with_borrow_mut(|cuts| cuts.as_mut().map(Random::word)) else {
+            return Some(pieces);
+        };
+        let mut left = match draw % 8 {
+            0..2 => return None,
+            2..5 => 1 + (draw >> 8) as usize % MOST,
+            5 => 1 + (draw >> 8) as usize % 20,
+            _ => return Some(pieces),
+        };
+        let mut count = 0;
+        while count < pieces.len() && left > 0 {
+            pieces[count].iov_len = pieces[count].iov_len.min(left);
+            left -= pieces[count].iov_len;
+            count += 1;
+        }
+        Some(&mut pieces[..count])
+    }
 }

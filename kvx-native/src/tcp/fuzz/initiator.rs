@@ -21,21 +21,21 @@ use crate::tcp::link::TcpRemote;
 use crate::tcp::peers::OpenedLink;
 use crate::tcp::seal::Seal;
 
-const LINK: LinkId = LinkId(1);
+pub(super) const LINK: LinkId = LinkId(1);
 /// Transfers at a time, each with memory of its own: three of the small lane, and one that is more than it takes.
-const SLOTS: [u64; 4] = [64, 64, 128, 2100];
+pub(super) const SLOTS: [u64; 4] = [64, 64, 128, 2100];
 /// Blocks of each, of which some are moved.
-const BLOCKS: u32 = 32;
+pub(super) const BLOCKS: u32 = 32;
 
 /// A transfer has not settled, has, and how.
-const OPEN: u8 = 0;
-const DONE: u8 = 1;
+pub(super) const OPEN: u8 = 0;
+pub(super) const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
 /// A place for a transfer.
-struct Slot {
-    watched: Watched,
-    posted: Option<(TransferId, Arc<AtomicU8>)>,
+pub(super) struct Slot {
+    pub(super) watched: Watched,
+    pub(super) posted: Option<(TransferId, Arc<AtomicU8>)>,
 }
 
 /// Local memory is found by the plan alone.
@@ -58,16 +58,7 @@ pub(crate) fn initiator(bytes: &[u8]) {
 
 fn run(bytes: &[u8], seal: Seal) {
     let mut lanes = Lanes::new(seal, |key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
-    let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
-    let who = (who(3), keys, [8; 16]);
-    let addresses = vec![([127, 0, 0, 1], 1).into()];
-    let mut peer = OpenedLink::new(LINK, who, addresses, LANES - 1, Arc::default(), Instant::now());
-    (peer.lanes, peer.lanes_up) = ((0..LANES).map(Some).collect(), LANES);
-    let mut slots = SLOTS.map(|block| {
-        let mut watched = Watched::new(BLOCKS as usize * block as usize);
-        watched.keep();
-        Slot { watched, posted: None }
-    });
+    let (mut peer, mut slots) = (opened(), SLOTS.map(Slot::new));
     let mut posted = 0;
     let mut script = Reader::new("script", bytes);
     while let Some(step) = next(&mut script) {
@@ -78,7 +69,7 @@ fn run(bytes: &[u8], seal: Seal) {
                 let at = usize::from(how) % SLOTS.len();
                 if slots[at].posted.is_none() {
                     posted += 1;
-                    post(&mut peer, &mut slots[at], at, how, TransferId(posted), &mut out);
+                    post(&mut peer, &mut slots[at], (at, how, 1), TransferId(posted), &mut out);
                 }
             }
             Step::Own(1, at) => {
@@ -106,20 +97,60 @@ fn run(bytes: &[u8], seal: Seal) {
     assert!(slots.iter().all(|slot| slot.posted.is_none()), "a transfer has not settled at its link's end");
 }
 
-/// Posts a transfer in a free place: `how` says which way, and which blocks.
-fn post(peer: &mut OpenedLink, slot: &mut Slot, at: usize, how: u8, id: TransferId, out: &mut Outbox) {
-    let op = if how & 4 == 0 { Op::Read } else { Op::Write };
+impl Slot {
+    /// For blocks of this size.
+    pub(super) fn new(block: u64) -> Self {
+        let mut watched = Watched::new(BLOCKS as usize * block as usize);
+        watched.keep();
+        Slot { watched, posted: None }
+    }
+}
+
+/// A link whose lanes are up.
+pub(super) fn opened() -> OpenedLink {
+    let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
+    let who = (who(3), keys, [8; 16]);
+    let addresses = vec![([127, 0, 0, 1], 1).into()];
+    let mut peer = OpenedLink::new(LINK, who, addresses, LANES - 1, Arc::default(), Instant::now());
+    (peer.lanes, peer.lanes_up) = ((0..LANES).map(Some).collect(), LANES);
+    peer
+}
+
+/// Which way a transfer of this `how` goes.
+pub(super) fn op_of(how: u8) -> Op {
+    if how & 4 == 0 { Op::Read } else { Op::Write }
+}
+
+/// Which blocks it moves: in this order here, in that order at the peer.
+pub(super) fn blocks(how: u8, by: u32) -> Indices {
+    match how & 8 == 0 {
+        true => (0..BLOCKS).into(),
+        false => (0..BLOCKS - 8).map(|index| index * by % BLOCKS).collect::<Vec<_>>().into(),
+    }
+}
+
+/// The factors of those orders.
+pub(super) const ORDERS: [u32; 2] = [3, 5];
+
+/// Posts a transfer in the free place `at`, to or from the peer's `region`.
+pub(super) fn post(
+    peer: &mut OpenedLink,
+    slot: &mut Slot,
+    (at, how, region): (usize, u8, u64),
+    id: TransferId,
+    out: &mut Outbox,
+) {
+    let op = op_of(how);
     let grids =
         || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }]) };
-    let indices = |by: u32| -> Indices {
-        match how & 8 == 0 {
-            true => (0..BLOCKS).into(),
-            false => (0..BLOCKS - 8).map(|index| index * by % BLOCKS).collect::<Vec<_>>().into(),
-        }
+    let pair = Pair {
+        local: grids(),
+        remote: grids(),
+        local_indices: blocks(how, ORDERS[0]),
+        remote_indices: blocks(how, ORDERS[1]),
     };
-    let pair =
-        Pair { local: grids(), remote: grids(), local_indices: indices(3), remote_indices: indices(5) };
-    let (id_of_region, key, memory) = (RegionId(1), RegionKey([1; 16]), Arc::clone(&slot.watched.memory));
+    let (id_of_region, key) = (RegionId(region), RegionKey([region as u8; 16]));
+    let memory = Arc::clone(&slot.watched.memory);
     let len = memory.len() as u64;
     let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(Local) };
     let remote = RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
@@ -163,7 +194,12 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
 }
 
 /// What the machine makes of it.
-fn take_effect(effect: Effect, lanes: &mut Lanes, peer: &mut OpenedLink, out: &mut Outbox) -> Result<(), ()> {
+pub(super) fn take_effect(
+    effect: Effect,
+    lanes: &mut Lanes,
+    peer: &mut OpenedLink,
+    out: &mut Outbox,
+) -> Result<(), ()> {
     let (transfer, why) = match effect {
         Effect::Ended { transfer: Some(transfer), result, .. } => {
             match (peer.ended(transfer, &result, out), result) {
@@ -181,7 +217,7 @@ fn take_effect(effect: Effect, lanes: &mut Lanes, peer: &mut OpenedLink, out: &m
 }
 
 /// Settles what a turn has settled: the memory of such a transfer stays as it is.
-fn settle(slots: &mut [Slot; 4], mut out: Outbox) {
+pub(super) fn settle(slots: &mut [Slot; 4], mut out: Outbox) {
     kvx_backend::fuzz::deliver(&mut out);
     for slot in slots {
         if slot.posted.take_if(|(_, standing)| standing.load(Ordering::Relaxed) != OPEN).is_some() {

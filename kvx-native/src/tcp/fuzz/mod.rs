@@ -8,6 +8,8 @@ pub(crate) mod frames;
 pub(crate) mod handshake;
 pub(crate) mod initiator;
 pub(crate) mod owner;
+#[cfg(test)]
+mod pair;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::Shutdown;
@@ -81,8 +83,30 @@ struct Far {
 }
 
 impl Lanes {
-    /// Lanes of these roles, by number, that are sealed in this way.
+    /// Lanes of these roles, by number, that are sealed in this way, and the sockets' other ends.
     fn new(seal: Seal, role: impl Fn(usize, u8) -> Role) -> Self {
+        let (mut nears, mut fars) = (Vec::new(), Vec::new());
+        for _ in 0..LANES {
+            let (near, socket) = UnixStream::pair().expect("there are descriptors");
+            socket.set_nonblocking(true).expect("it is open");
+            let (ours, theirs) = seals();
+            nears.push((near, ours));
+            fars.push(Far {
+                socket,
+                unsent: Vec::new(),
+                begun: Vec::new(),
+                left: 0,
+                is_sealed: false,
+                seals: (seal > Seal::None).then_some((seal, theirs)),
+                reads: true,
+                ends: false,
+            });
+        }
+        Lanes { fars, ..Lanes::over(nears, seal, role) }
+    }
+
+    /// Lanes of these roles over these sockets, after a handshake.
+    fn over(sockets: Vec<(UnixStream, Seals)>, seal: Seal, role: impl Fn(usize, u8) -> Role) -> Self {
         let inbox = Arc::new(Inbox::default());
         let shared = Shared {
             config: Config::read(&Options::new()).expect("there is a default for every option"),
@@ -105,43 +129,37 @@ impl Lanes {
             piece: MAX_DATA,
             small_came: false,
         };
-        let (mut conns, mut fars) = (Slab::new(), Vec::new());
-        for number in 0..LANES {
-            let (near, socket) = UnixStream::pair().expect("there are descriptors");
-            near.set_nonblocking(true).and_then(|()| socket.set_nonblocking(true)).expect("it is open");
+        let mut conns = Slab::new();
+        for (number, (near, ours)) in sockets.into_iter().enumerate() {
+            near.set_nonblocking(true).expect("it is open");
             let near = Private::from(OwnedFd::from(near));
             let mut conn =
                 Conn::new(near, ([127, 0, 0, 1], 1).into(), role(number, number as u8), Instant::now());
             conn.small = number == 0;
-            let (ours, theirs) = seals();
             conn.input.open_from_here(ours.opener, seal);
             conn.output.seal_from_here(ours.sealer, seal);
             conns.insert(conn);
-            fars.push(Far {
-                socket,
-                unsent: Vec::new(),
-                begun: Vec::new(),
-                left: 0,
-                is_sealed: false,
-                seals: (seal > Seal::None).then_some((seal, theirs)),
-                reads: true,
-                ends: false,
-            });
         }
-        Lanes { conns, scope, inbox, fars, piece: usize::MAX }
+        Lanes { conns, scope, inbox, fars: Vec::new(), piece: usize::MAX }
     }
 
     /// A turn of one lane. Says whether anything moved; calls `heard` with each header that its peer gets. Errors end
     /// the link.
     fn turn(&mut self, key: usize, mut heard: impl FnMut(Header)) -> Result<bool> {
-        let (far, conn, scope) = (&mut self.fars[key], &mut self.conns[key], &mut self.scope);
-        let wrote = far.write(self.piece);
+        let wrote = self.fars[key].write(self.piece);
+        let moved = self.turn_here(key)?;
+        self.fars[key].read(&mut heard);
+        Ok(wrote + moved > 0)
+    }
+
+    /// This end's part of it. Says how much moved.
+    fn turn_here(&mut self, key: usize) -> Result<usize> {
+        let (conn, scope) = (&mut self.conns[key], &mut self.scope);
         conn.event(true, true, false);
         let got = conn.receive(SHARE, key, scope)?;
         let sent = conn.send(SHARE, scope)?;
         conn.note_held(&mut scope.held)?;
-        far.read(&mut heard);
-        Ok(wrote + got + sent > 0)
+        Ok(got + sent)
     }
 
     /// All connections end, as the machine ends them.

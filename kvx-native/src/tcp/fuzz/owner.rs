@@ -16,7 +16,7 @@ use crate::tcp::seal::Seal;
 use crate::tcp::serve::ServedLane;
 
 /// Of the link whose lanes they are.
-const LINK: [u8; 16] = [8; 16];
+pub(super) const LINK: [u8; 16] = [8; 16];
 /// Region `n` has the number `n`, `n` times so many bytes, and a key of bytes `n`.
 const LEN: usize = 4096;
 const REGIONS: u64 = 3;
@@ -44,20 +44,10 @@ fn run(bytes: &[u8], seal: Seal) {
         match step {
             Step::Own(0, region) => {
                 let (served, watched) = &mut regions[usize::from(region) % REGIONS as usize];
-                lanes.scope.shared.regions.remove(served);
-                for (_, conn) in &mut lanes.conns {
-                    let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
-                    lane.revoke(served.id, input, output, &mut lanes.scope);
-                }
+                revoke(&mut lanes, served);
                 watched.keep();
             }
-            Step::Own(1, is_full) => {
-                lanes.inbox.0.store(is_full & 1 != 0, Ordering::Relaxed);
-                for (_, conn) in &mut lanes.conns {
-                    let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
-                    lane.resume(output, &lanes.scope.shared);
-                }
-            }
+            Step::Own(1, is_full) => set_room(&mut lanes, is_full & 1 == 0),
             _ => {}
         }
         if go_on(&mut lanes, &mut answers).is_err() {
@@ -76,14 +66,7 @@ fn go_on(lanes: &mut Lanes, answers: &mut [Answers; LANES]) -> Result<(), ()> {
         for (key, answers) in answers.iter_mut().enumerate() {
             let moved = lanes.turn(key, |header| answers.note(header)).map_err(drop)?;
             moves |= moved;
-            for effect in std::mem::take(&mut lanes.scope.effects) {
-                let Effect::Cancelled { link: LINK, lane, id } = effect else {
-                    panic!("an owner does not say {effect:?}")
-                };
-                let Some(conn) = lanes.conns.get_mut(usize::from(lane)) else { continue };
-                let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
-                lane.cancel(id, input, output, &mut lanes.scope).map_err(drop)?;
-            }
+            take_effects(lanes)?;
             let described = lanes.conns.iter().map(|(_, conn)| match &conn.role {
                 Role::Served(lane) => lane.described(),
                 _ => 0,
@@ -92,6 +75,37 @@ fn go_on(lanes: &mut Lanes, answers: &mut [Answers; LANES]) -> Result<(), ()> {
         }
     }
     Ok(())
+}
+
+/// Does what the machine does beyond one lane. Errors: the link has ended.
+pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
+    for effect in std::mem::take(&mut lanes.scope.effects) {
+        let Effect::Cancelled { link: LINK, lane, id } = effect else {
+            panic!("an owner does not say {effect:?}")
+        };
+        let Some(conn) = lanes.conns.get_mut(usize::from(lane)) else { continue };
+        let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
+        lane.cancel(id, input, output, &mut lanes.scope).map_err(drop)?;
+    }
+    Ok(())
+}
+
+/// Takes a region back, and asks its lanes to let go of it.
+pub(super) fn revoke(lanes: &mut Lanes, served: &Served) {
+    lanes.scope.shared.regions.remove(served);
+    for (_, conn) in &mut lanes.conns {
+        let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
+        lane.revoke(served.id, input, output, &mut lanes.scope);
+    }
+}
+
+/// Has room for notifications, or none.
+pub(super) fn set_room(lanes: &mut Lanes, has_room: bool) {
+    lanes.inbox.0.store(!has_room, Ordering::Relaxed);
+    for (_, conn) in &mut lanes.conns {
+        let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
+        lane.resume(output, &lanes.scope.shared);
+    }
 }
 
 /// What came for each request: its end is the last.

@@ -27,6 +27,17 @@ impl fmt::Display for BlockReference {
     }
 }
 
+/// A logical block that nobody could read before: its digest is still to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fresh {
+    pub(crate) group: u32,
+    pub(crate) block: u32,
+    /// The owner's word for its pool.
+    pub(crate) pool: u64,
+    /// The word of the block.
+    pub(crate) generation: u64,
+}
+
 /// Not 32 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoReference;

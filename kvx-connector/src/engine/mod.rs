@@ -50,6 +50,7 @@ mod worker;
 pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part, ReadBlocks};
 pub use aggregate::{EngineOutput, OutputAggregator};
 pub use failure::{FailureKind, LoadFailure, TransferFailure};
+pub(crate) use generations::Fresh;
 pub use generations::{BlockReference, Generations, NoReference};
 pub use identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
 #[cfg(feature = "runtime")]

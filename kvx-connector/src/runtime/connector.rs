@@ -22,7 +22,7 @@ const AT_DROP: Duration = Duration::from_secs(1);
 /// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with its last clone.
 ///
 /// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing
-/// (with `kvx_digest`, `request_finished` hashes the blocks first):
+/// (with `kvx_digest`, `request_finished` first has all ranks hash the blocks):
 ///
 /// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
 ///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
@@ -108,7 +108,7 @@ impl Connector {
     /// is not there at the deadline, one that is started twice, and one that the engine does not have.
     ///
     /// # Errors
-    /// `Unsupported` for a NixlPushConnector and with `kvx_digest`; `Invalid` when all workers have their caches, or
+    /// `Unsupported` for another connector than NixlConnector; `Invalid` when all workers have their caches, or
     /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
     /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {

@@ -14,7 +14,7 @@ use twox_hash::XxHash3_64;
 use super::rank::Registered;
 use super::state::Shared;
 use super::words::{AT_ONCE, WORD, Words};
-use crate::engine::WorkerRank;
+use crate::engine::{Fresh, WorkerRank};
 use crate::mapping::{Geometry, KvRegion, Pairing, RegionGrid, Source};
 
 /// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
@@ -42,15 +42,6 @@ impl Origin {
         seed[20..].copy_from_slice(&self.region.to_le_bytes());
         XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&seed), bytes)
     }
-}
-
-/// A logical block that nobody could read before.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Fresh {
-    pub(super) group: u32,
-    pub(super) block: u32,
-    pub(super) pool: u64,
-    pub(super) generation: u64,
 }
 
 /// The digests of one worker's blocks.

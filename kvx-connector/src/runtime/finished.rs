@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::awaited::LoadEnd;
+use super::group::await_digests;
 use super::prefill::Released;
 use super::slot::Slot;
 use super::state::{Shared, State};
@@ -31,8 +32,10 @@ impl Shared {
         let ranks = state.ranks.iter().filter(|_| !fresh.is_empty());
         let ranks: Vec<_> =
             ranks.filter_map(|(rank, held)| Some((*rank, held.registered.clone()?))).collect();
+        let elsewhere = state.digest_elsewhere(&fresh);
         drop(state);
         ranks.iter().for_each(|(rank, own)| self.publish_digests(*rank, own, &fresh));
+        await_digests(elsewhere);
         self.wake_up.notify_one();
         finished
     }

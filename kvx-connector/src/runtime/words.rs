@@ -14,8 +14,7 @@ use kvx_core::{Agent, Error, Grid, Kind, Memory, Region, Result, random_number};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::digests::Fresh;
-use crate::engine::{BlockLists, BlockReference, Generations, RequestId, WorkerRank};
+use crate::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
 
 /// The name of the region that holds the words: the pool's first, then one for each logical block.
 pub(super) const WORDS: &str = "generations";

@@ -7,7 +7,7 @@ use kvx_core::{Error, Kind, Result};
 
 use super::msgpack::{Reader, Writer};
 use super::step::{MAX_GROUPS, MAX_STEP, duration, read_duration, read_rank, read_reason, reason, record};
-use crate::engine::{ConnectorMeta, PoolBlocks, WorkerOutput, WorkerRank};
+use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, WorkerOutput, WorkerRank};
 
 /// The longest message of either side.
 pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
@@ -15,6 +15,9 @@ pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
 const MAX_TEXT: usize = 1 << 20;
 /// The most blocks of a pool: eight bytes are kept of each.
 const MAX_BLOCKS: u32 = 1 << 24;
+
+/// The most blocks whose digests are asked for at once.
+pub(crate) const MAX_DIGESTS: usize = 1 << 16;
 
 /// From an engine to a rank.
 #[derive(Debug, PartialEq)]
@@ -31,6 +34,8 @@ pub(crate) enum ToRank {
     Step(ConnectorMeta),
     /// The engine ends, within this time.
     End(Duration),
+    /// Blocks that are about to be published: the rank writes their digests, and says so by this number.
+    Digest { number: u64, fresh: Vec<Fresh> },
 }
 
 /// From a rank to its engine.
@@ -48,6 +53,8 @@ pub(crate) enum ToHead {
     Alive,
     /// It has ended. Without a reason: nothing touches its memory any more.
     Ended(Option<String>),
+    /// The digests that were asked for by this number are written.
+    Digested(u64),
 }
 
 impl ToRank {
@@ -63,6 +70,16 @@ impl ToRank {
                 message(4, |writer| writer.raw(&meta))
             }
             ToRank::End(within) => message(5, |writer| duration(writer, *within)),
+            ToRank::Digest { number, fresh } => message(6, |writer| {
+                writer.array(2);
+                writer.unsigned(*number);
+                writer.list(fresh, |writer, Fresh { group, block, pool, generation }| {
+                    writer.array(4);
+                    for number in [(*group).into(), (*block).into(), *pool, *generation] {
+                        writer.unsigned(number);
+                    }
+                });
+            }),
         }
     }
 
@@ -72,13 +89,19 @@ impl ToRank {
         if kind == 4 {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
-        let mut reader = Reader::new(WHAT, body, MAX_TEXT)?;
+        let longest = if kind == 6 { MAX_STEP } else { MAX_TEXT };
+        let mut reader = Reader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
             1 => ToRank::Refused(read_reason(&mut reader)?),
             2 => ToRank::Words,
             3 => ToRank::Taken,
             5 => ToRank::End(read_duration(&mut reader)?),
+            6 => {
+                record(&mut reader, 2)?;
+                let number = reader.unsigned()?;
+                ToRank::Digest { number, fresh: reader.list(MAX_DIGESTS, read_fresh)? }
+            }
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
@@ -112,6 +135,7 @@ impl ToHead {
             }
             ToHead::Alive => message(4, |_| ()),
             ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
+            ToHead::Digested(number) => message(6, |writer| writer.unsigned(*number)),
         }
     }
 
@@ -142,11 +166,22 @@ impl ToHead {
             2 => ToHead::Registered(reader.binary()?.to_vec()),
             4 => ToHead::Alive,
             5 => ToHead::Ended(reader.optional(read_reason)?),
+            6 => ToHead::Digested(reader.unsigned()?),
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
         Ok(message)
     }
+}
+
+fn read_fresh(reader: &mut Reader<'_>) -> Result<Fresh> {
+    record(reader, 4)?;
+    Ok(Fresh {
+        group: reader.unsigned_32()?,
+        block: reader.unsigned_32()?,
+        pool: reader.unsigned()?,
+        generation: reader.unsigned()?,
+    })
 }
 
 fn message(kind: u8, value: impl FnOnce(&mut Writer)) -> Result<Vec<u8>> {

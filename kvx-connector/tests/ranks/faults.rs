@@ -299,9 +299,11 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
     assert_eq!(heard(&rank(&taken, 0, 1)), "ready");
 }
 
-fn what_is_of_one_process_is_refused(backend: &str) {
-    let extra = crate::fleet::extra(backend).replace('{', r#"{"kvx_digest": true, "#);
-    for builder in [crate::rig::builder("engine", &extra), crate::rig::Engine::push_builder("engine", "{}")] {
+fn what_is_of_one_process_is_refused(_: &str) {
+    for builder in [
+        crate::rig::Engine::push_builder("engine", "{}"),
+        crate::rig::Engine::mooncake_builder("engine", "{}"),
+    ] {
         let connector = builder.build_blocking().unwrap();
         let error = ended(connector.group(path("refused"), LIMIT));
         assert_eq!(error.kind(), Kind::Unsupported, "{error}");

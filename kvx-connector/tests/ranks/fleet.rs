@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Connector, Decode, Fetch, Lease, Prefill};
+use kvx_connector::runtime::{Builder, Connector, Decode, Fetch, Lease, Prefill};
 use kvx_core::{Completion, Result};
 use kvx_testkit::Child;
 
@@ -46,7 +46,12 @@ pub(crate) fn path(engine: &str) -> PathBuf {
 impl Fleet {
     /// An engine of so many ranks, all of which are there.
     pub(crate) fn new(engine: &str, backend: &str, tp: u32) -> Self {
-        let (mut fleet, whole) = Fleet::awaiting(engine, backend, tp, LIMIT);
+        Fleet::of(builder(engine, &extra(backend)), engine, tp)
+    }
+
+    /// One that is built so.
+    pub(crate) fn of(builder: Builder, engine: &str, tp: u32) -> Self {
+        let (mut fleet, whole) = Fleet::awaited(builder, engine, tp, LIMIT);
         fleet.ranks = (0..tp).map(|at| rank(&fleet.path, at, tp)).collect();
         whole.wait(LIMIT).unwrap();
         for rank in &fleet.ranks {
@@ -62,7 +67,11 @@ impl Fleet {
         tp: u32,
         deadline: Duration,
     ) -> (Self, Completion<()>) {
-        let connector = builder(engine, &extra(backend)).workers(tp, 1).build_blocking().unwrap();
+        Fleet::awaited(builder(engine, &extra(backend)), engine, tp, deadline)
+    }
+
+    fn awaited(builder: Builder, engine: &str, tp: u32, deadline: Duration) -> (Self, Completion<()>) {
+        let connector = builder.workers(tp, 1).build_blocking().unwrap();
         let path = path(engine);
         let whole = connector.group(&path, deadline);
         (Fleet { connector, ranks: Vec::new(), path, tp }, whole)
@@ -82,6 +91,13 @@ impl Fleet {
         assert!(done.iter().all(|answer| answer == "done"), "{done:?}");
     }
 
+    /// The same on one of its ranks alone.
+    pub(crate) fn compute_on(&mut self, rank: usize, request: u16, blocks: &[u32], tokens: u32) {
+        let line = format!("compute {request} {} {tokens}", joined(blocks));
+        self.ranks[rank].say(&line).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!(heard(&self.ranks[rank]), "done");
+    }
+
     /// Which tokens of these are not those of the request, on all ranks.
     pub(crate) fn wrong(&mut self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
         let line = format!("wrong {request} {} {} {}", joined(blocks), tokens.start, tokens.end);
@@ -94,7 +110,17 @@ impl Fleet {
         blocks: &[u32],
         tokens: u32,
     ) -> Result<(Lease, TransferParams)> {
-        Prefill::new(&self.connector).publish(request, lists(blocks), tokens)
+        Fleet::publish_by(&self.connector, request, blocks, tokens)
+    }
+
+    /// The same, while its ranks are told otherwise.
+    pub(crate) fn publish_by(
+        connector: &Connector,
+        request: &str,
+        blocks: &[u32],
+        tokens: u32,
+    ) -> Result<(Lease, TransferParams)> {
+        Prefill::new(connector).publish(request, lists(blocks), tokens)
     }
 
     pub(crate) fn fetch(

@@ -3,6 +3,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
+mod digests;
 mod faults;
 mod fleet;
 mod loads;
@@ -42,5 +43,9 @@ fn trials() -> Vec<Trial> {
         cases.iter().map(trial).collect()
     };
     let both = |cases| ["SHM", "TCP"].into_iter().flat_map(move |backend| over(backend, cases));
-    both(loads::CASES).chain(both(faults::WITH_LOADS)).chain(over("SHM", faults::CASES)).collect()
+    both(loads::CASES)
+        .chain(both(digests::CASES))
+        .chain(both(faults::WITH_LOADS))
+        .chain(over("SHM", faults::CASES))
+        .collect()
 }

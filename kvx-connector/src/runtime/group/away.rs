@@ -10,10 +10,10 @@ use tokio::sync::mpsc::{self, Receiver, Sender};
 
 use super::super::slot::Slot;
 use crate::engine::{
-    BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
+    BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
 };
 use crate::wire::NixlAgentMetadata;
-use crate::wire::group::ToRank;
+use crate::wire::group::{MAX_DIGESTS, ToRank};
 
 /// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's half.
 const BACKLOG: usize = 1 << 16;
@@ -44,6 +44,9 @@ pub(in crate::runtime) struct Away {
     loads: BTreeMap<RequestId, BlockLists>,
     sends: BTreeSet<RequestId>,
     said: WorkerOutput,
+    /// Digests that it writes, by the numbers that it was asked by.
+    digesting: BTreeMap<u64, Arc<Slot<()>>>,
+    last_digesting: u64,
     /// Whoever waits for its end.
     ending: Option<Arc<Slot<Result<()>>>>,
 }
@@ -58,6 +61,8 @@ impl Away {
             loads: BTreeMap::new(),
             sends: BTreeSet::new(),
             said: WorkerOutput::default(),
+            digesting: BTreeMap::new(),
+            last_digesting: 0,
             ending: None,
         }
     }
@@ -173,6 +178,29 @@ impl Away {
         said.stats.aggregate(output.stats);
     }
 
+    /// Has it write the digests of blocks that are about to be published. What is given hears when it has, or is lost.
+    pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Arc<Slot<()>>> {
+        let mut asked = Vec::new();
+        for fresh in fresh.chunks(MAX_DIGESTS) {
+            if self.missing().is_some() {
+                break; // nobody loads from it
+            }
+            self.last_digesting += 1;
+            let (number, done) = (self.last_digesting, Slot::new());
+            self.digesting.insert(number, Arc::clone(&done));
+            asked.push(done);
+            self.send(ToRank::Digest { number, fresh: fresh.to_vec() }, None);
+        }
+        asked
+    }
+
+    /// It has written the digests of that number.
+    pub(super) fn digested(&mut self, number: u64) {
+        if let Some(done) = self.digesting.remove(&number) {
+            done.set(());
+        }
+    }
+
     /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
     pub(super) fn lose(&mut self, why: &str, mut proven: bool) {
         let process = match &self.standing {
@@ -192,6 +220,7 @@ impl Away {
         self.standing = Standing::Lost { why, proven };
         self.to = None;
         self.fail_what_is_open();
+        std::mem::take(&mut self.digesting).into_values().for_each(|done| done.set(()));
         if let Some(ending) = self.ending.take() {
             ending.set(self.gone());
         }

@@ -79,10 +79,6 @@ impl Rank {
                 "ranks in processes of their own are for NixlConnector: with a MooncakeConnector register all of \
                  them here"
             }
-            _ if config.nixl().kvx_digest => {
-                "kvx_digest hashes the blocks of all ranks in one process: take it out of kv_connector_extra_config, \
-                 or register all ranks here"
-            }
             _ => return Ok(()),
         };
         Err(Error::new(Kind::Unsupported, why))
@@ -231,6 +227,12 @@ impl Shared {
                 drop(state);
                 self.wake_up.notify_one();
             }
+            ToHead::Digested(number) => {
+                let mut state = self.state.lock();
+                if let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) {
+                    away.digested(number);
+                }
+            }
             ToHead::Alive => {}
             ToHead::Hello { .. } | ToHead::Ended(_) => {
                 return Err(Error::new(Kind::Malformed, "a message out of turn"));
@@ -249,7 +251,7 @@ impl Shared {
     fn share_words(&self, rank: WorkerRank, blocks: PoolBlocks) -> Result<OwnedFd> {
         // Made before the lock is held: they may be large.
         let first = self.state.lock().published.is_none();
-        let fresh = first.then(|| Published::new(blocks.most(), false)).transpose()?;
+        let fresh = first.then(|| Published::new(blocks.most(), self.digests())).transpose()?;
         let (copy, file) = CopiedWords::new(blocks.most())?;
         let mut state = self.state.lock();
         let away = state.ranks.get(&rank).and_then(|held| held.worker.away());
@@ -478,7 +480,9 @@ async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Inco
             Ok(ToHead::Ended(Some(why))) => {
                 break (format!("it has left the engine, and its memory: {why}"), false);
             }
-            Ok(message @ (ToHead::Output(_) | ToHead::Alive)) => shared.heard(rank, message),
+            Ok(message @ (ToHead::Output(_) | ToHead::Alive | ToHead::Digested(_))) => {
+                shared.heard(rank, message)
+            }
             Ok(message) => {
                 let shared = Arc::clone(shared);
                 let heard = tokio::task::spawn_blocking(move || shared.heard(rank, message)).await;

@@ -38,8 +38,8 @@ pub struct JoinedRank {
 }
 
 /// What the handle and the thread share beside the worker.
-struct Link {
-    up: UnboundedSender<ToHead>,
+pub(super) struct Link {
+    pub(super) up: UnboundedSender<ToHead>,
     /// One question at a time.
     asking: Mutex<()>,
     answer: Arc<Slot<Result<Option<OwnedFd>>>>,
@@ -261,6 +261,7 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
             Ok(ToRank::Refused(why)) => {
                 break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
             }
+            Ok(ToRank::Digest { number, fresh }) => shared.digest_here(rank, &link, number, fresh),
             Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
             Ok(ToRank::Welcome(_)) => break Error::new(Kind::Malformed, "the engine's welcome came twice"),
             Err(error) => break error,

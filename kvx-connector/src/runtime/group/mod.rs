@@ -5,6 +5,7 @@
 //! what of it the rest of the runtime sees.
 
 mod away;
+mod digesting;
 mod head;
 mod joined;
 mod setup;
@@ -13,6 +14,7 @@ mod stream;
 use std::time::Duration;
 
 pub(super) use self::away::Away;
+pub(super) use self::digesting::await_digests;
 pub(super) use self::head::Gathering;
 pub use self::joined::JoinedRank;
 

@@ -108,7 +108,7 @@ impl Connector {
     /// is not there at the deadline, one that is started twice, and one that the engine does not have.
     ///
     /// # Errors
-    /// `Unsupported` for another connector than NixlConnector; `Invalid` when all workers have their caches, or
+    /// `Unsupported` for a MooncakeConnector; `Invalid` when all workers have their caches, or
     /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
     /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {

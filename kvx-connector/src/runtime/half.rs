@@ -48,6 +48,11 @@ impl Half {
         if let Half::Away(away) = self { Some(away) } else { None }
     }
 
+    /// Whether it fills blocks for a request, in this process and by a NixlConnector's protocol.
+    pub(super) fn is_loading(&self, request: &RequestId) -> bool {
+        matches!(self, Half::Nixl(worker) if worker.is_loading(request))
+    }
+
     /// Takes the message of a step.
     pub(super) fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         here!(self, worker => worker.start_load_kv(now, meta), away => away.start_load_kv(meta));

@@ -52,7 +52,7 @@ impl Granted {
         each.collect::<Result<_>>().map(Granted)
     }
 
-    fn told(&self) -> Result<Vec<PushGrant>> {
+    pub(super) fn told(&self) -> Result<Vec<PushGrant>> {
         let grant = |(rank, regions): (&WorkerRank, &Vec<Region>)| {
             let regions = regions.iter().map(Region::metadata).collect::<Result<_>>()?;
             Ok(PushGrant { pp: rank.pp, tp: rank.tp, regions })
@@ -92,10 +92,7 @@ impl Shared {
         let sent = async {
             // Before anything is granted: as long as a plain NIXL agent is there, no grant is known to have ended.
             let link = self.writers(rank, connection, &ranks)?;
-            let (shared, of) = (Arc::clone(&self), request.clone());
-            let granted = self.runtime.spawn_blocking(move || shared.grant(&of)).await;
-            let gone = || Error::new(Kind::Closed, "the connector ends");
-            let told = granted.unwrap_or_else(|_| Err(gone())).and_then(|granted| granted.told());
+            let told = self.granted_by_all(&request).await;
             registration.kvx_grants =
                 told.map_err(|error| (ranks.first().copied().unwrap_or_default(), error))?;
             send_push(&link, &ranks, &Notification::Registration(registration)).await
@@ -127,10 +124,9 @@ impl Shared {
         Ok(link)
     }
 
-    /// What peers may write into for a request, made once for all workers of this engine. May block.
-    fn grant(&self, request: &RequestId) -> Result<Arc<Granted>> {
+    /// What peers may write into for a request, made once for all workers in this process. May block.
+    pub(super) fn grant(&self, request: &RequestId) -> Result<Arc<Granted>> {
         let _one_at_a_time = self.granting.lock();
-        let over = || Error::new(Kind::Revoked, "the request was given up: nothing is to be written for it");
         let (number, ranks) = {
             let mut state = self.state.lock();
             match state.grants.get(request) {
@@ -146,12 +142,13 @@ impl Shared {
                     Error::new(Kind::Invalid, why)
                 })
             };
-            let ranks = state.ranks.iter().map(|(rank, held)| registered(rank, &held.registered));
+            let here = state.ranks.iter().filter(|(_, held)| held.worker.away().is_none());
+            let ranks = here.map(|(rank, held)| registered(rank, &held.registered));
             (state.last_grant, ranks.collect::<Result<Vec<_>>>()?)
         };
         let granted = Arc::new(Granted::new(number, &ranks)?);
         let mut state = self.state.lock();
-        if !state.scheduler.is_loading(request) || state.grants.contains_key(request) {
+        if !state.is_loading(request) || state.grants.contains_key(request) {
             // It has ended meanwhile, and nobody was told of this.
             state.spent.push(granted);
             drop(state);
@@ -196,6 +193,11 @@ impl Shared {
             }
         }
     }
+}
+
+/// Why nothing is granted any more.
+pub(super) fn over() -> Error {
+    Error::new(Kind::Revoked, "the request was given up: nothing is to be written for it")
 }
 
 async fn send_push(

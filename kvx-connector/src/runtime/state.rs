@@ -17,7 +17,7 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::Shutdown;
 use super::connect::Link;
-use super::group::Gathering;
+use super::group::{Gathering, Granting};
 use super::half::Half;
 use super::listening::Listening;
 use super::metrics::Metrics;
@@ -74,6 +74,8 @@ pub(super) struct State {
     /// Of those that are over: to be ended.
     pub(super) spent: Vec<Arc<Granted>>,
     pub(super) last_grant: u64,
+    /// The same of all ranks, where some are in processes of their own.
+    pub(super) granting: Granting,
     /// Registrations of loads that some worker has not started yet.
     pub(super) deferred: Vec<(WorkerRank, Action, Span)>,
     /// Agents that nobody listens to yet.
@@ -161,6 +163,7 @@ impl Shared {
             grants: HashMap::new(),
             spent: Vec::new(),
             last_grant: 0,
+            granting: Granting::default(),
             deferred: Vec::new(),
             unheard: Vec::new(),
             gathering: None,
@@ -413,6 +416,22 @@ impl State {
         Ok(())
     }
 
+    /// Whether a load is under way that is still wanted; in the process of a rank, on that.
+    pub(super) fn is_loading(&self, request: &RequestId) -> bool {
+        match self.head {
+            None => self.scheduler.is_loading(request),
+            Some(_) => self.ranks.values().any(|held| held.worker.is_loading(request)),
+        }
+    }
+
+    /// Peers write nothing any more for a load that is over.
+    fn end_grants(&mut self, request: &RequestId) {
+        self.granting.forget(request);
+        if let Some(grant) = self.grants.remove(request) {
+            self.spent.push(Arc::clone(grant.granted()));
+        }
+    }
+
     /// Whether the engine has not started a load on some worker yet.
     pub(super) fn is_pending(&self, request: &RequestId) -> bool {
         let orders = self.ranks.values().flat_map(|held| &held.pending).flat_map(|meta| &meta.receive);
@@ -443,7 +462,9 @@ impl State {
         let outputs =
             self.ranks.values_mut().enumerate().map(|(at, held)| (at, held.worker.get_finished(now)));
         let mut outputs: Vec<_> = outputs.filter(|(_, output)| !output.is_empty()).collect();
-        if let Some(head) = &self.head {
+        if let Some(head) = self.head.clone() {
+            let over = outputs.iter().flat_map(|(_, output)| &output.finished_recving);
+            over.for_each(|request| self.end_grants(request));
             let output = outputs.into_iter().map(|(_, output)| ToHead::Output(output));
             output.for_each(|output| drop(head.send(output))); // an engine that has gone needs to hear nothing
             return (false, Vec::new());
@@ -471,10 +492,8 @@ impl State {
     /// An outcome is the engine's, or that of whoever awaits it, who is to be woken.
     pub(super) fn deliver(&mut self, outcome: Outcome) -> Option<Waker> {
         self.traces.outcome(&outcome);
-        if let Some(request) = outcome.ends_load()
-            && let Some(grant) = self.grants.remove(request)
-        {
-            self.spent.push(Arc::clone(grant.granted()));
+        if let Some(request) = outcome.ends_load() {
+            self.end_grants(request);
         }
         if let Outcome::Free { request, kept: Kept::Request } | Outcome::Lost { request, kept: Kept::Request } =
             &outcome

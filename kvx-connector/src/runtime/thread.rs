@@ -78,6 +78,9 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
         for spent in turn.spent {
             tokio::spawn(async move { spent.revoked().await });
         }
+        for (rank, request) in turn.wanted {
+            tokio::spawn(Arc::clone(shared).tell_grants(rank, request));
+        }
         for (rank, agent) in turn.unheard {
             tokio::spawn(listen(Arc::clone(shared), rank, agent));
         }

@@ -15,7 +15,7 @@ use super::push::Granted;
 use super::rank::Registered;
 use super::state::{RankState, Shared};
 use crate::engine::mooncake::MooncakeAction;
-use crate::engine::{Action, Connection, MoveId, Time, Worker, WorkerRank};
+use crate::engine::{Action, Connection, MoveId, RequestId, Time, Worker, WorkerRank};
 
 /// What the connector's thread has to do now, and when to look again though nothing happens.
 #[derive(Default)]
@@ -24,6 +24,8 @@ pub(super) struct Turn {
     pub(super) mooncake: Vec<(WorkerRank, MooncakeAction)>,
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
     pub(super) spent: Vec<Arc<Granted>>,
+    /// Ranks elsewhere that want to know what may be written into for a request.
+    pub(super) wanted: Vec<(WorkerRank, RequestId)>,
     pub(super) next: Option<Instant>,
     pub(super) closing: Option<Closing>,
     pub(super) over: bool,
@@ -75,6 +77,7 @@ impl Shared {
             _ => false,
         };
         (state.deferred, turn.actions) = actions.into_iter().partition(early);
+        turn.wanted = state.take_wanted();
         let line = state.metrics.line(now);
         let deadlines = state.ranks.values().filter_map(|held| held.worker.next_deadline());
         let next = deadlines.chain(state.scheduler.next_deadline(now)).chain(line).min();

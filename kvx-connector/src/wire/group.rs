@@ -6,8 +6,12 @@ use std::time::Duration;
 use kvx_core::{Error, Kind, Result};
 
 use super::msgpack::{Reader, Writer};
-use super::step::{MAX_GROUPS, MAX_STEP, duration, read_duration, read_rank, read_reason, reason, record};
-use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, WorkerOutput, WorkerRank};
+use super::push::PushGrant;
+use super::step::{
+    MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request, reason,
+    record,
+};
+use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, RequestId, WorkerOutput, WorkerRank};
 
 /// The longest message of either side.
 pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
@@ -36,6 +40,10 @@ pub(crate) enum ToRank {
     End(Duration),
     /// Blocks that are about to be published: the rank writes their digests, and says so by this number.
     Digest { number: u64, fresh: Vec<Fresh> },
+    /// What may be written into for this request is asked for.
+    Grant(RequestId),
+    /// What may be written into for a request, on all ranks; or why nothing may.
+    Grants { request: RequestId, told: Result<Vec<PushGrant>, String> },
 }
 
 /// From a rank to its engine.
@@ -55,6 +63,10 @@ pub(crate) enum ToHead {
     Ended(Option<String>),
     /// The digests that were asked for by this number are written.
     Digested(u64),
+    /// What peers may write into for a request, of this rank; or why nothing may.
+    Granted { request: RequestId, told: Result<Vec<Vec<u8>>, String> },
+    /// What peers may write into for a request, of all ranks, is asked for.
+    GrantsOfAll(RequestId),
 }
 
 impl ToRank {
@@ -70,6 +82,14 @@ impl ToRank {
                 message(4, |writer| writer.raw(&meta))
             }
             ToRank::End(within) => message(5, |writer| duration(writer, *within)),
+            ToRank::Grant(request) => message(7, |writer| writer.text(request.as_str())),
+            ToRank::Grants { request, told } => message(8, |writer| {
+                writer.array(3);
+                writer.text(request.as_str());
+                result(writer, told, |writer, grants| {
+                    writer.list(grants, |writer, grant| grant.write(writer));
+                });
+            }),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
                 writer.unsigned(*number);
@@ -89,7 +109,7 @@ impl ToRank {
         if kind == 4 {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
-        let longest = if kind == 6 { MAX_STEP } else { MAX_TEXT };
+        let longest = if matches!(kind, 6 | 8) { MAX_STEP } else { MAX_TEXT };
         let mut reader = Reader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
@@ -101,6 +121,13 @@ impl ToRank {
                 record(&mut reader, 2)?;
                 let number = reader.unsigned()?;
                 ToRank::Digest { number, fresh: reader.list(MAX_DIGESTS, read_fresh)? }
+            }
+            7 => ToRank::Grant(read_request(&mut reader)?),
+            8 => {
+                record(&mut reader, 3)?;
+                let request = read_request(&mut reader)?;
+                let grants = |reader: &mut Reader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
+                ToRank::Grants { request, told: read_result(&mut reader, grants)? }
             }
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
@@ -136,6 +163,12 @@ impl ToHead {
             ToHead::Alive => message(4, |_| ()),
             ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
             ToHead::Digested(number) => message(6, |writer| writer.unsigned(*number)),
+            ToHead::Granted { request, told } => message(7, |writer| {
+                writer.array(3);
+                writer.text(request.as_str());
+                result(writer, told, |writer, regions| PushGrant::write_regions(writer, regions));
+            }),
+            ToHead::GrantsOfAll(request) => message(8, |writer| writer.text(request.as_str())),
         }
     }
 
@@ -167,10 +200,35 @@ impl ToHead {
             4 => ToHead::Alive,
             5 => ToHead::Ended(reader.optional(read_reason)?),
             6 => ToHead::Digested(reader.unsigned()?),
+            7 => {
+                record(&mut reader, 3)?;
+                let request = read_request(&mut reader)?;
+                ToHead::Granted { request, told: read_result(&mut reader, PushGrant::read_regions)? }
+            }
+            8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
         Ok(message)
+    }
+}
+
+/// Two items: whether it is there, and it or the reason why not.
+fn result<T>(writer: &mut Writer, result: &Result<T, String>, write: impl FnOnce(&mut Writer, &T)) {
+    writer.unsigned(result.is_ok().into());
+    match result {
+        Ok(value) => write(writer, value),
+        Err(why) => reason(writer, why),
+    }
+}
+
+fn read_result<T>(
+    reader: &mut Reader<'_>,
+    value: impl FnOnce(&mut Reader<'_>) -> Result<T>,
+) -> Result<Result<T, String>> {
+    match read_flag(reader)? {
+        true => value(reader).map(Ok),
+        false => read_reason(reader).map(Err),
     }
 }
 

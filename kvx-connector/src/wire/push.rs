@@ -56,20 +56,28 @@ impl PushGrant {
     /// The most regions of a worker that are read.
     pub const MAX_REGIONS: usize = 1024;
 
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         if reader.array(3)? != 3 {
             return Err(reader.malformed("a grant has three parts"));
         }
         let (pp, tp) = (reader.unsigned_32()?, reader.unsigned_32()?);
-        let regions = reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))?;
+        let regions = Self::read_regions(reader)?;
         Ok(PushGrant { pp, tp, regions })
     }
 
-    fn write(&self, writer: &mut Writer) {
+    pub(super) fn write(&self, writer: &mut Writer) {
         writer.array(3);
         writer.unsigned(self.pp.into());
         writer.unsigned(self.tp.into());
-        writer.list(&self.regions, |writer, region| writer.binary(region));
+        Self::write_regions(writer, &self.regions);
+    }
+
+    pub(super) fn read_regions(reader: &mut Reader<'_>) -> Result<Vec<Vec<u8>>> {
+        reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
+    }
+
+    pub(super) fn write_regions(writer: &mut Writer, regions: &[Vec<u8>]) {
+        writer.list(regions, |writer, region| writer.binary(region));
     }
 }
 

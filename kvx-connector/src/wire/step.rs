@@ -228,7 +228,7 @@ fn requests(writer: &mut Writer, names: &[RequestId]) {
     writer.list(names, |writer, name| writer.text(name.as_str()));
 }
 
-fn read_request(reader: &mut Reader<'_>) -> Result<RequestId> {
+pub(super) fn read_request(reader: &mut Reader<'_>) -> Result<RequestId> {
     reader.text().map(RequestId::from)
 }
 
@@ -332,7 +332,7 @@ fn read_receive_order(reader: &mut Reader<'_>) -> Result<ReceiveOrder> {
     })
 }
 
-fn read_flag(reader: &mut Reader<'_>) -> Result<bool> {
+pub(super) fn read_flag(reader: &mut Reader<'_>) -> Result<bool> {
     match reader.unsigned()? {
         0 => Ok(false),
         1 => Ok(true),

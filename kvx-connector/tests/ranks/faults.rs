@@ -300,14 +300,9 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
 }
 
 fn what_is_of_one_process_is_refused(_: &str) {
-    for builder in [
-        crate::rig::Engine::push_builder("engine", "{}"),
-        crate::rig::Engine::mooncake_builder("engine", "{}"),
-    ] {
-        let connector = builder.build_blocking().unwrap();
-        let error = ended(connector.group(path("refused"), LIMIT));
-        assert_eq!(error.kind(), Kind::Unsupported, "{error}");
-    }
+    let connector = crate::rig::Engine::mooncake_builder("engine", "{}").build_blocking().unwrap();
+    let error = ended(connector.group(path("refused"), LIMIT));
+    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
 }
 
 fn a_stranger_at_the_socket_is_refused(backend: &str) {

@@ -7,6 +7,7 @@ mod digests;
 mod faults;
 mod fleet;
 mod loads;
+mod pushes;
 mod rank;
 /// The pools and their bytes.
 #[allow(dead_code, reason = "ranks take a part of it")]
@@ -45,6 +46,7 @@ fn trials() -> Vec<Trial> {
     let both = |cases| ["SHM", "TCP"].into_iter().flat_map(move |backend| over(backend, cases));
     both(loads::CASES)
         .chain(both(digests::CASES))
+        .chain(both(pushes::CASES))
         .chain(both(faults::WITH_LOADS))
         .chain(over("SHM", faults::CASES))
         .collect()

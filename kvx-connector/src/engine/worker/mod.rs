@@ -88,6 +88,13 @@ impl Worker {
         self.actions.pop_front()
     }
 
+    /// Whether it fills blocks for a request that are still wanted.
+    pub fn is_loading(&self, request: &RequestId) -> bool {
+        let wanted =
+            |receive: &Receive| receive.order.awaited && !receive.cancelled && receive.failure.is_none();
+        self.receives.get(request).is_some_and(wanted)
+    }
+
     /// Takes the message of a step. Never waits for a peer.
     pub fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         let built_at = meta.built_at;

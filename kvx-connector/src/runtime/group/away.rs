@@ -7,8 +7,10 @@ use std::sync::Arc;
 use kvx_core::{Deadline, Error, Kind, Result};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{self, Receiver, Sender};
+use tokio::sync::oneshot;
 
 use super::super::slot::Slot;
+use super::granting::refused;
 use crate::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
 };
@@ -39,6 +41,8 @@ enum Standing {
 /// open when it was lost has failed.
 pub(in crate::runtime) struct Away {
     rank: WorkerRank,
+    /// Its prefill writes: it reads its own blocks itself.
+    pushes: bool,
     standing: Standing,
     to: Option<Sender<Down>>,
     loads: BTreeMap<RequestId, BlockLists>,
@@ -47,15 +51,18 @@ pub(in crate::runtime) struct Away {
     /// Digests that it writes, by the numbers that it was asked by.
     digesting: BTreeMap<u64, Arc<Slot<()>>>,
     last_digesting: u64,
+    /// What it grants, by request, to whoever has asked.
+    granting: BTreeMap<RequestId, oneshot::Sender<Result<Vec<Vec<u8>>>>>,
     /// Whoever waits for its end.
     ending: Option<Arc<Slot<Result<()>>>>,
 }
 
 impl Away {
     /// One that has not come yet.
-    pub(in crate::runtime) fn new(rank: WorkerRank) -> Self {
+    pub(in crate::runtime) fn new(rank: WorkerRank, pushes: bool) -> Self {
         Away {
             rank,
+            pushes,
             standing: Standing::Awaited,
             to: None,
             loads: BTreeMap::new(),
@@ -63,6 +70,7 @@ impl Away {
             said: WorkerOutput::default(),
             digesting: BTreeMap::new(),
             last_digesting: 0,
+            granting: BTreeMap::new(),
             ending: None,
         }
     }
@@ -127,7 +135,8 @@ impl Away {
 
     /// Takes the message of a step.
     pub(in crate::runtime) fn start_load_kv(&mut self, meta: ConnectorMeta) {
-        for request in &meta.withdrawn {
+        // In push the rank says when its writes have let go of them.
+        for request in meta.withdrawn.iter().filter(|_| !self.pushes) {
             self.sends.remove(request);
         }
         self.sends.extend(meta.send.iter().map(|order| order.request.clone()));
@@ -194,6 +203,23 @@ impl Away {
         asked
     }
 
+    /// Asks what peers may write into for a request. The answer fails when it is lost.
+    pub(super) fn grant(&mut self, request: &RequestId) -> oneshot::Receiver<Result<Vec<Vec<u8>>>> {
+        let (sender, answer) = oneshot::channel();
+        if self.missing().is_none() {
+            self.granting.insert(request.clone(), sender);
+            self.send(ToRank::Grant(request.clone()), None);
+        }
+        answer
+    }
+
+    /// It has answered that.
+    pub(super) fn granted(&mut self, request: &RequestId, told: Result<Vec<Vec<u8>>, String>) {
+        if let Some(asked) = self.granting.remove(request) {
+            asked.send(told.map_err(refused)).ok(); // the load may be over
+        }
+    }
+
     /// It has written the digests of that number.
     pub(super) fn digested(&mut self, number: u64) {
         if let Some(done) = self.digesting.remove(&number) {
@@ -220,6 +246,7 @@ impl Away {
         self.standing = Standing::Lost { why, proven };
         self.to = None;
         self.fail_what_is_open();
+        self.granting.clear();
         std::mem::take(&mut self.digesting).into_values().for_each(|done| done.set(()));
         if let Some(ending) = self.ending.take() {
             ending.set(self.gone());
@@ -240,8 +267,13 @@ impl Away {
                 invalid,
             });
         }
-        // Its peers only read those, and their words are the engine's: who still reads one finds that it is another's.
-        said.finished_sending.extend(std::mem::take(&mut self.sends));
+        // What peers read has the engine's words: who still reads one finds that it is another's. What it writes itself
+        // goes on if it does.
+        let sends = std::mem::take(&mut self.sends);
+        if self.pushes && !proven {
+            said.lost.extend(sends.iter().map(|request| (request.clone(), Kept::Request)));
+        }
+        said.finished_sending.extend(sends);
     }
 
     /// Asks it to end. What is given hears of it.

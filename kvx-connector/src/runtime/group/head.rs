@@ -32,6 +32,7 @@ use super::away::{Away, Down, name};
 use super::stream::{Incoming, same_user, send};
 use super::{LAST_WORD, PATIENCE, SILENT};
 use crate::engine::{PoolBlocks, WorkerRank};
+use crate::params::TransferMode;
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{ToHead, ToRank};
 
@@ -71,13 +72,9 @@ impl Rank {
     /// `Unsupported`: all of them have to be in the engine's process.
     pub fn may_join(config: &KvTransferConfig) -> Result<()> {
         let why = match config.connector() {
-            Some(kvx_config::Connector::NixlPush) => {
-                "ranks in processes of their own are for NixlConnector, where the decode reads: the grants of a \
-                 NixlPushConnector are of one process"
-            }
             Some(kvx_config::Connector::Mooncake) => {
-                "ranks in processes of their own are for NixlConnector: with a MooncakeConnector register all of \
-                 them here"
+                "ranks in processes of their own are for NixlConnector and NixlPushConnector: with a \
+                 MooncakeConnector register all of them here"
             }
             _ => return Ok(()),
         };
@@ -125,8 +122,9 @@ impl Shared {
             // Caches that were given back say nothing of those that come.
             (state.pool, state.published) = (None, None);
         }
+        let pushes = self.setup.settings.mode == TransferMode::Push;
         for (rank, held) in state.ranks.iter_mut().filter(|(_, held)| held.registered.is_none()) {
-            held.worker = Half::Away(Box::new(Away::new(*rank)));
+            held.worker = Half::Away(Box::new(Away::new(*rank, pushes)));
         }
         Ok(())
     }
@@ -220,19 +218,12 @@ impl Shared {
                 self.tell_rank(rank, ToRank::Taken, None);
             }
             ToHead::Output(output) => {
-                let mut state = self.state.lock();
-                if let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) {
-                    away.hear(output);
-                }
-                drop(state);
+                self.with_away(rank, |away| away.hear(output));
                 self.wake_up.notify_one();
             }
-            ToHead::Digested(number) => {
-                let mut state = self.state.lock();
-                if let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) {
-                    away.digested(number);
-                }
-            }
+            ToHead::Digested(number) => self.with_away(rank, |away| away.digested(number)),
+            ToHead::Granted { request, told } => self.with_away(rank, |away| away.granted(&request, told)),
+            ToHead::GrantsOfAll(request) => self.want_grants(rank, request),
             ToHead::Alive => {}
             ToHead::Hello { .. } | ToHead::Ended(_) => {
                 return Err(Error::new(Kind::Malformed, "a message out of turn"));
@@ -241,9 +232,13 @@ impl Shared {
         Ok(())
     }
 
-    fn tell_rank(&self, rank: WorkerRank, message: ToRank, file: Option<OwnedFd>) {
+    pub(super) fn tell_rank(&self, rank: WorkerRank, message: ToRank, file: Option<OwnedFd>) {
+        self.with_away(rank, |away| away.send(message, file));
+    }
+
+    fn with_away(&self, rank: WorkerRank, change: impl FnOnce(&mut Away)) {
         if let Some(away) = self.state.lock().ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) {
-            away.send(message, file);
+            change(away);
         }
     }
 
@@ -480,14 +475,12 @@ async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Inco
             Ok(ToHead::Ended(Some(why))) => {
                 break (format!("it has left the engine, and its memory: {why}"), false);
             }
-            Ok(message @ (ToHead::Output(_) | ToHead::Alive | ToHead::Digested(_))) => {
-                shared.heard(rank, message)
-            }
-            Ok(message) => {
+            Ok(message @ (ToHead::Pool(_) | ToHead::Registered(_))) => {
                 let shared = Arc::clone(shared);
                 let heard = tokio::task::spawn_blocking(move || shared.heard(rank, message)).await;
                 heard.unwrap_or_else(|_| Err(Error::new(Kind::Closed, "the engine ends")))
             }
+            Ok(message) => shared.heard(rank, message),
             Err(error) => Err(error),
         };
         if let Err(error) = heard {

@@ -262,6 +262,10 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
                 break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
             }
             Ok(ToRank::Digest { number, fresh }) => shared.digest_here(rank, &link, number, fresh),
+            Ok(ToRank::Grant(request)) => {
+                tokio::spawn(Arc::clone(&shared).grant_to_engine(Arc::clone(&link), request));
+            }
+            Ok(ToRank::Grants { request, told }) => shared.take_grants(&request, told),
             Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
             Ok(ToRank::Welcome(_)) => break Error::new(Kind::Malformed, "the engine's welcome came twice"),
             Err(error) => break error,
@@ -272,6 +276,7 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
         link.gone.set(gone.clone()).ok();
     }
     link.answer.set(Err(gone));
+    shared.forget_what_was_asked();
     drop(shared.shutdown(ALONE.into()));
 }
 

@@ -6,6 +6,7 @@
 
 mod away;
 mod digesting;
+mod granting;
 mod head;
 mod joined;
 mod setup;
@@ -15,6 +16,7 @@ use std::time::Duration;
 
 pub(super) use self::away::Away;
 pub(super) use self::digesting::await_digests;
+pub(super) use self::granting::Granting;
 pub(super) use self::head::Gathering;
 pub use self::joined::JoinedRank;
 

@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::assert_same;
 use crate::backends::{Backend, backends};
 use crate::server::{LIMIT, Server, Told, completion, model, prompt};
+use crate::transfers::apart;
 
 const LLAMA: &[&str] = &["--arch", "llama"];
 
@@ -60,10 +61,21 @@ fn two_prefills_and_two_decodes() {
 
 #[test]
 fn a_prefill_pushes_its_blocks_to_the_decode() {
-    let model = model(LLAMA);
+    blocks_are_pushed(&[], 0);
+}
+
+/// Each rank is a process of its own.
+#[test]
+fn ranks_push_their_blocks_to_ranks() {
+    blocks_are_pushed(&["--tensor-parallel-size", "2"], 1);
+}
+
+fn blocks_are_pushed(arguments: &[&str], further_ranks: usize) {
+    let model = model(&["--arch", "llama", "--kv-heads", "2"]);
     let single = Server::start(&model, Told::default());
     let fields = json!({"kv_connector": "NixlPushConnector", "kv_load_failure_policy": "fail"});
-    let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "TCP", &fields, Told::default()));
+    let told = Told { arguments, ..Told::default() };
+    let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "TCP", &fields, told));
     let proxy = Server::proxy(&[&prefill], &[&decode], &[]);
     for at in 0..4 {
         let prompt = prompt(at, 14 + 17 * at);
@@ -77,7 +89,26 @@ fn a_prefill_pushes_its_blocks_to_the_decode() {
     assert!(prefill.metric("kvx_transfers_total") > 0.0, "the prefill writes");
     assert_eq!(decode.metric("vllm:nixl_bytes_transferred_count"), 0.0, "the decode reads nothing");
     for server in [&prefill, &decode] {
+        assert_eq!(server.ranks().len(), further_ranks);
         server.keeps_nothing(LIMIT);
+    }
+}
+
+/// The decode checks what each rank of the prefill has written down of its blocks.
+#[test]
+fn ranks_tell_digests_of_their_blocks() {
+    let model = model(&["--arch", "llama", "--kv-heads", "2"]);
+    let single = Server::start(&model, Told::default());
+    let extra = json!({"backends": ["SHM"], "kvx_digest": true});
+    let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
+    let told = Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() };
+    let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "SHM", &fields, told));
+    for at in 0..3 {
+        let prompt = prompt(at, 14 + 17 * at);
+        assert_same(&apart(&prefill, &decode, &prompt, 8), &single.tokens(&prompt, 8, None), at);
+    }
+    for server in [&prefill, &decode] {
+        assert_eq!(server.ranks().len(), 1, "each rank is a process");
     }
 }
 

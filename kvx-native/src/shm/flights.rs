@@ -6,10 +6,11 @@
 //! batch has landed. A batch whose ticket the device loses never lands.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
+use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
 use super::copy::Piece;
@@ -158,7 +159,7 @@ impl Flight {
     }
 
     fn told(&self) -> MutexGuard<'_, BatchEnds> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+        self.told.lock()
     }
 
     /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
@@ -223,7 +224,7 @@ struct Landing {
 
 impl Landing {
     fn told(&self) -> MutexGuard<'_, BatchEnds> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+        self.told.lock()
     }
 
     fn tell(mut self, result: Result<()>) {

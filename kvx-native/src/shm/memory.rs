@@ -4,11 +4,12 @@ use std::collections::HashSet;
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use kvx_backend::control::RegionTable;
 use kvx_backend::control::reasons::still_shared;
 use kvx_core::memory::IpcHandle;
+use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::RegionSpec;
 use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result};
 use rustix::fs::SealFlags;
@@ -83,7 +84,7 @@ struct Table {
 
 impl Regions {
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(crate) fn open(&self, spec: RegionSpec, handle: Option<IpcHandle>) {

@@ -6,9 +6,10 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::staging::{Copies, Fetch, Store};
+use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Error, LinkId, RegionId, Result, Ticket, TransferId};
 
 use super::progress::Command;
@@ -69,7 +70,7 @@ struct Hold(Mutex<Option<Settled>>);
 
 impl Hold {
     fn take(&self) -> Option<Settled> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.lock().take()
     }
 }
 
@@ -100,7 +101,7 @@ struct GivenUpStreams {
 
 impl Ending {
     fn table(&self) -> MutexGuard<'_, GivenUpStreams> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 
     /// Says where the machine is.

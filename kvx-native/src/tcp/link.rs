@@ -1,7 +1,8 @@
 //! A connected peer, as core holds it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
@@ -16,11 +17,11 @@ pub(super) struct Standing(Mutex<Option<String>>);
 
 impl Standing {
     pub(super) fn set(&self, text: String) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+        *self.0.lock() = Some(text);
     }
 
     fn get(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 

@@ -1,9 +1,10 @@
 //! The owner's regions, and how remote access to them ends.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use kvx_backend::control::RegionTable;
+use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::{LocalRegion, RegionSpec};
 use kvx_core::{Bound, Error, Kind, Memory, Placed, RegionId, RegionKey, Result, Ticket};
 
@@ -27,7 +28,7 @@ pub(super) struct Regions(Mutex<RegionTable<Arc<Served>>>);
 
 impl Regions {
     fn table(&self) -> MutexGuard<'_, RegionTable<Arc<Served>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(super) fn add(&self, spec: RegionSpec, stage: Option<Arc<DeviceStage>>) -> Arc<Served> {

@@ -1,9 +1,10 @@
 //! Bounce buffers for device memory: one set of them per device.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::staging::{Buffers, Stager};
+use kvx_core::sync::Mutex;
 use kvx_core::{Bound, DeviceAccess, Error, Extents, Kind, Memory, Pair, Result};
 
 use super::ending::{Concern, Ending};
@@ -45,7 +46,7 @@ impl DeviceStages {
     }
 
     fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<DeviceStage> {
-        let mut stages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stages = self.0.lock();
         if let Some(known) = stages.iter().find(|stage| Arc::ptr_eq(stage.bulk.access(), access)) {
             return Arc::clone(known);
         }

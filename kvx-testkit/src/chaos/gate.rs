@@ -1,7 +1,8 @@
 //! Decides when tickets go back.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Result, Ticket};
 
 /// Holds tickets back that a transport has settled, until it is opened. Open at first.
@@ -44,8 +45,8 @@ impl Gate {
         Self::default()
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock()
     }
 
     /// From now on the tickets of transfers wait.

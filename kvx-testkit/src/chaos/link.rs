@@ -1,10 +1,11 @@
 //! Faults in transfers that are posted and notifications that are sent.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn};
 use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
 
@@ -75,7 +76,7 @@ impl ChaosLink {
             Fault::FailNth if turn.is_multiple_of(5) => Some(failed()),
             Fault::FailLarge if plan.size().blocks > 65_536 => Some(failed()),
             Fault::PostOnce => {
-                let mut seen = self.turns.seen.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut seen = self.turns.seen.lock();
                 let new = seen.insert(Arc::as_ptr(plan).addr());
                 if new { None } else { Some(Ok(())) }
             }
@@ -112,7 +113,7 @@ impl ChaosLink {
 impl Turns {
     /// For [`Fault::OneQueue`]: posts now, or when all before it have settled.
     fn queue(&self, post: impl FnOnce() + Send + 'static) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         if std::mem::replace(&mut queue.busy, true) {
             queue.waiting.push_back(Box::new(post));
         } else {
@@ -123,7 +124,7 @@ impl Turns {
 
     /// For [`Fault::OneQueue`]: one has settled.
     fn next(&self) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         let next = queue.waiting.pop_front();
         queue.busy = next.is_some();
         drop(queue);
@@ -136,7 +137,7 @@ impl Turns {
     fn settle_unless_lost(&self, ticket: Ticket, result: Result<()>) {
         match result {
             Err(error) if error.kind() == Kind::PeerLost => {
-                self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
+                self.kept.lock().push(ticket);
             }
             other => ticket.settle(other),
         }

@@ -1,8 +1,9 @@
 //! Opening, registering, linking.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, RemoteRegion, Transport,
 };
@@ -68,7 +69,7 @@ impl ChaosTransport {
     fn wrapped(&self, inner: Arc<dyn Link>) -> Arc<dyn Link> {
         let link = Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
         if self.fault == Some(Fault::GlobalStop) {
-            LINKS.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&link));
+            LINKS.lock().push(Arc::downgrade(&link));
         }
         link
     }
@@ -115,7 +116,7 @@ unsafe impl Transport for ChaosTransport {
 
     fn shutdown(&self, done: Ticket) {
         self.inner.shutdown(done);
-        let links = std::mem::take(&mut *LINKS.lock().unwrap_or_else(PoisonError::into_inner));
+        let links = std::mem::take(&mut *LINKS.lock());
         links.iter().filter_map(Weak::upgrade).for_each(|link| link.close());
     }
 }

@@ -6,10 +6,11 @@ mod gpu;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvx_core::memory::{Direction, Hop, IpcHandle, Piece};
+use kvx_core::sync::{Condvar, Mutex, MutexGuard};
 use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, Result, Ticket};
 
 use self::allocation::{Allocation, FAR};
@@ -307,7 +308,7 @@ impl fmt::Debug for TestDevice {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Does copies until the device is dropped and none waits.
@@ -318,7 +319,7 @@ impl Shared {
                 if state.ended && state.waiting.is_empty() {
                     return;
                 }
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait_until(state, None);
                 continue;
             }
             let waiting = state.waiting.len();

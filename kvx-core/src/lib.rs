@@ -7,6 +7,10 @@
 #[doc(hidden)]
 pub mod fuzz;
 
+// Threads in every order.
+#[cfg(all(test, kvx_loom))]
+mod models;
+
 // Agents: an agent has regions and peers. A plan pairs blocks of both; posted, it is a transfer over a peer's link.
 mod agent;
 mod overlap;

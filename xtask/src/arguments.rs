@@ -40,6 +40,10 @@ pub(crate) enum Request {
     Peers(Vec<String>),
     /// `cargo xtask fuzz`
     Fuzz(FuzzOptions),
+    /// `cargo xtask loom`
+    Loom,
+    /// `cargo xtask thread-sanitizer`
+    ThreadSanitizer,
     /// `cargo xtask limits`
     Limits(LimitsOptions),
     /// `cargo xtask wheel`
@@ -173,9 +177,23 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Reque
         Some("soak") => parse_soak(arguments),
         Some("faults") => parse_faults(arguments),
         Some("gpu") => parse_gpu(arguments),
+        Some("loom") => parse_nothing("loom", arguments, Request::Loom),
+        Some("thread-sanitizer") => parse_nothing("thread-sanitizer", arguments, Request::ThreadSanitizer),
         Some("wheel") => parse_check("wheel", arguments, |check| Request::Wheel { check }),
         Some("interop") => parse_interop(arguments),
         Some(other) => Err(format!("unknown command `{other}`")),
+    }
+}
+
+fn parse_nothing(
+    command: &str,
+    mut arguments: impl Iterator<Item = String>,
+    request: Request,
+) -> Result<Request, String> {
+    match arguments.next().as_deref() {
+        None => Ok(request),
+        Some("--help" | "-h") => Ok(Request::Help),
+        Some(other) => Err(format!("`{command}` takes no arguments, but got `{other}`")),
     }
 }
 
@@ -393,6 +411,10 @@ commands:
       a C++ compiler and, the first time, the registry; tests replay what it found (fuzz/corpus)
         --seconds N    for so long each target, instead of 600 s
         --keep         add what was found to the committed corpora, as few and short inputs as do
+  loom
+      try models of threads of core and of the kit in every order that there can be; two minutes, most of it a build
+  thread-sanitizer
+      run tests of core and native under ThreadSanitizer; ten minutes, most of it a build
   wheel [--check]
       make the Python wheel kvx-nixl: the backend KVX for NIXL, and the program `kvx`
         --check        also install and use it in a new environment beside a NIXL
@@ -469,6 +491,9 @@ mod tests {
             words("fuzz --seconds 5 tcp_owner --keep"),
             Ok(Request::Fuzz(FuzzOptions { seconds: 5, keep: true, only }))
         );
+        assert_eq!(words("loom"), Ok(Request::Loom));
+        assert_eq!(words("thread-sanitizer"), Ok(Request::ThreadSanitizer));
+        assert!(words("loom x").is_err() && words("thread-sanitizer x").is_err());
         assert_eq!(words("fuzz"), Ok(Request::Fuzz(FuzzOptions::default())));
         assert_eq!(words("wheel --check"), Ok(Request::Wheel { check: true }));
         assert_eq!(words("gpu --pack"), Ok(Request::Gpu(GpuOptions::Pack)));

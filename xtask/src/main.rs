@@ -27,6 +27,7 @@ mod semver;
 mod skips;
 mod soak;
 mod test;
+mod threads;
 mod wheel;
 mod width;
 
@@ -64,6 +65,8 @@ fn main() -> ExitCode {
         Request::Faults { connector, only } => faults::run(connector, only.as_deref()),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
+        Request::Loom => threads::loom(),
+        Request::ThreadSanitizer => threads::sanitizer(),
         Request::Wheel { check } => wheel::command(check),
     };
     match held {

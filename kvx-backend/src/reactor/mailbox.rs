@@ -1,11 +1,8 @@
 //! Messages from other threads of a transport to its machine.
 
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::{AsRawFd as _, RawFd};
 
-use rustix::event::{EventfdFlags, eventfd};
-
-use kvx_core::sync::Mutex;
+use super::sync::{AtomicBool, Mutex, Ordering, Wake};
 use kvx_core::{Error, Kind, Result};
 
 /// Answers of threads that make a library's blocking calls. Its descriptor, one of
@@ -14,13 +11,13 @@ pub struct Mailbox<T> {
     messages: Mutex<Vec<T>>,
     /// So that looking into an empty one costs next to nothing.
     is_full: AtomicBool,
-    wake: OwnedFd,
+    wake: Wake,
 }
 
 impl<T> Mailbox<T> {
     /// Errors: `Exhausted` without a descriptor.
     pub fn new() -> Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
+        let wake = Wake::new().map_err(|cause| {
             Error::os("no eventfd for a mailbox: raise ulimit -n", cause).kind_is(Kind::Exhausted)
         })?;
         Ok(Mailbox { messages: Mutex::default(), is_full: AtomicBool::new(false), wake })
@@ -38,7 +35,7 @@ impl<T> Mailbox<T> {
         self.is_full.store(true, Ordering::Release);
         // Still under the lock: a descriptor that became readable after the message was taken would stay so, and the
         // machine would never sleep again.
-        rustix::io::write(&self.wake, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
+        self.wake.ring();
     }
 
     /// True if it is empty.
@@ -53,13 +50,12 @@ impl<T> Mailbox<T> {
         }
         let mut messages = self.messages.lock();
         self.is_full.store(false, Ordering::Release);
-        let mut count = [0; 8];
-        rustix::io::read(&self.wake, &mut count).ok(); // never blocks
+        self.wake.drain();
         std::mem::take(&mut messages)
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(kvx_loom)))]
 mod tests {
     use std::sync::mpsc;
     use std::time::{Duration, Instant};
@@ -118,5 +114,37 @@ mod tests {
         assert_eq!(rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], None), Ok(1));
         assert_eq!(mailbox.take(), ["one", "two"]);
         assert!(mailbox.take().is_empty());
+    }
+}
+
+#[cfg(all(test, kvx_loom))]
+mod models {
+    use std::os::fd::AsFd as _;
+    use std::sync::Arc;
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn what_was_put_is_taken_in_its_order_and_what_was_taken_wakes_nobody() {
+        loom::model(|| {
+            let mailbox = Arc::new(Mailbox::new().unwrap());
+            let readable = || {
+                let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+                poll(&mut [PollFd::from_borrowed_fd(mailbox.wake.as_fd(), PollFlags::IN)], Some(&now))
+                    == Ok(1)
+            };
+            let puts = {
+                let mailbox = Arc::clone(&mailbox);
+                loom::thread::spawn(move || [1, 2].into_iter().for_each(|message| mailbox.put(message)))
+            };
+            let mut taken = mailbox.take();
+            puts.join().unwrap();
+            assert_eq!(readable(), taken.len() < 2, "it is readable for as long as it is not empty");
+            taken.extend(mailbox.take());
+            assert_eq!(taken, [1, 2]);
+            assert!(!readable() && mailbox.is_empty());
+        });
     }
 }

@@ -9,6 +9,7 @@ mod exit;
 mod mailbox;
 #[cfg(feature = "panic-for-tests")]
 pub mod panics;
+mod sync;
 mod thread;
 mod work_queue;
 

@@ -1,6 +1,5 @@
 //! The part of a region that outlives its handles, and its revocation.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -11,6 +10,7 @@ use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::identity::{RegionId, RegionKey};
 use crate::quarantine::{self, Quarantined};
 use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::ticket::Settle;
 use crate::transport::LocalRegion;
 use crate::{Error, Kind, Memory, Result, Ticket};
@@ -227,4 +227,11 @@ impl Settle for RegionCore {
             "a transport lost the revocation: report this as a bug of it",
         )));
     }
+}
+
+/// A region that one transport has registered.
+#[cfg(all(test, kvx_loom))]
+pub(crate) fn core_of(local: Arc<dyn LocalRegion>) -> RegionCore {
+    let memory = Arc::new(Memory::owned(vec![0; 64]));
+    RegionCore::new(RegionId(1), RegionKey([1; 16]), "modelled".into(), memory, vec![Ok(local)])
 }

@@ -16,6 +16,8 @@ use crate::metadata::encode_region;
 use crate::{Deadline, Error, Memory, MemoryKind, Result, fork};
 
 pub(crate) use core::RegionCore;
+#[cfg(all(test, kvx_loom))]
+pub(crate) use core::core_of;
 pub use remote::PeerRegion;
 pub(crate) use remote::What;
 

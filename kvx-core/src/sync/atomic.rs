@@ -1,0 +1,47 @@
+//! Loom's atomics for models. Loom takes `SeqCst` of an access for acquire and release, and would find orders that
+//! there are not; of a fence it does not: so each such access stands between two.
+
+pub(crate) use loom::sync::atomic::Ordering;
+use loom::sync::atomic::{self as loom_atomic, fence};
+
+fn between_fences<T>(order: Ordering, access: impl FnOnce() -> T) -> T {
+    let is_total = order == Ordering::SeqCst;
+    if is_total {
+        fence(Ordering::SeqCst);
+    }
+    let result = access();
+    if is_total {
+        fence(Ordering::SeqCst);
+    }
+    result
+}
+
+macro_rules! atomic {
+    ($name:ident, $value:ty, $($more:ident),*) => {
+        #[derive(Debug, Default)]
+        pub(crate) struct $name(loom_atomic::$name);
+
+        impl $name {
+            pub(crate) fn new(value: $value) -> Self {
+                Self(loom_atomic::$name::new(value))
+            }
+
+            pub(crate) fn load(&self, order: Ordering) -> $value {
+                between_fences(order, || self.0.load(order))
+            }
+
+            $(pub(crate) fn $more(&self, value: $value, order: Ordering) -> $value {
+                between_fences(order, || self.0.$more(value, order))
+            })*
+        }
+    };
+}
+
+atomic!(AtomicUsize, usize, fetch_add, fetch_sub);
+atomic!(AtomicBool, bool,);
+
+impl AtomicBool {
+    pub(crate) fn store(&self, value: bool, order: Ordering) {
+        between_fences(order, || self.0.store(value, order));
+    }
+}

@@ -64,8 +64,8 @@ pub enum MooncakeLeg {
     },
 }
 
-/// `kv_transfer_params` of the MooncakeConnector since it has a bootstrap server. The form of vLLM 0.13, with the
-/// host and port of a rank in the prefill side's answer, is not read.
+/// `kv_transfer_params` of the MooncakeConnector since it has a bootstrap server; those before are
+/// [`OlderMooncakeParams`](super::OlderMooncakeParams).
 ///
 /// ```
 /// use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};

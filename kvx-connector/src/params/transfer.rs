@@ -207,6 +207,18 @@ impl TransferParams {
         !others && self.rest.get("transfer_id").is_some_and(|id| !id.is_null())
     }
 
+    /// Whether they are a decode leg's of the MooncakeConnector before vLLM 0.16: an address, and nothing that any other
+    /// prefill tells beside it.
+    pub(crate) fn is_of_older_mooncake(&self) -> bool {
+        let address = self.remote_host.is_some() && self.remote_port.is_some();
+        let others = self.remote_block_ids.is_some()
+            || self.remote_engine_id.is_some()
+            || self.remote_request_id.is_some()
+            || self.tp_size.is_some()
+            || self.transfer_mode.is_some();
+        self.do_remote_prefill && address && !others
+    }
+
     /// Whether any key names blocks of another engine.
     pub fn names_remote(&self) -> bool {
         self.remote_block_ids.is_some()
@@ -234,6 +246,8 @@ impl TransferParams {
         }
         if self.is_of_mooncake() {
             self.mooncake()?;
+        } else if self.is_of_older_mooncake() {
+            super::OlderMooncakeParams::from_params(self)?;
         } else if self.do_remote_prefill || self.names_remote() {
             let remote = self.remote_blocks()?;
             if self.do_remote_prefill && remote.mode == TransferMode::Pull && remote.block_count() == 0 {

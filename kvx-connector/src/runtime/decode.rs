@@ -17,7 +17,7 @@ use super::slot::Slot;
 use crate::engine::{
     Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, NotLoaded, Outcome, RequestId, Then,
 };
-use crate::params::TransferParams;
+use crate::params::{OlderMooncakeParams, TransferParams};
 
 /// The side of a connector that loads what others have.
 #[derive(Clone, Copy, Debug)]
@@ -119,10 +119,12 @@ fn begin(
     }
     let size = settings.block_size;
     let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
-    let theirs = match settings.mooncake {
+    // Those of a MooncakeConnector name no blocks: what is to be filled is all that the prefill has.
+    let filled = || whole.iter().map(|(list, _)| list.to_vec()).collect();
+    let theirs = match &settings.mooncake {
         None => params.remote_blocks_for(settings.mode).map(|remote| remote.block_ids),
-        // They name no blocks: what is to be filled is all that the prefill has.
-        Some(_) => params.mooncake().map(|_| whole.iter().map(|(list, _)| list.to_vec()).collect()),
+        Some(mooncake) if mooncake.is_older() => OlderMooncakeParams::from_params(params).map(|_| filled()),
+        Some(_) => params.mooncake().map(|_| filled()),
     };
     let theirs = match theirs {
         Ok(theirs) => theirs.iter().map(Vec::len).max().unwrap_or(0),

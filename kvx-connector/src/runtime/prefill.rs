@@ -54,8 +54,9 @@ impl<'a> Prefill<'a> {
         blocks: BlockLists,
         tokens: u32,
     ) -> kvx_core::Result<(Lease, TransferParams)> {
-        let asked = match self.0.settings().mooncake {
+        let asked = match &self.0.settings().mooncake {
             None => TransferParams::ask_prefill(),
+            Some(mooncake) if mooncake.is_older() => TransferParams::ask_prefill(),
             Some(_) => MooncakeParams::new(TransferId::from_random(random()?), MooncakeLeg::Prefill).into(),
         };
         self.publish_as(request, &asked, blocks, tokens)

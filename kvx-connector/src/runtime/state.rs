@@ -32,6 +32,7 @@ use crate::engine::{
     Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
     Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, WorkerRank,
 };
+use crate::params::OlderMooncakeParams;
 use crate::wire::group::ToHead;
 use crate::wire::mooncake::PullRequest;
 
@@ -212,9 +213,13 @@ impl Shared {
             return Err(NotLoaded::Closed);
         }
         let (now, request) = (self.clock.now(), arrival.request);
-        let arrived = match arrival.params.filter(|_| self.setup.settings.mooncake.is_some()) {
-            None => state.scheduler.on_new_request(now, arrival),
-            Some(params) => {
+        let arrived = match (arrival.params, &self.setup.settings.mooncake) {
+            (None, _) | (_, None) => state.scheduler.on_new_request(now, arrival),
+            (Some(params), Some(mooncake)) if mooncake.is_older() => {
+                let params = OlderMooncakeParams::from_params(params).map_err(NotLoaded::Params)?;
+                state.scheduler.on_new_older_transfer(arrival, &params)
+            }
+            (Some(params), Some(_)) => {
                 let params = params.mooncake().map_err(NotLoaded::Params)?;
                 state.scheduler.on_new_transfer(arrival, &params)
             }

@@ -7,7 +7,7 @@ use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::{Incarnation, Result};
 
 use super::group::{ToHead, ToRank};
-use super::mooncake::{Directory, PullRequest, PullResponse, WorkerRegistration};
+use super::mooncake::{Directory, OlderPullRequest, PullRequest, PullResponse, WorkerRegistration};
 use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
     CompatibilityHash, Expectation, Handshake, HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest,
@@ -110,10 +110,20 @@ pub fn group(bytes: &[u8]) {
     stable(bytes, ToHead::decode, |message| message.encode().expect(encoded));
 }
 
-/// The MooncakeConnector's two messages.
+/// The MooncakeConnector's two messages, and the older question, which becomes one of today's.
 pub fn mooncake(bytes: &[u8]) {
     stable(bytes, PullRequest::decode, PullRequest::encode);
     stable(bytes, PullResponse::decode, PullResponse::encode);
+    stable(bytes, OlderPullRequest::decode, OlderPullRequest::encode);
+    let mut own = PullRequest::new("here", 1, 2, 1);
+    own.kv_caches_base_addr = vec![4096, 8192];
+    if let Ok(older) = OlderPullRequest::decode(bytes)
+        && let Ok(question) = older.clone().as_pull_request(&own)
+    {
+        let again = OlderPullRequest::plain(&question).expect("its requests have one list each");
+        let again = again.as_pull_request(&own).expect("it was taken before");
+        assert_eq!(again, question, "{older:?}");
+    }
 }
 
 /// The bodies of a bootstrap server.

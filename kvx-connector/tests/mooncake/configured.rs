@@ -110,12 +110,22 @@ fn an_external_address_that_is_none_is_refused_by_its_key() {
 }
 
 #[test]
-fn other_connectors_and_the_protocol_before_bootstrap_servers_are_refused_in_words() {
+fn other_connectors_are_refused_in_words() {
     let error = settings("NixlConnector", "kv_both", "", &[]).unwrap_err();
     assert!(error.to_string().contains("Settings::from_config"), "{error}");
-    let error = settings("MooncakeConnector", "kv_both", r#""kv_compat": "0.11""#, &[]).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported);
-    assert!(error.to_string().contains("0.16 or later"), "{error}");
+}
+
+#[test]
+fn before_0_16_there_is_no_bootstrap_server() {
+    let first = WorkerRank::default();
+    for compat in ["0.9", "0.11"] {
+        let older = mooncake("kv_both", &format!(r#""kv_compat": "{compat}""#), &[]);
+        assert!(older.is_older() && older.prefills() && older.decodes());
+        assert!(!older.serves_bootstrap(0, first));
+    }
+    assert!(!mooncake("kv_both", r#""kv_compat": "0.16""#, &[]).is_older());
+    let extra = r#""kv_compat": "0.11", "bootstrap_server_address": "h:1""#;
+    assert!(mooncake("kv_both", extra, &[]).is_older(), "a key of later versions is not read");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod configured;
+mod older;
 mod pulls;
 mod rig;
 mod serves;

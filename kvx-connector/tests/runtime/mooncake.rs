@@ -219,3 +219,51 @@ fn caches_that_are_given_back_and_registered_anew_are_asked_for_anew() {
     decode.end();
     prefill.end();
 }
+
+/// One of the protocol before vLLM 0.16.
+fn older(engine: &str, extra: &str, tp: u32) -> Engine {
+    let mut extra: serde_json::Value = serde_json::from_str(extra).unwrap();
+    extra["kv_compat"] = "0.11".into();
+    Engine::mooncake(engine, &extra.to_string(), tp)
+}
+
+#[test]
+fn before_0_16_a_prompt_is_written_to_the_decode_that_asks_without_a_bootstrap_server() {
+    for (backend, sizes) in [("SHM", (1, 1)), ("TCP", (1, 1)), ("TCP", (2, 2))] {
+        let params = moves_prompts(older, "d", backend, sizes);
+        let told = params.to_value(Default::default()).unwrap();
+        assert!(told["remote_host"].is_string() && told["remote_port"].is_number(), "{told}");
+        assert!(told.get("remote_bootstrap_addr").is_none() && told.get("transfer_id").is_none());
+    }
+}
+
+#[test]
+fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
+    for (from, to) in [(2, 1), (1, 2)] {
+        let (prefill, decode) = (older("prefill", "{}", from), older("decode", "{}", to));
+        let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+        let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[2]), LIMIT);
+        let error = fetch.outcome().unwrap_err();
+        let words = error.to_string();
+        assert!(words.contains("tensor-parallel size") || words.contains("nobody listens"), "{words}");
+        assert!(error.held.is_empty() || error.held.wait(LIMIT).is_ok());
+        drop(lease);
+        decode.end();
+        prefill.end();
+    }
+}
+
+#[test]
+fn before_0_16_a_load_that_is_given_up_frees_both_sides_at_once() {
+    let (prefill, decode) = (older("prefill", "{}", 1), older("decode", "{}", 1));
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    drop(lease);
+    let error = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), LIMIT).outcome().unwrap_err();
+    assert!(error.to_string().contains("without the blocks of that transfer"), "{error}");
+    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
+    let held = Decode::new(&decode.connector).fetch("s", &params, lists(&[1]), LIMIT).cancel();
+    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(Duration::from_secs(5)).unwrap(), Released::Free, "the decode has let go");
+    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+}

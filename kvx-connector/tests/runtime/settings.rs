@@ -173,7 +173,6 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
             r#"{"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}"#,
             ["one connector", "NixlConnector"],
         ),
-        ("MooncakeConnector", r#"{"kv_compat": "0.11"}"#, ["no bootstrap server", "kv_compat"]),
         ("MooncakeConnector", r#"{"kvx_digest": true}"#, ["kvx_digest", "NixlConnector"]),
     ] {
         let json = format!(
@@ -184,6 +183,8 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
         let error = Connector::builder(&other, registry()).any_port().build_blocking().unwrap_err();
         says(&error, Kind::Unsupported, &words);
     }
+    let stages = Engine::mooncake_builder("engine", r#"{"kv_compat": "0.11"}"#).workers(1, 2);
+    says(&stages.build_blocking().unwrap_err(), Kind::Unsupported, &["pipeline stages", "kv_compat"]);
     let nothing: [Group; 0] = [];
     let error = builder("engine", "{}").groups(nothing).build_blocking().unwrap_err();
     says(&error, Kind::Invalid, &["KV cache group"]);

@@ -17,7 +17,7 @@ pub(super) struct Listed {
     pub(super) pp_size: u32,
     pub(super) is_kvx: bool,
     pub(super) workers: BTreeMap<WorkerRank, Arc<str>>,
-    used: Time,
+    pub(super) used: Time,
 }
 
 /// A question under way, and who waits for it.
@@ -61,6 +61,11 @@ impl Listings {
         Some(id)
     }
 
+    /// Knows an engine without a question.
+    pub(super) fn know(&mut self, engine: &EngineId, listed: Listed) {
+        self.engines.insert(engine.clone(), listed);
+    }
+
     pub(super) fn take(&mut self, query: QueryId) -> Option<Query> {
         self.queries.remove(&query)
     }
@@ -87,17 +92,19 @@ impl Listings {
         })?;
         let (tp_size, pp_size) = listed.sizes()?;
         let workers = listed.workers.iter().map(|(rank, addr)| (*rank, addr.as_str().into())).collect();
-        let idle = |listed: &Listed| ttl.is_some_and(|ttl| now.has_reached(listed.used + ttl));
-        let gone: Vec<_> = self
-            .engines
-            .iter()
-            .filter(|(_, listed)| idle(listed))
-            .map(|(engine, _)| engine.clone())
-            .collect();
-        gone.iter().for_each(|engine| self.forget(engine));
+        self.forget_idle(now, ttl);
         let is_kvx = listed.is_kvx;
         self.engines.insert(peer.engine.clone(), Listed { tp_size, pp_size, is_kvx, workers, used: now });
         Ok(())
+    }
+
+    /// Engines that nobody has asked for so long are forgotten.
+    pub(super) fn forget_idle(&mut self, now: Time, ttl: Option<Duration>) {
+        let idle = |listed: &Listed| ttl.is_some_and(|ttl| now.has_reached(listed.used + ttl));
+        let idle = self.engines.iter().filter(|(_, listed)| idle(listed)).map(|(engine, _)| engine.clone());
+        for engine in idle.collect::<Vec<_>>() {
+            self.forget(&engine);
+        }
     }
 
     /// What was known of an engine is not so any more: the next request asks anew.

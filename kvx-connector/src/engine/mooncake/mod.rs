@@ -8,6 +8,12 @@
 //! The scheduler's half is the one [`Scheduler`](super::Scheduler), told of requests by
 //! [`on_new_transfer`](super::Scheduler::on_new_transfer); messages, outcomes and the aggregator are the same too.
 //!
+//! Before vLLM 0.16 ([`Bootstrap::Without`]) a decode comes after its prefill, which has answered where it listens, and
+//! asks its worker of the same rank. Only that and the question differ: [`older_asked_for`], [`older_answered_with`].
+//!
+//! [`older_asked_for`]: MooncakeWorker::older_asked_for
+//! [`older_answered_with`]: MooncakeWorker::older_answered_with
+//!
 //! What differs from vLLM's own, and why:
 //!
 //! - a prefill that ends without its blocks says so at once to who waits for them, and to who asks later;
@@ -17,8 +23,10 @@
 //! - a question names the engine that it is for, and a kvx worker of another engine refuses it.
 
 mod action;
+mod answers;
 mod directory;
 mod layouts;
+mod older;
 mod pull;
 mod register;
 mod serve;
@@ -28,6 +36,7 @@ mod worker;
 
 pub use self::action::{AskId, MooncakeAction, PullId, QueryId, Unanswered};
 pub use self::layouts::Target;
+pub(super) use self::older::older_prefill;
 pub use self::register::BootstrapRegister;
 pub use self::settings::{Bootstrap, Mooncake};
 pub use self::worker::MooncakeWorker;

@@ -69,7 +69,7 @@ enum Said {
 pub(super) struct Pull {
     to: PrefillWorker,
     /// Requests that wait for its answer.
-    waiting: BTreeSet<RequestId>,
+    pub(super) waiting: BTreeSet<RequestId>,
     /// It also says which blocks are not wanted: it goes on when nobody waits any more.
     gives_back: bool,
     /// What it asked for, to be asked again with the layout. Of a question that had it, nothing.
@@ -114,6 +114,10 @@ impl MooncakeWorker {
             );
         }
         for (engine, requests) in by_engine {
+            if self.mooncake.is_older() {
+                self.ask_older(now, &engine, requests);
+                continue;
+            }
             if self.listings.get(now, &engine).is_some() {
                 self.ask_all(now, &engine, requests);
                 continue;
@@ -127,6 +131,21 @@ impl MooncakeWorker {
                     self.actions.push_back(MooncakeAction::Query { query, address, deadline });
                 }
             }
+        }
+    }
+
+    /// Nobody has to be asked where the workers listen, and each request has a question of its own: its answer is for all
+    /// that it asks.
+    fn ask_older(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
+        let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else { return };
+        let peer = Arc::clone(&load.order.remote.peer);
+        self.listings.forget_idle(now, self.settings.engine_ttl);
+        match self.older_listed(now, &peer) {
+            Ok(listed) => self.listings.know(engine, listed),
+            Err(why) => return self.unreachable(now, &peer, requests, why),
+        }
+        for request in requests {
+            self.ask_all(now, engine, vec![request]);
         }
     }
 

@@ -1,6 +1,5 @@
 //! The prefill's side: who asks for which blocks, what waits, and what is written.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvx_core::{Error, Kind, Result};
@@ -15,6 +14,7 @@ use super::super::stats::Transferred;
 use super::super::time::Time;
 use super::super::worker::{MoveFailure, lane_groups};
 use super::action::{AskId, MooncakeAction};
+use super::answers::{AnswerForm, Ask};
 use super::layouts::{Found, Reader, Target};
 use super::worker::MooncakeWorker;
 use crate::mapping::{Tp, handshake_ranks};
@@ -29,16 +29,6 @@ const MAX_BYTES: usize = 64 << 20;
 /// One request of one question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ServeId(u64);
-
-/// One question of a decode's worker, until all of it is answered.
-#[derive(Debug)]
-pub(super) struct Ask {
-    left: BTreeSet<RequestId>,
-    /// The layout's name, to be said with each answer.
-    layout_id: u64,
-    /// It hears a second time of what has failed, once nothing writes for it any more.
-    is_kvx: bool,
-}
 
 /// Who asks, and for whom else.
 #[derive(Clone, Debug)]
@@ -73,6 +63,13 @@ pub(super) struct Serve {
 }
 
 impl Serve {
+    /// Its transfer has another name.
+    pub(super) fn rename(&mut self, name: RequestId, bytes: &mut usize) {
+        *bytes -= self.bytes();
+        self.name = name;
+        *bytes += self.bytes();
+    }
+
     /// About as many bytes as it keeps.
     fn bytes(&self) -> usize {
         let names = self.theirs.as_str().len() + self.name.as_str().len();
@@ -95,6 +92,9 @@ pub(super) struct Write {
 impl MooncakeWorker {
     /// A request of ours has arrived that a decode will ask for by this name.
     pub(super) fn named(&mut self, request: RequestId, name: RequestId) {
+        if self.mooncake.is_older() {
+            self.known_as(&name);
+        }
         if !self.transfers.add(request.clone(), name.clone()) {
             let why = format!("two requests have the transfer_id {name}; the second one is sent to nobody");
             let said = TransferFailure {
@@ -149,6 +149,16 @@ impl MooncakeWorker {
     /// # Errors
     /// As [`asked`](Self::asked).
     pub fn asked_for(&mut self, now: Time, ask: AskId, question: Result<PullRequest>) -> Result<()> {
+        self.asked_in(now, ask, question, AnswerForm::Each)
+    }
+
+    pub(super) fn asked_in(
+        &mut self,
+        now: Time,
+        ask: AskId,
+        question: Result<PullRequest>,
+        form: AnswerForm,
+    ) -> Result<()> {
         let result = question.and_then(|request| self.checked(request));
         let (request, readers) = match result {
             Ok(checked) => checked,
@@ -156,7 +166,7 @@ impl MooncakeWorker {
                 let mut response = PullResponse::new(PullStatus::Error);
                 response.err_msg = Some(error.to_string());
                 response.kvx_settled = true;
-                self.answer(ask, &response);
+                self.answer(ask, form, &response);
                 return Err(error);
             }
         };
@@ -166,7 +176,7 @@ impl MooncakeWorker {
             Found::Known(target) => (Some(target), None),
             Found::New(target, replaced) => (Some(target), replaced),
             Found::Missing if wants => {
-                self.answer(ask, &PullResponse::new(PullStatus::LayoutMiss));
+                self.answer(ask, form, &PullResponse::new(PullStatus::LayoutMiss));
                 return Ok(());
             }
             Found::Missing => (None, None),
@@ -178,12 +188,13 @@ impl MooncakeWorker {
         let open = Ask {
             left: request.req_blocks.iter().map(|wanted| wanted.request_id.as_str().into()).collect(),
             layout_id: if target.is_some() { request.layout_id } else { 0 },
-            is_kvx: request.kvx_engine_id.is_some(),
+            hears_of_the_end: request.kvx_engine_id.is_some() || matches!(form, AnswerForm::Older { .. }),
+            form,
         };
         if open.left.is_empty() {
             let mut nothing = PullResponse::new(PullStatus::Finish);
             nothing.layout_id = open.layout_id;
-            self.answer(ask, &nothing);
+            self.answer(ask, form, &nothing);
             return Ok(());
         }
         self.asks.insert(ask, open);
@@ -468,9 +479,9 @@ impl MooncakeWorker {
             said.request = Some(request);
             self.record(said);
         }
-        let is_kvx = self.asks.get(&ask).is_some_and(|open| open.is_kvx);
+        let hears_of_the_end = self.asks.get(&ask).is_some_and(|open| open.hears_of_the_end);
         if now {
-            self.tell(ask, &theirs, Some(why), false, !is_kvx);
+            self.tell(ask, &theirs, Some(why), false, !hears_of_the_end);
         } else {
             self.tell(ask, &theirs, Some(why), true, true);
         }
@@ -508,33 +519,5 @@ impl MooncakeWorker {
             self.output.finished_sending.extend(over);
         }
         self.settle(now, &serve.name);
-    }
-
-    /// Answers for one request, if the question is still open for it.
-    fn tell(&mut self, ask: AskId, theirs: &RequestId, why: Option<&str>, settled: bool, last: bool) {
-        let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else { return };
-        if last {
-            open.left.remove(theirs);
-        }
-        let over = open.left.is_empty();
-        let mut response = PullResponse::new(if over { PullStatus::Finish } else { PullStatus::Continue });
-        response.layout_id = open.layout_id;
-        let named = Some(vec![theirs.as_str().to_owned()]);
-        match why {
-            None => response.ok_reqs = named,
-            Some(why) => {
-                response.err_reqs = named;
-                response.err_msg = Some(why.to_owned());
-                response.kvx_settled = settled;
-            }
-        }
-        if over {
-            self.asks.remove(&ask);
-        }
-        self.answer(ask, &response);
-    }
-
-    fn answer(&mut self, ask: AskId, response: &PullResponse) {
-        self.actions.push_back(MooncakeAction::Answer { ask, bytes: response.encode() });
     }
 }

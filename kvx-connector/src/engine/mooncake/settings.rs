@@ -32,6 +32,8 @@ pub enum Bootstrap {
     Own(u16),
     /// Another one: `bootstrap_server_address`, or that of the first data-parallel rank's host.
     External(Address),
+    /// None, as before vLLM 0.16: each worker listens on a port of its own, and decodes are told the first one's.
+    Without,
 }
 
 impl Mooncake {
@@ -53,6 +55,11 @@ impl Mooncake {
     /// Whether it takes decode legs.
     pub fn decodes(&self) -> bool {
         self.role != Role::Producer
+    }
+
+    /// Whether it speaks the protocol before vLLM 0.16: no bootstrap server, and one answer to a question.
+    pub fn is_older(&self) -> bool {
+        self.bootstrap == Bootstrap::Without
     }
 
     /// Whether this worker serves the bootstrap server of its instance: the first rank of a prefill that has no other.
@@ -79,8 +86,7 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// `Unsupported` for another connector, and for a `kv_compat` whose MooncakeConnector had no bootstrap server;
-    /// `Invalid` for a `bootstrap_server_address` that is none.
+    /// `Unsupported` for another connector; `Invalid` for a `bootstrap_server_address` that is none.
     pub fn of_mooncake(config: &KvTransferConfig, dp: u32, address: Address) -> Result<Self> {
         if config.connector() == Some(&Connector::Multi) {
             return Err(multi());
@@ -94,18 +100,13 @@ impl Settings {
                 ),
             ));
         }
-        if config.compat() < Compat::V0_16 {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "the MooncakeConnector of vLLM before 0.16 has no bootstrap server, and is not served; write a \
-                 kv_compat of 0.16 or later on both sides, or none",
-            ));
-        }
         let (given, environment) = (config.mooncake(), config.environment());
+        let older = config.compat() < Compat::V0_16;
         let port = config.mooncake_port(Rank::default())?;
         // A loopback address is this host, whose own the first rank's is then.
         let first_rank_host = config.first_rank_host().filter(|host| dp > 0 && !is_loopback(host));
         let bootstrap = match (&given.bootstrap_server_address, first_rank_host) {
+            _ if older => Bootstrap::Without,
             (Some(text), _) => Bootstrap::External(external(text)?),
             (None, Some(host)) => Bootstrap::External(Address { host: bare(host).into(), port }),
             (None, None) => Bootstrap::Own(port),
@@ -123,6 +124,26 @@ impl Settings {
             ..Settings::new(config.engine_id_of_rank(dp), address)
         };
         Ok(settings.with_mooncake(mooncake))
+    }
+}
+
+impl Settings {
+    /// Whether the protocol before vLLM 0.16, if it is chosen, can say what an engine of these sizes has to say.
+    pub(super) fn fits_older_mooncake(&self) -> Result<()> {
+        if !self.mooncake.as_ref().is_some_and(Mooncake::is_older)
+            || (self.groups.len(), self.pp_size) == (1, 1)
+        {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "{} KV cache groups and {} pipeline stages: the MooncakeConnector before vLLM 0.16 moves blocks of one \
+                 group and has no stages; write a kv_compat of 0.16 or later on both sides",
+                self.groups.len(),
+                self.pp_size
+            ),
+        ))
     }
 }
 

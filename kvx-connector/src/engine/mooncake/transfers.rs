@@ -38,6 +38,8 @@ pub(super) struct Transfers {
     wait: Duration,
     by_name: BTreeMap<RequestId, Transfer>,
     names: BTreeMap<RequestId, RequestId>,
+    /// What others call transfers: the latest of that name.
+    aliases: BTreeMap<RequestId, RequestId>,
     expiries: Deadlines<RequestId>,
     over: BTreeMap<RequestId, &'static str>,
     over_until: Deadlines<RequestId>,
@@ -49,6 +51,7 @@ impl Transfers {
             wait,
             by_name: BTreeMap::new(),
             names: BTreeMap::new(),
+            aliases: BTreeMap::new(),
             expiries: Deadlines::default(),
             over: BTreeMap::new(),
             over_until: Deadlines::default(),
@@ -67,6 +70,18 @@ impl Transfers {
             Transfer { request, ready: None, had: BTreeSet::new(), readers: 0, running: 0, expired: false };
         self.by_name.insert(name, transfer);
         true
+    }
+
+    /// Others know a transfer by this name.
+    pub(super) fn alias(&mut self, alias: RequestId, name: RequestId) {
+        self.aliases.insert(alias, name);
+    }
+
+    /// Makes our name of one that others use.
+    pub(super) fn resolve(&self, called: &mut String) {
+        if let Some(name) = self.aliases.get(called.as_str()) {
+            name.as_str().clone_into(called);
+        }
     }
 
     /// Its blocks are computed. `None`: it has no name.
@@ -140,15 +155,23 @@ impl Transfers {
         while self.over.len() > MAX_OVER
             && let Some(oldest) = self.over_until.take_next()
         {
-            self.over.remove(&oldest);
+            self.forget(&oldest);
         }
         Some(transfer.request)
+    }
+
+    /// Forgets why a transfer is over.
+    fn forget(&mut self, name: &RequestId) {
+        self.over.remove(name);
+        if self.aliases.get(name.shared()) == Some(name) {
+            self.aliases.remove(name.shared());
+        }
     }
 
     /// Takes one whose blocks nobody came for in time.
     pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
         while let Some(name) = self.over_until.take_reached(now) {
-            self.over.remove(&name);
+            self.forget(&name);
         }
         let name = self.expiries.take_reached(now)?;
         if let Some(transfer) = self.by_name.get_mut(&name) {

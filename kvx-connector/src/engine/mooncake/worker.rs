@@ -13,10 +13,11 @@ use super::super::step::{ConnectorMeta, WorkerOutput};
 use super::super::time::{Deadlines, Time};
 use super::super::worker::HandshakeFailure;
 use super::action::{AskId, MooncakeAction, PullId};
+use super::answers::Ask;
 use super::directory::Listings;
 use super::layouts::{Layouts, Target};
 use super::pull::{Load, Pull};
-use super::serve::{Ask, Serve, ServeId, Write};
+use super::serve::{Serve, ServeId, Write};
 use super::settings::Mooncake;
 use super::transfers::Transfers;
 use crate::wire::mooncake::PullRequest;
@@ -66,7 +67,8 @@ impl MooncakeWorker {
     ///
     /// # Errors
     ///
-    /// `Invalid`: the settings are not those of a MooncakeConnector.
+    /// `Invalid`: the settings are not those of a MooncakeConnector; `Unsupported`: its protocol before vLLM 0.16 cannot
+    /// say what an engine of these sizes has to say.
     pub fn new(settings: Settings, rank: WorkerRank, own: PullRequest) -> kvx_core::Result<Self> {
         let Some(mooncake) = settings.mooncake.clone() else {
             return Err(kvx_core::Error::new(
@@ -74,6 +76,7 @@ impl MooncakeWorker {
                 "settings of a NixlConnector; write MooncakeConnector as kv_connector",
             ));
         };
+        settings.fits_older_mooncake()?;
         Ok(MooncakeWorker {
             rank,
             own,

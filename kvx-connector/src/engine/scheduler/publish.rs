@@ -180,7 +180,7 @@ impl Scheduler {
         if named {
             // Whoever knows the transfer's name asks for the blocks.
             self.next.send.push(order);
-            return Ok(None);
+            return Ok(self.transfer_answer(request, ending.computed));
         }
         let mut remote = RemoteBlocks::new(
             settings.engine.as_str(),

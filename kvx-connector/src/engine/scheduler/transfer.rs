@@ -1,11 +1,23 @@
-//! Requests of a MooncakeConnector: both legs come at once, and a transfer's name is all that they share.
+//! Requests of a MooncakeConnector: a transfer's name is all that both legs share.
 
 use std::sync::Arc;
 
-use super::super::identity::{Address, BlockLists, RequestId};
+use super::super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::super::mooncake::{Mooncake, older_prefill};
 use super::super::step::{RemoteEngine, RemoteRequest};
 use super::{Arrival, Load, LoadStage, NotLoaded, Publishes, Scheduler, Source};
-use crate::params::{MooncakeLeg, MooncakeParams, ParamsError};
+use crate::params::{
+    KvxPrefill, MooncakeLeg, MooncakeParams, OlderMooncakeLeg, OlderMooncakeParams, ParamsError,
+    TransferParams,
+};
+
+/// A leg, whichever protocol told it.
+enum Leg {
+    /// Somebody will ask for it by this name.
+    Prefill { name: RequestId },
+    /// That engine is asked for it by this name.
+    Decode { name: RequestId, engine: EngineId, address: Address },
+}
 
 impl Scheduler {
     /// A request of a MooncakeConnector has arrived. As [`on_new_request`](Self::on_new_request) does, for its other
@@ -20,6 +32,49 @@ impl Scheduler {
         arrival: Arrival<'_>,
         params: &MooncakeParams,
     ) -> Result<(), NotLoaded> {
+        let name = RequestId::from(params.transfer_id.as_str());
+        let leg = match &params.leg {
+            MooncakeLeg::Prefill => Leg::Prefill { name },
+            MooncakeLeg::Decode { remote_engine_id, remote_bootstrap_addr } => Leg::Decode {
+                name,
+                engine: remote_engine_id.as_str().into(),
+                address: bootstrap_address(remote_bootstrap_addr).map_err(NotLoaded::Params)?,
+            },
+        };
+        self.on_new_leg(arrival, leg)
+    }
+
+    /// As [`on_new_transfer`](Self::on_new_transfer), for the parameters before vLLM 0.16. They name no transfer: both
+    /// sides know the request by the same id, or kvx says its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`on_new_transfer`](Self::on_new_transfer).
+    pub fn on_new_older_transfer(
+        &mut self,
+        arrival: Arrival<'_>,
+        params: &OlderMooncakeParams,
+    ) -> Result<(), NotLoaded> {
+        let leg = match &params.leg {
+            OlderMooncakeLeg::Prefill => Leg::Prefill { name: arrival.request.clone() },
+            OlderMooncakeLeg::Decode { remote_host, remote_port, kvx } => {
+                let host = super::super::identity::bare(remote_host).into();
+                let address = Address { host, port: *remote_port };
+                let theirs = kvx.as_ref().and_then(|kvx| kvx.request_id.as_deref());
+                Leg::Decode {
+                    name: theirs.unwrap_or(arrival.request.shared()).into(),
+                    engine: match kvx {
+                        Some(kvx) => kvx.engine_id.as_str().into(),
+                        None => older_prefill(&address),
+                    },
+                    address,
+                }
+            }
+        };
+        self.on_new_leg(arrival, leg)
+    }
+
+    fn on_new_leg(&mut self, arrival: Arrival<'_>, leg: Leg) -> Result<(), NotLoaded> {
         let mut entry = self.entry(&arrival)?;
         let refused = |key, why: &str| Err(NotLoaded::Params(ParamsError::new(key, why)));
         let Some(mooncake) = &self.settings.mooncake else {
@@ -28,37 +83,35 @@ impl Scheduler {
                 "parameters of a MooncakeConnector, and this engine has none: write MooncakeConnector as kv_connector",
             );
         };
-        let name = RequestId::from(params.transfer_id.as_str());
-        match &params.leg {
-            MooncakeLeg::Prefill if !mooncake.prefills() => {
+        match leg {
+            Leg::Prefill { .. } if !mooncake.prefills() => {
                 return refused(
                     "do_remote_decode",
                     "a prefill leg, and this engine's kv_role is kv_consumer: send it to a kv_producer, or write \
                      kv_both",
                 );
             }
-            MooncakeLeg::Decode { .. } if !mooncake.decodes() => {
+            Leg::Decode { .. } if !mooncake.decodes() => {
                 return refused(
                     "do_remote_prefill",
                     "a decode leg, and this engine's kv_role is kv_producer: send it to a kv_consumer, or write \
                      kv_both",
                 );
             }
-            MooncakeLeg::Prefill => {
+            Leg::Prefill { name } => {
                 (entry.publishes, entry.announced) = (Publishes::ForTransfer, true);
                 self.next.named.push((arrival.request.clone(), name));
             }
-            MooncakeLeg::Decode { remote_engine_id, remote_bootstrap_addr } => {
-                let address = bootstrap_address(remote_bootstrap_addr).map_err(NotLoaded::Params)?;
+            Leg::Decode { name, engine, address } => {
                 let allowed = self.settings.allowed_hosts.as_ref();
                 if allowed.is_some_and(|allowed| !allowed.iter().any(|host| **host == *address.host)) {
                     return Err(NotLoaded::HostNotAllowed(address.host));
                 }
                 let end = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
                 let peer = RemoteEngine {
-                    engine: remote_engine_id.as_str().into(),
+                    engine,
                     address,
-                    // Its bootstrap server will tell.
+                    // Its bootstrap server will tell; before vLLM 0.16 it is as here.
                     tp_size: 1,
                     pp_size: 1,
                     dcp_size: 1,
@@ -77,6 +130,22 @@ impl Scheduler {
         }
         self.enter(arrival.request, entry);
         Ok(())
+    }
+
+    /// What a prefill of the MooncakeConnector answers: since vLLM 0.16 nothing.
+    pub(super) fn transfer_answer(&self, request: &RequestId, computed: u32) -> Option<TransferParams> {
+        let settings = &self.settings;
+        settings.mooncake.as_ref().filter(|mooncake| Mooncake::is_older(mooncake))?;
+        let leg = OlderMooncakeLeg::Decode {
+            remote_host: settings.address.host.to_string(),
+            remote_port: settings.address.port,
+            kvx: Some(KvxPrefill {
+                engine_id: settings.engine.as_str().to_owned(),
+                request_id: Some(request.as_str().to_owned()),
+            }),
+        };
+        let told = OlderMooncakeParams::new(leg);
+        Some(OlderMooncakeParams { remote_num_tokens: Some(computed.into()), ..told }.into())
     }
 }
 

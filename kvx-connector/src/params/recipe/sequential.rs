@@ -87,6 +87,7 @@ pub fn decode_leg(request: &Value, answer: &Answer, dialect: Dialect) -> Result<
                 "the answer asks for a remote decode: it is not from a prefill leg",
             ));
         }
+        Some(params) if params.is_of_older_mooncake() => Some(params.to_value(dialect)?),
         Some(params) if params.do_remote_prefill => {
             (params.remote_blocks()?.block_count() > 0).then(|| params.to_value(dialect)).transpose()?
         }

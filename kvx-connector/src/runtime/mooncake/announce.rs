@@ -32,6 +32,9 @@ impl Channels {
     /// A worker has registered its caches: from now on it is found.
     pub(in super::super) fn publish(&self, shared: &Arc<Shared>, rank: WorkerRank) -> Result<()> {
         let settings = &shared.setup.settings;
+        if shared.is_older_mooncake() {
+            return Ok(()); // decodes are told by the answer of each prefill leg
+        }
         let Some(router) = self.routers.iter().find(|(of, _)| *of == rank).map(|(_, router)| router) else {
             return Ok(());
         };

@@ -11,9 +11,9 @@ use super::super::push::{Grant, Granted};
 use super::super::state::Shared;
 use super::super::zmtp::{Client, Limits, SocketType, resolve};
 use super::{client, proof};
-use crate::engine::mooncake::{PullId, QueryId, Unanswered};
+use crate::engine::mooncake::{Mooncake, PullId, QueryId, Unanswered};
 use crate::engine::{Address, RequestId, Time, WorkerRank};
-use crate::wire::mooncake::{PullRequest, PullResponse, PulledRequest};
+use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PulledRequest};
 
 /// An answer, and what a later version may add.
 const ANSWER: Limits = Limits { frames: 4, bytes: PullResponse::MAX_LEN };
@@ -71,7 +71,14 @@ impl Shared {
         let Question { pull, address, message, is_kvx, deadline } = question;
         let at = address.strip_prefix("tcp://").and_then(Address::parse);
         let at = at.ok_or_else(|| Error::new(Kind::Malformed, format!("{address} is no tcp://host:port")))?;
-        let bytes = self.granting(rank, message, is_kvx).await?;
+        let older = self.is_older_mooncake();
+        let message = self.granting(rank, message, is_kvx).await?;
+        let bytes = match (older, is_kvx) {
+            (false, _) => message.encode(),
+            (true, true) => OlderPullRequest::to_kvx(&message).encode(),
+            (true, false) => OlderPullRequest::plain(&message)?.encode(),
+        };
+        drop(message);
         let secret = self.secret.as_ref().filter(|_| is_kvx);
         let sealed = match secret {
             None => None,
@@ -80,7 +87,8 @@ impl Shared {
         let limit = LIMIT.min(self.left(deadline));
         let addresses = resolve(&at.host, at.port, limit).await?;
         let budget = &self.mooncake.answers;
-        let mut client = Client::connect(SocketType::Dealer, &addresses, ANSWER, budget, limit).await?;
+        let kind = if older { SocketType::Req } else { SocketType::Dealer };
+        let mut client = Client::connect(kind, &addresses, ANSWER, budget, limit).await?;
         *delivered = true;
         let mut frames = vec![&bytes[..]];
         frames.extend(sealed.iter().map(|(_, (_, seal))| &seal[..]));
@@ -95,10 +103,20 @@ impl Shared {
             if let Some((secret, (nonce, _))) = &sealed {
                 proof::check_answer(secret, nonce, answer, seal)?;
             }
+            if older && !is_kvx {
+                let answer = OlderAnswer::decode(answer);
+                self.tell_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
+                continue;
+            }
             // Read before the lock, as it may be long.
             let answer = PullResponse::decode(answer);
             self.tell_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
         }
+    }
+
+    /// Whether the protocol is that of before vLLM 0.16.
+    pub(super) fn is_older_mooncake(&self) -> bool {
+        self.setup.settings.mooncake.as_ref().is_some_and(Mooncake::is_older)
     }
 
     fn left(&self, deadline: Time) -> Duration {
@@ -112,7 +130,7 @@ impl Shared {
         rank: WorkerRank,
         mut message: Box<PullRequest>,
         is_kvx: bool,
-    ) -> Result<Vec<u8>> {
+    ) -> Result<Box<PullRequest>> {
         let asked = message.req_blocks.len();
         if is_kvx {
             let wanted = message.req_blocks.iter().filter(|wanted| wants(wanted));
@@ -133,7 +151,7 @@ impl Shared {
                 "the requests were given up: nothing is to be written for them",
             ));
         }
-        Ok(message.encode())
+        Ok(message)
     }
 
     /// What a worker grants for requests; those that were given up meanwhile are left out. May block.
@@ -154,7 +172,7 @@ impl Shared {
         let own = self.registered(rank).ok_or_else(super::super::finish::caches_are_gone)?;
         let name = own.agent.foreign_metadata(MOONCAKE).map_err(|error| {
             let why = format!(
-                "the prefill is no kvx, as its bootstrap server lists it, and this decode has no Mooncake engine for \
+                "the prefill does not say that it is a kvx, and this decode has no Mooncake engine for \
                  it to write to: name MOONCAKE in kv_connector_extra_config.backends ({error})"
             );
             Error::new(error.kind(), why)

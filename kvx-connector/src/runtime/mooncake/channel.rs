@@ -17,7 +17,7 @@ use super::super::zmtp::{Limits, Received, Router, RouterLimits, Talk, Talker};
 use super::proof::{self, Nonce};
 use crate::engine::WorkerRank;
 use crate::engine::mooncake::AskId;
-use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus};
+use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus};
 
 /// What decodes may cost a worker. Each load that waits has a connection.
 const LIMITS: RouterLimits = RouterLimits {
@@ -67,6 +67,23 @@ struct Desk {
 pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
     let desk = Desk { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
     Router::serve_by(listener, LIMITS, Arc::new(desk))
+}
+
+/// A question, as it was read.
+enum Question {
+    Today(Result<PullRequest>),
+    Older(Result<OlderPullRequest>),
+}
+
+/// The answer to who is not heard.
+fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
+    let is_plain = || OlderPullRequest::decode(question).map_or(true, |asked| asked.kvx_question.is_none());
+    if older && is_plain() {
+        return OlderAnswer::Failed.encode().to_vec();
+    }
+    let mut refusal = PullResponse::new(PullStatus::Error);
+    (refusal.err_msg, refusal.kvx_settled) = (Some(error.to_string()), true);
+    refusal.encode()
 }
 
 /// Takes the way back away when its connection ends.
@@ -123,6 +140,9 @@ impl Talker for Desk {
             Some(shared) => shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back),
             None => return Ok(()),
         };
+        // A REQ socket ends the envelope by an empty frame, and expects it back.
+        let older = self.shared.upgrade().is_some_and(|shared| shared.is_older_mooncake());
+        let envelope: &[Vec<u8>] = if older { &[Vec::new()] } else { &[] };
         let mut questions = 0_u32;
         // What the decode's last question was sealed with: so are answers to it.
         let mut seal = None;
@@ -131,9 +151,9 @@ impl Talker for Desk {
                 answer = answers.recv() => match (answer, &seal) {
                     (Some(answer), Some((secret, nonce))) => {
                         let proof = proof::seal_answer(secret, nonce, &answer);
-                        peer.send(&[answer, proof]).await?;
+                        peer.send(&[envelope, &[answer, proof]].concat()).await?;
                     }
-                    (Some(answer), None) => peer.send(&[answer]).await?,
+                    (Some(answer), None) => peer.send(&[envelope, &[answer]].concat()).await?,
                     (None, _) => return Ok(()),
                 },
                 readable = peer.readable() => {
@@ -146,23 +166,28 @@ impl Talker for Desk {
                     let Some(shared) = self.shared.upgrade() else { return Ok(()) };
                     let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
                     questions = questions.wrapping_add(1);
-                    // The first frame is the DEALER's name; one of vLLM sends one more.
-                    let frame = |at: usize| message.frames().get(at).map(Vec::as_slice);
+                    // The first frame is the socket's name; one of vLLM sends one more.
+                    let frame = |at: usize| message.frames().get(at + envelope.len()).map(Vec::as_slice);
                     let question = frame(1).unwrap_or_default();
                     match shared.admits(self.rank, question, frame(2)) {
                         Ok(by) => seal = by,
                         Err(error) => {
                             tracing::warn!(%error, "a decode's question was refused");
-                            let mut refusal = PullResponse::new(PullStatus::Error);
-                            (refusal.err_msg, refusal.kvx_settled) = (Some(error.to_string()), true);
-                            peer.send(&[refusal.encode()]).await?;
+                            peer.send(&[envelope, &[refusal(older, question, &error)]].concat()).await?;
                             continue;
                         }
                     }
                     // Read before the lock, as it may be long.
-                    let question = PullRequest::decode(question);
+                    let question = match older {
+                        true => Question::Older(OlderPullRequest::decode(question)),
+                        false => Question::Today(PullRequest::decode(question)),
+                    };
                     shared.tell_mooncake(self.rank, |worker, now| {
-                        if let Err(error) = worker.asked_for(now, ask, question) {
+                        let taken = match question {
+                            Question::Older(question) => worker.older_asked_for(now, ask, question),
+                            Question::Today(question) => worker.asked_for(now, ask, question),
+                        };
+                        if let Err(error) = taken {
                             tracing::warn!(%error, "a decode's question was refused");
                         }
                     });

@@ -1,6 +1,8 @@
 //! The MooncakeConnector's side of the runtime: a bootstrap server, a ROUTER for each worker of a prefill, questions of
 //! a decode, and writes into what it grants.
 //!
+//! Before vLLM 0.16 there is no bootstrap server: a worker's port follows from its rank, and REQ sockets ask it.
+//!
 //! Toward kvx all of kvx's backends carry the blocks: a decode tells how its agent is reached, and for each request a
 //! region that is written to by a key of its own, whose end is the end of all writes. Toward a plain Mooncake agent, as
 //! vLLM's workers are, `MOONCAKE` carries them, by address.
@@ -19,6 +21,7 @@ mod way;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kvx_config::Rank;
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Op, Result};
 use tokio::net::TcpListener;
@@ -39,6 +42,8 @@ use crate::engine::{Address, Connection, Time, WorkerRank, bare, is_loopback};
 
 /// How long the name of this host may take to resolve.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);
+/// How often free ports in a row are looked for.
+const TRIES: u32 = 16;
 
 /// What the workers of a MooncakeConnector have under way.
 #[derive(Debug)]
@@ -112,7 +117,9 @@ impl Listeners {
         {
             listeners.bootstrap = Some(listen(bind, if setup.any_port { 0 } else { port }).await?);
         }
-        if mooncake.prefills() {
+        if mooncake.prefills() && mooncake.is_older() {
+            listeners.ranks = older_ranks(setup, bind).await?;
+        } else if mooncake.prefills() {
             for (pp, tp) in (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| (pp, tp)))
             {
                 listeners.ranks.push((WorkerRank { pp, tp }, listen(bind, 0).await?));
@@ -121,9 +128,13 @@ impl Listeners {
         Ok(listeners)
     }
 
-    /// The bootstrap server, as routers are to tell decodes.
+    /// The bootstrap server, as routers are to tell decodes; without one the first worker, as they are told.
     pub(super) fn address(&self, bootstrap: &Bootstrap) -> Address {
         match (bootstrap, &self.bootstrap) {
+            (Bootstrap::Without, _) => {
+                let first = self.ranks.first().and_then(|(_, listener)| listener.local_addr().ok());
+                Address { host: Arc::clone(&self.host), port: first.map_or(0, |local| local.port()) }
+            }
             (Bootstrap::External(address), _) => address.clone(),
             (Bootstrap::Own(port), None) => Address { host: Arc::clone(&self.host), port: *port },
             (Bootstrap::Own(port), Some(listener)) => {
@@ -144,6 +155,38 @@ impl Listeners {
     }
 }
 
+/// Listens for the workers of a prefill before vLLM 0.16. Where any port will do, the ones after it may be taken: then
+/// others are tried.
+async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
+    for _ in 1..if setup.any_port { TRIES } else { 1 } {
+        match in_a_row(setup, bind).await {
+            Err(error) if error.kind() == Kind::Exhausted => {}
+            done => return done,
+        }
+    }
+    in_a_row(setup, bind).await
+}
+
+/// One port after the other.
+async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
+    let tp_size = setup.settings.tp_size;
+    let mut ranks: Vec<(WorkerRank, TcpListener)> = Vec::new();
+    for tp in 0..tp_size {
+        let first = ranks.first().and_then(|(_, listener)| listener.local_addr().ok());
+        let port = match first {
+            _ if !setup.any_port => {
+                setup.config.mooncake_port(Rank { dp: setup.data_parallel, tp, tp_size })?
+            }
+            None => 0,
+            Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {
+                Error::new(Kind::Exhausted, "a free port has too few above it for all workers: start again")
+            })?,
+        };
+        ranks.push((WorkerRank { pp: 0, tp }, listen(bind, port).await?));
+    }
+    Ok(ranks)
+}
+
 /// A port of this host, at the first address of it.
 async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let foreign = |why: &dyn std::fmt::Display| {
@@ -161,9 +204,9 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
         std::io::ErrorKind::AddrInUse => Error::new(
             Kind::Exhausted,
             format!(
-                "port {} of {} is taken, so the bootstrap server cannot listen there; another prefill may have it: set \
-                 VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or \
-                 kv_connector_extra_config.bootstrap_server_address to the server of the other",
+                "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill may have it: set \
+                 VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or, where there is a bootstrap server, \
+                 kv_connector_extra_config.bootstrap_server_address to that of the other",
                 address.port(),
                 address.ip()
             ),

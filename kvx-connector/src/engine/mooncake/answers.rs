@@ -1,0 +1,82 @@
+//! What decodes are answered, and how many times.
+
+use std::collections::BTreeSet;
+
+use super::super::identity::RequestId;
+use super::action::{AskId, MooncakeAction};
+use super::worker::MooncakeWorker;
+use crate::wire::mooncake::{OlderAnswer, PullResponse, PullStatus};
+
+/// One question of a decode's worker, until all of it is answered.
+#[derive(Debug)]
+pub(super) struct Ask {
+    pub(super) left: BTreeSet<RequestId>,
+    /// The layout's name, to be said with each answer.
+    pub(super) layout_id: u64,
+    /// It hears of what has failed once nothing writes for it any more, if it has heard before.
+    pub(super) hears_of_the_end: bool,
+    pub(super) form: AnswerForm,
+}
+
+/// How a question is answered.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum AnswerForm {
+    /// Request by request.
+    Each,
+    /// Once, when nothing more is done for any of it, as before vLLM 0.16.
+    Older { failed: bool },
+}
+
+impl MooncakeWorker {
+    /// Answers for one request, if the question is still open for it.
+    pub(super) fn tell(
+        &mut self,
+        ask: AskId,
+        theirs: &RequestId,
+        why: Option<&str>,
+        settled: bool,
+        last: bool,
+    ) {
+        let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else { return };
+        if last {
+            open.left.remove(theirs);
+        }
+        let over = open.left.is_empty();
+        if let AnswerForm::Older { failed } = &mut open.form {
+            *failed |= why.is_some();
+            if !over {
+                return;
+            }
+        }
+        let form = open.form;
+        let mut response = PullResponse::new(if over { PullStatus::Finish } else { PullStatus::Continue });
+        response.layout_id = open.layout_id;
+        let named = Some(vec![theirs.as_str().to_owned()]);
+        match why {
+            None => response.ok_reqs = named,
+            Some(why) => {
+                response.err_reqs = named;
+                response.err_msg = Some(why.to_owned());
+                response.kvx_settled = settled;
+            }
+        }
+        if over {
+            self.asks.remove(&ask);
+        }
+        self.answer(ask, form, &response);
+    }
+
+    pub(super) fn answer(&mut self, ask: AskId, form: AnswerForm, response: &PullResponse) {
+        let bytes = match form {
+            AnswerForm::Each => response.encode(),
+            AnswerForm::Older { failed } => {
+                let answer = match response.status {
+                    PullStatus::Finish if !failed => OlderAnswer::Done,
+                    _ => OlderAnswer::Failed,
+                };
+                answer.encode().to_vec()
+            }
+        };
+        self.actions.push_back(MooncakeAction::Answer { ask, bytes });
+    }
+}

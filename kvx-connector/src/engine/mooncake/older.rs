@@ -1,0 +1,127 @@
+//! What differs before vLLM 0.16: where a prefill's workers listen follows from its parameters, and a plain Mooncake
+//! agent asks otherwise and is answered once.
+
+use std::sync::Arc;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::super::identity::{Address, EngineId, RequestId, WorkerRank};
+use super::super::step::RemoteEngine;
+use super::super::time::Time;
+use super::action::{AskId, PullId};
+use super::answers::AnswerForm;
+use super::directory::Listed;
+use super::worker::MooncakeWorker;
+use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus};
+
+/// The name of a prefill that tells none, as only kvx does: its address.
+pub(in super::super) fn older_prefill(address: &Address) -> EngineId {
+    tcp(address, address.port).as_str().into()
+}
+
+fn tcp(address: &Address, port: u16) -> String {
+    match address.host.contains(':') {
+        true => format!("tcp://[{}]:{port}", address.host),
+        false => format!("tcp://{}:{port}", address.host),
+    }
+}
+
+impl MooncakeWorker {
+    /// The one worker of a prefill that this one asks: that of its own rank.
+    ///
+    /// # Errors
+    ///
+    /// Its port would be none.
+    pub(super) fn older_listed(&self, now: Time, peer: &RemoteEngine) -> std::result::Result<Listed, String> {
+        let (tp_size, tp) = (self.settings.tp_size, self.rank.tp);
+        let port = u16::try_from(tp).ok().and_then(|tp| peer.address.port.checked_add(tp));
+        let port = port.ok_or_else(|| {
+            format!(
+                "remote_port {} + tensor rank {tp} is above 65535: lower the prefill's \
+                     VLLM_MOONCAKE_BOOTSTRAP_PORT",
+                peer.address.port
+            )
+        })?;
+        let workers = [(WorkerRank { pp: 0, tp }, Arc::from(tcp(&peer.address, port)))].into();
+        let is_kvx = peer.engine != older_prefill(&peer.address);
+        Ok(Listed { tp_size, pp_size: 1, is_kvx, workers, used: now })
+    }
+
+    /// A decode's worker asks in the form before vLLM 0.16. As [`asked_for`](Self::asked_for).
+    ///
+    /// # Errors
+    ///
+    /// What it says cannot be used. It hears so; here it is worth a line in the log.
+    pub fn older_asked_for(
+        &mut self,
+        now: Time,
+        ask: AskId,
+        question: Result<OlderPullRequest>,
+    ) -> Result<()> {
+        let asked = match question {
+            Ok(OlderPullRequest { kvx_question: Some(bytes), .. }) => {
+                let question = PullRequest::decode(&bytes).and_then(|question| self.of_same_sizes(question));
+                return self.asked_for(now, ask, question);
+            }
+            Ok(plain) => plain.as_pull_request(&self.own).map(|mut question| {
+                for wanted in &mut question.req_blocks {
+                    self.transfers.resolve(&mut wanted.transfer_id);
+                }
+                question
+            }),
+            Err(error) => Err(error),
+        };
+        self.asked_in(now, ask, asked, AnswerForm::Older { failed: false })
+    }
+
+    /// Refuses a decode of other sizes: it has asked one worker for what several have.
+    fn of_same_sizes(&self, question: PullRequest) -> Result<PullRequest> {
+        let (here, there) = (self.settings.tp_size, question.remote_tp_size);
+        if here == there {
+            return Ok(question);
+        }
+        Err(Error::new(
+            Kind::Incompatible,
+            format!(
+                "tensor-parallel size {there} at the decode and {here} at the prefill: the MooncakeConnector before vLLM \
+                 0.16 takes the same on both sides; write a kv_compat of 0.16 or later on both"
+            ),
+        ))
+    }
+
+    /// A plain Mooncake agent before vLLM 0.16 has answered: for all that was asked.
+    pub fn older_answered_with(&mut self, now: Time, pull: PullId, answer: Result<OlderAnswer>) {
+        let Some(asked) = self.pulls.get(&pull) else { return };
+        let all = Some(asked.waiting.iter().map(|request| request.as_str().to_owned()).collect());
+        let answer = answer.map(|answer| {
+            let mut response = PullResponse::new(PullStatus::Finish);
+            match answer {
+                OlderAnswer::Done => response.ok_reqs = all,
+                OlderAnswer::Failed => {
+                    response.err_reqs = all;
+                    response.err_msg = Some("the prefill says trans_error; its log says why".into());
+                }
+            }
+            response
+        });
+        self.answered_with(now, pull, answer);
+    }
+
+    /// A request of ours is known by what all engines call it, too: whoever asked by that before means this one.
+    pub(super) fn known_as(&mut self, request: &RequestId) {
+        let shared = RequestId::from(request.shared());
+        if shared == *request {
+            return;
+        }
+        self.transfers.alias(shared.clone(), request.clone());
+        let waiting = self.asked_for.remove(&shared).unwrap_or_default();
+        for id in &waiting {
+            if let Some(serve) = self.serves.get_mut(id) {
+                serve.rename(request.clone(), &mut self.serve_bytes);
+            }
+        }
+        if !waiting.is_empty() {
+            self.asked_for.entry(request.clone()).or_default().extend(waiting);
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The one question and the two answers of the MooncakeConnector before vLLM 0.16.
+//!
+//! A decode's REQ asks the prefill's worker for several requests at once, and hears one answer: all of them are written,
+//! or not. Nothing else of the decode's layout is told, since both sides have the same.
+
+use std::collections::BTreeSet;
+
+use kvx_core::{Error, Kind, Result};
+
+use super::{PullRequest, PulledRequest};
+use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+
+const WHAT: &str = "pull request of vLLM before 0.16";
+
+/// What a decode worker asks of a prefill worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OlderPullRequest {
+    /// Where the decode worker's Mooncake engine listens.
+    pub remote_hostname: String,
+    /// Where the decode worker's Mooncake engine listens.
+    pub remote_port: u16,
+    /// What is asked for, by the names that both sides know requests by.
+    pub request_ids: Vec<String>,
+    /// Where each region of the decode worker starts.
+    pub kv_caches_base_addr: Vec<u64>,
+    /// The decode's blocks of each request. Without any, the prefill lets go of its own.
+    pub block_ids: Vec<Vec<u32>>,
+    /// The question as it is since 0.16. Only kvx says so, to kvx: it is answered as one of those, and the lists of
+    /// addresses and blocks are empty, which a vLLM refuses.
+    pub kvx_question: Option<Vec<u8>>,
+    shape: Shape,
+}
+
+/// What a prefill worker answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OlderAnswer {
+    /// All that was asked for is written, or let go.
+    Done,
+    /// It is not, or not all of it.
+    Failed,
+}
+
+impl OlderPullRequest {
+    /// To a plain Mooncake agent: where to write.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` for blocks of several KV cache groups: there is one list of a request.
+    pub fn plain(question: &PullRequest) -> Result<Self> {
+        let one_list = |wanted: &PulledRequest| match &wanted.block_ids[..] {
+            [] => Ok(Vec::new()),
+            [blocks] => Ok(blocks.clone()),
+            several => Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "the MooncakeConnector before vLLM 0.16 moves blocks of one KV cache group, and request {} has \
+                     {}: write a kv_compat of 0.16 or later on both sides",
+                    wanted.request_id,
+                    several.len()
+                ),
+            )),
+        };
+        Ok(OlderPullRequest {
+            kv_caches_base_addr: question.kv_caches_base_addr.clone(),
+            block_ids: question.req_blocks.iter().map(one_list).collect::<Result<_>>()?,
+            ..Self::naming(question)
+        })
+    }
+
+    /// To a kvx: all that it can use.
+    pub fn to_kvx(question: &PullRequest) -> Self {
+        OlderPullRequest { kvx_question: Some(question.encode()), ..Self::naming(question) }
+    }
+
+    fn naming(question: &PullRequest) -> Self {
+        OlderPullRequest {
+            remote_hostname: question.remote_hostname.clone(),
+            remote_port: question.remote_port,
+            request_ids: question.req_blocks.iter().map(|wanted| wanted.transfer_id.clone()).collect(),
+            kv_caches_base_addr: Vec::new(),
+            block_ids: Vec::new(),
+            kvx_question: None,
+            shape: Shape::default(),
+        }
+    }
+
+    /// What a plain Mooncake agent asks of a worker with this layout, as a question since 0.16: its own layout is the
+    /// same.
+    ///
+    /// # Errors
+    ///
+    /// `Malformed` for lists that do not fit each other, and requests that come twice; `Incompatible` for another number
+    /// of regions.
+    pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
+        let malformed = |why: String| Error::new(Kind::Malformed, format!("malformed {WHAT}: {why}"));
+        let (requests, lists) = (self.request_ids.len(), self.block_ids.len());
+        if requests != lists {
+            return Err(malformed(format!("{requests} request_ids and {lists} lists of block_ids")));
+        }
+        let distinct: BTreeSet<_> = self.request_ids.iter().collect();
+        if distinct.len() != requests {
+            return Err(malformed("a request comes twice in request_ids".into()));
+        }
+        let (here, there) = (own.kv_caches_base_addr.len(), self.kv_caches_base_addr.len());
+        if here != there && self.block_ids.iter().any(|blocks| !blocks.is_empty()) {
+            return Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "{here} regions at the prefill and {there} at the decode: the MooncakeConnector before vLLM 0.16 \
+                     takes the same layout and the same tensor-parallel size on both sides"
+                ),
+            ));
+        }
+        let pulled = |(request, blocks): (String, Vec<u32>)| PulledRequest {
+            transfer_id: request.clone(),
+            request_id: request,
+            block_ids: if blocks.is_empty() { Vec::new() } else { vec![blocks] },
+        };
+        let mut question = own.of_worker();
+        (question.remote_hostname, question.remote_port) = (self.remote_hostname, self.remote_port);
+        question.kv_caches_base_addr = self.kv_caches_base_addr;
+        question.req_blocks = self.request_ids.into_iter().zip(self.block_ids).map(pulled).collect();
+        (question.kvx_metadata, question.kvx_block_size) = (None, None);
+        Ok(question)
+    }
+
+    /// Keys that are not known here, with their values as msgpack.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shape.unknown()
+    }
+
+    /// The message as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        self.encode_map()
+    }
+
+    /// Reads a message. Whether its lists fit each other is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// Malformed bytes; a missing key is named.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let fields = Fields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
+        let blocks = |reader: &mut Reader<'_>| reader.list(PullRequest::MAX_BLOCKS, Reader::unsigned_32);
+        Ok(OlderPullRequest {
+            remote_hostname: fields.required("remote_hostname", Reader::owned_text)?,
+            remote_port: fields.required("remote_port", Reader::port)?,
+            request_ids: fields
+                .required("request_ids", |reader| reader.list(PullRequest::MAX_ITEMS, Reader::owned_text))?,
+            kv_caches_base_addr: fields.required("kv_caches_base_addr", |reader| {
+                reader.list(PullRequest::MAX_ITEMS, Reader::unsigned)
+            })?,
+            block_ids: fields.required("block_ids", |reader| reader.list(PullRequest::MAX_ITEMS, blocks))?,
+            kvx_question: fields.nullable("kvx_question", |reader| Ok(reader.binary()?.to_vec()))?,
+            shape: fields.shape(),
+        })
+    }
+}
+
+impl Record for OlderPullRequest {
+    const KEYS: &'static [&'static str] = &[
+        "remote_hostname",
+        "remote_port",
+        "request_ids",
+        "kv_caches_base_addr",
+        "block_ids",
+        "kvx_question",
+    ];
+
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn is_default(&self, key: &str) -> bool {
+        key == "kvx_question" && self.kvx_question.is_none()
+    }
+
+    fn write(&self, key: &str, writer: &mut Writer) {
+        match key {
+            "remote_hostname" => writer.text(&self.remote_hostname),
+            "remote_port" => writer.unsigned(self.remote_port.into()),
+            "request_ids" => writer.list(&self.request_ids, |writer, request| writer.text(request)),
+            "kv_caches_base_addr" => {
+                writer.list(&self.kv_caches_base_addr, |writer, address| writer.unsigned(*address));
+            }
+            "block_ids" => writer.list(&self.block_ids, |writer, blocks| {
+                writer.list(blocks, |writer, id| writer.unsigned((*id).into()));
+            }),
+            "kvx_question" => writer.optional(self.kvx_question.as_deref(), Writer::binary),
+            other => unreachable!("{other} is no key of a {WHAT}"),
+        }
+    }
+}
+
+impl OlderAnswer {
+    /// The answer as bytes.
+    pub fn encode(self) -> &'static [u8] {
+        match self {
+            OlderAnswer::Done => b"trans_done",
+            OlderAnswer::Failed => b"trans_error",
+        }
+    }
+
+    /// Reads an answer.
+    ///
+    /// # Errors
+    ///
+    /// `Malformed`: it is neither of the two.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let is = |answer: &OlderAnswer| bytes == answer.encode();
+        [OlderAnswer::Done, OlderAnswer::Failed].into_iter().find(is).ok_or_else(|| {
+            let sentence =
+                format!("malformed answer of {} bytes: neither trans_done nor trans_error", bytes.len());
+            Error::new(Kind::Malformed, sentence)
+        })
+    }
+}

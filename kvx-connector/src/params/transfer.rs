@@ -207,8 +207,8 @@ impl TransferParams {
         !others && self.rest.get("transfer_id").is_some_and(|id| !id.is_null())
     }
 
-    /// Whether they are a decode leg's of the MooncakeConnector before vLLM 0.16: an address, and nothing that any other
-    /// prefill tells beside it.
+    /// Whether they are a decode leg's of the MooncakeConnector before vLLM 0.16: an address, and nothing that any
+    /// other prefill tells beside it.
     pub(crate) fn is_of_older_mooncake(&self) -> bool {
         let address = self.remote_host.is_some() && self.remote_port.is_some();
         let others = self.remote_block_ids.is_some()

@@ -83,8 +83,8 @@ impl MooncakeWorker {
         Err(Error::new(
             Kind::Incompatible,
             format!(
-                "tensor-parallel size {there} at the decode and {here} at the prefill: the MooncakeConnector before vLLM \
-                 0.16 takes the same on both sides; write a kv_compat of 0.16 or later on both"
+                "tensor-parallel size {there} at the decode and {here} at the prefill: the MooncakeConnector before \
+                 vLLM 0.16 takes the same on both sides; write a kv_compat of 0.16 or later on both"
             ),
         ))
     }

@@ -134,8 +134,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// Nobody has to be asked where the workers listen, and each request has a question of its own: its answer is for all
-    /// that it asks.
+    /// Nobody has to be asked where the workers listen, and each request has a question of its own: its answer is for
+    /// all that it asks.
     fn ask_older(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
         let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else { return };
         let peer = Arc::clone(&load.order.remote.peer);

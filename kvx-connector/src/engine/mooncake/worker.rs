@@ -67,8 +67,8 @@ impl MooncakeWorker {
     ///
     /// # Errors
     ///
-    /// `Invalid`: the settings are not those of a MooncakeConnector; `Unsupported`: its protocol before vLLM 0.16 cannot
-    /// say what an engine of these sizes has to say.
+    /// `Invalid`: the settings are not those of a MooncakeConnector; `Unsupported`: its protocol before vLLM 0.16
+    /// cannot say what an engine of these sizes has to say.
     pub fn new(settings: Settings, rank: WorkerRank, own: PullRequest) -> kvx_core::Result<Self> {
         let Some(mooncake) = settings.mooncake.clone() else {
             return Err(kvx_core::Error::new(

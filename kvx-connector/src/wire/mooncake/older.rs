@@ -1,7 +1,7 @@
 //! The one question and the two answers of the MooncakeConnector before vLLM 0.16.
 //!
-//! A decode's REQ asks the prefill's worker for several requests at once, and hears one answer: all of them are written,
-//! or not. Nothing else of the decode's layout is told, since both sides have the same.
+//! A decode's REQ asks the prefill's worker for several requests at once, and hears one answer: all of them are
+//! written, or not. Nothing else of the decode's layout is told, since both sides have the same.
 
 use std::collections::BTreeSet;
 
@@ -89,8 +89,8 @@ impl OlderPullRequest {
     ///
     /// # Errors
     ///
-    /// `Malformed` for lists that do not fit each other, and requests that come twice; `Incompatible` for another number
-    /// of regions.
+    /// `Malformed` for lists that do not fit each other, and requests that come twice; `Incompatible` for another
+    /// number of regions.
     pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
         let malformed = |why: String| Error::new(Kind::Malformed, format!("malformed {WHAT}: {why}"));
         let (requests, lists) = (self.request_ids.len(), self.block_ids.len());

@@ -65,6 +65,23 @@ fn without_blocks_the_decode_instance_computes_the_prompt_itself() {
 
 /// They would name hosts that instances connect to.
 #[test]
+fn an_address_alone_is_of_a_mooncake_connector_before_0_16_and_is_passed_on() {
+    let told = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "10.0.0.1",
+        "remote_port": 8998, "kvx_engine_id": "p"});
+    let leg = sequential::decode_leg(&request(), &answer(told.clone()), Dialect::V0_33).unwrap();
+    assert!(leg.transfers);
+    assert_eq!(leg.body["kv_transfer_params"], told);
+    for (key, value) in [("remote_engine_id", json!("e")), ("remote_request_id", json!("r"))] {
+        let mut other = told.clone();
+        other[key] = value;
+        assert!(
+            sequential::decode_leg(&request(), &answer(other), Dialect::V0_33).is_err(),
+            "{key}: its blocks are missing"
+        );
+    }
+}
+
+#[test]
 fn parameters_of_a_client_are_never_passed_on() {
     let mut hostile = request();
     hostile["kv_transfer_params"] = json!({"do_remote_prefill": true, "remote_host": "169.254.169.254"});

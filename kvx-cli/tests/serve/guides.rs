@@ -196,13 +196,16 @@ fn the_guides_permuting_decode_works_as_it_is() {
     pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
 }
 
-/// The guide names no address: a host's own is beside its command, as on several hosts of any guide.
-#[test]
-fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
-    let Some(mut hosts) = Hosts::for_test("guides::mooncake", 3) else { return };
-    let cache = cache("mooncake");
+/// Mooncake's commands, each on a host of its own; both servers are told `more`. The guide names no address: a host's
+/// own is beside its command, as on several hosts of any guide.
+fn mooncakes_commands(name: &str, more: &[&str]) {
+    let Some(mut hosts) = Hosts::for_test(&format!("guides::{name}"), 3) else { return };
+    let cache = cache(name);
     for (at, id) in ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate() {
-        let (arguments, mut variables) = command(id);
+        let (mut arguments, mut variables) = command(id);
+        if arguments[0] == "serve" {
+            arguments.extend(more.iter().map(|argument| (*argument).to_owned()));
+        }
         variables.push(("VLLM_HOST_IP".to_owned(), Hosts::address(at + 1)));
         let host = &mut hosts.each[at];
         host.run(host.kvx(&arguments, &variables, &cache));
@@ -225,6 +228,18 @@ fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
     }
     let wrote = hosts.each[0].metric(8010, "vllm:mooncake_bytes_transferred_count", "");
     assert_eq!(wrote, PROMPTS.len() as f64);
+}
+
+#[test]
+fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
+    mooncakes_commands("mooncake", &[]);
+}
+
+/// The proxy asks for no bootstrap server: the prefill's answer says where it listens.
+#[test]
+fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
+    let older = ["--kv-transfer-config.kv_connector_extra_config.kv_compat", "0.11"];
+    mooncakes_commands("mooncake-older", &older);
 }
 
 /// Whether a file of the repository has this test, by its place from kvx-connector.

@@ -26,9 +26,18 @@ fn connector(workers: u32) -> Connector {
 }
 
 pub(super) fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connector {
+    built_of(connector, engine, &format!(r#""backends": ["{backend}"]"#), workers)
+}
+
+/// One worker with this in `kv_connector_extra_config`.
+pub(super) fn built_with(connector: &str, engine: &str, extra: &str) -> Connector {
+    built_of(connector, engine, extra, 1)
+}
+
+fn built_of(connector: &str, engine: &str, extra: &str, workers: u32) -> Connector {
     let json = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
-             "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
+             "kv_connector_extra_config": {{{extra}}}}}"#
     );
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(&json, &surroundings).unwrap();

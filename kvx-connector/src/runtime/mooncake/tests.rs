@@ -16,7 +16,7 @@ use super::bootstrap::{BootstrapServer, CONNECTIONS};
 use super::client;
 use crate::engine::{Address, BlockLists, WorkerRank};
 use crate::wire::mooncake::{
-    Directory, PullRequest, PullResponse, PullStatus, PulledRequest, WorkerRegistration,
+    Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest, WorkerRegistration,
 };
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -319,5 +319,41 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     let fetch = Decode::new(&decode).fetch("d-1", &params, BlockLists::single(&[3, 2][..]), LIMIT);
     assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 32 });
     lease.wait(LIMIT).unwrap();
+    fetches(&prefill, &decode);
+}
+
+#[test]
+fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
+    let compat =
+        |engine| super::super::tests::built_with("MooncakeConnector", engine, r#""kv_compat": "0.11""#);
+    let (prefill, decode) = (compat("p"), compat("d"));
+    register(&prefill, 0).unwrap();
+    register(&decode, 0).unwrap();
+    let at = SocketAddr::from(([127, 0, 0, 1], prefill.address().port));
+    let mut other = PullRequest::new("somewhere", 7, 1, 0);
+    other.kv_caches_base_addr = vec![4096; 9];
+    other.req_blocks =
+        vec![PulledRequest { request_id: "r".into(), transfer_id: "r".into(), block_ids: vec![vec![0]] }];
+    let regions = OlderPullRequest::plain(&other).unwrap().encode();
+    other.kvx_engine_id = Some("former".into());
+    let former = OlderPullRequest::to_kvx(&other).encode();
+    run(async {
+        let limits = Limits { frames: 4, bytes: 1 << 20 };
+        let mut client =
+            Client::connect(SocketType::Req, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap();
+        for bytes in [b"nonsense".to_vec(), Vec::new(), regions] {
+            let answer = client.ask(&bytes, LIMIT).await.unwrap();
+            assert_eq!(answer.frames(), [b"trans_error".to_vec()]);
+        }
+        let answer = client.ask(&former, LIMIT).await.unwrap();
+        let answer = PullResponse::decode(&answer.frames()[0]).unwrap();
+        assert!(
+            answer.kvx_settled && answer.err_msg.unwrap().contains("for engine former"),
+            "in words to a kvx"
+        );
+        // More than is taken of a message.
+        let sent = client.send(&[&vec![0xc1; PullRequest::MAX_LEN + 1]], LIMIT).await;
+        assert!(sent.is_err() || client.receive(LIMIT).await.is_err());
+    });
     fetches(&prefill, &decode);
 }

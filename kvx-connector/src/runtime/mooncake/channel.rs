@@ -71,7 +71,7 @@ pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRan
 
 /// A question, as it was read.
 enum Question {
-    Today(Result<PullRequest>),
+    Today(Box<Result<PullRequest>>),
     Older(Result<OlderPullRequest>),
 }
 
@@ -180,12 +180,12 @@ impl Talker for Desk {
                     // Read before the lock, as it may be long.
                     let question = match older {
                         true => Question::Older(OlderPullRequest::decode(question)),
-                        false => Question::Today(PullRequest::decode(question)),
+                        false => Question::Today(Box::new(PullRequest::decode(question))),
                     };
                     shared.tell_mooncake(self.rank, |worker, now| {
                         let taken = match question {
                             Question::Older(question) => worker.older_asked_for(now, ask, question),
-                            Question::Today(question) => worker.asked_for(now, ask, question),
+                            Question::Today(question) => worker.asked_for(now, ask, *question),
                         };
                         if let Err(error) = taken {
                             tracing::warn!(%error, "a decode's question was refused");

@@ -25,7 +25,7 @@ LOAD = 10  # seconds after which kvx gives a load up; 120 unless it is told
 STOPPED = 15  # seconds that a prefill is stopped
 STEPS = ("not met", "prefilled", "idle")  # of requests, when an engine is stopped or killed
 LEASE = 40  # seconds after which a prefill holds nothing any more
-CLOSE = 0.1  # two tokens this near may change places in bfloat16, which has 1/32 between the logits from 4 to 8
+CLOSE = 0.125  # two tokens this near may change places in bfloat16: four steps of the logits from 4 to 8
 APART = {"float32": 1e-4, "bfloat16": 0.1}  # what two engines may compute apart, in parts of the greatest number
 POSITIONS = 8  # of each answer in bfloat16 that are compared, each after the reference's tokens
 DEFAULTS = dict(arch="llama", layers=3, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=1024, max_positions=2048,

@@ -198,13 +198,17 @@ def hits(case, way, prefill, decode, reference, what, seed):
 
 
 def spoilt(case, prefill, decode, reference, what, seed):
-    """The blocks of another prompt of this length give other tokens: it is them that make the answers."""
-    one, other = prompts(seed, [300, 300])
-    params = prefill.complete(other, 1, kv_transfer_params=ASK_FOR_PREFILL)[1]["kv_transfer_params"]
-    before = moved(decode)
-    status, answer = decode.complete(one, 20, kv_transfer_params=params)
-    bytes_become(decode, before, blocks(case, 300) * block_bytes(case), f"{what}, blocks of another prompt")
-    check(status == 200 and answer["choices"][0]["token_ids"] != reference.plain(one), f"{what}: spoilt KV is not noticed")
+    """The blocks of another prompt of this length give other tokens: it is them that make the answers. In bfloat16 a first token that
+    was not ahead by enough may change places anyway: of four prompts one has to part where that is no excuse."""
+    asked, noticed = prompts(seed, [300] * 8), []
+    for one, other in zip(asked[:4], asked[4:]):
+        params = prefill.complete(other, 1, kv_transfer_params=ASK_FOR_PREFILL)[1]["kv_transfer_params"]
+        before = moved(decode)
+        status, answer = decode.complete(one, 20, kv_transfer_params=params)
+        bytes_become(decode, before, blocks(case, 300) * block_bytes(case), f"{what}, blocks of another prompt")
+        check(status == 200, f"{what}, blocks of another prompt: {status} {str(answer)[:200]}")
+        noticed.append(status == 200 and not agree(case, answer["choices"][0]["token_ids"], *margins(reference, one, 20)))
+    check(all(noticed) if case["dtype"] == "float32" else any(noticed), f"{what}: spoilt KV is not noticed: {noticed}")
 
 
 def positions(case, way, prefill, decode, reference, what, seed):

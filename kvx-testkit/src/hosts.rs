@@ -183,9 +183,8 @@ impl Hosts {
     /// In such a process: has the switch let nothing through to the far end's host and from it, or let it through
     /// again. Neither end is told.
     pub fn cut_off_far(cut: bool) -> Check {
-        const PORT: [&str; 2] = ["master bridge", "nomaster"];
         let switch = Self::way_named(WAYS[1]).unwrap_or_default();
-        run_there(&switch, "ip", &format!("link set port2 {}", PORT[usize::from(cut)]))
+        run_there(&switch, "ip", if cut { "link set port2 nomaster" } else { "link set port2 master bridge" })
     }
 
     /// The address of the host of this number.

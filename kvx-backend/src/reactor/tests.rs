@@ -204,16 +204,19 @@ fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
     reactor.stop();
 }
 
-/// Panics at its first command.
-struct Fragile(Vec<Ticket>);
+/// A machine that does these with a command and in a turn, and sleeps until the next one.
+struct Does {
+    command: Box<dyn FnMut(Ticket) + Send>,
+    turn: Box<dyn FnMut() + Send>,
+}
 
-impl Progress for Fragile {
+impl Progress for Does {
     type Command = Ticket;
     fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
-        self.0.push(ticket);
-        panic!("on purpose");
+        (self.command)(ticket);
     }
     fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+        (self.turn)();
         Turn::did(0)
     }
     fn arm(&mut self) -> Result<Armed> {
@@ -227,7 +230,13 @@ impl Progress for Fragile {
 
 #[test]
 fn a_machine_that_panics_hangs_nobody() {
-    let reactor = Reactor::start("fragile".into(), Fragile(Vec::new()), Arc::new(Nobody)).unwrap();
+    let mut held = Vec::new();
+    let command = Box::new(move |ticket| {
+        held.push(ticket);
+        panic!("on purpose");
+    });
+    let machine = Does { command, turn: Box::new(|| ()) };
+    let reactor = Reactor::start("fragile".into(), machine, Arc::new(Nobody)).unwrap();
     for _ in 0..2 {
         let (done, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
@@ -238,11 +247,8 @@ fn a_machine_that_panics_hangs_nobody() {
 
 #[test]
 fn what_the_end_of_a_lost_command_submits_is_answered_too() {
-    /// Is given a command more in the turn in which it panics.
-    struct Refilled(Arc<OnceLock<Reactor<Refilled>>>, Option<Ticket>);
-
     /// Submits a command when it is dropped, as what waits for a ticket may do when that is forgotten.
-    struct Submits(Arc<OnceLock<Reactor<Refilled>>>, Option<Ticket>);
+    struct Submits(Arc<OnceLock<Reactor<Does>>>, Option<Ticket>);
 
     impl Drop for Submits {
         fn drop(&mut self) {
@@ -250,28 +256,16 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
         }
     }
 
-    impl Progress for Refilled {
-        type Command = Ticket;
-        fn command(&mut self, _: Ticket, _: &mut Outbox) {
-            let last = Submits(Arc::clone(&self.0), self.1.take());
-            self.0.get().unwrap().submit(Ticket::new(move |_| drop(last)));
-            panic!("on purpose");
-        }
-        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
-            Turn::did(0)
-        }
-        fn arm(&mut self) -> Result<Armed> {
-            Ok(Armed::Sleep(None))
-        }
-        fn fds(&self) -> &[RawFd] {
-            &[]
-        }
-        fn stop(&mut self, _: &mut Outbox) {}
-    }
-
     let (done, ticket) = Completion::with_ticket();
-    let place = Arc::new(OnceLock::new());
-    let machine = Refilled(Arc::clone(&place), Some(ticket));
+    let (place, mut left) = (Arc::new(OnceLock::<Reactor<Does>>::new()), Some(ticket));
+    // It is given a command more in the turn in which it panics.
+    let given = Arc::clone(&place);
+    let command = Box::new(move |_| {
+        let last = Submits(Arc::clone(&given), left.take());
+        given.get().unwrap().submit(Ticket::new(move |_| drop(last)));
+        panic!("on purpose");
+    });
+    let machine = Does { command, turn: Box::new(|| ()) };
     let reactor = Reactor::start("refilled".into(), machine, Arc::new(Nobody)).unwrap();
     let reactor = place.get_or_init(|| reactor);
     reactor.submit(Ticket::new(drop));
@@ -282,30 +276,18 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
 #[test]
 fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
     /// Panics at the turn after its first command, on a thread that is not its own.
-    struct Treacherous(Vec<Ticket>);
-
-    impl Progress for Treacherous {
-        type Command = Ticket;
-        fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
-            self.0.push(ticket);
-        }
-        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+    fn treacherous() -> Does {
+        let held = Arc::new(kvx_core::sync::Mutex::new(Vec::new()));
+        let holds = Arc::clone(&held);
+        let turn = move || {
             let own = std::thread::current().name() == Some("treacherous");
-            assert!(own || self.0.is_empty(), "on purpose");
-            Turn::did(0)
-        }
-        fn arm(&mut self) -> Result<Armed> {
-            Ok(Armed::Sleep(None))
-        }
-        fn fds(&self) -> &[RawFd] {
-            &[]
-        }
-        fn stop(&mut self, _: &mut Outbox) {}
+            assert!(own || holds.lock().is_empty(), "on purpose");
+        };
+        Does { command: Box::new(move |ticket| held.lock().push(ticket)), turn: Box::new(turn) }
     }
 
     for by_drive in [false, true] {
-        let machine = Treacherous(Vec::new());
-        let reactor = Reactor::start("treacherous".into(), machine, Arc::new(Nobody)).unwrap();
+        let reactor = Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
         until(|| reactor.shared.asleep.load(Ordering::SeqCst));
         let (done, ticket) = Completion::with_ticket();
         if by_drive {

@@ -421,22 +421,6 @@ impl State {
         Ok(())
     }
 
-    /// Whether a load is under way that is still wanted; in the process of a rank, on that.
-    pub(super) fn is_loading(&self, request: &RequestId) -> bool {
-        match self.head {
-            None => self.scheduler.is_loading(request),
-            Some(_) => self.ranks.values().any(|held| held.worker.is_loading(request)),
-        }
-    }
-
-    /// Peers write nothing any more for a load that is over.
-    fn end_grants(&mut self, request: &RequestId) {
-        self.granting.forget(request);
-        if let Some(grant) = self.grants.remove(request) {
-            self.spent.push(Arc::clone(grant.granted()));
-        }
-    }
-
     /// Whether the engine has not started a load on some worker yet.
     pub(super) fn is_pending(&self, request: &RequestId) -> bool {
         let orders = self.ranks.values().flat_map(|held| &held.pending).flat_map(|meta| &meta.receive);

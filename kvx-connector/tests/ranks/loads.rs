@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
-use kvx_connector::runtime::Released;
+use kvx_connector::runtime::{Builder, Decode, Released};
 
 use crate::fleet::{Fleet, extra, heard, path, rank};
 use crate::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
@@ -17,18 +17,20 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed),
 ];
 
-fn prompts_arrive(backend: &str, prefill: u32, decode: u32) {
-    let mut prefill = Fleet::new("prefill", backend, prefill);
-    let mut decode = Fleet::new("decode", backend, decode);
+/// Prompts of up to twenty blocks from one fleet to the other; both are idle afterwards.
+pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
     for (number, tokens) in [(1, 1), (2, BLOCK), (3, 3 * BLOCK + 5), (4, 20 * BLOCK)] {
         let needed = tokens.div_ceil(BLOCK);
         let here: Vec<u32> = (0..needed).map(|at| (at * 7 + u32::from(number)) % BLOCKS).collect();
         let there: Vec<u32> = (0..needed).map(|at| (at * 5 + 3) % BLOCKS).collect();
         prefill.compute(number, &here, tokens);
-        let (lease, params) = prefill.publish(&format!("p{number}"), &here, tokens).unwrap();
-        let loaded = decode.fetch(&format!("d{number}"), &params, &there, LIMIT).outcome().unwrap();
+        // A push finds its load by the request's name.
+        let request = format!("r{number}");
+        let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
+        let loaded = decode.fetch(&request, &params, &there, LIMIT).outcome().unwrap();
         assert_eq!(loaded.tokens, tokens);
-        assert_eq!(decode.wrong(number, &there, 0..tokens), 0, "{tokens} tokens");
+        let wrong = decode.wrong(number, &there, 0..tokens);
+        assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
         assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
@@ -36,21 +38,30 @@ fn prompts_arrive(backend: &str, prefill: u32, decode: u32) {
     decode.end();
 }
 
+fn read_by(backend: &str, prefill: u32, decode: u32) {
+    prompts_arrive(Fleet::new("prefill", backend, prefill), Fleet::new("decode", backend, decode));
+}
+
 fn two_ranks_are_read_by_one(backend: &str) {
-    prompts_arrive(backend, 2, 1);
+    read_by(backend, 2, 1);
 }
 
 fn one_rank_is_read_by_two(backend: &str) {
-    prompts_arrive(backend, 1, 2);
+    read_by(backend, 1, 2);
 }
 
 fn two_ranks_are_read_by_two(backend: &str) {
-    prompts_arrive(backend, 2, 2);
+    read_by(backend, 2, 2);
 }
 
 fn a_rank_may_be_in_the_engines_process(backend: &str) {
-    let mut prefill = Fleet::new("prefill", backend, 2);
-    let connector = rig::builder("decode", &extra(backend)).workers(2, 1).build_blocking().unwrap();
+    let decode = rig::builder("decode", &extra(backend));
+    a_prompt_arrives_beside_the_engine(Fleet::new("prefill", backend, 2), decode);
+}
+
+/// A prompt from a fleet to a decode of two ranks, of which one is in the engine's process.
+pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Builder) {
+    let connector = decode.workers(2, 1).build_blocking().unwrap();
     let own = rig::pool(2);
     let first = connector.rank(WorkerRank::default()).unwrap();
     first.register(rig::caches(&own, 2), [Arc::clone(&own)]).unwrap();
@@ -62,9 +73,8 @@ fn a_rank_may_be_in_the_engines_process(backend: &str) {
 
     let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
     prefill.compute(9, &here, tokens);
-    let (_lease, params) = prefill.publish("p", &here, tokens).unwrap();
-    let fetch = kvx_connector::runtime::Decode::new(&connector).fetch("d", &params, lists(&there), LIMIT);
-    fetch.outcome().unwrap();
+    let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
+    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).outcome().unwrap();
     let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
     assert_eq!(part.wrong(9, &there, 0..tokens), 0);
     other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));

@@ -1,13 +1,13 @@
 //! NixlPushConnector: ranks of a prefill write into those of a decode, all of them in processes of their own.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_connector::engine::{Allocation, Arrival, Kept, LoadFailure, Outcome, RequestId, WorkerRank};
-use kvx_connector::runtime::{Decode, Released};
+use kvx_connector::runtime::Released;
 
-use crate::fleet::{Fleet, extra, heard, path, rank};
-use crate::rig::{BLOCK, BLOCKS, Engine, LIMIT, Part, caches, lists, pool};
+use crate::fleet::{Fleet, extra};
+use crate::loads::{a_prompt_arrives_beside_the_engine, prompts_arrive};
+use crate::rig::{BLOCK, Engine, LIMIT, lists};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("prompts_are_written_whatever_the_numbers_of_ranks", prompts_are_written_whatever_the_numbers_of_ranks),
@@ -24,44 +24,13 @@ fn pushing(engine: &str, backend: &str, tp: u32) -> Fleet {
 
 fn prompts_are_written_whatever_the_numbers_of_ranks(backend: &str) {
     for (from, to) in [(2, 2), (2, 1), (1, 2)] {
-        let (mut prefill, mut decode) = (pushing("prefill", backend, from), pushing("decode", backend, to));
-        for (number, tokens) in [(1, 1), (2, BLOCK), (3, 3 * BLOCK + 5), (4, 20 * BLOCK)] {
-            let needed = tokens.div_ceil(BLOCK);
-            let here: Vec<u32> = (0..needed).map(|at| (at * 7 + u32::from(number)) % BLOCKS).collect();
-            let there: Vec<u32> = (0..needed).map(|at| (at * 5 + 3) % BLOCKS).collect();
-            prefill.compute(number, &here, tokens);
-            let request = format!("r{number}");
-            let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
-            decode.fetch(&request, &params, &there, LIMIT).outcome().unwrap();
-            assert_eq!(decode.wrong(number, &there, 0..tokens), 0, "{from} to {to}, {tokens} tokens");
-            assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-        }
-        assert!(prefill.connector.is_idle() && decode.connector.is_idle());
-        prefill.end();
-        decode.end();
+        prompts_arrive(pushing("prefill", backend, from), pushing("decode", backend, to));
     }
 }
 
 fn a_rank_may_be_written_to_in_the_engines_process(backend: &str) {
-    let mut prefill = pushing("prefill", backend, 2);
-    let connector = Engine::push_builder("decode", &extra(backend)).workers(2, 1).build_blocking().unwrap();
-    let own = pool(2);
-    connector.rank(WorkerRank::default()).unwrap().register(caches(&own, 2), [Arc::clone(&own)]).unwrap();
-    let path = path("decode");
-    let whole = connector.group(&path, LIMIT);
-    let mut other = rank(&path, 1, 2);
-    whole.wait(LIMIT).unwrap();
-    assert_eq!(heard(&other), "ready");
-    let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
-    prefill.compute(9, &here, tokens);
-    let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
-    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).outcome().unwrap();
-    let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
-    assert_eq!(part.wrong(9, &there, 0..tokens), 0);
-    other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));
-    assert_eq!(heard(&other), "0");
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
-    prefill.end();
+    let decode = Engine::push_builder("decode", &extra(backend));
+    a_prompt_arrives_beside_the_engine(pushing("prefill", backend, 2), decode);
 }
 
 fn no_rank_is_written_to_before_all_have_started(backend: &str) {

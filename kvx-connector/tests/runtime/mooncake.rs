@@ -40,7 +40,11 @@ fn a_decode_with_a_cached_prefix_is_written_the_rest() {
 
 #[test]
 fn a_load_that_is_given_up_frees_both_sides_at_once() {
-    let (prefill, decode) = (Engine::mooncake("prefill", "{}", 1), Engine::mooncake("decode", "{}", 1));
+    given_up(&Engine::mooncake("prefill", "{}", 1), &Engine::mooncake("decode", "{}", 1));
+}
+
+/// By the prefill before it is asked for, then by the decode.
+fn given_up(prefill: &Engine, decode: &Engine) {
     let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), LIMIT);
@@ -255,15 +259,5 @@ fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
 
 #[test]
 fn before_0_16_a_load_that_is_given_up_frees_both_sides_at_once() {
-    let (prefill, decode) = (older("prefill", "{}", 1), older("decode", "{}", 1));
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-    drop(lease);
-    let error = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), LIMIT).outcome().unwrap_err();
-    assert!(error.to_string().contains("without the blocks of that transfer"), "{error}");
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
-    let held = Decode::new(&decode.connector).fetch("s", &params, lists(&[1]), LIMIT).cancel();
-    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
-    assert_eq!(lease.wait(Duration::from_secs(5)).unwrap(), Released::Free, "the decode has let go");
-    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+    given_up(&older("prefill", "{}", 1), &older("decode", "{}", 1));
 }

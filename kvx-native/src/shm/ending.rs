@@ -112,7 +112,7 @@ impl Machine {
     pub(crate) fn other_end_gone(&mut self, at: usize, out: &mut Outbox) {
         self.receive(at, usize::MAX, out);
         let Some(connection) = self.connections.get(at) else { return };
-        let ended = connection.process.ended();
+        let ended = connection.process.ended_with(connection.socket.as_fd());
         // A process that is ending loses its memory first, and may still copy until its last thread has ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
         let reason = if ended || !proven { peer_died() } else { peer_closed() }.backend(NAME);

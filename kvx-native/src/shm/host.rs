@@ -130,16 +130,26 @@ impl PeerProcess {
         }
     }
 
-    /// Whether the process has ended, of whose `socket` the end was seen. One that dies closes its files a moment
-    /// before it counts as dead; one that leaves closes one direction first.
+    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its files
+    /// before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
     pub(crate) fn ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up =
             matches!(poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]), Ok(1..));
         if let (true, Life::Watched(life)) = (hung_up, &self.life) {
+            // In a namespace that we do not see its death alone can tell.
+            if self.is_exiting() {
+                return true;
+            }
             let moment = rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
             rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok(); // looked at below
         }
         self.ended()
+    }
+
+    /// Whether the kernel has begun to end the process. It is asked before its end was seen: its number is its own.
+    fn is_exiting(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
+        stat.is_ok_and(|stat| has_begun_to_exit(&stat))
     }
 
     /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
@@ -159,6 +169,15 @@ impl PeerProcess {
         };
         matches!(poll_now(watched), Ok(0))
     }
+}
+
+/// As `PF_EXITING` in the kernel's `sched.h`.
+const EXITING: u64 = 0x4;
+
+/// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may hold anything.
+fn has_begun_to_exit(stat: &str) -> bool {
+    let words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+    words.skip(6).next().and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & EXITING != 0)
 }
 
 fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {
@@ -242,6 +261,22 @@ mod tests {
     fn boot_ids_are_parsed_strictly() {
         assert_eq!(boot_id("00000000-0000-0000-0000-0000000000ff\n").map(|id| id[15]), Some(255));
         assert_eq!(boot_id("xyz"), None);
+    }
+
+    #[test]
+    fn a_process_that_has_begun_to_exit_says_so() {
+        for (stat, exits) in [
+            ("7 (a) b) R 1 7 7 0 -1 4194304 95 0", false),
+            ("7 (a 1 1 1 1 1 1 4) R 1 7 7 0 -1 4194304 95 0", false),
+            ("7 (a) b) R 1 7 7 0 -1 4194308 95 0", true),
+            ("7 (a)", false),
+            ("", false),
+        ] {
+            assert_eq!(has_begun_to_exit(stat), exits, "{stat}");
+        }
+        assert!(
+            !PeerProcess { pid: std::process::id().cast_signed(), uid: 0, life: Life::Unknown }.is_exiting()
+        );
     }
 
     #[test]

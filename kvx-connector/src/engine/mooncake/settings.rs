@@ -125,9 +125,7 @@ impl Settings {
         };
         Ok(settings.with_mooncake(mooncake))
     }
-}
 
-impl Settings {
     /// Whether the protocol before vLLM 0.16, if it is chosen, can say what an engine of these sizes has to say.
     pub(super) fn fits_older_mooncake(&self) -> Result<()> {
         if !self.mooncake.as_ref().is_some_and(Mooncake::is_older)

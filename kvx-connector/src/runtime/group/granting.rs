@@ -42,6 +42,22 @@ impl Granting {
 }
 
 impl State {
+    /// Whether a load is under way that is still wanted; in the process of a rank, on that.
+    pub(in crate::runtime) fn is_loading(&self, request: &RequestId) -> bool {
+        match self.head {
+            None => self.scheduler.is_loading(request),
+            Some(_) => self.ranks.values().any(|held| held.worker.is_loading(request)),
+        }
+    }
+
+    /// Peers write nothing any more for a load that is over.
+    pub(in crate::runtime) fn end_grants(&mut self, request: &RequestId) {
+        self.granting.forget(request);
+        if let Some(grant) = self.grants.remove(request) {
+            self.spent.push(Arc::clone(grant.granted()));
+        }
+    }
+
     /// Takes what ranks want to know of loads that all workers have started.
     pub(in crate::runtime) fn take_wanted(&mut self) -> Vec<(WorkerRank, RequestId)> {
         let wanted = std::mem::take(&mut self.granting.wanted);
@@ -64,6 +80,7 @@ impl Shared {
             })
         };
         match asked {
+            // Until the load's deadline: then nothing is asked for any more, and the answer is that.
             Some(answer) => answer.await.unwrap_or_else(|_| Err(over())),
             None => self.ask_all(request).await,
         }
@@ -84,10 +101,9 @@ impl Shared {
     async fn collect_grants(self: &Arc<Self>, request: &RequestId) -> Told {
         let asked: Vec<_> = {
             let mut state = self.state.lock();
-            let away = |(rank, held): (&WorkerRank, &mut super::super::state::RankState)| {
-                Some((*rank, held.worker.away_mut()?.grant(request)))
-            };
-            state.ranks.iter_mut().filter_map(away).collect()
+            let away =
+                state.ranks.iter_mut().filter_map(|(rank, held)| Some((*rank, held.worker.away_mut()?)));
+            away.map(|(rank, away)| (rank, away.grant(request))).collect()
         };
         let mut all = self.granted_here(request).await?;
         for (rank, answer) in asked {

@@ -69,10 +69,15 @@ pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRan
     Router::serve_by(listener, LIMITS, Arc::new(desk))
 }
 
-/// A question, as it was read.
-enum Question {
-    Today(Box<Result<PullRequest>>),
-    Older(Result<OlderPullRequest>),
+/// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and expects it back.
+fn answer(older: bool, frames: impl IntoIterator<Item = Vec<u8>>) -> Vec<Vec<u8>> {
+    older.then(Vec::new).into_iter().chain(frames).collect()
+}
+
+fn log_refusal(taken: Result<()>) {
+    if let Err(error) = taken {
+        tracing::warn!(%error, "a decode's question was refused");
+    }
 }
 
 /// The answer to who is not heard.
@@ -136,25 +141,19 @@ impl Talker for Desk {
         let connection = self.last.fetch_add(1, Ordering::Relaxed);
         let _gone = Gone { desk: self, connection };
         let (way_back, mut answers) = mpsc::channel(ANSWERS);
-        match self.shared.upgrade() {
-            Some(shared) => shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back),
-            None => return Ok(()),
-        };
-        // A REQ socket ends the envelope by an empty frame, and expects it back.
-        let older = self.shared.upgrade().is_some_and(|shared| shared.is_older_mooncake());
-        let envelope: &[Vec<u8>] = if older { &[Vec::new()] } else { &[] };
+        let Some(shared) = self.shared.upgrade() else { return Ok(()) };
+        shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back);
+        let older = shared.is_older_mooncake();
+        drop(shared);
         let mut questions = 0_u32;
         // What the decode's last question was sealed with: so are answers to it.
         let mut seal = None;
         loop {
             tokio::select! {
-                answer = answers.recv() => match (answer, &seal) {
-                    (Some(answer), Some((secret, nonce))) => {
-                        let proof = proof::seal_answer(secret, nonce, &answer);
-                        peer.send(&[envelope, &[answer, proof]].concat()).await?;
-                    }
-                    (Some(answer), None) => peer.send(&[envelope, &[answer]].concat()).await?,
-                    (None, _) => return Ok(()),
+                told = answers.recv() => {
+                    let Some(told) = told else { return Ok(()) };
+                    let proof = seal.as_ref().map(|(secret, nonce)| proof::seal_answer(secret, nonce, &told));
+                    peer.send(&answer(older, [told].into_iter().chain(proof))).await?;
                 },
                 readable = peer.readable() => {
                     readable?;
@@ -167,30 +166,28 @@ impl Talker for Desk {
                     let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
                     questions = questions.wrapping_add(1);
                     // The first frame is the socket's name; one of vLLM sends one more.
-                    let frame = |at: usize| message.frames().get(at + envelope.len()).map(Vec::as_slice);
+                    let frame = |at: usize| message.frames().get(at + usize::from(older)).map(Vec::as_slice);
                     let question = frame(1).unwrap_or_default();
                     match shared.admits(self.rank, question, frame(2)) {
                         Ok(by) => seal = by,
                         Err(error) => {
-                            tracing::warn!(%error, "a decode's question was refused");
-                            peer.send(&[envelope, &[refusal(older, question, &error)]].concat()).await?;
+                            log_refusal(Err(error.clone()));
+                            peer.send(&answer(older, [refusal(older, question, &error)])).await?;
                             continue;
                         }
                     }
                     // Read before the lock, as it may be long.
-                    let question = match older {
-                        true => Question::Older(OlderPullRequest::decode(question)),
-                        false => Question::Today(Box::new(PullRequest::decode(question))),
-                    };
-                    shared.tell_mooncake(self.rank, |worker, now| {
-                        let taken = match question {
-                            Question::Older(question) => worker.older_asked_for(now, ask, question),
-                            Question::Today(question) => worker.asked_for(now, ask, *question),
-                        };
-                        if let Err(error) = taken {
-                            tracing::warn!(%error, "a decode's question was refused");
-                        }
-                    });
+                    if older {
+                        let question = OlderPullRequest::decode(question);
+                        shared.tell_mooncake(self.rank, |worker, now| {
+                            log_refusal(worker.older_asked_for(now, ask, question));
+                        });
+                    } else {
+                        let question = PullRequest::decode(question);
+                        shared.tell_mooncake(self.rank, |worker, now| {
+                            log_refusal(worker.asked_for(now, ask, question));
+                        });
+                    }
                 }
             }
         }

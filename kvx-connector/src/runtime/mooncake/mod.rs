@@ -158,13 +158,14 @@ impl Listeners {
 /// Listens for the workers of a prefill before vLLM 0.16. Where any port will do, the ones after it may be taken: then
 /// others are tried.
 async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
-    for _ in 1..if setup.any_port { TRIES } else { 1 } {
+    let mut tries = if setup.any_port { TRIES } else { 1 };
+    loop {
+        tries -= 1;
         match in_a_row(setup, bind).await {
-            Err(error) if error.kind() == Kind::Exhausted => {}
+            Err(error) if error.kind() == Kind::Exhausted && tries > 0 => {}
             done => return done,
         }
     }
-    in_a_row(setup, bind).await
 }
 
 /// One port after the other.

@@ -101,6 +101,23 @@ fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
     }
 }
 
+/// A vLLM that is asked for a layer by another number than its own refuses, and its message is all that tells why.
+#[test]
+fn a_layer_is_told_by_the_number_in_its_name() {
+    let layers =
+        ["model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn", "model.layers.10.self_attn.attn"];
+    for apart in [false, true] {
+        let asked = told(&caches(&layers, Heads::Sharded(2), 1, apart, 0), 0, 1);
+        let named = asked.registered_layer_names.iter().zip(&asked.registered_layer_indices);
+        for (name, number) in named {
+            assert_eq!(*name, format!("model.layers.{number}.self_attn.attn"));
+        }
+        assert_eq!(asked.registered_layer_indices.len(), if apart { 6 } else { 3 });
+    }
+    let without = caches(&["the only one"], Heads::Sharded(2), 1, false, 0);
+    assert_eq!(told(&without, 0, 1).registered_layer_indices, [0]);
+}
+
 #[test]
 fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
     let heads = Heads::Sharded(2);
@@ -113,7 +130,6 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
     // K and V have the same name: the first is the first.
     let mut asked = told(&caches(&["b", "a"], heads, 1, true, 0), 0, 1);
     assert_eq!(asked.registered_layer_names, ["a", "a", "b", "b"]);
-    assert_eq!(asked.registered_layer_indices, [0, 1, 0, 1]);
     assert_eq!(places(&asked), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     asked.registered_layer_names.rotate_left(2);
     assert_eq!(places(&asked), [(0, 2), (1, 3), (2, 0), (3, 1)]);

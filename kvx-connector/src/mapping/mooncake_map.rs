@@ -220,7 +220,6 @@ fn check(told: &PullRequest) -> Result<()> {
 /// `Unsupported` for regions that layers of several KV cache groups share.
 pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
     told.forget_layout();
-    let mut occurrences: HashMap<&str, i64> = HashMap::new();
     for region in local.geometry().regions() {
         let RegionGroup::Of(group) = region.group else {
             return Err(Error::new(
@@ -232,14 +231,17 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
         told.block_lens.push(region.block_stride);
         told.kv_block_lens.push(region.block_len);
         let name = region.layers.first().map_or("", |layer| layer);
-        let occurrence = occurrences.entry(name).or_default();
         told.registered_layer_names.push(name.to_owned());
-        told.registered_layer_indices.push(*occurrence);
-        *occurrence += 1;
+        told.registered_layer_indices.push(number_of_layer(name));
         told.registered_group_indices.push(i64::from(group));
         told.registered_shared_group_ids.push(vec![i64::from(group)]);
     }
     Ok(())
+}
+
+/// The number in a layer's name, as vLLM finds it: it refuses a consumer that tells another. Its names have one number.
+fn number_of_layer(name: &str) -> i64 {
+    name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0)
 }
 
 fn incompatible(sentence: String) -> Error {

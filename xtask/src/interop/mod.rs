@@ -62,6 +62,13 @@ fn parse_vllm(mut arguments: impl Iterator<Item = String>) -> std::result::Resul
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--kvx" => options.kvx = true,
+            "--connector" => {
+                options.mooncake = match arguments.next().as_deref() {
+                    Some("nixl") => false,
+                    Some("mooncake") => true,
+                    _ => return Err("`--connector` takes nixl or mooncake".to_owned()),
+                }
+            }
             "--set-up" => options.set_up = true,
             "--only" => options.only.push(arguments.next().ok_or("`--only` takes the name of a part")?),
             "--model-config" => {
@@ -75,6 +82,9 @@ fn parse_vllm(mut arguments: impl Iterator<Item = String>) -> std::result::Resul
     }
     if options.kvx && options.model_config.is_some() {
         return Err("`--model-config` is for mixed fleets: leave `--kvx` out".to_owned());
+    }
+    if options.kvx && options.mooncake {
+        return Err("`--kvx` puts kvx into vLLM's NIXL: leave `--connector mooncake` out".to_owned());
     }
     Ok(Interop::Vllm(options))
 }
@@ -94,11 +104,12 @@ pub(crate) fn usage() -> String {
     format!(
         "  interop [NAME]...
       build and run the programs of interop/, which join kvx to engines of others in workspaces of their own: {}
-  interop vllm [--set-up] [--model-config FILE] [--only PART]...
+  interop vllm [--connector mooncake] [--set-up] [--model-config FILE] [--only PART]...
       run a real vLLM and `kvx serve` in one fleet, both ways, and print a table of what was right; downloads 3 GB the
       first time, then an hour on a machine that is quiet meanwhile
+        --connector mooncake by vLLM's MooncakeConnector, not NixlConnector; the parts have `bare` too
         --set-up             install and build what it needs, and run nothing
-        --model-config FILE  models and block sizes as in xtask/src/interop/vllm/mixed.json
+        --model-config FILE  models and block sizes as in xtask/src/interop/vllm/{{mixed,mooncake}}.json
         --only PART          pairs, the name of one model, faults, aborts, fleet; may be repeated
   interop vllm --kvx [--set-up] [--only PART]...
       run a real vLLM pair with the backend KVX in its NIXL; half an hour
@@ -132,6 +143,8 @@ mod tests {
         assert_eq!(words("vllm"), Ok(Interop::Vllm(vllm::Options::default())));
         let options = vllm::Options { model_config: Some("/tmp/models.json".into()), ..Default::default() };
         assert_eq!(words("vllm --model-config /tmp/models.json"), Ok(Interop::Vllm(options)));
+        let options = vllm::Options { mooncake: true, ..Default::default() };
+        assert_eq!(words("vllm --connector mooncake"), Ok(Interop::Vllm(options)));
         assert_eq!(words("transformers"), Ok(Interop::Transformers { record: false }));
         assert_eq!(words("transformers --record"), Ok(Interop::Transformers { record: true }));
         assert_eq!(words("mistralrs"), Ok(Interop::Mistralrs(Vec::new())));
@@ -141,6 +154,8 @@ mod tests {
             ("vllm --kvx now", "now"),
             ("vllm --kvx --model-config a.json", "mixed fleets"),
             ("vllm --model-config", "JSON file"),
+            ("vllm --connector wax", "mooncake"),
+            ("vllm --kvx --connector mooncake", "leave"),
             ("mistral", "mistral"),
             ("candle mistral", "mistral"),
             ("transformers now", "now"),

@@ -20,14 +20,19 @@ const RUN: Duration = Duration::from_secs(2 * 60 * 60);
 const INSTALLER: &str = "uv==0.9.5";
 /// `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
 const NAMED: (&str, &str) = ("vllm", "0.32.0+cpu");
-/// Where vLLM's own proxy lies in its source distribution, which alone has it.
-const TOY_PROXY: &str = "vllm-0.32.0/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py";
+/// Where vLLM's own proxies lie in its source distribution, which alone has them.
+const PROXIES: [&str; 2] = [
+    "vllm-0.32.0/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
+    "vllm-0.32.0/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
+];
 
 /// What of it is done.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Options {
     /// A pair of vLLMs with kvx inside their NIXL; else vLLM and `kvx serve`.
     pub(crate) kvx: bool,
+    /// By MooncakeConnector instead of NixlConnector.
+    pub(crate) mooncake: bool,
     /// Set up and build alone.
     pub(crate) set_up: bool,
     /// Only these parts; empty means all.
@@ -45,7 +50,7 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     // By itself: no more in it than it needs.
     must_succeed(process::cargo(["build", "--release", "-p", "kvx-nixl"]), until)?;
     if !options.kvx {
-        fetch_toy_proxy(&work, until)?;
+        fetch_proxies(&work, until)?;
         must_succeed(process::cargo(["build", "--release", "-p", "kvx-cli"]), until)?;
     }
     if options.set_up {
@@ -58,7 +63,8 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     let mut run = Command::new(python(&work));
     run.arg(script(program)).arg(&work).arg(target.join("release")).arg(crate::root().join(page));
     if !options.kvx {
-        run.arg(options.model_config.clone().unwrap_or_else(|| script("mixed.json")));
+        let usual = if options.mooncake { "mooncake.json" } else { "mixed.json" };
+        run.arg(options.model_config.clone().unwrap_or_else(|| script(usual)));
     }
     run.args(&options.only).env("PYTHONUNBUFFERED", "1").env("PYTHONDONTWRITEBYTECODE", "1");
     let finished = process::run(run, RUN, Output::Shown)?;
@@ -66,10 +72,11 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     Ok(finished.succeeded())
 }
 
-/// vLLM's own proxy, out of its source distribution.
-fn fetch_toy_proxy(work: &Path, until: Instant) -> Result<()> {
-    let folder = work.join("proxy");
-    if folder.join("toy_proxy_server.py").exists() {
+/// vLLM's own proxies, out of its source distribution.
+fn fetch_proxies(work: &Path, until: Instant) -> Result<()> {
+    let (folder, archive) = (work.join("proxy"), "vllm-0.32.0.tar.gz");
+    let names = PROXIES.map(|path| path.rsplit('/').next().unwrap_or(path));
+    if names.iter().all(|name| folder.join(name).exists()) {
         return Ok(());
     }
     std::fs::create_dir_all(&folder)?;
@@ -88,8 +95,8 @@ fn fetch_toy_proxy(work: &Path, until: Instant) -> Result<()> {
     download.env("VLLM_VERSION_OVERRIDE", "0.32.0").env("VLLM_TARGET_DEVICE", "empty");
     must_succeed(download, until)?;
     let mut unpack = Command::new("tar");
-    unpack.arg("xzf").arg(folder.join("vllm-0.32.0.tar.gz")).arg("-C").arg(&folder);
-    unpack.args(["--strip-components=5", TOY_PROXY]);
+    unpack.arg("xzf").arg(folder.join(archive)).arg("-C").arg(&folder);
+    unpack.arg("--transform=s,.*/,,").args(PROXIES);
     must_succeed(unpack, until)
 }
 
@@ -151,12 +158,14 @@ mod tests {
     }
 
     #[test]
-    fn the_page_of_mixed_fleets_has_a_line_of_each_for_both_backends() {
+    fn the_page_of_mixed_fleets_has_a_line_of_each_for_every_way() {
         let page = std::fs::read_to_string(crate::root().join("docs/mixed-fleet.md")).unwrap();
         for program in ["vllm serve MODEL ", "kvx serve MODEL "] {
             let lines: Vec<_> = page.lines().filter(|line| line.starts_with(program)).collect();
-            assert_eq!(lines.len(), 2, "mixed.py takes one without KVX and one with: {lines:?}");
-            assert_eq!(lines.iter().filter(|line| line.contains("\"KVX\"")).count(), 1);
+            assert_eq!(lines.len(), 3, "mixed.py takes one of each: {lines:?}");
+            for mark in ["\"KVX\"", "\"MooncakeConnector\""] {
+                assert_eq!(lines.iter().filter(|line| line.contains(mark)).count(), 1, "{mark}");
+            }
             assert!(lines.iter().all(|line| line.contains("--kv-transfer-config '{")));
         }
     }
@@ -172,8 +181,9 @@ mod tests {
         for field in &shape {
             assert!(flags.contains(&format!("\n    {field}: ")), "kvx make-model has no --{field}");
         }
-        let cases: serde_json::Value = serde_json::from_str(&text(&script("mixed.json"))).unwrap();
-        for case in cases.as_array().unwrap() {
+        let cases = ["mixed.json", "mooncake.json"].map(|name| text(&script(name)));
+        let cases = cases.map(|text| serde_json::from_str::<serde_json::Value>(&text).unwrap());
+        for case in cases.iter().flat_map(|cases| cases.as_array().unwrap()) {
             for field in case.as_object().unwrap().keys() {
                 assert!(
                     ["name", "block_size", "backend"].contains(&&**field) || shape.contains(&&**field),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from servers import ASK_FOR_PREFILL, Load, Vllm, abort, check, children, cpu, end, prompts, row, still_in_use, through, words_of
+from servers import Load, Vllm, abort, check, children, cpu, end, prompts, row, still_in_use, through, words_of
 
 WORK, BUILT, PAGE = sys.argv[1:4]
 DEADLINE = 5  # KVX_DEADLINE in the parts about faults
@@ -105,9 +105,9 @@ def faults(route):
             time.sleep(5)
             waiting = []
             for prompt in prompts(100 + seed)[4:8]:
-                status, answer = pair.prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)
+                status, params = pair.prefill.prefill(prompt)
                 if check(status == 200, f"{what}: a prefill is {status}"):
-                    waiting.append((prompt, answer["kv_transfer_params"]))
+                    waiting.append((prompt, params))
             if fault == "stopped":
                 pair.prefill.signal(signal.SIGSTOP)
             else:

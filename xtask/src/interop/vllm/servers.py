@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 
 START = 900  # seconds until an instance answers
@@ -99,6 +100,7 @@ class Server:
         self.name, self.host, self.port, self.folder = name, host, port, folder
         self.command, self.environment, self.log = command, environment, log
         self.health, self.model, self.process = "/health", None, None
+        self.bootstrap = None  # the port of a prefill of MooncakeConnector
         os.makedirs(os.path.dirname(log), exist_ok=True)
 
     def start(self):
@@ -140,6 +142,21 @@ class Server:
             model=self.model, prompt=prompt, max_tokens=tokens, temperature=0, return_token_ids=True, ignore_eos=True, **more),
             timeout)
         return status, json.loads(answer) if status == 200 else answer
+
+    def prefill(self, prompt, timeout=300, **more):
+        """The first of two legs: its status, and what a decode is told; or the answer, if it is another."""
+        transfer = f"xfer-{uuid.uuid4()}"
+        ask = ASK_FOR_PREFILL if self.bootstrap is None else dict(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer)
+        status, answer = self.complete(prompt, 1, timeout, kv_transfer_params=ask, **more)
+        if status != 200:
+            return status, answer
+        if self.bootstrap is None:
+            return status, answer["kv_transfer_params"]
+        address = f"http://{self.host}:{self.bootstrap}"
+        with urllib.request.urlopen(f"{address}/query", timeout=20) as told:
+            engine = json.load(told)["0"]["engine_id"]
+        return status, dict(do_remote_decode=False, do_remote_prefill=True, transfer_id=transfer, remote_engine_id=engine,
+                            remote_bootstrap_addr=address)
 
     def plain(self, prompt, tokens=20):
         """What it answers by itself; nothing of it is found in its prefix cache afterwards."""
@@ -279,10 +296,10 @@ class Load:
         while not self.ended.is_set():
             prompt, started = [order.randrange(3, 1000) for _ in range(order.choice(LENGTHS))], time.time()
             try:
-                status, answer = self.prefill.complete(prompt, 1, 30, kv_transfer_params=ASK_FOR_PREFILL)
+                status, params = self.prefill.prefill(prompt, 30)
                 if status == 200:
                     started = time.time()
-                    status, _ = self.decode.complete(prompt, 8, 60, kv_transfer_params=answer["kv_transfer_params"])
+                    status, _ = self.decode.complete(prompt, 8, 60, kv_transfer_params=params)
                     with self.lock:
                         self.slowest = max(self.slowest, time.time() - started)
             except OSError:
@@ -299,10 +316,9 @@ class Load:
 
 def through(prefill, decode, prompt, tokens=20, **more):
     """The answer to a request that is prefilled here and decoded there; None, and WRONG, if there is none."""
-    status, answer = prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL, **more)
-    if not check(status == 200, f"a prefill at {prefill.name} is {status}: {str(answer)[:200]}"):
+    status, params = prefill.prefill(prompt, **more)
+    if not check(status == 200, f"a prefill at {prefill.name} is {status}: {str(params)[:200]}"):
         return None
-    params = answer["kv_transfer_params"]
     status, answer = decode.complete(prompt, tokens, kv_transfer_params=params, **more)
     if not check(status == 200, f"a decode at {decode.name} is {status}: {str(answer)[:200]}"):
         return None
@@ -322,11 +338,11 @@ def abort(prefill, decode, count):
             prompt = [order.randrange(3, 1000) for _ in range(order.choice(LENGTHS))]
             try:
                 if number % 4:
-                    answer = prefill.complete(prompt, 1, 60, kv_transfer_params=ASK_FOR_PREFILL)[1]
-                    decode.complete(prompt, 100, order.uniform(0.001, 0.1), kv_transfer_params=answer["kv_transfer_params"])
+                    params = prefill.prefill(prompt, 60)[1]
+                    decode.complete(prompt, 100, order.uniform(0.001, 0.1), kv_transfer_params=params)
                 else:
-                    prefill.complete(prompt, 1, order.uniform(0.001, 0.05), kv_transfer_params=ASK_FOR_PREFILL)
-            except (OSError, TypeError):
+                    prefill.prefill(prompt, order.uniform(0.001, 0.05))
+            except OSError:
                 pass
 
     clients = [threading.Thread(target=client, daemon=True) for _ in range(6)]

@@ -167,6 +167,7 @@ impl Values {
                 failure: values.failure(),
                 invalid: values.some(Self::number),
             }),
+            failing: self.some(|values| (values.request(), values.failure())),
             lost: self.some(|values| {
                 (values.request(), if values.below(2) == 1 { Kept::Load } else { Kept::Request })
             }),

@@ -188,9 +188,10 @@ fn failures(backend: &str) -> Check {
     let port = python.ask(json!({"do": "serve"}))?["port"].clone();
     let within = Duration::from_secs(2);
     python.publish("xfer-1", 1, true)?;
-    decode.decode(&Load::new("one", 1, TOKENS), &leg(&first, &port, "xfer-1"), within)?;
-    // It may write on after its error, as Mooncake does: the blocks are nobody's.
-    decode.fails("one", within)?;
+    // It may write on after its error, as Mooncake does: the blocks are nobody's, and who waits hears at once.
+    decode.decode(&Load::new("one", 1, TOKENS), &leg(&first, &port, "xfer-1"), 10 * within)?;
+    let why = decode.fails("one", within)?;
+    ensure(why.contains("it was not to be"), || format!("why the prefill failed is not told: {why}"))?;
     python.publish("xfer-2", 2, false)?;
     decode.loads(&Load::new("two", 2, TOKENS), &leg(&first, &port, "xfer-2"))?;
     python.0.kill()?;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::failure::TransferFailure;
+use super::failure::{LoadFailure, TransferFailure};
 use super::identity::{EngineId, RequestId};
 use super::scheduler::Kept;
 use super::stats::TransferStats;
@@ -18,6 +18,8 @@ pub struct EngineOutput {
     pub finished_recving: Vec<RequestId>,
     /// Those of them that failed on at least one worker.
     pub failed_recving: Vec<FailedLoad>,
+    /// As in [`WorkerOutput`], by any worker.
+    pub failing: Vec<(RequestId, LoadFailure)>,
     /// Those of both whose blocks are lost on at least one worker.
     pub lost: Vec<(RequestId, Kept)>,
     /// Clocks of peers with the worker's clock that they were compared to.
@@ -94,6 +96,7 @@ impl OutputAggregator {
                     }
                 }
             }
+            whole.failing.extend(output.failing);
             self.lost.extend(output.lost);
             whole
                 .clocks

@@ -157,6 +157,8 @@ pub struct WorkerOutput {
     pub finished_recving: Vec<RequestId>,
     /// Those of them that failed.
     pub failed_recving: Vec<FailedLoad>,
+    /// Loads that have failed while a peer may still write to their blocks: they are over later.
+    pub failing: Vec<(RequestId, LoadFailure)>,
     /// Those of both whose blocks a forgotten transfer may touch for ever.
     pub lost: Vec<(RequestId, Kept)>,
     /// Clocks of peers.
@@ -182,6 +184,7 @@ impl WorkerOutput {
         self.finished_sending.is_empty()
             && self.finished_recving.is_empty()
             && self.failed_recving.is_empty()
+            && self.failing.is_empty()
             && self.clocks.is_empty()
             && self.failures.is_empty()
             && self.stats.is_empty()

@@ -106,7 +106,7 @@ impl WorkerOutput {
     /// `Exhausted`: it would be longer than what is read.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut writer = Writer::default();
-        writer.array(8);
+        writer.array(9);
         time(&mut writer, self.at);
         requests(&mut writer, &self.finished_sending);
         requests(&mut writer, &self.finished_recving);
@@ -115,6 +115,11 @@ impl WorkerOutput {
             writer.text(failed.request.as_str());
             load_failure(writer, &failed.failure);
             writer.list(&failed.invalid, |writer, block| writer.unsigned((*block).into()));
+        });
+        writer.list(&self.failing, |writer, (request, failure)| {
+            writer.array(2);
+            writer.text(request.as_str());
+            load_failure(writer, failure);
         });
         writer.list(&self.lost, |writer, (request, kept)| {
             writer.array(2);
@@ -139,7 +144,7 @@ impl WorkerOutput {
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("worker's output", bytes, MAX_STEP)?;
-        record(&mut reader, 8)?;
+        record(&mut reader, 9)?;
         let output = WorkerOutput {
             at: read_time(&mut reader)?,
             finished_sending: read_requests(&mut reader)?,
@@ -152,6 +157,7 @@ impl WorkerOutput {
                     invalid: reader.list(MAX_STEP, Reader::unsigned_32)?,
                 })
             })?,
+            failing: reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_load_failure))?,
             lost: reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_kept))?,
             clocks: reader.list(MAX_ORDERS, |reader| {
                 record(reader, 3)?;

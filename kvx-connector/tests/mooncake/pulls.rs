@@ -284,6 +284,41 @@ fn at_its_deadline_a_load_ends_and_its_blocks_are_held_until_nobody_writes_into_
     }
 }
 
+/// A plain Mooncake agent writes on after its error, and cannot be asked whether it has done: who waits hears at once.
+#[test]
+fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
+    for lost in [false, true] {
+        let mut decode = Rig::decode();
+        decode.loads(0.0, "d-1", "x-1", 100);
+        let asked = decode.queries(0.0, &directory("p", 1, 1));
+        let request = "d-1".into();
+        decode.worker.fence_is_slow(&request);
+        assert!(decode.outcomes(0.1).is_empty(), "nothing has failed");
+        let actions = decode.answered(0.2, asked[0].pull, &response(Finish, &[], &["d-1"]));
+        assert_eq!(fences(&actions), 1);
+        assert!(decode.outcomes(0.2).is_empty());
+        decode.worker.fence_is_slow(&request);
+        let outcomes = decode.outcomes(0.3);
+        let [Outcome::Failed { failure: LoadFailure::Transfer(_), held, invalid, .. }] = &outcomes[..] else {
+            panic!("{outcomes:?}")
+        };
+        assert_eq!(held.iter().collect::<Vec<_>>(), *invalid);
+        assert_eq!(invalid, &[100, 101, 102]);
+        decode.step(0.4);
+        decode.worker.fence_is_slow(&request);
+        assert!(decode.outcomes(0.5).is_empty(), "it has failed once");
+        let kept = Kept::Load;
+        let end = if lost {
+            decode.worker.fence_forgotten(at(0.6), &request);
+            Outcome::Lost { request, kept }
+        } else {
+            decode.worker.fenced(at(0.6), &request);
+            Outcome::Free { request, kept }
+        };
+        assert_eq!(decode.outcomes(0.6), [end]);
+    }
+}
+
 #[test]
 fn an_abort_while_the_bootstrap_server_is_asked_gives_the_blocks_back_at_once() {
     let mut decode = Rig::decode();

@@ -413,6 +413,16 @@ impl MooncakeWorker {
         }
     }
 
+    /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they are.
+    pub fn fence_is_slow(&mut self, request: &RequestId) {
+        let Some(load) = self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled) else {
+            return;
+        };
+        if let (PullStage::Fencing, Some(failure)) = (load.stage, &load.failure) {
+            self.output.failing.push((request.clone(), failure.clone()));
+        }
+    }
+
     /// It will never be proven that no peer writes into the blocks of a request. Whether a load waited for that.
     pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) -> bool {
         let is_fencing = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);

@@ -98,6 +98,9 @@ impl Scheduler {
         }
         let mut failed = output.failed_recving;
         let mut outcomes = Vec::new();
+        for (request, failure) in output.failing {
+            outcomes.extend(self.load_failing(now, &request, failure));
+        }
         for request in output.finished_recving {
             let at = failed.iter().position(|failed| failed.request == request);
             let failed = at.map(|at| failed.swap_remove(at));
@@ -184,6 +187,17 @@ impl Scheduler {
     }
 
     fn load_timed_out(&mut self, now: Time, request: &RequestId) -> Option<Outcome> {
+        self.give_up(now, request, LoadFailure::Deadline)
+    }
+
+    /// Nobody waits until the last peer has left the blocks of a load that has failed.
+    fn load_failing(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
+        let load = self.requests.get(request)?.load.as_ref()?;
+        matches!(load.stage, LoadStage::Loading(_)).then(|| self.give_up(now, request, failure))?
+    }
+
+    /// Ends a load before its workers do: its blocks are held until they have.
+    fn give_up(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
         let by = now + self.settings.load_timeout;
         let load = self.requests.get_mut(request)?.load.as_mut()?;
         let stage = std::mem::replace(&mut load.stage, LoadStage::Over);
@@ -206,7 +220,6 @@ impl Scheduler {
             }
         };
         self.over(request);
-        let failure = LoadFailure::Deadline;
         let then = self.then(now, request, &failure, computed);
         Some(Outcome::Failed {
             request: request.clone(),

@@ -170,6 +170,7 @@ impl Away {
     pub(super) fn hear(&mut self, mut output: WorkerOutput) {
         let (loads, sends) = (&mut self.loads, &mut self.sends);
         output.failed_recving.retain(|failed| loads.contains_key(&failed.request));
+        output.failing.retain(|(request, _)| loads.contains_key(request));
         output.lost.retain(|(request, kept)| match kept {
             Kept::Load => loads.contains_key(request),
             Kept::Request => sends.contains(request),
@@ -181,6 +182,7 @@ impl Away {
         said.finished_sending.extend(output.finished_sending);
         said.finished_recving.extend(output.finished_recving);
         said.failed_recving.extend(output.failed_recving);
+        said.failing.extend(output.failing);
         said.lost.extend(output.lost);
         said.clocks.extend(output.clocks);
         said.failures.extend(output.failures);

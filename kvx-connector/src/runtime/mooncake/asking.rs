@@ -211,6 +211,7 @@ impl Shared {
         request: &RequestId,
         told: &Arc<Granted>,
     ) {
+        self.tell_mooncake(rank, |worker, _| worker.fence_is_slow(request));
         tokio::time::sleep(MAY_WRITE_FOR).await;
         // A later load may have this name.
         let is_same = |grant: &Grant| matches!(grant, Grant::Abroad(granted) if Arc::ptr_eq(granted, told));

@@ -20,7 +20,6 @@ from mooncake.engine import TransferEngine
 
 LAYERS, HEADS, TOKENS, BLOCKS = 3, 4, 16, 24
 CONTENT = 32
-BLOCK = HEADS * TOKENS * CONTENT
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
 MASK = (1 << 64) - 1
 
@@ -85,13 +84,15 @@ def content(prompt, layer, head, token):
 
 
 class Engine:
-    """One worker, in both roles."""
+    """One worker, in both roles. It has the heads of its rank."""
 
-    def start(self, engine):
-        self.engine_id = engine
+    def start(self, engine, rank=0, ranks=1):
+        self.engine_id, self.rank = engine, rank
+        self.heads = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
+        self.block = len(self.heads) * TOKENS * CONTENT
         self.engine = TransferEngine()
         assert self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-        self.pool = mmap.mmap(-1, LAYERS * BLOCKS * BLOCK)
+        self.pool = mmap.mmap(-1, LAYERS * BLOCKS * self.block)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
         assert self.engine.register_memory(self.address, len(self.pool)) == 0
         self.layout_id, self.known = 0x1234567, set()
@@ -101,16 +102,16 @@ class Engine:
         return {}
 
     def place(self, layer, block):
-        return (layer * BLOCKS + block) * BLOCK
+        return (layer * BLOCKS + block) * self.block
 
     def parts(self, prompt, blocks, tokens):
         """Where each head and token of a prompt lies whose last blocks are these, and what belongs there."""
         first = (-(-tokens // TOKENS) - len(blocks)) * TOKENS
         for layer in range(LAYERS):
-            for head in range(HEADS):
+            for place, head in enumerate(self.heads):
                 for token in range(first, tokens):
                     block = blocks[(token - first) // TOKENS]
-                    at = self.place(layer, block) + (head * TOKENS + token % TOKENS) * CONTENT
+                    at = self.place(layer, block) + (place * TOKENS + token % TOKENS) * CONTENT
                     yield at, content(prompt, layer, head, token)
 
     # The decode.
@@ -158,7 +159,7 @@ class Engine:
         socket = self.context.socket(zmq.REQ)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, int(patience * 1000))
-        socket.connect(f"tcp://{params['remote_host']}:{params['remote_port']}")
+        socket.connect(f"tcp://{params['remote_host']}:{params['remote_port'] + self.rank}")
         question = OlderQuestion(
             remote_hostname="127.0.0.1",
             remote_port=self.engine.get_rpc_port(),
@@ -185,8 +186,8 @@ class Engine:
             remote_tp_rank=0,
             req_blocks={"d-1": (transfer, [local] if local else [])},
             kv_caches_base_addr=[self.address + self.place(layer, 0) for layer in layers],
-            block_lens=[BLOCK for _ in layers],
-            kv_block_lens=[BLOCK for _ in layers],
+            block_lens=[self.block for _ in layers],
+            kv_block_lens=[self.block for _ in layers],
             registered_layer_names=[f"model.layers.{layer}.attn" for layer in layers],
             registered_layer_indices=[0 for _ in layers],
             registered_group_indices=[0 for _ in layers],
@@ -260,8 +261,8 @@ class Engine:
             pairs = [(layer, base, *pair) for layer, base in enumerate(question.kv_caches_base_addr)
                      for pair in zip(here[-len(there):], there)]
             sources = [self.address + self.place(layer, ours) for layer, _, ours, _ in pairs]
-            targets = [base + theirs * BLOCK for _, base, _, theirs in pairs]
-            lengths = [BLOCK] * len(pairs)
+            targets = [base + theirs * self.block for _, base, _, theirs in pairs]
+            lengths = [self.block] * len(pairs)
             if pairs and self.engine.batch_transfer_sync_write(peer, sources, targets, lengths) != 0:
                 return False
         return True

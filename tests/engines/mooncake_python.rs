@@ -22,8 +22,9 @@ pub(crate) fn cases() -> Vec<Case> {
         ("a_python_prefill_that_fails_and_restarts_costs_its_requests_alone", failures),
         ("a_kvx_decode_over_tcp_and_one_in_python_are_served_at_once", side_by_side),
     ];
-    let older: [(&'static str, fn(&str) -> Check); 2] = [
+    let older: [(&'static str, fn(&str) -> Check); 3] = [
         ("before_0_16_a_python_decode_asks_and_is_written", older_decodes),
+        ("before_0_16_each_python_rank_is_written_by_its_own_of_the_prefill", older_ranks),
         ("before_0_16_a_python_prefill_is_asked_and_writes", older_prefills),
     ];
     let cases = |all: &[(&'static str, fn(&str) -> Check)], tier: Tier| -> Vec<Case> {
@@ -38,6 +39,11 @@ struct Python(Child);
 impl Python {
     /// `None`, which is said: its packages are not installed.
     fn start(engine: &str) -> Result<Option<Self>, Failure> {
+        Python::start_rank(engine, 0, 1)
+    }
+
+    /// One of several ranks.
+    fn start_rank(engine: &str, rank: u32, ranks: u32) -> Result<Option<Self>, Failure> {
         let environment = adapter::adapter().and_then(|file| Some(file.parent()?.join("venv")));
         let environment = environment.unwrap_or_default();
         let installed = |package: &str| {
@@ -53,7 +59,7 @@ impl Python {
         let mut command = Command::new(environment.join("bin/python"));
         command.arg(script).envs([("MC_LOG_LEVEL", "ERROR"), ("MC_TCP_BIND_ADDRESS", "127.0.0.1")]);
         let mut python = Python(Child::start(command)?);
-        python.ask(json!({"do": "start", "engine": engine}))?;
+        python.ask(json!({"do": "start", "engine": engine, "rank": rank, "ranks": ranks}))?;
         Ok(Some(python))
     }
 
@@ -232,6 +238,27 @@ fn older_decodes(backend: &str) -> Check {
     prefill.prefill("r7-0123abcd", 7, TOKENS)?;
     python.loads_older(&params, &[("r7", &[0, 23, 11], 7)])?;
     prefill.all_free(CUT_OFF)
+}
+
+fn older_ranks(backend: &str) -> Check {
+    let mut ranks = Vec::new();
+    for rank in 0..2 {
+        let Some(python) = Python::start_rank(&name("python-decode"), rank, 2)? else { return Ok(()) };
+        ranks.push(python);
+    }
+    let mut spec = older("prefill", backend);
+    spec.shape.tp = 2;
+    let mut prefill = Engine::start(spec)?;
+    for prompt in 1..3 {
+        let params = prefill.prefill(&format!("r{prompt}-0123abcd"), prompt, TOKENS)?;
+        for python in &mut ranks {
+            let (free, all) = (prefill.free()?, prefill.spec.shape.blocks);
+            ensure(free < all, || "blocks are free though a rank has not asked".to_owned())?;
+            python.loads_older(&params, &[(&format!("r{prompt}"), &[5, 20, 2], prompt)])?;
+        }
+        prefill.all_free(GRACE)?;
+    }
+    Ok(())
 }
 
 fn older_prefills(backend: &str) -> Check {

@@ -15,7 +15,7 @@ pub enum Compat {
     /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only: kvx does not speak with a vLLM of that
     /// age.
     V0_9,
-    /// vLLM 0.11.0, likewise.
+    /// vLLM 0.11.0, likewise. With the MooncakeConnector, its protocol before vLLM 0.16, which kvx does speak.
     V0_11,
     /// vLLM 0.16 and 0.17: a side channel port for each engine, abort after 480 s.
     V0_16,
@@ -134,7 +134,8 @@ impl Compat {
         }
     }
 
-    /// What there is to say of a version that is not in the list: `"0.17.2"` is covered by 0.16, 0.18 by none.
+    /// What there is to say of a version that is not in the list: `"0.17.2"` is covered by 0.16, 0.18 by none, and 0.13
+    /// in the MooncakeConnector alone.
     fn hint(value: &Value) -> String {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let Some(wanted) = minor(&written) else { return String::new() };
@@ -144,6 +145,14 @@ impl Compat {
         match Compat::ALL.into_iter().find(stands) {
             Some(compat) => format!("; \"{}\" stands for that one", compat.as_str()),
             None if wanted > Compat::default().minor() => "; kvx does not know a later one".to_owned(),
+            None if (Compat::V0_11.minor()..Compat::V0_16.minor()).contains(&wanted) => {
+                let (version, older, newer) =
+                    (written.trim(), Compat::V0_11.as_str(), Compat::V0_16.as_str());
+                format!(
+                    "; none of them stands for vLLM {version}, with whose NixlConnector kvx does not speak; for the \
+                     MooncakeConnector before vLLM {newer} write \"{older}\" (its protocol was read in vLLM 0.13)"
+                )
+            }
             None => {
                 format!("; none of them stands for vLLM {}, with which kvx does not speak", written.trim())
             }

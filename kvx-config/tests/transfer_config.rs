@@ -121,13 +121,33 @@ fn a_version_is_said_to_stand_for_others_only_where_it_does() {
         ("0.17.1", "\"0.16\" stands for that one"),
         ("0.27", "\"0.26\" stands for that one"),
         ("0.20.2", "\"0.20\" stands for that one"),
-        ("0.11.2", "none of them stands for vLLM 0.11.2, with which kvx does not speak"),
-        ("0.12.0", "none of them stands for vLLM 0.12.0, with which kvx does not speak"),
         ("0.19.1", "none of them stands for vLLM 0.19.1, with which kvx does not speak"),
         ("0.34.1", "kvx does not know a later one"),
     ] {
         let error = refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));
         assert!(error.ends_with(said), "{error}");
+    }
+}
+
+#[test]
+fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector() {
+    let mooncake = |compat: &str| {
+        format!(
+            r#"{{"kv_connector": "MooncakeConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {{"kv_compat": {compat}}}}}"#
+        )
+    };
+    for written in ["0.11.1", "0.11.2", "0.12", "0.12.0", "0.13", "0.13.0", "0.14.1", "0.15", "0.15.1"] {
+        let error = refused(&mooncake(&format!("\"{written}\"")));
+        let said = format!(
+            "none of them stands for vLLM {written}, with whose NixlConnector kvx does not speak; for the \
+             MooncakeConnector before vLLM 0.16 write \"0.11\" (its protocol was read in vLLM 0.13)"
+        );
+        assert!(error.ends_with(&said), "{error}");
+    }
+    assert!(refused(&mooncake("0.13")).contains("write \"0.11\""), "a number will do");
+    for written in ["\"0.11\"", "\"0.9\""] {
+        assert!(config(&mooncake(written)).compat() < Compat::V0_16);
     }
 }
 

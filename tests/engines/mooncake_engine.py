@@ -20,7 +20,6 @@ from mooncake.engine import TransferEngine
 
 LAYERS, HEADS, TOKENS, BLOCKS = 3, 4, 16, 24
 CONTENT = 32
-BLOCK = HEADS * TOKENS * CONTENT
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
 MASK = (1 << 64) - 1
 
@@ -55,8 +54,21 @@ class Answer(msgspec.Struct, omit_defaults=True):
     layout_id: int = 0
 
 
+class OlderQuestion(msgspec.Struct, omit_defaults=True):
+    """What a decode asks before vLLM 0.16. It is answered by one word."""
+
+    remote_hostname: str
+    remote_port: int
+    request_ids: list[str]
+    kv_caches_base_addr: list[int]
+    block_ids: list[list[int]]
+
+
+DONE, FAILED = b"trans_done", b"trans_error"
+
 encode = msgspec.msgpack.encode
 question_of = msgspec.msgpack.Decoder(Question).decode
+older_question_of = msgspec.msgpack.Decoder(OlderQuestion).decode
 answer_of = msgspec.msgpack.Decoder(Answer).decode
 
 
@@ -72,13 +84,15 @@ def content(prompt, layer, head, token):
 
 
 class Engine:
-    """One worker, in both roles."""
+    """One worker, in both roles. It has the heads of its rank."""
 
-    def start(self, engine):
-        self.engine_id = engine
+    def start(self, engine, rank=0, ranks=1):
+        self.engine_id, self.rank = engine, rank
+        self.heads = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
+        self.block = len(self.heads) * TOKENS * CONTENT
         self.engine = TransferEngine()
         assert self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-        self.pool = mmap.mmap(-1, LAYERS * BLOCKS * BLOCK)
+        self.pool = mmap.mmap(-1, LAYERS * BLOCKS * self.block)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
         assert self.engine.register_memory(self.address, len(self.pool)) == 0
         self.layout_id, self.known = 0x1234567, set()
@@ -88,16 +102,16 @@ class Engine:
         return {}
 
     def place(self, layer, block):
-        return (layer * BLOCKS + block) * BLOCK
+        return (layer * BLOCKS + block) * self.block
 
     def parts(self, prompt, blocks, tokens):
         """Where each head and token of a prompt lies whose last blocks are these, and what belongs there."""
         first = (-(-tokens // TOKENS) - len(blocks)) * TOKENS
         for layer in range(LAYERS):
-            for head in range(HEADS):
+            for place, head in enumerate(self.heads):
                 for token in range(first, tokens):
                     block = blocks[(token - first) // TOKENS]
-                    at = self.place(layer, block) + (head * TOKENS + token % TOKENS) * CONTENT
+                    at = self.place(layer, block) + (place * TOKENS + token % TOKENS) * CONTENT
                     yield at, content(prompt, layer, head, token)
 
     # The decode.
@@ -140,6 +154,28 @@ class Engine:
         said["wrong"] = sum(self.pool[at:at + CONTENT] != part for at, part in parts)
         return said
 
+    def load_older(self, params, wanted, tokens, patience=10.0):
+        """Asks for several requests (name, blocks, prompt) at once as before vLLM 0.16, and counts what is wrong then."""
+        socket = self.context.socket(zmq.REQ)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(patience * 1000))
+        socket.connect(f"tcp://{params['remote_host']}:{params['remote_port'] + self.rank}")
+        question = OlderQuestion(
+            remote_hostname="127.0.0.1",
+            remote_port=self.engine.get_rpc_port(),
+            request_ids=[name for name, _, _ in wanted],
+            kv_caches_base_addr=[self.address + self.place(layer, 0) for layer in range(LAYERS)],
+            block_ids=[blocks for _, blocks, _ in wanted],
+        )
+        try:
+            socket.send(encode(question))
+            said = socket.recv()
+        finally:
+            socket.close()
+        parts = [part for _, blocks, prompt in wanted if blocks for part in self.parts(prompt, blocks, tokens)]
+        wrong = sum(self.pool[at:at + CONTENT] != part for at, part in parts)
+        return {"said": said.decode(), "wrong": wrong, "parts": len(parts)}
+
     def question(self, transfer, local, brings):
         """With the layout, or with its name alone."""
         layers = range(LAYERS) if brings else ()
@@ -150,8 +186,8 @@ class Engine:
             remote_tp_rank=0,
             req_blocks={"d-1": (transfer, [local] if local else [])},
             kv_caches_base_addr=[self.address + self.place(layer, 0) for layer in layers],
-            block_lens=[BLOCK for _ in layers],
-            kv_block_lens=[BLOCK for _ in layers],
+            block_lens=[self.block for _ in layers],
+            kv_block_lens=[self.block for _ in layers],
             registered_layer_names=[f"model.layers.{layer}.attn" for layer in layers],
             registered_layer_indices=[0 for _ in layers],
             registered_group_indices=[0 for _ in layers],
@@ -188,6 +224,48 @@ class Engine:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Bootstrap)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return {"port": server.server_address[1]}
+
+    def serve_older(self):
+        """As a prefill before vLLM 0.16: no bootstrap server."""
+        router = self.context.socket(zmq.ROUTER)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        threading.Thread(target=self.answer_all_older, args=(router,), daemon=True).start()
+        return {"port": port}
+
+    def answer_all_older(self, router):
+        """Each question waits until all of its requests are computed, and is answered once, in a REQ's envelope."""
+        waiting = []
+        while True:
+            if router.poll(10):
+                identity, empty, frame = router.recv_multipart()
+                question = older_question_of(frame)
+                self.asked.append({"requests": question.request_ids, "blocks": question.block_ids})
+                waiting.append((identity, empty, question))
+            with self.lock:
+                due = [each for each in waiting if self.is_due(each[2])]
+            waiting = [each for each in waiting if each not in due]
+            for identity, empty, question in due:
+                router.send_multipart([identity, empty, DONE if self.write_older(question) else FAILED])
+
+    def is_due(self, question):
+        return all(not there or request in self.ready
+                   for request, there in zip(question.request_ids, question.block_ids))
+
+    def write_older(self, question):
+        """Both sides have the same layout: blocks are as long there as here."""
+        peer = f"{question.remote_hostname}:{question.remote_port}"
+        for request, there in zip(question.request_ids, question.block_ids):
+            here = self.ready[request] if there else []
+            if here is None:
+                return False
+            pairs = [(layer, base, *pair) for layer, base in enumerate(question.kv_caches_base_addr)
+                     for pair in zip(here[-len(there):], there)]
+            sources = [self.address + self.place(layer, ours) for layer, _, ours, _ in pairs]
+            targets = [base + theirs * self.block for _, base, _, theirs in pairs]
+            lengths = [self.block] * len(pairs)
+            if pairs and self.engine.batch_transfer_sync_write(peer, sources, targets, lengths) != 0:
+                return False
+        return True
 
     def publish(self, transfer, prompt, blocks, tokens, fails=False):
         """A prompt is computed: whoever asks gets it, or hears that it has failed."""

@@ -22,7 +22,15 @@ pub(crate) fn cases() -> Vec<Case> {
         ("a_python_prefill_that_fails_and_restarts_costs_its_requests_alone", failures),
         ("a_kvx_decode_over_tcp_and_one_in_python_are_served_at_once", side_by_side),
     ];
-    all.into_iter().map(|(name, run)| Case::new(name, "MOONCAKE", Tier::Usual, run)).collect()
+    let older: [(&'static str, fn(&str) -> Check); 3] = [
+        ("before_0_16_a_python_decode_asks_and_is_written", older_decodes),
+        ("before_0_16_each_python_rank_is_written_by_its_own_of_the_prefill", older_ranks),
+        ("before_0_16_a_python_prefill_is_asked_and_writes", older_prefills),
+    ];
+    let cases = |all: &[(&'static str, fn(&str) -> Check)], tier: Tier| -> Vec<Case> {
+        all.iter().map(|(name, run)| Case::new(*name, "MOONCAKE", tier, *run)).collect()
+    };
+    cases(&all, Tier::Usual).into_iter().chain(cases(&older, Tier::Whole)).collect()
 }
 
 /// The engine in Python.
@@ -31,6 +39,11 @@ struct Python(Child);
 impl Python {
     /// `None`, which is said: its packages are not installed.
     fn start(engine: &str) -> Result<Option<Self>, Failure> {
+        Python::start_rank(engine, 0, 1)
+    }
+
+    /// One of several ranks.
+    fn start_rank(engine: &str, rank: u32, ranks: u32) -> Result<Option<Self>, Failure> {
         let environment = adapter::adapter().and_then(|file| Some(file.parent()?.join("venv")));
         let environment = environment.unwrap_or_default();
         let installed = |package: &str| {
@@ -46,7 +59,7 @@ impl Python {
         let mut command = Command::new(environment.join("bin/python"));
         command.arg(script).envs([("MC_LOG_LEVEL", "ERROR"), ("MC_TCP_BIND_ADDRESS", "127.0.0.1")]);
         let mut python = Python(Child::start(command)?);
-        python.ask(json!({"do": "start", "engine": engine}))?;
+        python.ask(json!({"do": "start", "engine": engine, "rank": rank, "ranks": ranks}))?;
         Ok(Some(python))
     }
 
@@ -69,6 +82,19 @@ impl Python {
     fn loads(&mut self, params: &Value, prompt: u64, brought: u32) -> Check {
         let said = self.load(params, &[5, 20, 2], prompt)?;
         let right = said["ok"] == json!(["d-1"]) && said["wrong"] == 0 && said["brought"] == brought;
+        ensure(right, || format!("the load in Python: {said}"))
+    }
+
+    /// Asks for requests (their shared names, blocks and prompts) by one question before vLLM 0.16.
+    fn load_older(&mut self, params: &Value, wanted: &[(&str, &[u32], u64)]) -> Result<Value, Failure> {
+        self.ask(json!({"do": "load_older", "params": params, "wanted": wanted, "tokens": TOKENS}))
+    }
+
+    /// The same; fails unless all of it arrives.
+    fn loads_older(&mut self, params: &Value, wanted: &[(&str, &[u32], u64)]) -> Check {
+        let said = self.load_older(params, wanted)?;
+        let checked = said["parts"].as_u64().is_some_and(|parts| parts > 0);
+        let right = said["said"] == "trans_done" && said["wrong"] == 0 && checked;
         ensure(right, || format!("the load in Python: {said}"))
     }
 
@@ -97,6 +123,11 @@ fn leg(engine: &str, port: &Value, transfer: &str) -> Value {
 
 fn mooncake(id: &str, backend: &str) -> Spec {
     spec(id, &format!("{MOONCAKE}{backend}"))
+}
+
+/// One of the protocol before vLLM 0.16.
+fn older(id: &str, backend: &str) -> Spec {
+    Spec { extra: json!({"kv_compat": "0.11"}), ..mooncake(id, backend) }
 }
 
 fn decodes(backend: &str) -> Check {
@@ -179,6 +210,105 @@ fn prefills(backend: &str) -> Check {
         std::thread::sleep(Duration::from_millis(20));
     }
     decode.all_free(GRACE)
+}
+
+fn older_decodes(backend: &str) -> Check {
+    let Some(mut python) = Python::start(&name("python-decode"))? else { return Ok(()) };
+    let mut prefill = Engine::start(older("prefill", backend))?;
+    let params = prefill.prefill("r1-0123abcd", 1, TOKENS)?;
+    python.loads_older(&params, &[("r1", &[5, 20, 2], 1)])?;
+    // Several at once, of one the rest of its blocks.
+    prefill.prefill("r2-0123abcd", 2, TOKENS)?;
+    prefill.prefill("r3-0123abcd", 3, TOKENS)?;
+    python.loads_older(&params, &[("r2", &[9, 3, 14], 2), ("r3", &[6, 1], 3)])?;
+    prefill.all_free(GRACE)?;
+    // One that lets go, and one that was given up.
+    prefill.prefill("r4-0123abcd", 4, TOKENS)?;
+    let said = python.load_older(&params, &[("r4", &[], 4)])?;
+    ensure(said["said"] == "trans_done", || format!("{said}"))?;
+    prefill.prefill("r5-0123abcd", 5, TOKENS)?;
+    prefill.abort("r5-0123abcd")?;
+    let said = python.load_older(&params, &[("r5", &[1, 2, 3], 5)])?;
+    ensure(said["said"] == "trans_error", || format!("{said}"))?;
+    prefill.all_free(GRACE)?;
+    // Blocks that the decode does not have: an error of the engine's, and all else goes on.
+    prefill.prefill("r6-0123abcd", 6, TOKENS)?;
+    let said = python.load_older(&params, &[("r6", &[1, 2, 4_000_000], 6)])?;
+    ensure(said["said"] == "trans_error", || format!("{said}"))?;
+    prefill.prefill("r7-0123abcd", 7, TOKENS)?;
+    python.loads_older(&params, &[("r7", &[0, 23, 11], 7)])?;
+    prefill.all_free(CUT_OFF)
+}
+
+fn older_ranks(backend: &str) -> Check {
+    let mut ranks = Vec::new();
+    for rank in 0..2 {
+        let Some(python) = Python::start_rank(&name("python-decode"), rank, 2)? else { return Ok(()) };
+        ranks.push(python);
+    }
+    let mut spec = older("prefill", backend);
+    spec.shape.tp = 2;
+    let mut prefill = Engine::start(spec)?;
+    for prompt in 1..3 {
+        let params = prefill.prefill(&format!("r{prompt}-0123abcd"), prompt, TOKENS)?;
+        for python in &mut ranks {
+            let (free, all) = (prefill.free()?, prefill.spec.shape.blocks);
+            ensure(free < all, || "blocks are free though a rank has not asked".to_owned())?;
+            python.loads_older(&params, &[(&format!("r{prompt}"), &[5, 20, 2], prompt)])?;
+        }
+        prefill.all_free(GRACE)?;
+    }
+    Ok(())
+}
+
+fn older_prefills(backend: &str) -> Check {
+    let Some(mut python) = Python::start(&name("python-prefill"))? else { return Ok(()) };
+    let mut decode = Engine::start(older("decode", backend))?;
+    let port = python.ask(json!({"do": "serve_older"}))?["port"].clone();
+    let params = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "127.0.0.1",
+        "remote_port": port});
+    for prompt in 1..4 {
+        let (request, shared) = (format!("r{prompt}-0123abcd"), format!("r{prompt}"));
+        // Whichever comes first.
+        if prompt == 2 {
+            python.publish(&shared, prompt, false)?;
+        }
+        decode.decode(&Load::new(&request, prompt, TOKENS), &params, CUT_OFF)?;
+        if prompt != 2 {
+            python.publish(&shared, prompt, false)?;
+        }
+        decode.arrives(&request, TOKENS)?;
+    }
+    // The rest of a prompt whose first block is cached.
+    python.publish("r4", 4, false)?;
+    let cached = Load { cached: 1, ..Load::new("r4-0123abcd", 4, TOKENS) };
+    let mut params_of_all = params.clone();
+    params_of_all["remote_num_tokens"] = TOKENS.into();
+    decode.loads(&cached, &params_of_all)?;
+    decode.all_free(GRACE)?;
+    let blocks = |each: &Value| each["blocks"][0].as_array().map_or(0, Vec::len);
+    let asked: Vec<_> = python.asked()?.iter().map(blocks).collect();
+    ensure(asked == [3, 3, 3, 2], || format!("{asked:?} blocks were asked for"))?;
+    // A request that is given up before it has blocks lets go of the prefill's.
+    decode.arrive(&Load::new("r5-0123abcd", 5, TOKENS), &params, CUT_OFF)?;
+    decode.abort("r5-0123abcd")?;
+    let until = std::time::Instant::now() + CUT_OFF;
+    while python.asked()?.iter().all(|each| *each != json!({"requests": ["r5"], "blocks": [[]]})) {
+        ensure(std::time::Instant::now() < until, || "the prefill was not told".to_owned())?;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    decode.all_free(GRACE)?;
+    // One that fails costs its request alone. Its blocks are held: a plain agent may write on after its error.
+    let within = Duration::from_secs(2);
+    python.publish("r6", 6, true)?;
+    decode.decode(&Load::new("r6-0123abcd", 6, TOKENS), &params, within)?;
+    decode.fails("r6-0123abcd", within)?;
+    let log = decode.log()?;
+    ensure(log.contains("trans_error"), || format!("the answer is not named: {log}"))?;
+    python.publish("r7", 7, false)?;
+    decode.loads(&Load::new("r7-0123abcd", 7, TOKENS), &params)?;
+    let (free, all) = (decode.free()?, decode.spec.shape.blocks);
+    ensure(free + 3 == all, || format!("{free} of {all} blocks are free"))
 }
 
 fn failures(backend: &str) -> Check {

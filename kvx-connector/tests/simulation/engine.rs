@@ -10,7 +10,7 @@ use kvx_connector::engine::{
     Address, Allocation, Arrival, BlockLists, ConnectorMeta, Ending, Kept, LoadFailure, Outcome,
     OutputAggregator, RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerOutput, WorkerRank,
 };
-use kvx_connector::params::{MooncakeParams, TransferParams};
+use kvx_connector::params::{MooncakeParams, OlderMooncakeParams, TransferParams};
 
 use crate::memory::Pool;
 
@@ -119,6 +119,7 @@ pub(crate) enum Asked<'a> {
     Nothing,
     Nixl(&'a TransferParams),
     Mooncake(&'a MooncakeParams),
+    OlderMooncake(&'a OlderMooncakeParams),
 }
 
 pub(crate) struct Engine<W = Worker> {
@@ -201,6 +202,7 @@ impl<W: Half> Engine<W> {
             Asked::Nothing => self.scheduler.on_new_request(self.clock.at(now), arrival(None)),
             Asked::Nixl(params) => self.scheduler.on_new_request(self.clock.at(now), arrival(Some(params))),
             Asked::Mooncake(params) => self.scheduler.on_new_transfer(arrival(None), params),
+            Asked::OlderMooncake(params) => self.scheduler.on_new_older_transfer(arrival(None), params),
         }
         .expect("right parameters");
         let request = Request {
@@ -242,7 +244,7 @@ impl<W: Half> Engine<W> {
             return Err(format!("{id}: parameters were withheld: {why}"));
         }
         if finished.delay_free {
-            // A prefill leg of a MooncakeConnector has no load that it could wait for, and answers nothing.
+            // A prefill leg of a MooncakeConnector has no load to wait for; since vLLM 0.16 it answers nothing.
             let published = finished.params.is_some() || (self.settings.mooncake.is_some() && normal);
             if published {
                 let for_next_turn = finished.params.as_ref().is_some_and(|params| params.do_remote_decode);

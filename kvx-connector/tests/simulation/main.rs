@@ -92,8 +92,8 @@ fn every_request_ends_and_no_block_is_leaked_reused_early_or_stale() {
 #[test]
 fn every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late() {
     hold(run_mooncake, |summary, count| {
-        let Summary { loaded, recomputed, errors, aborted, lost, restarts, .. } = *summary;
-        let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
+        let Summary { loaded, recomputed, errors, aborted, lost, restarts, older, .. } = *summary;
+        let least = [loaded, recomputed, errors, aborted, restarts, older].into_iter().min();
         least.map(u64::from) > Some(count / 10) && u64::from(lost) > count / 200
     });
 }

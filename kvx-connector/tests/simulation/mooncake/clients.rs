@@ -1,9 +1,12 @@
-//! Clients and the proxy in front of the engines: both legs at once, and one end.
+//! Clients and the proxy in front of the engines: both legs at once, before vLLM 0.16 also one after the other.
 
 use kvx_connector::engine::RequestId;
-use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
+use kvx_connector::params::{
+    KvxPrefill, MooncakeLeg, MooncakeParams, OlderMooncakeLeg, OlderMooncakeParams, TransferId,
+    TransferParams,
+};
 
-use super::{Event, MILLISECOND, SECOND, World};
+use super::{Event, MAY_WRITE_FOR, MILLISECOND, SECOND, World};
 use crate::engine::{Asked, End};
 
 pub(super) struct Client {
@@ -16,6 +19,7 @@ pub(super) struct Client {
     prefill_id: RequestId,
     decode_id: RequestId,
     transfer: TransferId,
+    older: Option<Older>,
     lives: (u32, u32),
     pub(super) prefilling: bool,
     pub(super) decoding: bool,
@@ -24,11 +28,41 @@ pub(super) struct Client {
     pub(super) over: bool,
 }
 
+/// Of a client before vLLM 0.16.
+struct Older {
+    /// The decode is told nothing that only kvx says.
+    plain: bool,
+    /// Its proxy knows the prefill's address, and sends both legs at once.
+    at_once: bool,
+    /// What the prefill has answered.
+    answer: Option<Box<TransferParams>>,
+}
+
+impl Client {
+    /// Its decode leg waits for the prefill's answer.
+    fn waits_for_the_prefill(&self) -> bool {
+        self.older.as_ref().is_some_and(|older| !older.at_once && older.answer.is_none())
+    }
+}
+
 impl World {
     pub(super) fn new_client(&mut self) {
         let number = self.clients.len();
         let random = &mut self.random;
         let start = random.skewed(0..10 * SECOND);
+        let scenario = &self.scenario;
+        let older = scenario.older.then(|| Older {
+            plain: scenario.foreign || (scenario.prefill_tp == scenario.decode_tp && random.percent(20)),
+            at_once: random.percent(25),
+            answer: None,
+        });
+        // Before vLLM 0.16 a plain decode and its prefill have nothing in common but what the proxy has named both.
+        let (prefill_id, decode_id) = match &older {
+            None => (format!("p-{number}"), format!("d-{number}")),
+            Some(_) if random.percent(20) => (format!("r-{number}"), format!("r-{number}-{number:08x}")),
+            Some(_) => (format!("r-{number}-{number:08x}"), format!("r-{number}-ffff{number:04x}")),
+        };
+        let at_once = older.as_ref().is_none_or(|older| older.at_once);
         let (p, d) = (self.scenario.prefills, self.scenario.decodes);
         let longest = u64::from(self.scenario.blocks) * 4 / 2;
         let client = Client {
@@ -38,9 +72,10 @@ impl World {
             prefill: random.within(0..p as u64) as usize,
             decode: p + random.within(0..d as u64) as usize,
             deadline: start + random.one_of(&[5, 30, 120]) * SECOND,
-            prefill_id: format!("p-{number}").into(),
-            decode_id: format!("d-{number}").into(),
+            prefill_id: prefill_id.into(),
+            decode_id: decode_id.into(),
             transfer: TransferId::new(format!("xfer-{number}")).expect("it is not empty"),
+            older,
             lives: (0, 0),
             prefilling: false,
             decoding: false,
@@ -57,7 +92,8 @@ impl World {
         }
         self.after(client.deadline, Event::GivesUp(number));
         self.clients.push(client);
-        for event in [Event::Prefill(number), Event::Decode(number)] {
+        let legs = [Some(Event::Prefill(number)), at_once.then_some(Event::Decode(number))];
+        for event in legs.into_iter().flatten() {
             let late = self.random.skewed(0..2 * SECOND);
             self.after(start + late, event);
         }
@@ -72,9 +108,11 @@ impl World {
         client.lives.0 = self.engines[prefill].life;
         client.prefilling = true;
         let params = MooncakeParams::new(client.transfer.clone(), MooncakeLeg::Prefill);
+        let older = client.older.is_some().then(|| OlderMooncakeParams::new(OlderMooncakeLeg::Prefill));
+        let asked = older.as_ref().map_or(Asked::Mooncake(&params), Asked::OlderMooncake);
         let request = (number, client.conversation, client.prompt, 1);
         let times = (client.deadline, self.now, 0);
-        self.engines[prefill].arrive(self.now, &id, request, Asked::Mooncake(&params), times);
+        self.engines[prefill].arrive(self.now, &id, request, asked, times);
         self.wake(prefill, self.now);
     }
 
@@ -89,15 +127,44 @@ impl World {
         let whole_blocks = u64::from(client.prompt / 4);
         let cached = if self.random.percent(40) { self.random.within(0..whole_blocks + 1) as u32 } else { 0 };
         let hold = if self.random.percent(20) { self.random.skewed(0..20 * SECOND) } else { 0 };
+        let client = &self.clients[number];
         let leg = MooncakeLeg::Decode {
             remote_engine_id: self.engines[client.prefill].id.clone(),
             remote_bootstrap_addr: format!("http://host-{}:8998", client.prefill),
         };
         let params = MooncakeParams::new(client.transfer.clone(), leg);
+        let older = client.older.as_ref().map(|older| self.older_params(client, older));
+        let asked = older.as_ref().map_or(Asked::Mooncake(&params), Asked::OlderMooncake);
         let request = (number, client.conversation, client.prompt, client.output);
         let times = (client.deadline, self.now + hold, cached);
-        self.engines[decode].arrive(self.now, &id, request, Asked::Mooncake(&params), times);
+        self.engines[decode].arrive(self.now, &id, request, asked, times);
         self.wake(decode, self.now);
+    }
+
+    /// Whether a decode's request is one that it asks for as a plain agent before vLLM 0.16.
+    pub(super) fn asks_plainly(&self, request: &RequestId) -> bool {
+        let is_plain = |client: &Client| client.older.as_ref().is_some_and(|older| older.plain);
+        self.clients.iter().any(|client| client.decode_id == *request && is_plain(client))
+    }
+
+    /// What a decode is told before vLLM 0.16: the prefill's answer, or what a proxy knows without.
+    fn older_params(&self, client: &Client, older: &Older) -> OlderMooncakeParams {
+        let answer = older.answer.as_ref().map(|answer| OlderMooncakeParams::from_params(answer));
+        let mut params = answer.transpose().expect("the prefill's answer is right").unwrap_or_else(|| {
+            let there = &self.engines[client.prefill];
+            let request_id = Some(client.prefill_id.to_string());
+            OlderMooncakeParams::new(OlderMooncakeLeg::Decode {
+                remote_host: there.settings.address.host.to_string(),
+                remote_port: there.settings.address.port,
+                kvx: Some(KvxPrefill { engine_id: there.id.clone(), request_id }),
+            })
+        });
+        if let OlderMooncakeLeg::Decode { kvx, .. } = &mut params.leg
+            && older.plain
+        {
+            (*kvx, params.remote_num_tokens) = (None, None);
+        }
+        params
     }
 
     pub(super) fn abort(&mut self, number: usize) -> Result<(), String> {
@@ -134,6 +201,10 @@ impl World {
         }
         client.prefilling = false;
         client.alone_since = Some(self.now);
+        if client.waits_for_the_prefill() {
+            client.over = true;
+            self.summary.errors += 1;
+        }
         self.engines[prefill].abort(self.now, &id)?;
         self.wake(prefill, self.now);
         Ok(())
@@ -152,6 +223,21 @@ impl World {
             if matches!(end, End::Error) && client.alone_since.is_none() {
                 client.alone_since = Some(self.now);
             }
+            if client.over || !client.waits_for_the_prefill() {
+                return Ok(());
+            }
+            match (end, &mut client.older) {
+                (End::Finished(Some(answer)), Some(older)) => {
+                    older.answer = Some(answer);
+                    let delay = self.random.skewed(0..2 * SECOND);
+                    self.after(delay, Event::Decode(number));
+                }
+                (End::Finished(_), _) => return Err(format!("{id} does not answer where it listens")),
+                (End::Error, _) => {
+                    client.over = true;
+                    self.summary.errors += 1;
+                }
+            }
             return Ok(());
         }
         client.decoding = false;
@@ -169,9 +255,10 @@ impl World {
         }
         if matches!(end, End::Error) {
             self.summary.errors += 1;
-            // 20 s may pass before it is admitted, 14 until all are told that it is over.
+            // 20 s may pass before it is admitted, 14 until all are told that it is over; a plain agent proves nothing.
             let waited = alone.map_or(0, |alone| self.now.saturating_sub(alone));
-            if self.scenario.trouble == 0 && waited > 34 * SECOND {
+            let held = if self.asks_plainly(id) { MAY_WRITE_FOR } else { 0 };
+            if self.scenario.trouble == 0 && waited > 34 * SECOND + held {
                 return Err(format!(
                     "client {number} waited {waited} us for a prefill that had been aborted"
                 ));

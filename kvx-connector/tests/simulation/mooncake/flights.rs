@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvx_connector::engine::{FailureKind, Move, MoveFailure, RequestId, Transferred};
 
-use super::{At, Event, MILLISECOND, SECOND, World};
+use super::{At, Event, MAY_WRITE_FOR, MILLISECOND, SECOND, World};
 
 /// A write under way.
 pub(super) struct Flight {
@@ -134,6 +134,7 @@ impl World {
             let failure = MoveFailure { kind, settled, peer_is_gone: gone, error };
             self.with(at, |worker, time| worker.move_resolved(time, id, Err(failure)));
             if !settled {
+                self.says_at_once(flight.to, at);
                 flight.resolved = true;
                 self.count(&mut flight, true);
                 self.by_move.insert((at, id), key);
@@ -151,10 +152,17 @@ impl World {
     pub(super) fn move_times_out(&mut self, key: u64) {
         let Some(flight) = self.flights.get_mut(&key).filter(|flight| !flight.resolved) else { return };
         flight.resolved = true;
-        let (at, id) = (flight.at, flight.what.id);
+        let (at, to, id) = (flight.at, flight.to, flight.what.id);
+        self.says_at_once(to, at);
         let (kind, error) = (FailureKind::TransferFailed, "the deadline has passed".into());
         let failure = MoveFailure { kind, settled: false, peer_is_gone: false, error };
         self.with(at, |worker, time| worker.move_resolved(time, id, Err(failure)));
+    }
+
+    pub(super) fn fence_forgotten(&mut self, at: At, request: &RequestId) {
+        self.with(at, |worker, time| {
+            worker.fence_forgotten(time, request);
+        });
     }
 
     /// A decode's worker keeps others from writing for a request. Sometimes nothing can prove that they do not.
@@ -162,10 +170,12 @@ impl World {
         if !self.lives(at) {
             return;
         }
+        // A plain agent has no fence.
+        if self.asks_plainly(&request) {
+            return self.after(MAY_WRITE_FOR, Event::FenceForgotten(at, request));
+        }
         if self.random.percent(self.scenario.trouble / 5) {
-            return self.with(at, |worker, time| {
-                worker.fence_forgotten(time, &request);
-            });
+            return self.fence_forgotten(at, &request);
         }
         self.fenced.insert((at, request.clone()));
         let off = self.flights.iter().filter(|(_, flight)| flight.to == at && self.is_fenced_off(flight));

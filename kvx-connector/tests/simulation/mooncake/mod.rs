@@ -1,5 +1,6 @@
 //! Engines with the MooncakeConnector: questions and answers on wires, a bootstrap server in front of each prefill,
-//! writes into the decode's blocks, and the same troubles.
+//! writes into the decode's blocks, and the same troubles. Some speak the protocol before vLLM 0.16, with no bootstrap
+//! server, to kvx and to plain agents.
 
 mod clients;
 mod flights;
@@ -11,12 +12,13 @@ use std::time::Duration;
 
 use kvx_config::{LoadFailurePolicy, Role};
 use kvx_connector::engine::mooncake::{
-    AskId, Mooncake, MooncakeAction, MooncakeWorker, PullId, QueryId, Target,
+    AskId, Bootstrap, Mooncake, MooncakeAction, MooncakeWorker, PullId, QueryId, Target,
 };
 use kvx_connector::engine::{
-    Action, Connection, HandshakeFailure, MoveId, PeerLane, PeerPlan, RequestId, Settings, Time, WorkerRank,
+    Action, Address, Connection, HandshakeFailure, MoveId, PeerLane, PeerPlan, RequestId, Settings, Time,
+    WorkerRank,
 };
-use kvx_connector::wire::mooncake::PullRequest;
+use kvx_connector::wire::mooncake::{OlderPullRequest, PullRequest};
 
 use self::clients::Client;
 use self::flights::Flight;
@@ -25,6 +27,12 @@ use crate::engine::{Birth, Clock, Engine, address};
 use crate::random::Random;
 use crate::world::{END, MAX_EVENTS, MILLISECOND, SECOND, Summary};
 
+/// One seed of so many is of the protocol before vLLM 0.16.
+const OLDER: u64 = 4;
+
+/// How long blocks are held that a plain agent may write to: then they are lost.
+const MAY_WRITE_FOR: u64 = 60 * SECOND;
+
 /// What is simulated, drawn from the seed.
 #[derive(Clone, Debug)]
 struct Scenario {
@@ -32,6 +40,8 @@ struct Scenario {
     decodes: usize,
     prefill_tp: u32,
     decode_tp: u32,
+    /// The protocol before vLLM 0.16.
+    older: bool,
     /// Every rank of a prefill has the same bytes: one of them writes.
     latent: bool,
     /// What only kvx says does not arrive.
@@ -68,6 +78,7 @@ enum Event {
     MoveEnd(u64),
     MoveTimesOut(u64),
     Fence(At, RequestId),
+    FenceForgotten(At, RequestId),
     Restart(usize),
 }
 
@@ -103,7 +114,8 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn drawn(seed: u64) -> Self {
         let mut random = Random::new(seed);
-        let scenario = Scenario {
+        let mut scenario = Scenario {
+            older: seed % OLDER == OLDER - 1,
             prefills: random.within(1..3) as usize,
             decodes: random.within(1..3) as usize,
             prefill_tp: random.one_of(&[1, 1, 2]),
@@ -119,6 +131,10 @@ impl World {
             clients: random.within(3..12) as usize,
             trouble: random.one_of(&[0, 5, 15, 40]),
         };
+        // It takes the same size on both sides. Only kvx says its own, and is refused by it.
+        if scenario.older && (scenario.foreign || random.percent(90)) {
+            scenario.decode_tp = scenario.prefill_tp;
+        }
         let engines = scenario.prefills + scenario.decodes;
         let mut world = World {
             random,
@@ -166,6 +182,7 @@ impl World {
     }
 
     fn born(&mut self, engine: usize, life: u32) -> Engine<MooncakeWorker> {
+        let first_port = self.port(At { engine, life, worker: 0 });
         let scenario = &self.scenario;
         let prefill = engine < scenario.prefills;
         let tp = if prefill { scenario.prefill_tp } else { scenario.decode_tp };
@@ -174,7 +191,13 @@ impl World {
         let mut mooncake = Mooncake::new(if prefill { Role::Producer } else { Role::Consumer });
         mooncake.wait = Duration::from_micros(scenario.wait);
         mooncake.connect_timeout = Duration::from_secs(3);
-        let mut settings = Settings::new(id, address(engine)).with_mooncake(mooncake);
+        let mut address = address(engine);
+        if scenario.older {
+            // Where its first worker listens.
+            mooncake.bootstrap = Bootstrap::Without;
+            address = Address { port: first_port, ..address };
+        }
+        let mut settings = Settings::new(id, address).with_mooncake(mooncake);
         settings.tp_size = tp;
         settings.block_size = 4;
         settings.engine_ttl = self.random.percent(50).then_some(Duration::from_secs(5));
@@ -243,6 +266,7 @@ impl World {
         self.summary.loaded += engine.loaded;
         self.summary.recomputed += engine.recomputed;
         self.summary.lost += engine.lost;
+        self.summary.older += if self.scenario.older { engine.loaded } else { 0 };
     }
 
     fn said(&self, why: String) -> String {
@@ -280,6 +304,7 @@ impl World {
             Event::MoveEnd(key) => self.move_ends(key),
             Event::MoveTimesOut(key) => self.move_times_out(key),
             Event::Fence(at, request) => self.fence(at, request),
+            Event::FenceForgotten(at, request) => self.fence_forgotten(at, &request),
             Event::Restart(engine) => return self.restart(engine),
         }
         Ok(())
@@ -340,8 +365,14 @@ impl World {
                     let delay = self.random.skewed(MILLISECOND..2 * SECOND);
                     self.after(delay, Event::Query(at, query, address.host.to_string()));
                 }
-                MooncakeAction::Ask { pull, address, question, deadline, .. } => {
-                    self.ask(at, pull, &address, question.encode(), deadline);
+                MooncakeAction::Ask { pull, address, question, is_kvx, deadline } => {
+                    let plain = self.scenario.older && !is_kvx;
+                    let bytes = match self.scenario.older {
+                        false => question.encode(),
+                        true if is_kvx => OlderPullRequest::to_kvx(&question).encode(),
+                        true => OlderPullRequest::plain(&question).expect("one group").encode(),
+                    };
+                    self.ask(at, pull, &address, bytes, (plain, deadline));
                 }
                 MooncakeAction::Hangup { pull } => {
                     if let Some(wire) = self.by_pull.remove(&(at, pull)) {

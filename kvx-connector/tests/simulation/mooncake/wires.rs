@@ -2,7 +2,9 @@
 
 use kvx_connector::engine::mooncake::{AskId, PullId, QueryId, Unanswered};
 use kvx_connector::engine::{Time, WorkerRank};
-use kvx_connector::wire::mooncake::{Directory, ListedEngine, PullRequest, PullResponse};
+use kvx_connector::wire::mooncake::{
+    Directory, ListedEngine, OlderAnswer, OlderPullRequest, PullRequest, PullResponse,
+};
 
 use super::{At, Event, MILLISECOND, SECOND, World};
 
@@ -12,14 +14,19 @@ pub(super) struct Wire {
     pull: PullId,
     to: At,
     ask: Option<AskId>,
+    /// A plain REQ socket before vLLM 0.16, which hears one answer.
+    plain: bool,
+    answers: u32,
+    /// It has heard of a failure from a vLLM, which does not wait for what still writes.
+    told_at_once: bool,
     /// Nothing arrives before what was sent before it.
     arrives: (u64, u64),
 }
 
 impl World {
-    fn port(&self, at: At) -> u32 {
+    pub(super) fn port(&self, at: At) -> u16 {
         let life = if self.scenario.same_ports { 0 } else { at.life };
-        4000 + 10 * life + at.worker as u32
+        4000 + 10 * life as u16 + at.worker as u16
     }
 
     /// The bootstrap server of a prefill answers for who lives there now; some workers register late.
@@ -47,10 +54,17 @@ impl World {
         self.with(at, |worker, time| worker.queried(time, query, result));
     }
 
-    pub(super) fn ask(&mut self, from: At, pull: PullId, address: &str, bytes: Vec<u8>, deadline: Time) {
+    pub(super) fn ask(
+        &mut self,
+        from: At,
+        pull: PullId,
+        address: &str,
+        bytes: Vec<u8>,
+        (plain, deadline): (bool, Time),
+    ) {
         let (host, port) =
             address.strip_prefix("tcp://host-").and_then(|at| at.split_once(':')).expect("ours");
-        let (engine, port): (usize, u32) = (host.parse().expect("an engine"), port.parse().expect("a port"));
+        let (engine, port): (usize, u16) = (host.parse().expect("an engine"), port.parse().expect("a port"));
         let wire = match self.by_pull.get(&(from, pull)) {
             Some(wire) => *wire,
             None => {
@@ -64,7 +78,18 @@ impl World {
                 // Nobody is there: that is known to have been nobody.
                 let to_nobody = At { engine, life: u32::MAX, worker: 0 };
                 let arrives = (self.now, self.now);
-                self.wires.insert(wire, Wire { from, pull, to: to.unwrap_or(to_nobody), ask: None, arrives });
+                let there = to.unwrap_or(to_nobody);
+                let known = Wire {
+                    from,
+                    pull,
+                    to: there,
+                    ask: None,
+                    plain,
+                    answers: 0,
+                    told_at_once: false,
+                    arrives,
+                };
+                self.wires.insert(wire, known);
                 if to.is_none() {
                     self.after(MILLISECOND, Event::Breaks(wire, false));
                     return;
@@ -99,6 +124,13 @@ impl World {
         let ask = AskId(self.sequence);
         known.ask = Some(ask);
         self.by_ask.insert(ask, wire);
+        if self.scenario.older {
+            let question = OlderPullRequest::decode(bytes);
+            return self.with(to, |worker, time| {
+                // It may be of another size, or another engine.
+                let _ = worker.older_asked_for(time, ask, question);
+            });
+        }
         let bytes = match self.scenario.foreign {
             false => bytes.to_vec(),
             true => {
@@ -115,18 +147,39 @@ impl World {
 
     pub(super) fn send_answer(&mut self, ask: AskId, bytes: Vec<u8>) {
         let Some(wire) = self.by_ask.get(&ask).copied() else { return };
-        let Some((from, to)) = self.wires.get(&wire).map(|wire| (wire.from, wire.to)) else { return };
+        let Some(&Wire { from, to, told_at_once, .. }) = self.wires.get(&wire) else { return };
+        if told_at_once {
+            return;
+        }
         let cut = self.cut(from.engine, to.engine).map_or(0, |until| until - self.now);
         let delay = cut + self.random.skewed(50..2 * SECOND);
         let Some(known) = self.wires.get_mut(&wire) else { return };
+        known.answers += 1;
+        assert!(!known.plain || known.answers == 1, "a REQ socket hears a second answer");
         let arrives = (self.now + delay).max(known.arrives.1);
         known.arrives.1 = arrives;
         self.after(arrives - self.now, Event::Answer(wire, bytes));
     }
 
+    /// A write to a plain agent has failed, and may go on: a vLLM says so and is done.
+    pub(super) fn says_at_once(&mut self, from: At, to: At) {
+        let asked = |wire: &&mut Wire| wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0;
+        // Whichever it is: any of them may fail.
+        let Some(known) = self.wires.values_mut().find(asked) else { return };
+        let Some(ask) = known.ask else { return };
+        self.send_answer(ask, OlderAnswer::Failed.encode().to_vec());
+        if let Some(known) = self.by_ask.get(&ask).and_then(|wire| self.wires.get_mut(wire)) {
+            known.told_at_once = true;
+        }
+    }
+
     pub(super) fn answer(&mut self, wire: u64, bytes: &[u8]) {
-        let Some((from, pull)) = self.wires.get(&wire).map(|wire| (wire.from, wire.pull)) else { return };
-        let bytes = match self.scenario.foreign {
+        let Some(&Wire { from, pull, plain, .. }) = self.wires.get(&wire) else { return };
+        if plain {
+            let answer = OlderAnswer::decode(bytes);
+            return self.with(from, |worker, time| worker.older_answered_with(time, pull, answer));
+        }
+        let bytes = match self.scenario.foreign && !self.scenario.older {
             false => bytes.to_vec(),
             true => {
                 let mut response = PullResponse::decode(bytes).expect("an answer");

@@ -130,6 +130,8 @@ pub(crate) struct Summary {
     pub(crate) aborted: u32,
     pub(crate) stale: u32,
     pub(crate) lost: u32,
+    /// Loads of the MooncakeConnector before vLLM 0.16.
+    pub(crate) older: u32,
     pub(crate) runs: u32,
     pub(crate) unequal: u32,
     pub(crate) restarts: u32,
@@ -145,6 +147,7 @@ impl Summary {
             (&mut self.aborted, other.aborted),
             (&mut self.stale, other.stale),
             (&mut self.lost, other.lost),
+            (&mut self.older, other.older),
             (&mut self.runs, other.runs),
             (&mut self.unequal, other.unequal),
             (&mut self.restarts, other.restarts),

@@ -1,9 +1,10 @@
 //! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a connection of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Result};
 
 use super::super::builder::MOONCAKE;
@@ -13,7 +14,9 @@ use super::super::zmtp::{Client, Limits, SocketType, resolve};
 use super::{client, proof};
 use crate::engine::mooncake::{Mooncake, PullId, QueryId, Unanswered};
 use crate::engine::{Address, RequestId, Time, WorkerRank};
-use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PulledRequest};
+use crate::wire::mooncake::{
+    OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
+};
 
 /// An answer, and what a later version may add.
 const ANSWER: Limits = Limits { frames: 4, bytes: PullResponse::MAX_LEN };
@@ -23,6 +26,39 @@ pub(super) const BYTES: usize = 64 << 20;
 const LIMIT: Duration = Duration::from_secs(10);
 /// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.
 const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
+
+/// How long a connection is kept for the next question to the same worker, and how many are.
+const KEPT: Duration = Duration::from_secs(30);
+const MOST_KEPT: usize = 256;
+
+/// Connections to workers that have answered: the next question needs no greeting.
+#[derive(Debug, Default)]
+pub(super) struct Idle(Mutex<HashMap<Arc<str>, (Client, Instant)>>);
+
+impl Idle {
+    pub(super) fn take(&self, address: &str) -> Option<Client> {
+        let (client, since) = self.0.lock().remove(address)?;
+        (since.elapsed() < KEPT && client.is_quiet()).then_some(client)
+    }
+
+    pub(super) fn keep(&self, address: Arc<str>, client: Client) {
+        let mut kept = self.0.lock();
+        kept.retain(|_, (_, since)| since.elapsed() < KEPT);
+        if kept.len() < MOST_KEPT {
+            kept.insert(address, (client, Instant::now()));
+        }
+    }
+}
+
+#[cfg(test)]
+impl Idle {
+    /// The one that is kept.
+    pub(super) fn only(&self) -> Option<Client> {
+        let mut kept = self.0.lock();
+        assert!(kept.len() <= 1, "a worker has one");
+        kept.drain().next().map(|(_, (client, _))| client)
+    }
+}
 
 /// Whether a question asks for blocks, and not for the end of a request alone.
 fn wants(wanted: &PulledRequest) -> bool {
@@ -56,9 +92,10 @@ impl Shared {
     pub(super) async fn pull(self: Arc<Self>, rank: WorkerRank, question: Question) {
         let pull = question.pull;
         let mut delivered = false;
-        let Err(error) = self.exchange(rank, question, &mut delivered).await;
-        let how = Unanswered { delivered, error: error.to_string() };
-        self.tell_mooncake(rank, |worker, now| worker.unanswered(now, pull, how));
+        if let Err(error) = self.exchange(rank, question, &mut delivered).await {
+            let how = Unanswered { delivered, error: error.to_string() };
+            self.tell_mooncake(rank, |worker, now| worker.unanswered(now, pull, how));
+        }
     }
 
     /// Asks, and hears answers until there are no more to come.
@@ -67,7 +104,7 @@ impl Shared {
         rank: WorkerRank,
         question: Question,
         delivered: &mut bool,
-    ) -> Result<std::convert::Infallible> {
+    ) -> Result<()> {
         let Question { pull, address, message, is_kvx, deadline } = question;
         let at = address.strip_prefix("tcp://").and_then(Address::parse);
         let at = at.ok_or_else(|| Error::new(Kind::Malformed, format!("{address} is no tcp://host:port")))?;
@@ -85,10 +122,14 @@ impl Shared {
             Some(secret) => Some((secret, proof::seal_question(secret, &bytes)?)),
         };
         let limit = LIMIT.min(self.left(deadline));
-        let addresses = resolve(&at.host, at.port, limit).await?;
-        let budget = &self.mooncake.answers;
-        let kind = if older { SocketType::Req } else { SocketType::Dealer };
-        let mut client = Client::connect(kind, &addresses, ANSWER, budget, limit).await?;
+        let mut client = match self.mooncake.idle.take(&address) {
+            Some(client) => client,
+            None => {
+                let addresses = resolve(&at.host, at.port, limit).await?;
+                let kind = if older { SocketType::Req } else { SocketType::Dealer };
+                Client::connect(kind, &addresses, ANSWER, &self.mooncake.answers, limit).await?
+            }
+        };
         *delivered = true;
         let mut frames = vec![&bytes[..]];
         frames.extend(sealed.iter().map(|(_, (_, seal))| &seal[..]));
@@ -105,12 +146,23 @@ impl Shared {
             }
             if older && !is_kvx {
                 let answer = OlderAnswer::decode(answer);
+                if answer.is_ok() {
+                    self.mooncake.idle.keep(address, client);
+                }
                 self.tell_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
-                continue;
+                return Ok(());
             }
             // Read before the lock, as it may be long.
             let answer = PullResponse::decode(answer);
+            if answer.as_ref().is_ok_and(|answer| answer.status == PullStatus::Continue) {
+                self.tell_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+                continue;
+            }
+            if answer.is_ok() {
+                self.mooncake.idle.keep(address, client);
+            }
             self.tell_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+            return Ok(());
         }
     }
 

@@ -28,7 +28,7 @@ use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 
 pub(super) use self::announce::Announced;
-use self::asking::Question;
+use self::asking::{Idle, Question};
 use self::bootstrap::BootstrapServer;
 use self::channel::Askers;
 pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len};
@@ -55,6 +55,7 @@ pub(super) struct Room {
     askers: Askers,
     /// Of answers in memory.
     answers: Arc<Budget>,
+    idle: Idle,
     announced: Announced,
 }
 
@@ -65,6 +66,7 @@ impl Default for Room {
             pulls: Mutex::default(),
             askers: Askers::default(),
             answers: Budget::new(asking::BYTES),
+            idle: Idle::default(),
             announced: Announced::default(),
         }
     }

@@ -323,6 +323,40 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
 }
 
 #[test]
+fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
+    let rank = WorkerRank::default();
+    let (prefill, decode) =
+        (built("MooncakeConnector", "p", "TCP", 1), built("MooncakeConnector", "d", "TCP", 1));
+    register(&prefill, 0).unwrap();
+    register(&decode, 0).unwrap();
+    fetches(&prefill, &decode);
+    run(async {
+        let listed = client::query(prefill.address(), LIMIT).await.unwrap();
+        let at = &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank];
+        let idle = &decode.shared().mooncake.idle;
+        let mut kept = idle.take(at).expect("it has answered");
+        assert!(idle.take(at).is_none(), "one asks by it");
+        let answer = kept.ask(b"nonsense", LIMIT).await.unwrap();
+        let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();
+        assert_eq!(answer.status, PullStatus::Error);
+        idle.keep(at.as_str().into(), kept);
+    });
+    fetches(&prefill, &decode);
+    prefill.shutdown(LIMIT).wait(LIMIT).unwrap();
+    run(async {
+        let idle = &decode.shared().mooncake.idle;
+        let kept = idle.only().expect("it has answered again");
+        let began = Instant::now();
+        while kept.is_quiet() {
+            assert!(began.elapsed() < LIMIT, "a prefill that has ended holds its connections");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        idle.keep("tcp://there:1".into(), kept);
+        assert!(idle.take("tcp://there:1").is_none(), "nobody is there");
+    });
+}
+
+#[test]
 fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
     let compat =
         |engine| super::super::tests::built_with("MooncakeConnector", engine, r#""kv_compat": "0.11""#);

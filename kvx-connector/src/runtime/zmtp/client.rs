@@ -75,6 +75,11 @@ impl Client {
         self.connection.send(&[envelope, question].concat(), limit).await
     }
 
+    /// Whether it can be asked again: nothing has come that nobody waited for, and the other end has not closed.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.connection.is_quiet()
+    }
+
     /// Waits for the next answer; once it has begun, the rest of it comes within `limit`.
     ///
     /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Kind, Result};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -77,6 +79,13 @@ impl Connection {
             Ok(done) => done.map(|()| connection),
             Err(_) => Err(late(limit, "did not greet")),
         }
+    }
+
+    /// Whether all that has come was taken, and more may come.
+    pub(super) fn is_quiet(&self) -> bool {
+        let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        self.at == self.unread.len()
+            && matches!(rustix::net::recv(&self.stream, &mut [0; 1], look), Err(Errno::AGAIN))
     }
 
     async fn greet(&mut self, kind: SocketType) -> Result<()> {

@@ -176,8 +176,8 @@ const EXITING: u64 = 0x4;
 
 /// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may hold anything.
 fn has_begun_to_exit(stat: &str) -> bool {
-    let words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-    words.skip(6).next().and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & EXITING != 0)
+    let mut words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+    words.nth(6).and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & EXITING != 0)
 }
 
 fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {

@@ -9,6 +9,7 @@
 #[allow(dead_code, reason = "each test program uses its part")]
 mod adapter;
 mod apart;
+mod checking;
 mod dialects;
 mod digests;
 mod engine;

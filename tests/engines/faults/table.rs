@@ -129,8 +129,10 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     let all = is_all();
-    let (tier, backends): (_, &[&str]) =
-        if all { (Tier::Fast, &["TCP", "SHM"]) } else { (Tier::Whole, &["TCP"]) };
+    let (tier, backends): (_, &[&str]) = match all {
+        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL"]),
+        false => (Tier::Whole, &["TCP"]),
+    };
     let mut cases = Vec::new();
     for backend in backends {
         for (at, (subject, trouble, moment)) in rows.iter().copied().enumerate() {
@@ -366,8 +368,16 @@ impl Run {
             let is_missed = subject == PrefillRank && trouble == Stopped;
             self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK })?;
         }
-        if subject == DecodeRank && trouble == Stopped {
+        let are_kept = match (subject, trouble) {
             // It may still write when it goes on: what it was to fill is nobody's any more.
+            (DecodeRank, Stopped) => true,
+            // So may a library, of which the backend says that it needs the peer to be done: until the prefill is gone.
+            (PrefillRank | PrefillEngine, Stopped) if !self.two.reads_end_alone()? => {
+                self.two.decode.all_free(BLOCKS_BACK).is_err()
+            }
+            _ => false,
+        };
+        if are_kept {
             let (free, all) = (self.two.decode.free()?, self.two.decode.spec.shape.blocks);
             ensure(all - free <= TOKENS.div_ceil(self.two.decode.spec.shape.logical()), || {
                 format!("{free} of {all}")

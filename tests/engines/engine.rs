@@ -11,6 +11,7 @@ use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, Kind, Result};
+use kvx_testkit::Holdings;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -70,6 +71,8 @@ pub(crate) enum Order {
     Vacate,
     /// Blocks that nobody has.
     Free,
+    /// What its process holds.
+    Holdings,
     /// What it has logged.
     Log,
 }
@@ -86,6 +89,7 @@ pub(crate) enum Answer {
     Done,
     Held(bool),
     Free(u32),
+    Holdings(Holdings),
     Log(String),
     Loaded {
         tokens: u32,
@@ -369,6 +373,7 @@ impl Engine {
                 self.sweep();
                 Ok(Answer::Free(self.free.len() as u32))
             }
+            Order::Holdings => Holdings::of_this_process().map(Answer::Holdings).map_err(refused),
             Order::Log => Ok(Answer::Log(self.log.text())),
         }
     }

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure, Grandchild, Host};
+use kvx_testkit::{Child, Failure, Grandchild, Holdings, Host};
 use serde_json::{Value, json};
 
 use crate::engine::{Answer, Order, Spec};
@@ -245,6 +245,14 @@ impl Engine {
         match self.ask(&Order::Free, CUT_OFF)? {
             Answer::Free(blocks) => Ok(blocks),
             answer => other("a number of blocks", answer),
+        }
+    }
+
+    /// What its process holds.
+    pub(crate) fn holdings(&mut self) -> Result<Holdings, Failure> {
+        match self.ask(&Order::Holdings, CUT_OFF)? {
+            Answer::Holdings(holdings) => Ok(holdings),
+            answer => other("what a process holds", answer),
         }
     }
 
